@@ -1,0 +1,66 @@
+# Needs Python 3.11 or later; everything else is installed into .venv.
+PYTHON ?= python3
+# More arguments for `make serve` and `make test`, such as ARGS="--workers 2".
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+# Changes with what has to be installed, so that an unchanged environment costs nothing.
+REQUIREMENTS := constraints.txt pyproject.toml clients/python/pyproject.toml
+INSTALLED := .venv/installed-$(shell cat $(REQUIREMENTS) | cksum | tr ' ' '-')
+PROTO_IMAGE := build/protos.binpb
+# The first two are a pair; Triton has wheels for Linux on x86_64 only.
+TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),triton==3.7.1)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup serve test check fmt stubs proto-image clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## Install everything into .venv (the other targets do it themselves)
+	@:
+
+# An environment without its mark was interrupted half-way: it is made anew. One with an older mark is updated.
+$(INSTALLED):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'Python 3.11 or later is needed: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@ls .venv/installed-* >/dev/null 2>&1 || { echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; }
+	@rm -f .venv/installed-*
+	$(PIP) setuptools $(TORCH)
+	$(PIP) --no-build-isolation --editable clients/python --editable '.[dev]'
+	@touch $@
+
+serve: setup ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
+	@exec $(BIN)/quire serve $(ARGS)
+
+test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## Check style, types, protos, stubs and import rules; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python protos/generate.py --check
+	$(BIN)/python protos/generate.py --image $(PROTO_IMAGE)
+	$(BIN)/buf lint $(PROTO_IMAGE) --config protos/buf.yaml
+	$(BIN)/buf format protos --diff --exit-code
+	$(BIN)/buf breaking $(PROTO_IMAGE) --against protos/image.binpb --config protos/buf.yaml
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+fmt: setup ## Format the code and the protos
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/buf format protos --write
+
+stubs: setup ## Generate the Python stubs from protos/
+	$(BIN)/python protos/generate.py
+
+proto-image: setup ## Accept the protos as they are as the base of the breaking-change check
+	$(BIN)/python protos/generate.py --image protos/image.binpb --without-comments
+
+clean: ## Remove build outputs and caches; keeps .venv
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info clients/python/*.egg-info \
+	  clients/python/build
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

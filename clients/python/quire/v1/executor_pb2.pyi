@@ -1,0 +1,505 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.rpc import status_pb2 as _status_pb2
+from quire.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVER_STATE_UNSPECIFIED: _ClassVar[ServerState]
+    SERVER_STATE_STARTING: _ClassVar[ServerState]
+    SERVER_STATE_SERVING: _ClassVar[ServerState]
+    SERVER_STATE_DRAINING: _ClassVar[ServerState]
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_STARTING: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+    WORKER_STATE_DEAD: _ClassVar[WorkerState]
+SERVER_STATE_UNSPECIFIED: ServerState
+SERVER_STATE_STARTING: ServerState
+SERVER_STATE_SERVING: ServerState
+SERVER_STATE_DRAINING: ServerState
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_STARTING: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_DRAINING: WorkerState
+WORKER_STATE_DEAD: WorkerState
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("cache_id", "token_ids", "position", "output", "adapter_id", "lease", "request_id")
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    position: int
+    output: _types_pb2.OutputOptions
+    adapter_id: str
+    lease: _duration_pb2.Duration
+    request_id: str
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("kv_cache", "output", "reused_tokens", "timing")
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    kv_cache: _types_pb2.KvCacheHandle
+    output: _types_pb2.StepOutput
+    reused_tokens: int
+    timing: _types_pb2.StepTiming
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+
+class BatchPrefillRequest(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[PrefillRequest]
+    def __init__(self, items: _Optional[_Iterable[_Union[PrefillRequest, _Mapping]]] = ...) -> None: ...
+
+class BatchPrefillResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[BatchPrefillResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[BatchPrefillResult, _Mapping]]] = ...) -> None: ...
+
+class BatchPrefillResult(_message.Message):
+    __slots__ = ("response", "error")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    response: PrefillResponse
+    error: _status_pb2.Status
+    def __init__(self, response: _Optional[_Union[PrefillResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("cache_id", "token_id", "position", "output")
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    token_id: int
+    position: int
+    output: _types_pb2.OutputOptions
+    def __init__(self, cache_id: _Optional[str] = ..., token_id: _Optional[int] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ...) -> None: ...
+
+class DecodeResponse(_message.Message):
+    __slots__ = ("kv_cache", "output", "timing")
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    kv_cache: _types_pb2.KvCacheHandle
+    output: _types_pb2.StepOutput
+    timing: _types_pb2.StepTiming
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+
+class BatchDecodeRequest(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[DecodeRequest]
+    def __init__(self, items: _Optional[_Iterable[_Union[DecodeRequest, _Mapping]]] = ...) -> None: ...
+
+class BatchDecodeResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[BatchDecodeResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[BatchDecodeResult, _Mapping]]] = ...) -> None: ...
+
+class BatchDecodeResult(_message.Message):
+    __slots__ = ("response", "error")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    response: DecodeResponse
+    error: _status_pb2.Status
+    def __init__(self, response: _Optional[_Union[DecodeResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class ForwardVerifyRequest(_message.Message):
+    __slots__ = ("cache_id", "token_ids", "position", "output", "accept")
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    position: int
+    output: _types_pb2.OutputOptions
+    accept: _types_pb2.VerifyAccept
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ...) -> None: ...
+
+class ForwardVerifyResponse(_message.Message):
+    __slots__ = ("kv_cache", "outputs", "accepted", "timing")
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    kv_cache: _types_pb2.KvCacheHandle
+    outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
+    accepted: int
+    timing: _types_pb2.StepTiming
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., accepted: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+
+class UnifiedForwardRequest(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[UnifiedForwardItem]
+    def __init__(self, items: _Optional[_Iterable[_Union[UnifiedForwardItem, _Mapping]]] = ...) -> None: ...
+
+class UnifiedForwardItem(_message.Message):
+    __slots__ = ("cache_id", "token_ids", "position", "is_final_chunk", "output")
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    IS_FINAL_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    position: int
+    is_final_chunk: bool
+    output: _types_pb2.OutputOptions
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., is_final_chunk: _Optional[bool] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ...) -> None: ...
+
+class UnifiedForwardResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[UnifiedForwardResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[UnifiedForwardResult, _Mapping]]] = ...) -> None: ...
+
+class UnifiedForwardResult(_message.Message):
+    __slots__ = ("response", "error")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    response: UnifiedForwardItemResponse
+    error: _status_pb2.Status
+    def __init__(self, response: _Optional[_Union[UnifiedForwardItemResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class UnifiedForwardItemResponse(_message.Message):
+    __slots__ = ("kv_cache", "output", "reused_tokens", "timing")
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    kv_cache: _types_pb2.KvCacheHandle
+    output: _types_pb2.StepOutput
+    reused_tokens: int
+    timing: _types_pb2.StepTiming
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+
+class ForwardRequest(_message.Message):
+    __slots__ = ("token_ids", "output")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    output: _types_pb2.OutputOptions
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ...) -> None: ...
+
+class ForwardResponse(_message.Message):
+    __slots__ = ("outputs", "token_logprobs", "timing")
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
+    token_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    timing: _types_pb2.StepTiming
+    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+
+class ForkCacheRequest(_message.Message):
+    __slots__ = ("cache_id", "count", "release")
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    count: int
+    release: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, cache_id: _Optional[str] = ..., count: _Optional[int] = ..., release: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ForkCacheResponse(_message.Message):
+    __slots__ = ("kv_caches",)
+    KV_CACHES_FIELD_NUMBER: _ClassVar[int]
+    kv_caches: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvCacheHandle]
+    def __init__(self, kv_caches: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ...) -> None: ...
+
+class TruncateKVRequest(_message.Message):
+    __slots__ = ("cache_id", "new_len")
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    NEW_LEN_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    new_len: int
+    def __init__(self, cache_id: _Optional[str] = ..., new_len: _Optional[int] = ...) -> None: ...
+
+class TruncateKVResponse(_message.Message):
+    __slots__ = ("kv_cache",)
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    kv_cache: _types_pb2.KvCacheHandle
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ...) -> None: ...
+
+class ReleaseCacheRequest(_message.Message):
+    __slots__ = ("cache_id",)
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    def __init__(self, cache_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseCacheResponse(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: bool
+    def __init__(self, released: _Optional[bool] = ...) -> None: ...
+
+class ListCachesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListCachesResponse(_message.Message):
+    __slots__ = ("kv_caches", "next_page_token")
+    KV_CACHES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    kv_caches: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvCacheHandle]
+    next_page_token: str
+    def __init__(self, kv_caches: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class RenewCacheRequest(_message.Message):
+    __slots__ = ("cache_id", "lease")
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    lease: _duration_pb2.Duration
+    def __init__(self, cache_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class RenewCacheResponse(_message.Message):
+    __slots__ = ("kv_cache",)
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    kv_cache: _types_pb2.KvCacheHandle
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ...) -> None: ...
+
+class GetModelInfoRequest(_message.Message):
+    __slots__ = ("include_tokenizer",)
+    INCLUDE_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    include_tokenizer: bool
+    def __init__(self, include_tokenizer: _Optional[bool] = ...) -> None: ...
+
+class GetModelInfoResponse(_message.Message):
+    __slots__ = ("model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id", "tokenizer_json")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ATTENTION_HEADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    architecture: str
+    vocab_size: int
+    max_seq_len: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    num_parameters: int
+    weight_bytes: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bos_token_id: int
+    tokenizer_json: bytes
+    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., tokenizer_json: _Optional[bytes] = ...) -> None: ...
+
+class GetCapabilitiesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetCapabilitiesResponse(_message.Message):
+    __slots__ = ("version", "executor", "runner", "supports_native_unified_decode", "supports_verify", "supports_fork", "supports_sampling", "supports_prefix_reuse", "supports_lora", "page_size_tokens", "max_batch_tokens", "max_batch_items", "max_seq_len", "max_request_bytes", "max_response_bytes", "max_top_logprobs", "kernels")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    RUNNER_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_NATIVE_UNIFIED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_VERIFY_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_FORK_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_PREFIX_REUSE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_LORA_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    executor: str
+    runner: str
+    supports_native_unified_decode: bool
+    supports_verify: bool
+    supports_fork: bool
+    supports_sampling: bool
+    supports_prefix_reuse: bool
+    supports_lora: bool
+    page_size_tokens: int
+    max_batch_tokens: int
+    max_batch_items: int
+    max_seq_len: int
+    max_request_bytes: int
+    max_response_bytes: int
+    max_top_logprobs: int
+    kernels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., executor: _Optional[str] = ..., runner: _Optional[str] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_verify: _Optional[bool] = ..., supports_fork: _Optional[bool] = ..., supports_sampling: _Optional[bool] = ..., supports_prefix_reuse: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., kernels: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("state", "workers", "uptime_ms", "sequences", "operations_in_flight", "memory_bytes", "version")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    state: ServerState
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    uptime_ms: int
+    sequences: int
+    operations_in_flight: int
+    memory_bytes: int
+    version: str
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., sequences: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker_id", "pid", "epoch", "device", "state", "sequences", "blocks_total", "blocks_free", "blocks_cached", "prefill_operations", "decode_operations", "avg_prefill_ms", "avg_decode_ms", "memory_bytes", "steps", "step_tokens", "batch_items", "operations_in_flight", "load_progress")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    AVG_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    AVG_DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    pid: int
+    epoch: int
+    device: str
+    state: WorkerState
+    sequences: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    prefill_operations: int
+    decode_operations: int
+    avg_prefill_ms: float
+    avg_decode_ms: float
+    memory_bytes: int
+    steps: int
+    step_tokens: int
+    batch_items: int
+    operations_in_flight: int
+    load_progress: float
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., sequences: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_operations: _Optional[int] = ..., decode_operations: _Optional[int] = ..., avg_prefill_ms: _Optional[float] = ..., avg_decode_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., load_progress: _Optional[float] = ...) -> None: ...
+
+class GetCacheMetricsRequest(_message.Message):
+    __slots__ = ("check_integrity",)
+    CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    check_integrity: bool
+    def __init__(self, check_integrity: _Optional[bool] = ...) -> None: ...
+
+class GetCacheMetricsResponse(_message.Message):
+    __slots__ = ("page_size_tokens", "bytes_per_page", "workers")
+    PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_PAGE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    page_size_tokens: int
+    bytes_per_page: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerCacheMetrics]
+    def __init__(self, page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerCacheMetrics, _Mapping]]] = ...) -> None: ...
+
+class WorkerCacheMetrics(_message.Message):
+    __slots__ = ("worker_id", "blocks_total", "blocks_free", "blocks_cached", "blocks_referenced", "sequences", "tokens", "prefix_hit_tokens", "prefix_query_tokens", "evicted_blocks", "copied_blocks", "pool_intact")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_REFERENCED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    POOL_INTACT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_referenced: int
+    sequences: int
+    tokens: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+    evicted_blocks: int
+    copied_blocks: int
+    pool_intact: bool
+    def __init__(self, worker_id: _Optional[str] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., pool_intact: _Optional[bool] = ...) -> None: ...
+
+class GetLoraMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoraMetricsResponse(_message.Message):
+    __slots__ = ("adapters", "max_adapters")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[LoraAdapterMetrics]
+    max_adapters: int
+    def __init__(self, adapters: _Optional[_Iterable[_Union[LoraAdapterMetrics, _Mapping]]] = ..., max_adapters: _Optional[int] = ...) -> None: ...
+
+class LoraAdapterMetrics(_message.Message):
+    __slots__ = ("adapter_id", "rank", "sequences", "operations")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    rank: int
+    sequences: int
+    operations: int
+    def __init__(self, adapter_id: _Optional[str] = ..., rank: _Optional[int] = ..., sequences: _Optional[int] = ..., operations: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,58 @@
+"""How the rows of a mixed batch map to sequences and their pages.
+
+Dimension letters: T tokens; N items; P pages in the longest block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.checks import INDEX_DTYPES, check_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Which rows belong to which sequence, and where its pages are: the same for all layers of a forward.
+
+    Lengths are in tokens. The last two fields hold the numbers of the tensors on the host, so that no kernel
+    has to read a device tensor back.
+
+    Attributes:
+        block_tables: [N, P] int32, the pages of each sequence in order; unused entries hold any valid page.
+        query_starts: [N + 1] int32, first row of each item, and T.
+        context_lens: [N] int32, length of each sequence, the new tokens included. 0: a padded item, whose
+            rows come out as zeros.
+        query_lens: N numbers of new tokens, which add up to T.
+        context_lens_host: The numbers of `context_lens`.
+    """
+
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    query_lens: Sequence[int]
+    context_lens_host: Sequence[int]
+
+    def __post_init__(self) -> None:
+        """Check what does not depend on a layer.
+
+        Raises:
+            ValueError, TypeError: A field does not fit, by name.
+        """
+        items = len(self.query_lens)
+        check_tensor("block_tables", self.block_tables, (items, None), INDEX_DTYPES)
+        check_tensor("query_starts", self.query_starts, (items + 1,), INDEX_DTYPES)
+        check_tensor("context_lens", self.context_lens, (items,), INDEX_DTYPES)
+        if len(self.context_lens_host) != items:
+            raise ValueError(
+                f"context_lens_host: must have {items} entries, got {len(self.context_lens_host)}"
+            )
+        for item, (query_len, context) in enumerate(
+            zip(self.query_lens, self.context_lens_host, strict=True)
+        ):
+            if query_len < 0:
+                raise ValueError(f"query_lens: must not be negative, item {item} has {query_len}")
+            if context < query_len and context != 0:
+                raise ValueError(f"context_lens_host: item {item} has {context} for {query_len} new tokens")

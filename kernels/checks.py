@@ -1,0 +1,56 @@
+"""Argument checks shared by the wrappers of all kernels.
+
+They run on every call, so they only read metadata: no device tensor is read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Check one argument.
+
+    Args:
+        name: The argument's name, for the message.
+        tensor: The argument.
+        shape: The expected size of each dimension; None where any size is right.
+        dtypes: The allowed dtypes.
+
+    Raises:
+        ValueError: The shape differs, or the last dimension is not contiguous.
+        TypeError: The dtype is not allowed.
+    """
+    actual = tensor.shape
+    if len(actual) != len(shape) or any(
+        want is not None and want != got for want, got in zip(shape, actual, strict=True)
+    ):
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: shape must be [{expected}], got {list(actual)}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype must be one of {list(dtypes)}, got {tensor.dtype}")
+    if actual and actual[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: the last dimension must be contiguous, got strides {tensor.stride()}")
+
+
+def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Check that two arguments agree in dtype and device.
+
+    Raises:
+        TypeError: They differ.
+    """
+    if tensor.dtype != other.dtype or tensor.device != other.device:
+        raise TypeError(
+            f"{name}: must have the dtype and device of {other_name} ({other.dtype} on {other.device}), "
+            f"got {tensor.dtype} on {tensor.device}"
+        )

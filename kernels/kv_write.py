@@ -1,0 +1,61 @@
+"""Writes the keys and values of new tokens into the pages of the KV cache.
+
+Dimension letters: T tokens; P pages; S tokens a page; K key-value heads; D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_same, check_tensor
+
+
+def kv_write_reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Scatter in plain torch; see `kv_write`."""
+    used = slots >= 0  # [T]
+    if not bool(used.all()):
+        key, value, slots = key[used], value[used], slots[used]
+    # A slot is a row of the pages laid end to end.
+    k_pages.flatten(0, 1).index_copy_(0, slots, key)  # [P * S, K, D]
+    v_pages.flatten(0, 1).index_copy_(0, slots, value)
+
+
+def kv_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Write each token's key and value to its slot.
+
+    Mutates `k_pages` and `v_pages`: exactly the slots named, nothing else. Two tokens must not share a slot.
+
+    Args:
+        key: [T, K, D]; float32, bfloat16 or float16.
+        value: [T, K, D]; dtype of key.
+        k_pages: [P, S, K, D] contiguous; dtype of key.
+        v_pages: [P, S, K, D] contiguous; dtype of key.
+        slots: [T] int32 or int64, page * S + offset; negative for a padded token, which is not written.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit, by name.
+        IndexError, RuntimeError: A slot is beyond the last page (on the CPU).
+    """
+    tokens, heads, width = key.shape
+    check_tensor("key", key, (None, None, None), FLOAT_DTYPES)
+    check_tensor("value", value, key.shape, FLOAT_DTYPES)
+    check_same("value", value, "key", key)
+    check_tensor("slots", slots, (tokens,), INDEX_DTYPES)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        check_tensor(name, pages, (k_pages.shape[0], k_pages.shape[1], heads, width), FLOAT_DTYPES)
+        check_same(name, pages, "key", key)
+        if not pages.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, got strides {pages.stride()}")
+    kv_write_reference(key, value, k_pages, v_pages, slots)

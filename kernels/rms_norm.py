@@ -1,0 +1,80 @@
+"""RMSNorm, plain and with the residual added first.
+
+    y = weight * cast(x / sqrt(mean(x^2) + eps))
+
+The mean and the division are done in float32, the result is rounded to the dtype of x *before* it is
+multiplied by the weight: the order of the casts in Hugging Face's Qwen3RMSNorm and LlamaRMSNorm, so that bf16
+agrees too.
+
+Dimension letters: T tokens; H heads (absent for a whole row); D normalised width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm in plain torch; see `rms_norm`."""
+    wide = x.float()  # [..., D]
+    variance = wide.pow(2).mean(-1, keepdim=True)  # [..., 1]
+    return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)  # [..., D]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the last dimension.
+
+    Args:
+        x: [T, D], or [T, H, D] to normalise each head; float32, bfloat16 or float16.
+        weight: [D], or [H, D] for a weight per head; dtype of x.
+        eps: Added to the mean square; positive.
+
+    Returns:
+        A new tensor with the shape and dtype of x.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit, by name.
+    """
+    check_tensor("x", x, [None] * x.dim(), FLOAT_DTYPES)
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x: must have 2 or 3 dimensions, got {x.dim()}")
+    check_tensor("weight", weight, x.shape[x.dim() - weight.dim() :], FLOAT_DTYPES)
+    if weight.dim() >= x.dim():
+        raise ValueError(f"weight: must have fewer dimensions than x, got {weight.dim()} and {x.dim()}")
+    check_same("weight", weight, "x", x)
+    return rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Residual add, then RMSNorm, in plain torch; see `add_rms_norm`."""
+    residual.add_(x)  # [T, D], rounded to its dtype as the unfused model does
+    return rms_norm_reference(residual, weight, eps)  # [T, D]
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add x to the residual stream and normalise the sum.
+
+    Mutates `residual`, which holds residual + x afterwards.
+
+    Args:
+        x: [T, D] what the last block computed; float32, bfloat16 or float16.
+        residual: [T, D] the residual stream; dtype of x.
+        weight: [D]; dtype of x.
+        eps: Added to the mean square; positive.
+
+    Returns:
+        A new tensor [T, D], the norm of the sum.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit, by name.
+    """
+    check_tensor("x", x, (None, None), FLOAT_DTYPES)
+    check_tensor("residual", residual, x.shape, FLOAT_DTYPES)
+    check_same("residual", residual, "x", x)
+    check_tensor("weight", weight, x.shape[1:], FLOAT_DTYPES)
+    check_same("weight", weight, "x", x)
+    return add_rms_norm_reference(x, residual, weight, eps)

@@ -1,0 +1,136 @@
+"""The command `quire`: serve | status | generate.
+
+Exit status: 0 done, 1 it failed while it ran, 2 it was called wrongly. Each command imports what it needs when
+it runs, so that none waits for another's libraries; what is loaded here is the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from service.config import ConfigError, add_flags, load_config
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit status; argparse exits by itself with 2 on wrong usage."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        if parsed.command == "serve":
+            return _serve(parsed)
+        if parsed.command == "status":
+            from service.cli_status import show_status
+
+            return show_status(parsed.target, parsed.watch)
+        from service.cli_generate import generate
+
+        return generate(parsed)
+    except ConfigError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    config = load_config(vars(parsed), os.environ)
+
+    import asyncio
+
+    import uvloop
+
+    from service.logging import configure_logging
+    from service.server import serve
+
+    configure_logging(config.log_level, config.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="quire", description="A token-level LLM executor behind gRPC.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model",
+        description="Serves a model until SIGTERM or Ctrl-C. Flags win over the environment, which wins over "
+        "the file.",
+    )
+    add_flags(serve)
+
+    status = commands.add_parser("status", help="show a server's workers")
+    _add_target(status)
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        type=_positive_float,
+        const=1.0,
+        metavar="SECONDS",
+        help="repeat, and show rates between two readings (default: every second)",
+    )
+
+    generate = commands.add_parser(
+        "generate",
+        help="continue a prompt, token by token",
+        description="Continues a prompt: a Prefill and one Decode for each token.",
+    )
+    _add_target(generate)
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
+    prompt.add_argument("--tokens", type=_token_ids, metavar="1,2,3", help="token ids to continue, not text")
+    generate.add_argument(
+        "--max-tokens", type=_positive_int, default=64, metavar="N", help="stop after N (default 64)"
+    )
+    generate.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default)")
+    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
+    generate.add_argument("--top-p", type=float, metavar="P", help="draw from the top probability mass P")
+    generate.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P of the most likely")
+    generate.add_argument("--seed", type=int, metavar="N", help="makes a draw repeatable")
+    generate.add_argument(
+        "--logprobs", action="store_true", help="a line for each token: id, log-probability, text"
+    )
+    return parser
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        default=os.environ.get("QUIRE_TARGET", DEFAULT_TARGET),
+        metavar="HOST:PORT",
+        help=f"the server, also unix:/path (env QUIRE_TARGET; default {DEFAULT_TARGET})",
+    )
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
+
+
+def _token_ids(text: str) -> list[int]:
+    ids = [int(part) for part in text.split(",")]
+    if not all(0 <= token_id < 1 << 32 for token_id in ids):
+        raise argparse.ArgumentTypeError("token ids are 32-bit numbers")
+    return ids
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""The gateway's settings: declared once in `Config`, parsed once, then passed explicitly and never changed.
+
+A setting comes from the first of these that names it: a flag (`--max-batch-tokens`), the environment
+(`QUIRE_MAX_BATCH_TOKENS`), the TOML file named by `--config` (`max_batch_tokens`), the default. A field's
+declaration below drives all of them, and the help text. A bad setting is refused with `ConfigError` wherever
+it comes from: also in the file or the environment when a flag overrides it, because it waits for another day.
+
+This module does not know what the settings do, and it reads no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ENV_PREFIX = "QUIRE_"
+SHIPPED_MODEL = "adder"
+WEIGHTLESS_MODEL = "paged-attention"
+
+# Environment names with the prefix that are not settings: the file, and the target of the other commands.
+_OTHER_ENV = ("QUIRE_CONFIG", "QUIRE_TARGET")
+_AUTO = "auto"
+_DTYPES = (_AUTO, "bfloat16", "float16", "float32")
+_KIB, _MIB = 1 << 10, 1 << 20
+# A gRPC message's size is a signed 32-bit number.
+_MAX_MESSAGE_BYTES = (1 << 31) - 1
+# Longest path of a Unix socket on Linux, without the final zero.
+_MAX_SOCKET_PATH_BYTES = 107
+_DAY_S = 86_400
+_YEAR_S = 365 * _DAY_S
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used: says which, where it came from, its value, and what is allowed."""
+
+    def __init__(self, setting: str, source: str, value: object, allowed: str) -> None:
+        super().__init__(f"{setting} = {value!r} (from {source}) is refused: {allowed}")
+        self.setting = setting
+        self.source = source
+        self.value = value
+        self.allowed = allowed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a field's declaration says beside its type and default."""
+
+    help: str
+    # For numbers: both ends are allowed. A NaN lies outside.
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    choices: tuple[str, ...] = ()
+    # For strings: whether a value can be used, and in words what can.
+    accepts: Callable[[str], bool] | None = None
+    allowed: str = ""
+
+
+def _setting(default: Any, help_text: str, **rule: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"rule": _Rule(help_text, **rule)})
+
+
+def _is_model(value: str) -> bool:
+    return value in (SHIPPED_MODEL, WEIGHTLESS_MODEL) or (Path(value) / "config.json").is_file()
+
+
+def _is_listen_address(value: str) -> bool:
+    if value.startswith("unix:"):
+        path = value.removeprefix("unix:")
+        return path.startswith("/") and len(path.encode()) <= _MAX_SOCKET_PATH_BYTES
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        return False
+    # A bare IPv6 address has colons of its own, so it needs brackets.
+    return ":" not in host or (host.startswith("[") and host.endswith("]"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every setting of `quire serve`. Build it with `load_config`, which checks; units are in the names."""
+
+    model: str = _setting(
+        SHIPPED_MODEL,
+        "the model to serve: the shipped adder, the weightless paged-attention, or a Hugging Face directory",
+        accepts=_is_model,
+        allowed=f"must be {SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, or a directory that holds config.json",
+    )
+    listen: str = _setting(
+        "127.0.0.1:50051",
+        "the address to serve on; port 0 takes a free port",
+        accepts=_is_listen_address,
+        allowed=f"must be host:port, [ipv6]:port, or unix:/path of at most {_MAX_SOCKET_PATH_BYTES} bytes",
+    )
+    workers: int = _setting(
+        1, "worker processes; sequences are spread over them, each holds the weights", minimum=1, maximum=256
+    )
+    device: str = _setting(
+        _AUTO, "where workers compute; auto takes a GPU if there is one", choices=(_AUTO, "cpu", "cuda")
+    )
+    dtype: str = _setting(_AUTO, "format of weights and KV; auto takes the model's", choices=_DTYPES)
+    kv_blocks: int | None = _setting(
+        None, "KV pages of 16 tokens in each worker; auto fits them to memory", minimum=1, maximum=1 << 30
+    )
+    max_batch_tokens: int = _setting(
+        512, "most tokens in one step of a worker; longer prompts run in chunks", minimum=1, maximum=1 << 20
+    )
+    max_batch_items: int = _setting(256, "most items in one step of a worker", minimum=1, maximum=65_536)
+    max_queued_operations: int = _setting(
+        4096, "operations that may wait or run before calls are refused", minimum=1, maximum=1 << 24
+    )
+    default_lease_s: float = _setting(
+        1800.0, "how long an unused cache lives if its caller does not say", minimum=1, maximum=_YEAR_S
+    )
+    max_lease_s: float = _setting(
+        float(_DAY_S), "longest lease a caller may ask for", minimum=1, maximum=_YEAR_S
+    )
+    max_request_bytes: int = _setting(
+        16 * _MIB, "largest request accepted", minimum=_KIB, maximum=_MAX_MESSAGE_BYTES
+    )
+    max_response_bytes: int = _setting(
+        64 * _MIB, "largest response sent", minimum=_KIB, maximum=_MAX_MESSAGE_BYTES
+    )
+    drain_grace_s: float = _setting(
+        30.0, "how long a stopping server lets calls in flight finish", minimum=0, maximum=_DAY_S
+    )
+    lame_duck_s: float = _setting(
+        0.0,
+        "how long a stopping server still takes calls after health says NOT_SERVING",
+        minimum=0,
+        maximum=_DAY_S,
+    )
+    worker_start_timeout_s: float = _setting(
+        600.0, "how long a worker may take to load and run its first forward", minimum=1, maximum=_DAY_S
+    )
+    heartbeat_timeout_s: float = _setting(
+        10.0, "a worker that is silent for longer is killed and replaced", minimum=0.1, maximum=_DAY_S
+    )
+    step_timeout_s: float = _setting(
+        60.0, "a worker whose step takes longer is killed and replaced", minimum=0.1, maximum=_DAY_S
+    )
+    log_level: str = _setting(
+        "info", "least severe record that is logged", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = _setting(
+        _AUTO, "form of the log; auto is pretty on a terminal", choices=(_AUTO, "json", "pretty")
+    )
+    threads_per_worker: int | None = _setting(
+        None, "compute threads in each worker on the CPU; auto is cores / workers", minimum=1, maximum=4096
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Setting:
+    """One field of Config, ready to be parsed."""
+
+    name: str
+    kind: type
+    optional: bool
+    default: object
+    rule: _Rule
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def allowed(self) -> str:
+        """In words, what values can be used."""
+        if self.rule.choices:
+            return "must be one of " + ", ".join(self.rule.choices)
+        if self.kind is str:
+            return self.rule.allowed
+        number = "a whole number" if self.kind is int else "a number"
+        or_auto = f", or {_AUTO}" if self.optional else ""
+        return f"must be {number} from {self.rule.minimum:.12g} to {self.rule.maximum:.12g}{or_auto}"
+
+    def parse(self, value: object, source: str, *, text: bool) -> Any:
+        """Converts and checks one value; `text`: it is a string because its source has nothing else."""
+        if self.optional and value == _AUTO:
+            return None
+        try:
+            parsed = self._convert(value, text=text)
+        except (TypeError, ValueError):
+            raise ConfigError(self.name, source, value, self.allowed) from None
+        if not self._accepts(parsed):
+            raise ConfigError(self.name, source, value, self.allowed)
+        return parsed
+
+    def _convert(self, value: object, *, text: bool) -> str | float:
+        if text and self.kind is not str:
+            return typing.cast(float, self.kind(value))
+        accepted = (int, float) if self.kind is float else (self.kind,)
+        # A bool is an int to Python, but `workers = true` is a mistake.
+        if isinstance(value, bool) or not isinstance(value, accepted):
+            raise TypeError
+        return typing.cast(str | float, self.kind(value))
+
+    def _accepts(self, value: str | float) -> bool:
+        rule = self.rule
+        if not isinstance(value, str):
+            return rule.minimum <= value <= rule.maximum
+        if rule.choices:
+            return value in rule.choices
+        return rule.accepts is None or rule.accepts(value)
+
+
+def _settings() -> dict[str, _Setting]:
+    hints = typing.get_type_hints(Config)
+    found = {}
+    for field in dataclasses.fields(Config):
+        optional = isinstance(hints[field.name], types.UnionType)
+        kind = typing.get_args(hints[field.name])[0] if optional else hints[field.name]
+        found[field.name] = _Setting(field.name, kind, optional, field.default, field.metadata["rule"])
+    return found
+
+
+_SETTINGS: Mapping[str, _Setting] = _settings()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config` and a flag for each setting. Values stay strings: `load_config` checks them."""
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env QUIRE_CONFIG)")
+    for setting in _SETTINGS.values():
+        default = _AUTO if setting.default is None else f"{setting.default}"
+        parser.add_argument(
+            setting.flag,
+            metavar="|".join(setting.rule.choices) or setting.kind.__name__.upper(),
+            help=f"{setting.rule.help} ({setting.allowed}; default {default}; env {setting.env})",
+        )
+
+
+def load_config(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
+    """Merges flags over environment over file over defaults.
+
+    `flags` maps field names to strings, as `vars()` of a namespace made by `add_flags` does (None: not given;
+    names that are not settings are passed over). Raises ConfigError for the first bad setting.
+    """
+    path = flags.get("config") or environ.get("QUIRE_CONFIG")
+    values: dict[str, tuple[Any, str]] = {}
+    if path:
+        values.update(_from_file(Path(path)))
+    values.update(_from_environment(environ))
+    for name, value in flags.items():
+        setting = _SETTINGS.get(name)
+        if setting is not None and value is not None:
+            values[name] = setting.parse(value, setting.flag, text=True), setting.flag
+    config = Config(**{name: value for name, (value, _) in values.items()})
+    if config.default_lease_s > config.max_lease_s:
+        _, source = values.get("default_lease_s", values.get("max_lease_s", (None, "default")))
+        allowed = f"must be at most max_lease_s, which is {config.max_lease_s:.12g}"
+        raise ConfigError("default_lease_s", source, config.default_lease_s, allowed)
+    return config
+
+
+def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
+    source = str(path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("config", "--config or QUIRE_CONFIG", source, f"{error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("config", source, source, f"must be a TOML file: {error}") from None
+    values = {}
+    for name, value in content.items():
+        setting = _SETTINGS.get(name)
+        if setting is None:
+            raise ConfigError(name, source, value, _unknown(name, list(_SETTINGS)))
+        values[name] = setting.parse(value, source, text=False), source
+    return values
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    by_env = {setting.env: setting for setting in _SETTINGS.values()}
+    values = {}
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX) or name in _OTHER_ENV:
+            continue
+        setting = by_env.get(name)
+        if setting is None:
+            raise ConfigError(name, "the environment", value, _unknown(name, [*by_env, *_OTHER_ENV]))
+        values[setting.name] = setting.parse(value, name, text=True), name
+    return values
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"there is no such setting; {hint}the settings are {', '.join(known)}"

@@ -1,0 +1,247 @@
+"""Every failure a client can see: one exception tree, one table to gRPC codes.
+
+    QuireError
+    ├── InvalidArgument        INVALID_ARGUMENT     reason and field given by the check that failed
+    ├── CacheNotFound          NOT_FOUND            CACHE_NOT_FOUND
+    ├── PositionMismatch       FAILED_PRECONDITION  POSITION_MISMATCH
+    ├── Unsupported            FAILED_PRECONDITION  UNSUPPORTED_BY_EXECUTOR
+    ├── SequenceTooLong        OUT_OF_RANGE         SEQUENCE_TOO_LONG
+    ├── TruncateBeyondEnd      OUT_OF_RANGE         TRUNCATE_BEYOND_END
+    ├── KvExhausted            RESOURCE_EXHAUSTED   KV_EXHAUSTED
+    ├── QueueFull              RESOURCE_EXHAUSTED   QUEUE_FULL
+    ├── NoWorker               UNAVAILABLE          NO_WORKER
+    ├── Draining               UNAVAILABLE          DRAINING
+    ├── WorkerLost             UNAVAILABLE          WORKER_LOST
+    ├── CacheLost              UNAVAILABLE          CACHE_LOST
+    ├── StepTimeout            DEADLINE_EXCEEDED    STEP_TIMEOUT
+    ├── WorkerFault            INTERNAL             WORKER_FAULT
+    └── InternalError          INTERNAL             INTERNAL
+
+Messages are written for the caller and hold only what the caller sent or may know. RetryInfo is attached only
+where trying again can help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+DOMAIN = "quire"
+# gRPC metadata as a whole is bounded at 16 KiB by peers; rich details stay well under it.
+MAX_DETAIL_BYTES = 4096
+_MAX_MESSAGE_CHARS = 512
+
+
+class QuireError(Exception):
+    """A failure with a stable reason. `metadata` holds numbers a program can act on, as strings."""
+
+    code: int = code_pb2.INTERNAL
+    reason: str = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.retry_after_s = retry_after_s
+
+
+class InvalidArgument(QuireError):
+    """The request itself is wrong. `field` is its path, such as `items[3].token_id`."""
+
+    code = code_pb2.INVALID_ARGUMENT
+
+    def __init__(self, reason: str, field: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.field = field
+
+    def below(self, prefix: str) -> InvalidArgument:
+        """The same failure seen from the message that contains this one."""
+        return InvalidArgument(self.reason, f"{prefix}.{self.field}", self.message)
+
+
+class CacheNotFound(QuireError):
+    """Never existed, released, expired, or another tenant's."""
+
+    code = code_pb2.NOT_FOUND
+    reason = "CACHE_NOT_FOUND"
+
+    def __init__(self) -> None:
+        super().__init__("no such cache: it never existed, was released, or its lease ran out")
+
+
+class PositionMismatch(QuireError):
+    """The stated position is neither the length nor the base of an identical last step."""
+
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "POSITION_MISMATCH"
+
+    def __init__(self, stated: int, actual: int) -> None:
+        super().__init__(
+            f"position {stated} was stated, the cache has {actual} tokens",
+            metadata={"position": str(stated), "seq_len": str(actual)},
+        )
+
+
+class Unsupported(QuireError):
+    """The executor in use cannot do it."""
+
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "UNSUPPORTED_BY_EXECUTOR"
+
+
+class SequenceTooLong(QuireError):
+    """The step would grow the sequence past the model's context."""
+
+    code = code_pb2.OUT_OF_RANGE
+    reason = "SEQUENCE_TOO_LONG"
+
+    def __init__(self, wanted: int, limit: int) -> None:
+        super().__init__(
+            f"the sequence would have {wanted} tokens, the model takes {limit}",
+            metadata={"wanted_tokens": str(wanted), "max_seq_len": str(limit)},
+        )
+
+
+class TruncateBeyondEnd(QuireError):
+    """A truncation to more tokens than there are."""
+
+    code = code_pb2.OUT_OF_RANGE
+    reason = "TRUNCATE_BEYOND_END"
+
+    def __init__(self, new_len: int, actual: int) -> None:
+        super().__init__(
+            f"new_len {new_len} is past the end: the cache has {actual} tokens",
+            metadata={"new_len": str(new_len), "seq_len": str(actual)},
+        )
+
+
+class KvExhausted(QuireError):
+    """The worker has too few pages, even after giving up all cached ones."""
+
+    code = code_pb2.RESOURCE_EXHAUSTED
+    reason = "KV_EXHAUSTED"
+
+    def __init__(self, needed: int, available: int, *, retry_after_s: float | None = 0.1) -> None:
+        super().__init__(
+            f"{needed} KV pages are needed, {available} are available: release or truncate caches",
+            metadata={"blocks_needed": str(needed), "blocks_available": str(available)},
+            retry_after_s=retry_after_s,
+        )
+
+
+class QueueFull(QuireError):
+    """More operations wait than the server allows."""
+
+    code = code_pb2.RESOURCE_EXHAUSTED
+    reason = "QUEUE_FULL"
+
+    def __init__(self, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"{limit} operations are already waiting or running",
+            metadata={"limit": str(limit)},
+            retry_after_s=retry_after_s,
+        )
+
+
+class NoWorker(QuireError):
+    """No worker is ready."""
+
+    code = code_pb2.UNAVAILABLE
+    reason = "NO_WORKER"
+
+    def __init__(self) -> None:
+        super().__init__("no worker is ready", retry_after_s=1.0)
+
+
+class Draining(QuireError):
+    """The server is shutting down."""
+
+    code = code_pb2.UNAVAILABLE
+    reason = "DRAINING"
+
+    def __init__(self) -> None:
+        super().__init__("the server is draining", retry_after_s=1.0)
+
+
+class WorkerLost(QuireError):
+    """The worker died before the call created anything. Trying again can succeed at once."""
+
+    code = code_pb2.UNAVAILABLE
+    reason = "WORKER_LOST"
+
+    def __init__(self) -> None:
+        super().__init__("the worker died during the step; nothing was applied", retry_after_s=0.1)
+
+
+class CacheLost(QuireError):
+    """The worker that held the cache died. Trying again cannot help: release it and prefill anew."""
+
+    code = code_pb2.UNAVAILABLE
+    reason = "CACHE_LOST"
+
+    def __init__(self, seq_len: int) -> None:
+        super().__init__(
+            "the worker that held this cache died; the step was not applied",
+            metadata={"seq_len": str(seq_len)},
+        )
+
+
+class StepTimeout(QuireError):
+    """The call's deadline passed before its step started."""
+
+    code = code_pb2.DEADLINE_EXCEEDED
+    reason = "STEP_TIMEOUT"
+
+    def __init__(self) -> None:
+        super().__init__("the deadline passed before the step started; nothing was applied")
+
+
+class WorkerFault(QuireError):
+    """A step failed inside the worker; nothing was applied."""
+
+    code = code_pb2.INTERNAL
+    reason = "WORKER_FAULT"
+
+    def __init__(self) -> None:
+        super().__init__("the step failed in the worker; nothing was applied")
+
+
+class InternalError(QuireError):
+    """A bug of ours. The log has the rest, under the request id."""
+
+    def __init__(self) -> None:
+        super().__init__("internal error")
+
+
+def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
+    """Encodes an error with ErrorInfo, and RetryInfo and BadRequest where they apply."""
+    message = error.message[:_MAX_MESSAGE_CHARS]
+    metadata = dict(error.metadata)
+    if request_id:
+        metadata["request_id"] = request_id
+    details = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
+    extra: list[error_details_pb2.RetryInfo | error_details_pb2.BadRequest] = []
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        extra.append(retry)
+    if isinstance(error, InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field[:_MAX_MESSAGE_CHARS], description=message, reason=error.reason
+        )
+        extra.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    status = status_pb2.Status(code=error.code, message=message)
+    for detail in (*details, *extra):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status

@@ -1,0 +1,124 @@
+"""What surrounds every unary call of ours: a request id, the log line, and the mapping of errors.
+
+Outermost, so that nothing escapes it: a QuireError becomes its status with rich details; any other exception
+becomes INTERNAL with the request id and nothing of its text; a CancelledError that is not the caller's own is
+answered too, since otherwise the call would hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf import message as protobuf_message
+from google.rpc import code_pb2
+from grpc_status import rpc_status
+
+from service.errors import InternalError, InvalidArgument, NoWorker, QuireError, to_status
+from service.logging import bind_request_id, get_logger
+
+_log = get_logger(__name__)
+_PREFIX = "/quire.v1."
+REQUEST_ID_METADATA = "x-request-id"
+_MAX_REQUEST_ID_CHARS = 128
+
+Handler = grpc.RpcMethodHandler
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of our own services. Others (health, reflection) pass through untouched."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        method = handler_call_details.method
+        wrapped = self._wrapped.get(method)
+        if wrapped is not None:
+            return wrapped
+        handler = await continuation(handler_call_details)
+        if handler is None or not method.startswith(_PREFIX) or handler.unary_unary is None:
+            return handler
+        wrapped = grpc.unary_unary_rpc_method_handler(
+            _surround(method.rpartition("/")[2], handler.unary_unary),
+            request_deserializer=_tolerant(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+        self._wrapped[method] = wrapped
+        return wrapped
+
+
+class _Malformed:
+    """Stands for a request that could not be parsed."""
+
+
+def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Lets the handler answer a request that cannot be parsed; grpc itself would say INTERNAL."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except protobuf_message.DecodeError:
+            return _Malformed()
+
+    return parse
+
+
+def _surround(
+    rpc: str, behaviour: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        request_id = _request_id(request, context)
+        bind_request_id(request_id)
+        started_s = time.monotonic()
+        try:
+            if isinstance(request, _Malformed):
+                raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not a valid message")
+            response = await behaviour(request, context)
+        except QuireError as error:
+            failure = error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                _log.info("call cancelled", rpc=rpc, duration_ms=_elapsed_ms(started_s))
+                raise
+            # Somebody else's cancellation leaked in; unanswered it would hang the caller.
+            failure = NoWorker()
+        except Exception:
+            _log.exception("call failed unexpectedly", rpc=rpc)
+            failure = InternalError()
+        else:
+            _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
+            return response
+        _log.info(
+            "call refused",
+            rpc=rpc,
+            code=code_pb2.Code.Name(failure.code),  # type: ignore[arg-type]
+            reason=failure.reason,
+            message=failure.message,
+            duration_ms=_elapsed_ms(started_s),
+        )
+        await context.abort_with_status(rpc_status.to_status(to_status(failure, request_id)))
+
+    return handle
+
+
+def _request_id(request: Any, context: grpc.aio.ServicerContext) -> str:
+    """The caller's own id, from the request or the metadata, or a new one."""
+    own = getattr(request, "request_id", "")
+    if not own:
+        for key, value in context.invocation_metadata() or ():
+            if key == REQUEST_ID_METADATA and isinstance(value, str):
+                own = value
+    return own[:_MAX_REQUEST_ID_CHARS] or secrets.token_hex(8)
+
+
+def _elapsed_ms(started_s: float) -> float:
+    return round((time.monotonic() - started_s) * 1000, 3)

@@ -1,0 +1,79 @@
+"""The token journal: what each cache holds, whatever becomes of the KV.
+
+A record is written after the step was computed and before it is answered, so an answered step is in the
+journal and one that is not in the journal was never answered. The journal knows tokens and lengths; it does
+not know workers' processes, pages or callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """A new cache, without tokens yet."""
+
+    cache_id: str
+    seed: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Tokens that follow the first `position` ones."""
+
+    cache_id: str
+    position: int
+    token_ids: Sequence[int]
+    # Tokens before this index are prompt.
+    prompt_len: int
+    # Incarnation of the worker that computed the step.
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """Only the first `new_len` tokens stay."""
+
+    cache_id: str
+    new_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A new cache with the parent's tokens."""
+
+    cache_id: str
+    parent: str
+    seed: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The cache is forgotten."""
+
+    cache_id: str
+
+
+Record = Created | Appended | Truncated | Forked | Released
+
+
+class JournalConflict(Exception):
+    """A record does not fit what the journal holds: the sequence's owner has a bug."""
+
+
+class Journal(Protocol):
+    """Where records go. `append` returns once they are as durable as the journal promises."""
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Applies records in order. Raises JournalConflict, applying none of the conflicting one."""
+
+    def token_ids(self, cache_id: str) -> Sequence[int]:
+        """The tokens of a cache, as a copy. Raises KeyError for an unknown one."""
+
+    def __len__(self) -> int:
+        """How many caches there are."""

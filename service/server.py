@@ -1,0 +1,193 @@
+"""The gateway's life: start, serve, drain, stop.
+
+The port is bound first, so a second server on it fails at once. Health says SERVING from the moment a worker
+has come through a real forward until draining begins. A first SIGTERM or SIGINT drains, a second one stops at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
+
+from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config
+from service.dispatcher import Dispatcher
+from service.executor_api import ExecutorApi
+from service.interceptors.calls import CallInterceptor
+from service.journal.memory import MemoryJournal
+from service.logging import get_logger
+from service.pool.base import PoolFailed, WorkerPool, WorkerSlot
+from service.pool.local import LocalPool
+from service.reflection import add_reflection
+from service.sequences import Limits, SequenceTable
+from service.server_state import ServerState
+
+_log = get_logger(__name__)
+
+EXECUTOR_SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].full_name
+_HEALTH_NAMES = ("", EXECUTOR_SERVICE)
+_SHIPPED_MODEL_DIR = Path(__file__).parent.parent / "workers" / "models" / SHIPPED_MODEL
+# What open streams (health watches) get after all of our own calls have ended.
+_FINAL_GRACE_S = 0.2
+_POLL_INTERVAL_S = 0.02
+
+
+class Gateway:
+    """Owner of all parts of one gateway; tells them of one another (a WorkerListener)."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        limits = Limits(
+            max_queued_operations=config.max_queued_operations,
+            default_lease_s=config.default_lease_s,
+            max_lease_s=config.max_lease_s,
+        )
+        self.pool: WorkerPool = LocalPool(config, _model_argument(config.model), self)
+        self.dispatcher = Dispatcher(SequenceTable(limits), MemoryJournal(), self.pool.send)
+        self.state = ServerState(config)
+        self.state.slots = self.pool.slots
+        self.health = health.aio.HealthServicer()
+        self.server = grpc.aio.server(
+            interceptors=[CallInterceptor()],
+            options=[
+                ("grpc.max_receive_message_length", config.max_request_bytes),
+                ("grpc.max_send_message_length", config.max_response_bytes),
+                # Otherwise a second server binds the same port without a word.
+                ("grpc.so_reuseport", 0),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        self._background: list[asyncio.Task[None]] = []
+
+    async def start(self) -> int:
+        """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
+        for name in _HEALTH_NAMES:
+            await self._set_health(name, serving=False)
+        api = ExecutorApi(self.dispatcher, self.state, self.pool)
+        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(api, self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        add_reflection(self.server, (EXECUTOR_SERVICE, health.SERVICE_NAME))
+        port = self.server.add_insecure_port(self.config.listen)
+        await self.server.start()
+        return port
+
+    async def run_workers(self) -> None:
+        """Keeps the workers running and leases honoured, until cancelled. Raises PoolFailed."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.pool.run(), name="pool")
+            group.create_task(self.dispatcher.expire_leases(), name="leases")
+
+    async def drain(self) -> None:
+        """Stops taking calls and waits for those in flight, for as long as the grace allows."""
+        self.state.draining = True
+        for name in _HEALTH_NAMES:
+            await self._set_health(name, serving=False)
+        # Load balancers see NOT_SERVING and look elsewhere while calls are still taken.
+        await asyncio.sleep(self.config.lame_duck_s)
+        self.dispatcher.start_draining()
+        deadline_s = time.monotonic() + self.config.drain_grace_s
+        while self.dispatcher.operations_in_flight and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        await self.server.stop(_FINAL_GRACE_S)
+
+    # WorkerListener.
+
+    def worker_ready(self, slot: WorkerSlot) -> None:
+        """Tells the parts of a worker that can serve."""
+        assert slot.ready is not None
+        self.state.worker_became_ready(slot.ready)
+        self.dispatcher.worker_ready(slot)
+        self._publish_health()
+
+    def worker_lost(self, worker_id: str, epoch: int) -> None:
+        """Tells the parts of a worker that is gone."""
+        self.dispatcher.worker_lost(worker_id, epoch)
+        self._publish_health()
+
+    def worker_response(self, slot: WorkerSlot, response: worker_pb2.ConnectResponse) -> None:
+        """Passes on a worker's answers."""
+        self.dispatcher.worker_response(slot, response)
+
+    def _publish_health(self) -> None:
+        serving = self.state.state == executor_pb2.SERVER_STATE_SERVING
+        for name in _HEALTH_NAMES:
+            task = asyncio.create_task(self._set_health(name, serving=serving))
+            self._background.append(task)
+            task.add_done_callback(self._background.remove)
+
+    async def _set_health(self, name: str, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+
+def _model_argument(model: str) -> str:
+    """What a worker is told to load: an absolute directory, or the weightless executor's name."""
+    if model == WEIGHTLESS_MODEL:
+        return model
+    return str(_SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model).resolve())
+
+
+async def serve(config: Config) -> int:
+    """Runs a gateway until a signal ends it. Returns the process's exit status."""
+    gateway = Gateway(config)
+    try:
+        port = await gateway.start()
+    except RuntimeError:
+        _log.error("cannot listen", listen=config.listen, hint="is another server using the address?")
+        return 1
+    listen = f"{config.listen.rpartition(':')[0]}:{port}" if port > 1 else config.listen
+    _log.info("listening", listen=listen, model=config.model, workers=config.workers)
+    stop = _stop_on_signals()
+    workers = asyncio.create_task(gateway.run_workers(), name="workers")
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({workers, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    status = 0
+    if workers.done():
+        status = _report_failure(workers)
+        await gateway.server.stop(0)
+    else:
+        _log.info("draining", operations=gateway.dispatcher.operations_in_flight)
+        await gateway.drain()
+    stopping.cancel()
+    workers.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await workers
+    _log.info("stopped")
+    return status
+
+
+def _report_failure(workers: asyncio.Task[None]) -> int:
+    error = workers.exception()
+    failures = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
+    for failure in failures:
+        if isinstance(failure, PoolFailed):
+            _log.error("cannot start workers", error=str(failure))
+        else:
+            _log.error("the worker pool failed", exc_info=failure)
+    return 1
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """The first SIGTERM or SIGINT sets the event; the second ends the process, and with it the workers."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            _log.warning("stopping at once")
+            sys.stderr.flush()
+            signal.raise_signal(signal.SIGKILL)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop

@@ -1,0 +1,59 @@
+"""What the readers of the API report: the gateway's state, its workers, the model they serve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from quire.v1 import executor_pb2, worker_pb2
+
+from service.config import Config
+from service.errors import NoWorker
+from service.pool.base import WorkerSlot
+from service.validation import RequestLimits
+
+
+class ServerState:
+    """Owner of the gateway's state. Reads the slots, which the pool owns."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.slots: Sequence[WorkerSlot] = ()
+        self.draining = False
+        self._model: worker_pb2.WorkerReady | None = None
+        self._started_s = time.monotonic()
+        self._limits = RequestLimits(0, config.max_response_bytes)
+
+    def worker_became_ready(self, ready: worker_pb2.WorkerReady) -> None:
+        """All workers serve the same model: the first one that is ready describes it."""
+        if self._model is None:
+            self._model = ready
+            self._limits = RequestLimits(ready.vocab_size, self.config.max_response_bytes)
+
+    @property
+    def model(self) -> worker_pb2.WorkerReady:
+        """The model served. Raises NoWorker until a worker has loaded it."""
+        if self._model is None:
+            raise NoWorker()
+        return self._model
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What requests are checked against. Raises NoWorker until a worker has loaded the model."""
+        if self._model is None:
+            raise NoWorker()
+        return self._limits
+
+    @property
+    def uptime_ms(self) -> int:
+        """Time since the gateway started."""
+        return int((time.monotonic() - self._started_s) * 1000)
+
+    @property
+    def state(self) -> executor_pb2.ServerState:
+        """SERVING as long as one worker is ready."""
+        if self.draining:
+            return executor_pb2.SERVER_STATE_DRAINING
+        if any(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
+            return executor_pb2.SERVER_STATE_SERVING
+        return executor_pb2.SERVER_STATE_STARTING

@@ -1,0 +1,244 @@
+"""Checks of requests before anything is done with them: each failure names its field and a stable reason.
+
+Knows the limits of the model and the server; knows nothing of caches. What depends on a cache's state (its
+existence, position, length) is checked by `sequences.py` when the operation's turn comes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from google.protobuf import duration_pb2
+from quire.v1 import executor_pb2, types_pb2
+
+from service.errors import InvalidArgument, QuireError, Unsupported
+
+MAX_TOP_LOGPROBS = 1024
+MAX_LOGPROB_TOKEN_IDS = 4096
+MAX_LOGIT_BIAS = 1024
+MAX_FORK_COUNT = 1024
+MAX_REQUEST_ID_CHARS = 128
+MAX_PAGE_SIZE = 1000
+DEFAULT_PAGE_SIZE = 100
+_ELEMENT_BYTES = {
+    types_pb2.LOGITS_FORMAT_UNSPECIFIED: 0,
+    types_pb2.LOGITS_FORMAT_F32: 4,
+    types_pb2.LOGITS_FORMAT_BF16: 2,
+    types_pb2.LOGITS_FORMAT_F16: 2,
+}
+_ACCEPTS = frozenset(types_pb2.VerifyAccept.values())
+# An id, a logprob and their share of tags, generously.
+_TOP_ENTRY_BYTES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What requests are checked against."""
+
+    vocab_size: int
+    max_response_bytes: int
+
+
+def check_tokens(token_ids: Sequence[int], limits: RequestLimits, field: str = "token_ids") -> None:
+    """At least one token, all of them in the vocabulary."""
+    if not token_ids:
+        raise InvalidArgument("EMPTY_TOKENS", field, "at least one token is needed")
+    if max(token_ids) >= limits.vocab_size:
+        index = next(i for i, token in enumerate(token_ids) if token >= limits.vocab_size)
+        raise InvalidArgument(
+            "TOKEN_OUT_OF_VOCAB",
+            f"{field}[{index}]",
+            f"token {token_ids[index]} is not below the vocabulary size {limits.vocab_size}",
+        )
+
+
+def check_token(token_id: int, limits: RequestLimits) -> None:
+    """The token is in the vocabulary."""
+    if token_id >= limits.vocab_size:
+        raise InvalidArgument(
+            "TOKEN_OUT_OF_VOCAB",
+            "token_id",
+            f"token {token_id} is not below the vocabulary size {limits.vocab_size}",
+        )
+
+
+def check_cache_id(cache_id: str, field: str = "cache_id") -> None:
+    """A cache is named."""
+    if not cache_id:
+        raise InvalidArgument("EMPTY_CACHE_ID", field, "a cache_id is needed")
+
+
+def check_output(output: types_pb2.OutputOptions, limits: RequestLimits, rows: int) -> None:
+    """Options can be met, and the answer for `rows` positions fits a response."""
+    if output.logits not in _ELEMENT_BYTES:
+        raise InvalidArgument("BAD_OUTPUT", "output.logits", "the format is not known")
+    if output.top_logprobs > min(MAX_TOP_LOGPROBS, limits.vocab_size):
+        allowed = min(MAX_TOP_LOGPROBS, limits.vocab_size)
+        raise InvalidArgument("BAD_OUTPUT", "output.top_logprobs", f"at most {allowed} can be returned")
+    if len(output.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidArgument(
+            "BAD_OUTPUT", "output.logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} are allowed"
+        )
+    if output.logprob_token_ids:
+        check_tokens(output.logprob_token_ids, limits, "output.logprob_token_ids")
+    if output.HasField("sampling"):
+        _check_sampling(output.sampling, limits)
+    if output.HasField("mask"):
+        _check_mask(output.mask, limits)
+    _check_choice_left(output, limits)
+    check_response_size(response_bytes(output, limits, rows), limits, "output")
+
+
+def response_bytes(output: types_pb2.OutputOptions, limits: RequestLimits, rows: int) -> int:
+    """About how large the answer for `rows` positions will be."""
+    row_bytes = limits.vocab_size * _ELEMENT_BYTES.get(output.logits, 0)
+    row_bytes += _TOP_ENTRY_BYTES * output.top_logprobs + 4 * len(output.logprob_token_ids) + 32
+    return rows * row_bytes
+
+
+def check_response_size(size_bytes: int, limits: RequestLimits, field: str) -> None:
+    """The answer may be sent."""
+    if size_bytes > limits.max_response_bytes:
+        raise InvalidArgument(
+            "OUTPUT_TOO_LARGE",
+            field,
+            f"the answer would have {size_bytes} bytes, at most {limits.max_response_bytes} are sent",
+        )
+
+
+def _bad_sampling(name: str, allowed: str) -> InvalidArgument:
+    return InvalidArgument("BAD_SAMPLING", f"output.sampling.{name}", f"{name} must be {allowed}")
+
+
+# Each bounded setting: its name, the test it must pass (written so that NaN fails), and that test in words.
+_SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda v: 0.0 <= v <= 100.0, "in [0, 100]"),
+    ("top_p", lambda v: 0.0 < v <= 1.0, "in (0, 1]"),
+    ("min_p", lambda v: 0.0 <= v <= 1.0, "in [0, 1]"),
+    ("repetition_penalty", lambda v: 0.0 < v <= 10.0, "in (0, 10]"),
+    ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
+    ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
+)
+
+
+def _check_sampling(sampling: types_pb2.SamplingParams, limits: RequestLimits) -> None:
+    for name, passes, allowed in _SAMPLING_RULES:
+        if sampling.HasField(name) and not passes(getattr(sampling, name)):  # type: ignore[arg-type]
+            raise _bad_sampling(name, allowed)
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise _bad_sampling("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+    for token_id, bias in sampling.logit_bias.items():
+        if token_id >= limits.vocab_size:
+            raise InvalidArgument(
+                "TOKEN_OUT_OF_VOCAB",
+                f"output.sampling.logit_bias[{token_id}]",
+                f"token {token_id} is not below the vocabulary size {limits.vocab_size}",
+            )
+        if math.isnan(bias) or bias == math.inf:
+            raise _bad_sampling("logit_bias", "finite, or -infinity")
+
+
+def _check_mask(mask: types_pb2.TokenMask, limits: RequestLimits) -> None:
+    match mask.WhichOneof("kind"):
+        case "packed":
+            needed = (limits.vocab_size + 7) // 8
+            if len(mask.packed) != needed:
+                raise InvalidArgument(
+                    "BAD_MASK",
+                    "output.mask.packed",
+                    f"{len(mask.packed)} bytes were sent, {needed} hold one bit for each token",
+                )
+        case "allowed":
+            if not mask.allowed.ids:
+                raise InvalidArgument("BAD_MASK", "output.mask.allowed", "no token is allowed")
+            check_tokens(mask.allowed.ids, limits, "output.mask.allowed.ids")
+        case None:
+            raise InvalidArgument("BAD_MASK", "output.mask", "one of packed and allowed is needed")
+
+
+def _check_choice_left(output: types_pb2.OutputOptions, limits: RequestLimits) -> None:
+    """At least one token can still be chosen after the mask and the forbidding biases."""
+    forbidden = {t for t, bias in output.sampling.logit_bias.items() if bias == -math.inf}
+    if not output.HasField("mask") and len(forbidden) < limits.vocab_size:
+        return
+    match output.mask.WhichOneof("kind"):
+        case "allowed":
+            left = any(token not in forbidden for token in output.mask.allowed.ids)
+        case "packed":
+            bits = int.from_bytes(output.mask.packed, "little") & ((1 << limits.vocab_size) - 1)
+            for token in forbidden:
+                bits &= ~(1 << token)
+            left = bits != 0
+        case None:
+            left = False
+    if not left:
+        field = "output.mask" if output.HasField("mask") else "output.sampling.logit_bias"
+        raise InvalidArgument("BAD_MASK", field, "every token is forbidden")
+
+
+def check_verify(request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits) -> None:
+    """A verify's own fields, and its output for every token."""
+    check_cache_id(request.cache_id)
+    check_tokens(request.token_ids, limits)
+    check_output(request.output, limits, len(request.token_ids))
+    if request.accept not in _ACCEPTS:
+        raise InvalidArgument("BAD_ACCEPT", "accept", "the mode is not known")
+    sampled = request.output.sampling.temperature > 0
+    if request.accept == types_pb2.VERIFY_ACCEPT_GREEDY and sampled:
+        raise InvalidArgument(
+            "BAD_SAMPLING", "output.sampling.temperature", "must be 0 when drafts are accepted greedily"
+        )
+
+
+def check_prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits) -> None:
+    """A prefill's fields. Raises Unsupported for an adapter: no executor has any yet."""
+    check_tokens(request.token_ids, limits)
+    check_output(request.output, limits, 1)
+    if request.adapter_id:
+        raise Unsupported("this executor has no LoRA adapters", metadata={"field": "adapter_id"})
+    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+        raise InvalidArgument(
+            "BAD_REQUEST_ID", "request_id", f"at most {MAX_REQUEST_ID_CHARS} characters are allowed"
+        )
+
+
+def lease_seconds(message: duration_pb2.Duration) -> float:
+    """A lease in seconds. It must be positive; the server's own maximum is applied silently."""
+    seconds = message.seconds + message.nanos / 1e9
+    if seconds <= 0:
+        raise InvalidArgument("BAD_LEASE", "lease", "must be longer than 0")
+    return seconds
+
+
+def check_fork(request: executor_pb2.ForkCacheRequest) -> None:
+    """A fork's fields."""
+    check_cache_id(request.cache_id)
+    if request.count > MAX_FORK_COUNT:
+        raise InvalidArgument("BAD_COUNT", "count", f"at most {MAX_FORK_COUNT} copies can be made")
+
+
+def check_batch(items: Sequence[object]) -> None:
+    """A batch has items."""
+    if not items:
+        raise InvalidArgument("EMPTY_BATCH", "items", "at least one item is needed")
+
+
+def duplicate_ids(cache_ids: Iterable[str]) -> set[str]:
+    """The caches that occur more than once in a batch; new ones (empty ids) do not count."""
+    return {cache_id for cache_id, n in Counter(cache_ids).items() if n > 1 and cache_id}
+
+
+def check_not_duplicate(cache_id: str, duplicates: set[str]) -> None:
+    """The item's cache is its own. Which of two items should come first, nobody can say: both fail."""
+    if cache_id in duplicates:
+        raise InvalidArgument(
+            "DUPLICATE_CACHE_IN_BATCH", "cache_id", "the cache occurs more than once in the batch"
+        )
+
+
+def in_item(error: QuireError, index: int) -> QuireError:
+    """The error with its field seen from the batch: `items[index].field`."""
+    return error.below(f"items[{index}]") if isinstance(error, InvalidArgument) else error

@@ -1,0 +1,98 @@
+"""Small random models in Hugging Face directories, and transformers as the oracle for them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+# The default 0.02 makes nearly uniform logits, from which a wrong layer would hardly be seen.
+WEIGHT_SCALE = 0.15
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A Qwen3 of a few kilobytes.
+
+    Attributes:
+        max_shard_bytes: Split the checkpoint in shards of at most this size, with an index; None: one file.
+        extra: Further settings of the config.
+    """
+
+    vocab_size: int = 97
+    hidden_size: int = 64
+    intermediate_size: int = 96
+    num_layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    max_positions: int = 512
+    tied: bool = False
+    dtype: str = "float32"
+    seed: int = 0
+    max_shard_bytes: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def hf_config(spec: TinyModel) -> Qwen3Config:
+    """The config of a model as transformers has it."""
+    return Qwen3Config(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_positions,
+        tie_word_embeddings=spec.tied,
+        dtype=spec.dtype,
+        **spec.extra,
+    )
+
+
+def make_model(directory: Path, spec: TinyModel) -> Path:
+    """Write config.json and safetensors; returns the directory. The same spec gives the same weights."""
+    generator = torch.Generator().manual_seed(spec.seed)
+    model = Qwen3ForCausalLM(hf_config(spec))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Norm weights lie around 1, so that mixing two of them up shows.
+            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else WEIGHT_SCALE * noise)
+    model.to(getattr(torch, spec.dtype))
+    model.save_pretrained(directory, max_shard_size=spec.max_shard_bytes or "50GB")
+    return directory
+
+
+@functools.lru_cache(maxsize=4)
+def hf_model(directory: Path) -> Qwen3ForCausalLM:
+    """The model of a directory in transformers, float32 and eager attention."""
+    model: Qwen3ForCausalLM = Qwen3ForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )  # from_pretrained leaves training mode
+    return model
+
+
+def hf_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
+    """Logits of every position [len(tokens), vocab_size] float32, by transformers, without a cache."""
+    with torch.inference_mode():
+        logits: torch.Tensor = hf_model(directory)(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def hf_greedy(directory: Path, tokens: list[int], count: int) -> list[int]:
+    """The next `count` tokens that transformers finds most likely, end tokens ignored."""
+    model = hf_model(directory)
+    cache, fed, chosen = None, tokens, []
+    with torch.inference_mode():
+        for _ in range(count):
+            result = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            fed = [int(result.logits[0, -1].argmax())]
+            chosen += fed
+    return chosen

@@ -1,0 +1,176 @@
+"""Settings: which source wins, and how a bad one is refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.config import Config, ConfigError, add_flags, load_config
+
+
+def parse(*arguments: str) -> dict[str, str | None]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return vars(parser.parse_args(arguments))
+
+
+def toml(path: Path, content: str) -> str:
+    file = path / "quire.toml"
+    file.write_text(content)
+    return str(file)
+
+
+def test_defaults() -> None:
+    config = load_config(parse(), {})
+    assert config == Config()
+    assert (config.model, config.listen) == ("adder", "127.0.0.1:50051")
+    assert (config.workers, config.kv_blocks) == (1, None)
+
+
+def test_flags_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    file = toml(tmp_path, "workers = 2\nmax_batch_tokens = 3\nmax_batch_items = 4\ndrain_grace_s = 5\n")
+    environ = {"QUIRE_MAX_BATCH_TOKENS": "30", "QUIRE_MAX_BATCH_ITEMS": "40", "PATH": "/bin"}
+    config = load_config(parse("--config", file, "--max-batch-items", "400"), environ)
+    assert config.workers == 2
+    assert config.max_batch_tokens == 30
+    assert config.max_batch_items == 400
+    assert config.drain_grace_s == 5.0 and isinstance(config.drain_grace_s, float)
+    assert config.max_request_bytes == Config().max_request_bytes
+
+
+def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
+    assert load_config({}, {"QUIRE_CONFIG": toml(tmp_path, "workers = 7")}).workers == 7
+
+
+def test_auto_means_none_in_every_source(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'kv_blocks = 9\nthreads_per_worker = "auto"')
+    assert load_config(parse("--config", file), {}).kv_blocks == 9
+    assert load_config(parse("--config", file, "--kv-blocks", "auto"), {}).kv_blocks is None
+    assert load_config({"config": file}, {"QUIRE_KV_BLOCKS": "auto"}).kv_blocks is None
+    assert load_config({"config": file}, {}).threads_per_worker is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "allowed"),
+    [
+        ("--workers", "0", "must be a whole number from 1 to 256"),
+        ("--workers", "two", "must be a whole number from 1 to 256"),
+        ("--workers", "1.5", "must be a whole number from 1 to 256"),
+        ("--workers", "auto", "must be a whole number from 1 to 256"),
+        ("--kv-blocks", "-1", "must be a whole number from 1 to 1073741824, or auto"),
+        ("--device", "tpu", "must be one of auto, cpu, cuda"),
+        ("--dtype", "int8", "must be one of auto, bfloat16, float16, float32"),
+        ("--drain-grace-s", "nan", "must be a number from 0 to 86400"),
+        ("--drain-grace-s", "inf", "must be a number from 0 to 86400"),
+        ("--max-request-bytes", "2147483648", "must be a whole number from 1024 to 2147483647"),
+        ("--log-level", "INFO", "must be one of debug, info, warning, error"),
+        ("--model", "/nowhere", "must be adder, paged-attention, or a directory that holds config.json"),
+        ("--model", "", "must be adder, paged-attention, or a directory that holds config.json"),
+    ],
+)
+def test_a_bad_flag_is_refused_with_what_is_allowed(flag: str, value: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(parse(flag, value), {})
+    error = caught.value
+    assert (error.setting, error.source) == (flag[2:].replace("-", "_"), flag)
+    assert (error.value, error.allowed) == (value, allowed)
+    assert all(part in str(error) for part in (error.setting, flag, repr(value), allowed))
+
+
+@pytest.mark.parametrize("value", ["'2'", "2.0", "true", "[1]", "{a = 1}", "2020-01-01"])
+def test_a_wrong_type_in_the_file_is_refused(tmp_path: Path, value: str) -> None:
+    file = toml(tmp_path, f"workers = {value}")
+    with pytest.raises(ConfigError, match="a whole number from 1 to 256") as caught:
+        load_config({"config": file}, {})
+    assert (caught.value.setting, caught.value.source) == ("workers", file)
+
+
+def test_a_bad_value_is_refused_even_where_it_is_overridden() -> None:
+    with pytest.raises(ConfigError, match="QUIRE_WORKERS"):
+        load_config(parse("--workers", "2"), {"QUIRE_WORKERS": "many"})
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean workers") as caught:
+        load_config({"config": toml(tmp_path, "worker = 2")}, {})
+    assert caught.value.setting == "worker"
+    with pytest.raises(ConfigError, match="did you mean QUIRE_WORKERS") as caught:
+        load_config({}, {"QUIRE_WORKER": "2"})
+    assert caught.value.source == "the environment"
+    with pytest.raises(ConfigError, match="no such setting"):
+        load_config({"config": toml(tmp_path, "[server]\nworkers = 2")}, {})
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config({"config": str(tmp_path / "missing.toml")}, {})
+    with pytest.raises(ConfigError, match="must be a TOML file"):
+        load_config({"config": toml(tmp_path, "workers 2")}, {})
+    (tmp_path / "latin.toml").write_bytes(b'model = "\xe9"')
+    with pytest.raises(ConfigError, match="must be a TOML file"):
+        load_config({"config": str(tmp_path / "latin.toml")}, {})
+
+
+def test_leases_must_fit_each_other() -> None:
+    with pytest.raises(ConfigError, match="at most max_lease_s, which is 60") as caught:
+        load_config(parse("--max-lease-s", "60"), {})
+    assert (caught.value.setting, caught.value.source) == ("default_lease_s", "--max-lease-s")
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0", "0.0.0.0:65535", "localhost:50051", "[::1]:50051", "unix:/run/quire.sock"]
+)
+def test_listen_addresses(address: str) -> None:
+    assert load_config(parse("--listen", address), {}).listen == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "localhost", ":50051", "localhost:", "localhost:65536", "localhost:-1", "::1:50051", "unix:relative",
+     "unix:/" + "a" * 107, "localhost:٣"],
+)  # fmt: skip
+def test_bad_listen_addresses(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"host:port"):
+        load_config(parse("--listen", address), {})
+
+
+def test_a_model_directory_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_config(parse("--model", str(tmp_path)), {})
+    (tmp_path / "config.json").write_text("{}")
+    assert load_config(parse("--model", str(tmp_path)), {}).model == str(tmp_path)
+
+
+def test_help_tells_all_of_every_setting() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    text = " ".join(parser.format_help().split())
+    for field in dataclasses.fields(Config):
+        assert f"--{field.name.replace('_', '-')} " in text
+        assert f"env QUIRE_{field.name.upper()})" in text
+
+
+def test_config_is_frozen_and_travels_to_other_processes() -> None:
+    config = load_config(parse("--workers", "3"), {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.workers = 4  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@given(st.sampled_from([field.name for field in dataclasses.fields(Config)]), st.text(max_size=20))
+def test_any_text_is_taken_or_refused_by_name(name: str, value: str) -> None:
+    config: Config | None
+    refused: str | None
+    try:
+        config = load_config({name: value}, {})
+    except ConfigError as error:
+        config, refused = None, error.setting
+    else:
+        refused = None
+    assert isinstance(config, Config) or refused in (name, "default_lease_s")

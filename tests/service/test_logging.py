@@ -1,0 +1,143 @@
+"""The log: what a line holds, and what never gets into one."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from quire.v1 import executor_pb2
+
+from service.logging import bind_request_id, configure_logging, current_request_id, get_logger
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def lines_of(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json_line_has_time_level_logger_event_and_request_id() -> None:
+    stream = io.StringIO()
+    configure_logging("info", "auto", stream)
+
+    async def call() -> None:
+        bind_request_id("r-1")
+        get_logger("service.server").info("call_done", duration_ms=3.5)
+        assert current_request_id() == "r-1"
+
+    asyncio.run(call())
+    get_logger("service.server").warning("after")
+
+    first, second = lines_of(stream)
+    when = dt.datetime.fromisoformat(first.pop("timestamp"))
+    assert when.utcoffset() == dt.timedelta(0)
+    assert first == {
+        "level": "info",
+        "logger": "service.server",
+        "event": "call_done",
+        "request_id": "r-1",
+        "duration_ms": 3.5,
+    }
+    assert "request_id" not in second, "the id went with the call's task"
+
+
+def test_pretty_on_a_terminal_only() -> None:
+    terminal = Terminal()
+    configure_logging("info", "auto", terminal)
+    get_logger("service").info("hello")
+    assert "hello" in terminal.getvalue() and not terminal.getvalue().startswith("{")
+
+    configure_logging("info", "json", terminal := Terminal())
+    get_logger("service").info("hello")
+    assert lines_of(terminal)[0]["event"] == "hello"
+
+
+def test_level_is_respected_by_old_loggers_too() -> None:
+    log = get_logger("service")
+    configure_logging("info", "json", stream := io.StringIO())
+    log.debug("no")
+    configure_logging("debug", "json", stream)
+    log.debug("yes")
+    assert [line["event"] for line in lines_of(stream)] == ["yes"]
+
+
+def test_other_libraries_take_the_same_path() -> None:
+    configure_logging("info", "json", stream := io.StringIO())
+    logging.getLogger("some.library").error("it %s", "broke")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+    broke, old = lines_of(stream)
+    assert (broke["event"], broke["logger"], broke["level"]) == ("it broke", "some.library", "error")
+    assert "DeprecationWarning: old" in old["event"]
+
+
+@pytest.mark.parametrize("log_format", ["json", "pretty"])
+def test_contents_of_requests_never_get_in(log_format: str) -> None:
+    configure_logging("debug", log_format, stream := io.StringIO())
+    request = executor_pb2.PrefillRequest(token_ids=[48_151_623, 42_108_150], request_id="secret-key")
+    local_value = [int("48151623")]
+    try:
+        raise ValueError("refused")
+    except ValueError:
+        get_logger("service").exception(
+            "failed",
+            request=request,
+            token_ids=[48_151_623],
+            token_id=48_151_623,
+            prompt="48151623",
+            rows=local_value,
+            payload=b"48151623",
+            workers=["worker-0"],
+        )
+    text = stream.getvalue()
+    assert "48151623" not in text and "secret-key" not in text
+    assert "worker-0" in text and "refused" in text and "Traceback" in text
+
+
+async def test_a_cancelled_write_is_not_an_error() -> None:
+    configure_logging("info", "json", stream := io.StringIO())
+
+    async def endless(_request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        while True:
+            await context.write(bytes(100_000))
+
+    handler = grpc.unary_stream_rpc_method_handler(endless)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test.Service", {"Stream": handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for pause_s in (0.0, 0.05, 0.1):
+            call = channel.unary_stream("/test.Service/Stream", None, None)(b"")
+            assert await call.read()
+            await asyncio.sleep(pause_s)
+            call.cancel()
+            await asyncio.sleep(0.05)
+    await server.stop(0)
+    assert "ExecuteBatchError" not in stream.getvalue()

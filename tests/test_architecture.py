@@ -1,0 +1,172 @@
+"""The import rules of ARCHITECTURE.md, and what may lie at the top of the repository."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STUBS = "quire.v1"
+
+# Inside workers a module imports only what stands below it, or beside it on its line.
+WORKER_LAYERS = (
+    {"__main__"},
+    {"server"},
+    {"step_loop"},
+    {"scheduler", "batch", "executors"},
+    {"runners"},
+    {"sampling", "models"},
+    {"kv"},
+    {"operations"},
+)
+# Pure accounting: it must stay testable, and quick to import, without torch.
+WITHOUT_TORCH = ("workers.operations", "workers.scheduler", "workers.kv.block_pool", "workers.kv.prefix_index")
+
+TOP_LEVEL = {
+    ".ci", ".gitignore", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md",
+    "benchmarks", "clients", "constraints.txt", "deploy", "docs", "kernels", "protos", "pyproject.toml", "service",
+    "tests", "workers",
+}  # fmt: skip
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Every module below a top-level package, by its dotted name."""
+    root = ROOT / "clients" / "python" if package == "quire" else ROOT
+    found = {}
+    for path in sorted((root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of everything a file imports, wherever in the file; `from a import b` gives a.b."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def offenders(package: str, forbidden: tuple[str, ...], allowed_in: tuple[str, ...] = ()) -> list[str]:
+    """`module imports name` for each import of something forbidden outside the modules that may."""
+    return [
+        f"{module} imports {name}"
+        for module, path in modules(package).items()
+        if not any(within(module, place) for place in allowed_in)
+        for name in imports(path)
+        if any(within(name, root) for root in forbidden)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("service", ("workers", "kernels", "torch", "triton", "tests")),
+        ("workers", ("service", "tests")),
+        ("kernels", ("service", "workers", "quire", "grpc", "tests")),
+        ("quire", ("service", "workers", "kernels", "torch", "triton", "tests")),
+    ],
+)
+def test_packages_keep_apart(package: str, forbidden: tuple[str, ...]) -> None:
+    assert modules(package)
+    assert offenders(package, forbidden) == []
+
+
+@pytest.mark.parametrize("package", ["service", "workers"])
+def test_only_the_stubs_are_shared(package: str) -> None:
+    client = [name for name in offenders(package, ("quire",)) if f"imports {STUBS}" not in name]
+    assert client == []
+
+
+def test_only_the_servers_of_workers_know_the_wire() -> None:
+    assert offenders("workers", ("grpc", "quire"), ("workers.server", "workers.__main__")) == []
+
+
+def test_only_models_and_kv_use_kernels() -> None:
+    assert offenders("workers", ("kernels",), ("workers.models", "workers.kv")) == []
+
+
+def test_accounting_is_without_torch() -> None:
+    known = modules("workers")
+    found = [
+        f"{module} imports {name}"
+        for module in WITHOUT_TORCH
+        if module in known
+        for name in imports(known[module])
+        if within(name, "torch") or within(name, "kernels")
+    ]
+    assert found == []
+
+
+def test_layers_of_the_worker() -> None:
+    rank = {part: depth for depth, layer in enumerate(WORKER_LAYERS) for part in layer}
+    wrong = []
+    for module, path in modules("workers").items():
+        if module == "workers":
+            continue
+        part = module.split(".")[1]
+        assert part in rank, f"{module} has no layer: give it one in WORKER_LAYERS"
+        for name in imports(path):
+            target = name.split(".")[1] if name.startswith("workers.") else part
+            if rank.get(target, 0) < rank[part]:
+                wrong.append(f"{module} imports {name}")
+    assert wrong == []
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after running `code`."""
+    script = f"{code}\nimport sys\nprint('\\n'.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    path = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'clients' / 'python')]!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", path + script], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(done.stdout.split())
+
+
+def test_the_gateway_never_loads_torch() -> None:
+    every_module = "\n".join(f"import {module}" for module in modules("service"))
+    loaded = loaded_after(every_module)
+    assert {"service", "grpc"} <= loaded
+    assert not {"torch", "triton", "workers", "kernels", "transformers"} & loaded
+
+
+def test_the_command_line_starts_quickly() -> None:
+    """`quire --help` and `quire status` must not wait for what they do not use."""
+    loaded = loaded_after("import service.cli")
+    assert not {"grpc", "rich", "tokenizers", "uvloop", "structlog", "numpy", "torch"} & loaded
+
+
+def test_the_stubs_load_without_the_client() -> None:
+    """Gateway and workers import quire.v1, which must not pull in the client around it."""
+    code = "import sys, quire.v1.types_pb2; assert not {'quire.client', 'quire.aio'} & set(sys.modules)"
+    assert "google" in loaded_after(code)
+
+
+def test_the_client_needs_only_what_it_declares() -> None:
+    outside = {
+        name.split(".")[0]
+        for module, path in modules("quire").items()
+        if not within(module, STUBS)
+        for name in imports(path)
+    }
+    assert outside - set(sys.stdlib_module_names) <= {"quire", "grpc", "google"}
+
+
+def test_top_level_holds_only_what_belongs_there() -> None:
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run([git, "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= TOP_LEVEL

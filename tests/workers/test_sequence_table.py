@@ -1,0 +1,458 @@
+"""SequenceTable against plain token lists, and a page memory that remembers which token was written where.
+
+The oracle does not look at reference counts or digests: whatever the table shares, copies or evicts,
+reading a sequence's pages slot by slot must give its tokens at their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from workers.kv import sequence as sequence_module
+from workers.kv.block_pool import BlockPool, IntegrityError, KvExhausted
+from workers.kv.prefix_index import PrefixIndex
+from workers.kv.sequence import KvSequence, SequenceTable
+
+PAGE = 4
+# Two tokens and short sequences, so that prefixes coincide all the time.
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
+SALTS = st.sampled_from([b"", b"other"])
+Slot = tuple[int, int, bytes]
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Random operations on a pool small enough to evict and to run out."""
+
+    @initialize(pages=st.integers(1, 14))
+    def start(self, pages: int) -> None:
+        self.table = SequenceTable(pages, PAGE)
+        self.memory: list[Slot | None] = [None] * (pages * PAGE)
+        self.copies: list[tuple[int, int]] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.salts: dict[int, bytes] = {}
+        self.next_key = 0
+        self.pages = pages
+
+    def pick(self, data: st.DataObject) -> KvSequence:
+        seq = self.table.get(data.draw(st.sampled_from(sorted(self.tokens)), label="key"))
+        assert seq is not None
+        return seq
+
+    def held_pages(self) -> set[int]:
+        return {page for seq in self.table for page in seq.pages}
+
+    def copy_pages(self, memory: list[Slot | None]) -> list[Slot | None]:
+        for src, dst in self.copies:
+            memory[dst * PAGE : (dst + 1) * PAGE] = memory[src * PAGE : (src + 1) * PAGE]
+        return memory
+
+    def write(self, seq: KvSequence, tokens: Sequence[int]) -> None:
+        """What a forward does: first all copies due, then the slots."""
+        self.memory = self.copy_pages(self.memory)
+        self.copies = []
+        for i, token in enumerate(tokens, start=len(seq)):
+            self.memory[self.table.slot(seq, i)] = (token, i, seq.salt)
+
+    @rule(salt=SALTS)
+    def create(self, salt: bytes) -> None:
+        assume(len(self.tokens) < 6)
+        self.table.create(self.next_key, salt)
+        self.tokens[self.next_key] = []
+        self.salts[self.next_key] = salt
+        self.next_key += 1
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), tokens=TOKENS, limit=st.integers(-1, 12))
+    def match_prefix(self, data: st.DataObject, tokens: list[int], limit: int) -> None:
+        seq = self.pick(data)
+        reused = self.table.match_prefix(seq, tokens, limit)
+        assert reused % PAGE == 0
+        assert reused <= max(0, min(limit, len(tokens)))
+        self.tokens[seq.key] += tokens[:reused]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), n=st.integers(0, 12))
+    def reserve(self, data: st.DataObject, n: int) -> None:
+        self.try_to_reserve(self.pick(data), n)
+
+    def try_to_reserve(self, seq: KvSequence, n: int) -> bool:
+        before = (seq.token_ids.copy(), seq.pages.copy(), self.table.stats())
+        available = self.pages - len(self.held_pages())
+        room_tokens = len(seq.pages) * PAGE - len(seq)
+        try:
+            copies = self.table.reserve(seq, n)
+        except KvExhausted as error:
+            assert error.available == available < error.needed
+            assert before == (seq.token_ids, seq.pages, self.table.stats())
+            return False
+        # One page more than the missing ones at most: the copy.
+        missing_pages = -(-max(0, n - room_tokens) // PAGE)
+        assert missing_pages + len(copies) <= available
+        assert len(copies) <= (1 if n and len(seq) % PAGE else 0)
+        self.copies += copies
+        others = {page for other in self.table if other is not seq for page in other.pages}
+        for i in range(len(seq), len(seq) + n):
+            assert self.table.slot(seq, i) // PAGE not in others
+        return True
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), tokens=TOKENS)
+    def step(self, data: st.DataObject, tokens: list[int]) -> None:
+        seq = self.pick(data)
+        if self.try_to_reserve(seq, len(tokens)):
+            self.write(seq, tokens)
+            self.table.append(seq, tokens)
+            self.tokens[seq.key] += tokens
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), tokens=TOKENS)
+    def write_some_of_what_is_reserved(self, data: st.DataObject, tokens: list[int]) -> None:
+        seq = self.pick(data)
+        tokens = tokens[: seq.reserved_len_tokens - len(seq)]
+        self.write(seq, tokens)
+        self.table.append(seq, tokens)
+        self.tokens[seq.key] += tokens
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), tokens=TOKENS)
+    def fail_a_step(self, data: st.DataObject, tokens: list[int]) -> None:
+        seq = self.pick(data)
+        self.write(seq, tokens[: seq.reserved_len_tokens - len(seq)])
+        self.table.truncate(seq, len(seq))
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def append_more_than_reserved(self, data: st.DataObject) -> None:
+        seq = self.pick(data)
+        with pytest.raises(ValueError, match="do not fit"):
+            self.table.append(seq, [0] * (seq.reserved_len_tokens - len(seq) + 1))
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        seq = self.pick(data)
+        new_len = data.draw(st.integers(0, len(seq)), label="new_len")
+        self.table.truncate(seq, new_len)
+        del self.tokens[seq.key][new_len:]
+        assert len(seq.pages) == -(-new_len // PAGE)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        assume(len(self.tokens) < 6)
+        seq = self.pick(data)
+        held = self.held_pages()
+        child = self.table.fork(seq, self.next_key)
+        assert self.held_pages() == held
+        assert child.salt == seq.salt
+        self.tokens[child.key] = self.tokens[seq.key].copy()
+        self.salts[child.key] = seq.salt
+        self.next_key += 1
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        seq = self.pick(data)
+        assert self.table.release(seq.key)
+        assert not self.table.release(seq.key)
+        assert self.table.get(seq.key) is None
+        with pytest.raises(ValueError, match="not in this table"):
+            self.table.reserve(seq, 1)
+        del self.tokens[seq.key], self.salts[seq.key]
+
+    @invariant()
+    def pages_read_back_as_the_tokens(self) -> None:
+        memory = self.copy_pages(self.memory.copy())
+        for key, tokens in self.tokens.items():
+            seq = self.table.get(key)
+            assert seq is not None
+            assert seq.token_ids == tokens
+            read = [memory[self.table.slot(seq, i)] for i in range(len(seq))]
+            assert read == [(token, i, self.salts[key]) for i, token in enumerate(tokens)]
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        self.table.check_integrity()
+        stats = self.table.stats()
+        assert stats.sequences == len(self.table) == len(self.tokens)
+        assert stats.tokens == sum(map(len, self.tokens.values()))
+        assert stats.blocks_total == self.pages
+        assert stats.blocks_referenced == len(self.held_pages())
+        assert stats.blocks_free + stats.blocks_cached + stats.blocks_referenced == self.pages
+        assert stats.prefix_hit_tokens <= stats.prefix_query_tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        for key in self.tokens:
+            self.table.release(key)
+        self.table.check_integrity()
+        stats = self.table.stats()
+        assert (stats.sequences, stats.tokens, stats.blocks_referenced) == (0, 0, 0)
+        assert stats.blocks_free + stats.blocks_cached == self.pages
+        seq = self.table.create(-1)
+        self.table.reserve(seq, self.pages * PAGE)
+        with pytest.raises(KvExhausted):
+            self.table.reserve(seq, self.pages * PAGE + 1)
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+true_reserve = SequenceTable.reserve
+true_allocate = BlockPool.allocate
+true_page_digest = sequence_module.page_digest
+
+
+def forget_the_copy(table: SequenceTable, seq: KvSequence, n: int) -> list[tuple[int, int]]:
+    true_reserve(table, seq, n)
+    return []
+
+
+def allocate_before_counting(pool: BlockPool, count: int) -> list[int]:
+    return [page for _ in range(count) for page in true_allocate(pool, 1)]
+
+
+def ignore_what_came_before(parent: bytes, tokens: Sequence[int]) -> bytes:
+    return true_page_digest(b"", tokens)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (SequenceTable, "reserve", forget_the_copy),
+        (BlockPool, "allocate", allocate_before_counting),
+        (BlockPool, "refcount", lambda pool, page: 1),
+        (BlockPool, "unpublish", lambda pool, page: None),
+        (PrefixIndex, "discard", lambda index, page: False),
+        (sequence_module, "page_digest", ignore_what_came_before),
+        (sequence_module, "root_digest", lambda salt: b""),
+    ],
+)
+def test_the_machine_finds_a_mutant(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, mutant: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    # What is tested is the reading of the pages; the table's own check would notice some mutants first.
+    monkeypatch.setattr(SequenceTable, "check_integrity", lambda table: None)
+    quick = settings(
+        TestTable.settings,
+        phases=[Phase.generate],
+        derandomize=True,
+        database=None,
+        max_examples=400,
+        report_multiple_bugs=False,
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(TableMachine, settings=quick)  # type: ignore[no-untyped-call]
+
+
+def grow(table: SequenceTable, seq: KvSequence, tokens: Sequence[int]) -> list[tuple[int, int]]:
+    copies = table.reserve(seq, len(tokens))
+    table.append(seq, tokens)
+    return copies
+
+
+def test_a_released_sequence_is_found_again() -> None:
+    table = SequenceTable(8, PAGE)
+    tokens = list(range(14))
+    grow(table, table.create(1, b"a"), tokens)
+    first = table.get(1)
+    assert first is not None
+    pages = first.pages.copy()
+    assert table.release(1)
+    assert table.stats().blocks_cached == 3
+    stranger = table.create(2, b"b")
+    assert table.match_prefix(stranger, tokens, 14) == 0
+    again = table.create(3, b"a")
+    assert table.match_prefix(again, tokens, 11) == 8
+    assert table.match_prefix(again, tokens[8:], 6) == 4
+    assert again.pages == pages[:3]
+    assert again.token_ids == tokens[:12]
+    stats = table.stats()
+    assert (stats.prefix_hit_tokens, stats.prefix_query_tokens) == (12, 12 + 8 + 4)
+
+
+def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
+    table = SequenceTable(4, PAGE)
+    tokens = list(range(16))
+    grow(table, table.create(1), tokens)
+    table.release(1)
+    grow(table, table.create(2), [99] * 5)
+    assert table.stats().evicted_blocks == 2
+    assert table.match_prefix(table.create(3), tokens, 16) == 8
+
+
+def test_a_chain_with_a_hole_heals() -> None:
+    table = SequenceTable(4, PAGE)
+    tokens = list(range(12))
+    seq = table.create(1)
+    grow(table, seq, tokens)
+    middle = seq.pages[1]
+    keeper = table.fork(seq, 2)
+    table.release(1)
+    # Rewrite the middle: the tail goes to the cache first, then the middle loses its content.
+    table.truncate(keeper, 5)
+    grow(table, keeper, [77])
+    assert keeper.pages[1] == middle
+    finder = table.create(3)
+    assert table.match_prefix(finder, tokens, 12) == 4
+    grow(table, finder, tokens[4:8])
+    assert table.match_prefix(finder, tokens[8:], 4) == 4
+    table.check_integrity()
+
+
+def test_a_twin_takes_over_when_the_indexed_page_is_gone() -> None:
+    table = SequenceTable(4, PAGE)
+    tokens = [1, 2, 3, 4]
+    first, twin = table.create(1), table.create(2)
+    grow(table, first, tokens)
+    grow(table, twin, tokens)
+    assert first.pages != twin.pages
+    table.truncate(first, 2)
+    grow(table, first, [9])
+    assert table.match_prefix(table.create(3), tokens, 4) == 0
+    table.release(2)
+    assert table.match_prefix(table.create(4), tokens, 4) == 4
+
+
+def test_a_fork_copies_a_partial_page_on_write_and_only_once() -> None:
+    table = SequenceTable(8, PAGE)
+    parent = table.create(1)
+    grow(table, parent, [0, 1, 2, 3, 4, 5])
+    shared = parent.pages[1]
+    child = table.fork(parent, 2)
+    [(src, dst)] = grow(table, child, [6])
+    assert (src, dst) == (shared, child.pages[1])
+    assert parent.pages[1] == shared
+    assert grow(table, child, [7]) == []
+    assert grow(table, parent, [8]) == []
+    assert child.pages[0] == parent.pages[0]
+    assert table.stats().copied_blocks == 1
+
+
+def test_a_fork_of_full_pages_copies_nothing() -> None:
+    table = SequenceTable(8, PAGE)
+    parent = table.create(1)
+    grow(table, parent, [0, 1, 2, 3])
+    table.reserve(parent, 1)
+    child = table.fork(parent, 2)
+    assert child.pages == parent.pages[:1]
+    assert grow(table, child, [4]) == []
+    table.append(parent, [5])
+    table.check_integrity()
+
+
+def test_reserved_room_goes_back() -> None:
+    table = SequenceTable(4, PAGE)
+    seq = table.create(1)
+    grow(table, seq, [1])
+    table.reserve(seq, 15)
+    assert table.stats().blocks_free == 0
+    table.truncate(seq, 1)
+    assert table.stats().blocks_free == 3
+    with pytest.raises(ValueError, match="do not fit"):
+        table.append(seq, [2])
+
+
+def test_room_reserved_once_is_used_in_chunks() -> None:
+    table = SequenceTable(4, PAGE)
+    seq = table.create(1)
+    table.reserve(seq, 10)
+    pages = seq.pages.copy()
+    for token in range(10):
+        table.append(seq, [token])
+        assert table.reserve(seq, 10 - len(seq)) == []
+    assert seq.pages == pages
+    assert table.slot(seq, 6) == pages[1] * PAGE + 2
+
+
+def test_a_sequence_within_a_page_or_with_room_reserved_is_not_matched() -> None:
+    table = SequenceTable(8, PAGE)
+    grow(table, table.create(1), [1, 2, 3, 4, 5, 6, 7, 8])
+    seq = table.create(2)
+    table.reserve(seq, 1)
+    assert table.match_prefix(seq, [1, 2, 3, 4], 4) == 0
+    table.append(seq, [1])
+    assert table.match_prefix(seq, [2, 3, 4, 5], 4) == 0
+    assert table.stats().prefix_query_tokens == 0
+
+
+def test_wrong_calls_change_nothing() -> None:
+    table = SequenceTable(4, PAGE)
+    seq = table.create(1)
+    grow(table, seq, [1, 2, 3])
+    before = table.stats()
+    with pytest.raises(ValueError, match="exists"):
+        table.create(1)
+    with pytest.raises(ValueError, match="exists"):
+        table.fork(seq, 1)
+    for new_len in (-1, 4):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            table.truncate(seq, new_len)
+    with pytest.raises(ValueError, match="not in this table"):
+        table.fork(KvSequence(1), 2)
+    assert not table.release(7)
+    assert table.stats() == before
+    assert table.get(1) is seq
+    with pytest.raises(ValueError, match="page_size"):
+        SequenceTable(4, 0)
+
+
+def test_an_empty_sequence_is_not_taken_for_a_missing_one() -> None:
+    table = SequenceTable(1)
+    table.create(1)
+    assert table.get(1)
+
+
+def hold_a_page_unasked(table: SequenceTable, seq: KvSequence) -> None:
+    seq.pages.append(seq.pages[0])
+
+
+def drop_a_page(table: SequenceTable, seq: KvSequence) -> None:
+    seq.pages.pop()
+
+
+def swap_pages(table: SequenceTable, seq: KvSequence) -> None:
+    seq.pages.reverse()
+
+
+def lose_a_token(table: SequenceTable, seq: KvSequence) -> None:
+    seq.token_ids.pop()
+
+
+def lose_a_digest(table: SequenceTable, seq: KvSequence) -> None:
+    seq.digests.pop()
+
+
+def open_an_indexed_page(table: SequenceTable, seq: KvSequence) -> None:
+    table.truncate(seq, 6)
+    seq.reserved_len_tokens = 7
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [hold_a_page_unasked, drop_a_page, swap_pages, lose_a_token, lose_a_digest, open_an_indexed_page],
+)
+def test_check_integrity_notices(corrupt: Callable[[SequenceTable, KvSequence], None]) -> None:
+    table = SequenceTable(4, PAGE)
+    seq = table.create(1)
+    grow(table, seq, [1, 2, 3, 4, 5, 6, 7, 8])
+    table.check_integrity()
+    corrupt(table, seq)
+    with pytest.raises(IntegrityError):
+        table.check_integrity()

@@ -1,0 +1,167 @@
+"""Entry point of a worker process: `python -m workers`. Started by the gateway, and ends with it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import grpc
+import structlog
+import uvloop
+from quire.v1 import worker_pb2_grpc
+
+from workers.executors.base import ModelExecutor
+from workers.server import Progress, WorkerServer
+
+# sysexits.h EX_CONFIG: starting again with the same configuration cannot help.
+EXIT_CONFIG = 78
+EXIT_FAILED = 1
+_HOP_SLACK_BYTES = 16 << 20
+_STOP_TIMEOUT_S = 1.0
+WEIGHTLESS_MODEL = "paged-attention"
+
+_log = structlog.get_logger("workers")
+
+
+class ConfigurationError(Exception):
+    """What was asked for cannot be had on this machine or with this model."""
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
+    parser.add_argument("--socket", required=True, help="path of the Unix socket to serve on")
+    parser.add_argument("--worker-id", required=True)
+    parser.add_argument("--model", required=True, help=f"a model directory, or {WEIGHTLESS_MODEL}")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device-index", type=int, default=0)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-blocks", type=int)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--max-batch-tokens", type=int, required=True)
+    parser.add_argument("--max-batch-items", type=int, required=True)
+    parser.add_argument("--max-request-bytes", type=int, required=True)
+    parser.add_argument("--max-response-bytes", type=int, required=True)
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", choices=("auto", "json", "pretty"), default="auto")
+    return parser.parse_args()
+
+
+def _configure_logging(arguments: argparse.Namespace) -> None:
+    """Lines like the gateway's, on the same standard error."""
+    pretty = arguments.log_format == "pretty" or (
+        arguments.log_format == "auto" and sys.stderr.isatty()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            getattr(logging, arguments.log_level.upper())
+        ),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def _end_with_the_gateway() -> None:
+    """The gateway holds the other end of our standard input; when that closes, however it did, we end."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
+
+
+def _make_executor(arguments: argparse.Namespace, progress: Progress) -> ModelExecutor:
+    # Imported here, on the compute thread: torch takes seconds, and the stream should answer meanwhile.
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device = cuda was asked for, and this machine has no CUDA device")
+    if device == "cuda":
+        device = f"cuda:{arguments.device_index % torch.cuda.device_count()}"
+    if arguments.model == WEIGHTLESS_MODEL:
+        from workers.executors.paged_attention import PagedAttentionExecutor
+
+        return PagedAttentionExecutor.create(device=device, kv_blocks=arguments.kv_blocks)
+    from workers.executors.llm import LlmExecutor
+
+    return LlmExecutor.load(
+        Path(arguments.model),
+        dtype=arguments.dtype,
+        device=device,
+        kv_blocks=arguments.kv_blocks,
+        progress=lambda done, total: progress("weights", done, total),
+    )
+
+
+async def _serve(arguments: argparse.Namespace) -> int:
+    from workers.scheduler import Scheduler
+
+    worker = WorkerServer(
+        lambda progress: _make_executor(arguments, progress),
+        lambda: Scheduler(
+            arguments.max_batch_tokens, arguments.max_batch_items, max_rows=arguments.max_batch_items
+        ),
+    )
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", arguments.max_request_bytes + _HOP_SLACK_BYTES),
+            ("grpc.max_send_message_length", arguments.max_response_bytes + _HOP_SLACK_BYTES),
+        ]
+    )
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+    server.add_insecure_port(f"unix:{arguments.socket}")
+    await server.start()
+    worker.start()
+    status = 0
+    try:
+        await worker.ended
+    except Exception as error:
+        status = _report(error)
+    worker.stop(_STOP_TIMEOUT_S)
+    await server.stop(0)
+    return status
+
+
+def _report(error: Exception) -> int:
+    from workers.kv.sizing import KvSizingError
+    from workers.models.errors import ModelError
+
+    if isinstance(error, ConfigurationError | ModelError | KvSizingError):
+        _log.error("cannot serve with this configuration", error=str(error))
+        return EXIT_CONFIG
+    _log.error("the worker failed", exc_info=error)
+    return EXIT_FAILED
+
+
+def main() -> int:
+    """Runs a worker until its gateway goes away."""
+    arguments = _parse_arguments()
+    _configure_logging(arguments)
+    structlog.contextvars.bind_contextvars(worker_id=arguments.worker_id, pid=os.getpid())
+    # Ctrl-C reaches the whole process group; the gateway drains first and then ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_the_gateway()
+    return uvloop.run(_serve(arguments))
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    # Not sys.exit: a compute thread inside a long step must not hold up the end.
+    os._exit(main())

@@ -1,0 +1,61 @@
+"""The weightless executor: attention over the real paged pool, on embeddings computed from token ids.
+
+Everything but the weights is real (pages, scheduling, sampling), and every number can be checked by hand.
+For tests, and for benchmarks of the gateway alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from workers.executors.base import ModelExecutor
+from workers.executors.info import ExecutorInfo
+from workers.kv.sequence import SequenceTable
+from workers.kv.sizing import choose_num_pages
+from workers.kv.tensors import KvTensors
+from workers.models.paged_attention import EmbeddingAttention
+from workers.runners.eager import EagerRunner
+
+PAGE_SIZE = 16
+
+
+class PagedAttentionExecutor(ModelExecutor):
+    """One attention layer, Q = K = V = embedding(token id). float32."""
+
+    @classmethod
+    def create(
+        cls, *, device: torch.device | str = "cpu", kv_blocks: int | None = None
+    ) -> PagedAttentionExecutor:
+        """Allocates the pool. Raises KvSizingError for one that does not fit."""
+        device = torch.device(device)
+        model = EmbeddingAttention(device=device)
+        config = model.config
+        bytes_per_page = 2 * PAGE_SIZE * config.num_kv_heads * config.head_dim * torch.float32.itemsize
+        num_pages = choose_num_pages(kv_blocks, bytes_per_page, device.type)
+        kv = KvTensors(
+            num_layers=1,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.float32,
+            device=device,
+        )
+        runner = EagerRunner(model, kv)
+        info = ExecutorInfo(
+            executor="paged-attention",
+            runner=runner.name,
+            kernels=("torch",),
+            device=str(device),
+            dtype="float32",
+            model_id="paged-attention",
+            architecture="paged-attention",
+            vocab_size=config.vocab_size,
+            max_seq_len=config.max_seq_len,
+            num_layers=1,
+            hidden_size=config.num_attention_heads * config.head_dim,
+            num_attention_heads=config.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        return cls(info, SequenceTable(num_pages, PAGE_SIZE), kv, runner)

@@ -1,0 +1,161 @@
+"""Who uses which page of the KV pool: reference counts, a free list, and pages kept for reuse.
+
+A page is in one of three states:
+
+    free        nobody refers to it and nothing in it is worth keeping
+    cached      nobody refers to it, but it is full and indexed, so its tokens can be found again
+    referenced  one or more sequences refer to it (indexed or not)
+
+Pages are numbers. This module does not know what is stored in them, nor any sequence.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from workers.kv.prefix_index import PrefixIndex
+
+
+class KvExhausted(Exception):
+    """There are not enough pages, even after giving up every cached one. Nothing was changed."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} KV pages needed, {available} available")
+        self.needed = needed
+        self.available = available
+
+
+class IntegrityError(Exception):
+    """The accounting contradicts itself: a bug in Quire. The pool must not be used any more."""
+
+
+class BlockPool:
+    """Pages 0 to num_blocks - 1. Every operation is O(1) per page.
+
+    **free + cached + referenced == num_blocks**, at any moment between two calls.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.evicted_blocks = 0
+        self._index = PrefixIndex()
+        self._refcounts = [0] * num_blocks
+        # A stack: the page freed last is the likeliest to be in a CPU cache still. Low pages go first.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        # Least recently used first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        """Pages with nothing in them."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Unreferenced pages kept for reuse."""
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Pages `allocate` can hand out: the free ones and the cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def referenced(self) -> int:
+        """Pages in use."""
+        return self.num_blocks - self.available
+
+    def refcount(self, page: int) -> int:
+        """Return how many references `page` has."""
+        return self._refcounts[page]
+
+    def is_indexed(self, page: int) -> bool:
+        """Return whether `page` can be found by its digest."""
+        return page in self._index
+
+    def digest_of(self, page: int) -> bytes | None:
+        """Return the digest `page` can be found by, if any."""
+        return self._index.digest_of(page)
+
+    def lookup(self, digest: bytes) -> int | None:
+        """Return the page known by `digest`. Take a reference before any `allocate`, which may evict it."""
+        return self._index.page_of(digest)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` pages with one reference each, evicting cached pages where none is free.
+
+        The caller owns the references. Raises KvExhausted, and changes nothing, if there are too few.
+        """
+        if count > self.available:
+            raise KvExhausted(count, self.available)
+        pages = []
+        for _ in range(count):
+            page = self._free.pop() if self._free else self._evict()
+            self._refcounts[page] = 1
+            pages.append(page)
+        return pages
+
+    def incref(self, page: int) -> None:
+        """Add a reference to a page that is referenced or cached. Raises IntegrityError on a free one."""
+        if self._refcounts[page] == 0:
+            if page not in self._cached:
+                raise IntegrityError(f"page {page} is free and cannot be shared")
+            del self._cached[page]
+        self._refcounts[page] += 1
+
+    def decref(self, page: int) -> None:
+        """Drop a reference. With the last one an indexed page becomes cached, any other free."""
+        if self._refcounts[page] == 0:
+            raise IntegrityError(f"page {page} is released more often than it was referenced")
+        self._refcounts[page] -= 1
+        if self._refcounts[page] > 0:
+            return
+        if page in self._index:
+            self._cached[page] = None
+        else:
+            self._free.append(page)
+
+    def publish(self, page: int, digest: bytes) -> bool:
+        """Let the full, referenced `page` be found by `digest`. False if either is indexed already."""
+        if self._refcounts[page] == 0:
+            raise IntegrityError(f"page {page} is not referenced and cannot be indexed")
+        return self._index.insert(page, digest)
+
+    def unpublish(self, page: int) -> None:
+        """Forget the content of the referenced `page`, because it is about to be overwritten."""
+        if self._refcounts[page] == 0:
+            raise IntegrityError(f"page {page} is not referenced and cannot be overwritten")
+        self._index.discard(page)
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._index.discard(page)
+        self.evicted_blocks += 1
+        return page
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every page is in exactly one state and the index agrees. O(pages)."""
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise IntegrityError("the free list holds a page twice")
+        if not self._index.is_one_to_one():
+            raise IntegrityError("digests and pages are not one to one")
+        referenced = 0
+        for page, count in enumerate(self._refcounts):
+            if count < 0:
+                raise IntegrityError(f"page {page} has {count} references")
+            referenced += count > 0
+            states = (count > 0) + (page in free) + (page in self._cached)
+            if states != 1:
+                raise IntegrityError(f"page {page} is in {states} of the states free, cached, referenced")
+            if page in free and page in self._index:
+                raise IntegrityError(f"page {page} is free but indexed")
+            if page in self._cached and page not in self._index:
+                raise IntegrityError(f"page {page} is cached but not indexed")
+        if len(free) + len(self._cached) + referenced != self.num_blocks:
+            raise IntegrityError(
+                f"{len(free)} free + {len(self._cached)} cached + {referenced} referenced pages"
+                f" are not {self.num_blocks}"
+            )

@@ -1,0 +1,285 @@
+"""Sequences of tokens and the pages that hold their KV: match, reserve, append, truncate, fork, release.
+
+How the parts of a sequence relate (page_size = 4):
+
+    token_ids  [ a b c d | e f g h | i j ]            committed: their KV is in the pages
+    pages      [   p0    |   p1    |   p2    |  p3 ]  p3 and the rest of p2 are reserved, not yet written
+    digests    [   d0    |   d1    ]                  one per full page of committed tokens
+    reserved_len_tokens = 13                          committed + reserved; len(pages) covers just that
+
+**No page is written while another sequence can see the slots written to.** `reserve` makes the partly
+filled last page private first; full pages are never written again.
+
+This module moves no data: a copy that is due is returned to the caller. It is not thread-safe; the
+thread of the step loop owns it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from workers.kv.block_pool import BlockPool, IntegrityError
+from workers.kv.prefix_index import page_digest, root_digest
+
+
+@dataclass(slots=True, eq=False)
+class KvSequence:
+    """One sequence. Anyone may read it; only `SequenceTable` changes it. Dead after `release`."""
+
+    key: int
+    salt: bytes = b""
+    token_ids: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    reserved_len_tokens: int = 0
+
+    def __len__(self) -> int:
+        """Return the number of committed tokens."""
+        return len(self.token_ids)
+
+    def __bool__(self) -> bool:
+        # An empty sequence exists: `if table.get(key)` must not take it for a missing one.
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class KvStats:
+    """A snapshot. The blocks are now; the last four count up from the start of the table."""
+
+    sequences: int
+    tokens: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_referenced: int
+    # Tokens found in shared pages, and tokens (in whole pages) that were looked for.
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+    evicted_blocks: int
+    copied_blocks: int
+
+
+class SequenceTable:
+    """Owner of the pool and of every sequence in it.
+
+    Methods that take a KvSequence raise ValueError for one that is not (or no longer) in this table.
+    """
+
+    def __init__(self, num_blocks: int, page_size: int = 16) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
+        self.page_size = page_size
+        self._pool = BlockPool(num_blocks)
+        self._sequences: dict[int, KvSequence] = {}
+        # Kept beside the sequences so that `stats` need not visit them.
+        self._tokens = 0
+        self._prefix_hit_tokens = 0
+        self._prefix_query_tokens = 0
+        self._copied_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[KvSequence]:
+        return iter(self._sequences.values())
+
+    def create(self, key: int, salt: bytes = b"") -> KvSequence:
+        """Add and return an empty sequence. Raises ValueError if `key` is taken."""
+        if key in self._sequences:
+            raise ValueError(f"sequence {key} exists")
+        seq = self._sequences[key] = KvSequence(key, salt)
+        return seq
+
+    def get(self, key: int) -> KvSequence | None:
+        """Return the sequence of `key`, if there is one."""
+        return self._sequences.get(key)
+
+    def slot(self, seq: KvSequence, i: int) -> int:
+        """Return where token `i`, committed or reserved, lives: page * page_size + offset."""
+        return seq.pages[i // self.page_size] * self.page_size + i % self.page_size
+
+    def match_prefix(self, seq: KvSequence, tokens: Sequence[int], limit: int) -> int:
+        """Extend `seq` by shared pages that hold the next full pages of `tokens`; return how many tokens.
+
+        The tokens reused are committed: they are in `seq.token_ids` afterwards and need no forward. At
+        most `limit` tokens, rounded down to pages. Returns 0 for a sequence that ends within a page or
+        has room reserved: a shared page can only follow a full one.
+        """
+        self._check_owned(seq)
+        page_size = self.page_size
+        if len(seq) % page_size or seq.reserved_len_tokens != len(seq):
+            return 0
+        whole_tokens = max(0, min(limit, len(tokens))) // page_size * page_size
+        digest = seq.digests[-1] if seq.digests else root_digest(seq.salt)
+        reused_tokens = 0
+        while reused_tokens < whole_tokens:
+            page_tokens = tokens[reused_tokens : reused_tokens + page_size]
+            digest = page_digest(digest, page_tokens)
+            page = self._pool.lookup(digest)
+            if page is None:
+                break
+            self._pool.incref(page)
+            seq.pages.append(page)
+            seq.digests.append(digest)
+            seq.token_ids.extend(page_tokens)
+            reused_tokens += page_size
+        seq.reserved_len_tokens += reused_tokens
+        self._tokens += reused_tokens
+        self._prefix_query_tokens += whole_tokens
+        self._prefix_hit_tokens += reused_tokens
+        return reused_tokens
+
+    def reserve(self, seq: KvSequence, n: int) -> list[tuple[int, int]]:
+        """Make room for `n` tokens after the committed ones; return the (src, dst) page copies now due.
+
+        The caller performs the copies of all its `reserve` calls in the order they were returned, before
+        anything is written to the pool: a later one may read a page that an earlier one filled. Raises
+        KvExhausted, and changes nothing, if pages are missing.
+        """
+        self._check_owned(seq)
+        if n <= 0:
+            return []
+        written_page, offset = divmod(len(seq), self.page_size)
+        shared = offset > 0 and self._pool.refcount(seq.pages[written_page]) > 1
+        end = max(seq.reserved_len_tokens, len(seq) + n)
+        missing_pages = self._pages_for(end) - len(seq.pages)
+        fresh = self._pool.allocate(missing_pages + shared)
+
+        copies = []
+        if shared:
+            src, dst = seq.pages[written_page], fresh.pop(0)
+            seq.pages[written_page] = dst
+            self._pool.decref(src)
+            self._copied_blocks += 1
+            copies.append((src, dst))
+        elif offset:
+            # Cut back into a page that others may still look up: it is about to hold other tokens.
+            self._pool.unpublish(seq.pages[written_page])
+        seq.pages.extend(fresh)
+        seq.reserved_len_tokens = end
+        return copies
+
+    def append(self, seq: KvSequence, tokens: Sequence[int]) -> None:
+        """Commit `tokens`, whose KV has just been written into reserved slots; index pages now full.
+
+        A page whose tokens another page is known for already stays unindexed. Raises ValueError, and
+        changes nothing, if less room was reserved.
+        """
+        self._check_owned(seq)
+        end = len(seq) + len(tokens)
+        if end > seq.reserved_len_tokens:
+            raise ValueError(
+                f"sequence {seq.key}: {end} tokens do not fit in the {seq.reserved_len_tokens} reserved"
+            )
+        seq.token_ids.extend(tokens)
+        self._tokens += len(tokens)
+        for i in range(len(seq.digests), end // self.page_size):
+            page_tokens = seq.token_ids[i * self.page_size : (i + 1) * self.page_size]
+            digest = page_digest(seq.digests[-1] if seq.digests else root_digest(seq.salt), page_tokens)
+            seq.digests.append(digest)
+            self._pool.publish(seq.pages[i], digest)
+
+    def truncate(self, seq: KvSequence, new_len: int) -> None:
+        """Cut `seq` to `new_len` tokens and give back every page after them, reserved ones included.
+
+        Full indexed pages become cached, others free. Raises ValueError for a length past the end.
+        """
+        self._check_owned(seq)
+        if not 0 <= new_len <= len(seq):
+            raise ValueError(f"sequence {seq.key} of {len(seq)} tokens cannot be cut to {new_len}")
+        kept_pages = self._pages_for(new_len)
+        # Last page first, so that the tail of a chain is evicted before the head it depends on.
+        for i in range(len(seq.pages) - 1, kept_pages - 1, -1):
+            if i < len(seq.digests):
+                # It may have been the twin of a page that is gone by now, and be the canonical one from here.
+                self._pool.publish(seq.pages[i], seq.digests[i])
+            self._pool.decref(seq.pages[i])
+        self._tokens -= len(seq) - new_len
+        del seq.pages[kept_pages:]
+        del seq.digests[new_len // self.page_size :]
+        del seq.token_ids[new_len:]
+        seq.reserved_len_tokens = new_len
+
+    def fork(self, seq: KvSequence, child_key: int) -> KvSequence:
+        """Add and return a sequence with the same tokens in the same pages. Reserved room is not shared."""
+        self._check_owned(seq)
+        child = self.create(child_key, seq.salt)
+        child.token_ids = seq.token_ids.copy()
+        child.pages = seq.pages[: self._pages_for(len(seq))]
+        child.digests = seq.digests.copy()
+        child.reserved_len_tokens = len(seq)
+        self._tokens += len(seq)
+        for page in child.pages:
+            self._pool.incref(page)
+        return child
+
+    def release(self, key: int) -> bool:
+        """Forget the sequence of `key` and give back its pages. False if there is none."""
+        seq = self._sequences.get(key)
+        if seq is None:
+            return False
+        self.truncate(seq, 0)
+        del self._sequences[key]
+        return True
+
+    def stats(self) -> KvStats:
+        """Return a snapshot, in O(1)."""
+        return KvStats(
+            sequences=len(self._sequences),
+            tokens=self._tokens,
+            blocks_total=self._pool.num_blocks,
+            blocks_free=self._pool.free,
+            blocks_cached=self._pool.cached,
+            blocks_referenced=self._pool.referenced,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            prefix_query_tokens=self._prefix_query_tokens,
+            evicted_blocks=self._pool.evicted_blocks,
+            copied_blocks=self._copied_blocks,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless pool and sequences agree page by page. O(pages held)."""
+        self._pool.check_integrity()
+        holders: Counter[int] = Counter()
+        for key, seq in self._sequences.items():
+            if seq.key != key:
+                raise IntegrityError(f"sequence {seq.key} is listed as {key}")
+            if len(set(seq.pages)) != len(seq.pages):
+                raise IntegrityError(f"sequence {key} holds a page twice")
+            self._check_sequence(seq)
+            holders.update(seq.pages)
+        for page in range(self._pool.num_blocks):
+            if holders[page] != self._pool.refcount(page):
+                raise IntegrityError(
+                    f"page {page} has {self._pool.refcount(page)} references,"
+                    f" {holders[page]} sequences hold it"
+                )
+        if self._tokens != sum(map(len, self._sequences.values())):
+            raise IntegrityError(f"{self._tokens} tokens counted, the sequences disagree")
+
+    def _check_sequence(self, seq: KvSequence) -> None:
+        full_pages, offset = divmod(len(seq), self.page_size)
+        if len(seq.digests) != full_pages:
+            raise IntegrityError(f"sequence {seq.key}: {len(seq.digests)} digests, {full_pages} full pages")
+        if seq.reserved_len_tokens < len(seq):
+            raise IntegrityError(f"sequence {seq.key}: more tokens committed than reserved")
+        if len(seq.pages) != self._pages_for(seq.reserved_len_tokens):
+            raise IntegrityError(
+                f"sequence {seq.key}: {len(seq.pages)} pages for {seq.reserved_len_tokens} tokens"
+            )
+        for page, digest in zip(seq.pages, seq.digests, strict=False):
+            if self._pool.digest_of(page) not in (None, digest):
+                raise IntegrityError(f"sequence {seq.key}: page {page} is indexed as holding other tokens")
+        written_to = full_pages if offset == 0 or seq.reserved_len_tokens > len(seq) else full_pages + 1
+        for page in seq.pages[written_to:]:
+            if self._pool.is_indexed(page):
+                raise IntegrityError(f"sequence {seq.key}: page {page} is open for writing but indexed")
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _check_owned(self, seq: KvSequence) -> None:
+        if self._sequences.get(seq.key) is not seq:
+            raise ValueError(f"sequence {seq.key} is not in this table")

@@ -1,0 +1,232 @@
+"""What a worker can be asked to do, and what it answers: plain data without protobuf or torch.
+
+`server.py` translates the wire protocol into these and back; everything below it speaks only these.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class Rows(enum.Enum):
+    """Which rows of an item's logits are wanted."""
+
+    NONE = enum.auto()
+    LAST = enum.auto()
+    ALL = enum.auto()
+
+
+class Kind(enum.Enum):
+    """What a forward is to its caller. Counted apart in the statistics; no difference otherwise."""
+
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    VERIFY = enum.auto()
+    SCORE = enum.auto()
+
+
+class Accept(enum.Enum):
+    """Which drafts a verify keeps: all of them, or those that equal the chosen token before them."""
+
+    ALL = enum.auto()
+    CHOSEN = enum.auto()
+
+
+class LogitsFormat(enum.Enum):
+    """Number format of returned logits."""
+
+    F32 = enum.auto()
+    BF16 = enum.auto()
+    F16 = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen from a row of logits; the defaults have no effect (greedy).
+
+    Applied in this order: mask and logit_bias, penalties, temperature, top_k, top_p, min_p, draw.
+    The draw is a pure function of (seed, position).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """The tokens that may be chosen: `packed` (one bit a token, least significant first) or `allowed` ids."""
+
+    packed: bytes | None = None
+    allowed: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What to compute and return for each wanted row. A token is always chosen."""
+
+    logits: LogitsFormat | None = None
+    top_logprobs: int = 0
+    logprob_token_ids: Sequence[int] = ()
+    logprob: bool = False
+    sampling: Sampling | None = None
+    mask: TokenMask | None = None
+
+
+GREEDY = OutputSpec()
+
+
+@dataclass(slots=True)
+class RowOutput:
+    """What one row of logits says about the token that follows it."""
+
+    token_id: int
+    logprob: float | None = None
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+    chosen_logprobs: Sequence[float] = ()
+    # One row, little-endian, in the asked-for format.
+    logits: bytes | None = None
+    logits_format: LogitsFormat | None = None
+
+
+@dataclass(slots=True)
+class Forward:
+    """Append `token_ids` to `sequence` at `position`: the one primitive.
+
+    Mutable only in its progress fields, which the step loop owns.
+    """
+
+    op_id: int
+    sequence: int
+    position: int
+    token_ids: Sequence[int]
+    rows: Rows = Rows.LAST
+    output: OutputSpec = GREEDY
+    accept: Accept = Accept.ALL
+    kind: Kind = Kind.PREFILL
+    prompt_len: int = 0
+    ephemeral: bool = False
+    # time.monotonic_ns() after which it is not started any more. None: no limit.
+    deadline_ns: int | None = None
+    arrived_ns: int = 0
+
+    # Progress. `computed` counts the tokens of `token_ids` whose KV is in the cache (reused or computed).
+    computed: int = 0
+    reused: int = 0
+    started_ns: int = 0
+    steps: int = 0
+    outputs: list[RowOutput] = field(default_factory=list)
+    token_logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens not yet in the cache."""
+        return len(self.token_ids) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Make `children` that share the pages of `sequence`."""
+
+    op_id: int
+    sequence: int
+    children: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Cut `sequence` to `new_len` tokens and free its pages."""
+
+    op_id: int
+    sequence: int
+    new_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Forget sequences. Unknown ones are passed over."""
+
+    op_id: int
+    sequences: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Drop a forward that has not finished and roll its sequence back. It gets no answer then."""
+
+    op_id: int
+    target_op_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckIntegrity:
+    """Answer once the commands before it are done; with `walk_pages`, check the pool's invariants too."""
+
+    op_id: int
+    walk_pages: bool = False
+
+
+Command = Forward | Fork | Truncate | Release | Abort | CheckIntegrity
+
+
+class FailureReason(enum.Enum):
+    """Why a command failed. Nothing of a failed command is applied."""
+
+    KV_MISSING = enum.auto()
+    KV_EXHAUSTED = enum.auto()
+    FAULT = enum.auto()
+    TIMEOUT = enum.auto()
+    UNSUPPORTED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardDone:
+    """A forward that was applied. `kept` tokens of it stay in the sequence."""
+
+    op_id: int
+    outputs: Sequence[RowOutput]
+    kept: int
+    reused: int
+    token_logprobs: Sequence[float]
+    queue_ns: int
+    compute_ns: int
+    steps: int
+    batch_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A control command that was carried out."""
+
+    op_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A command that was not carried out. `detail` is for logs, never for clients."""
+
+    op_id: int
+    reason: FailureReason
+    detail: str = ""
+    blocks_needed: int = 0
+    blocks_available: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IntegrityReport:
+    """All commands before the request have been carried out. `intact` is None if no page was looked at."""
+
+    op_id: int
+    intact: bool | None
+
+
+Result = ForwardDone | Done | Failed | IntegrityReport

@@ -1,0 +1,116 @@
+"""What a row of logits says, as plain data: log-probabilities, the most likely tokens, encoded logits.
+
+Log-probabilities are those of the model's own distribution: the log-softmax, in float32, of the logits
+before any sampling setting. Each row's numbers are the same bits whatever other rows are beside it. Nothing
+here knows how a token was chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.operations import LogitsFormat, OutputSpec, RowOutput
+from workers.sampling import BadLogitsError, best_k
+
+# Rows whose log-softmax is in memory at a time: 10 MB at a vocabulary of 152k.
+_ROWS_AT_A_TIME = 16
+
+# For each format: the number type, an integer type of its size (numpy has no bfloat16), its name in numpy.
+_ENCODINGS = {
+    LogitsFormat.F32: (torch.float32, torch.int32, "<i4"),
+    LogitsFormat.BF16: (torch.bfloat16, torch.int16, "<i2"),
+    LogitsFormat.F16: (torch.float16, torch.int16, "<i2"),
+}
+
+
+def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -> list[RowOutput]:
+    """One RowOutput for each row, with what its spec asks for.
+
+    `top_ids` are ordered by logit, the lower id first among equals, so the greedy token is always the first
+    (two logits may differ by less than their log-probabilities resolve). There are V of them at most.
+
+    Args:
+        logits: [R, V] float32, the model's own, rows accepted by `choose_tokens`. Not modified.
+        chosen: [R] int64 in [0, V).
+        specs: R of them.
+
+    Returns:
+        R outputs that own their data.
+
+    Raises:
+        ValueError: shapes do not fit, or an id of logprob_token_ids is not in the vocabulary.
+    """
+    count = len(specs)
+    if logits.ndim != 2 or logits.shape[0] != count or tuple(chosen.shape) != (count,):
+        raise ValueError(f"logits {tuple(logits.shape)}, chosen {tuple(chosen.shape)}, {count} specs")
+    if any(not 0 <= token < logits.shape[1] for spec in specs for token in spec.logprob_token_ids):
+        raise ValueError(f"logprob_token_ids beyond a vocabulary of {logits.shape[1]}")
+
+    outputs = [RowOutput(token_id=token) for token in chosen.tolist()]
+    wanted = [
+        i for i, spec in enumerate(specs) if spec.logprob or spec.top_logprobs or spec.logprob_token_ids
+    ]
+    for row, logprobs in _log_softmax_rows(logits, wanted):
+        _add_logprobs(outputs[row], specs[row], logits[row], logprobs)
+    for row, spec in enumerate(specs):
+        if spec.logits is not None:
+            outputs[row].logits = encode_logits(logits[row], spec.logits)
+            outputs[row].logits_format = spec.logits
+    return outputs
+
+
+def score_tokens(logits: Tensor, targets: Tensor) -> list[float]:
+    """The log-probability of one given token in each row.
+
+    Args:
+        logits: [R, V] float32. Not modified.
+        targets: [R] int64 in [0, V).
+
+    Returns:
+        R floats; -inf where the model rules the token out.
+
+    Raises:
+        ValueError: shapes do not fit.
+        BadLogitsError: rows with NaN or +infinity, or nothing but -infinity.
+    """
+    if logits.ndim != 2 or tuple(targets.shape) != (logits.shape[0],):
+        raise ValueError(f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}")
+    scores: list[float] = []
+    for start in range(0, logits.shape[0], _ROWS_AT_A_TIME):
+        end = start + _ROWS_AT_A_TIME
+        logprobs = torch.log_softmax(logits[start:end], dim=-1)
+        scores += logprobs.gather(1, targets[start:end].unsqueeze(1)).flatten().tolist()
+    bad = [row for row, score in enumerate(scores) if math.isnan(score)]
+    if bad:
+        raise BadLogitsError(bad)
+    return scores
+
+
+def encode_logits(row: Tensor, number_format: LogitsFormat) -> bytes:
+    """One row ([V] float32) as little-endian numbers, rounded to nearest. F16 makes inf of 65520 and more."""
+    dtype, same_size, little_endian = _ENCODINGS[number_format]
+    bits = row.to(dtype).contiguous().view(same_size).cpu().numpy()
+    return bits.astype(little_endian, copy=False).tobytes()
+
+
+def _log_softmax_rows(logits: Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """(row, its [V] log-softmax), a few rows at a time. A tensor is a view that lives until the next one."""
+    for start in range(0, len(rows), _ROWS_AT_A_TIME):
+        group = rows[start : start + _ROWS_AT_A_TIME]
+        yield from zip(group, torch.log_softmax(logits[group], dim=-1), strict=True)
+
+
+def _add_logprobs(output: RowOutput, spec: OutputSpec, logits: Tensor, logprobs: Tensor) -> None:
+    """Fill in the log-probabilities `spec` asks for. logits, logprobs: [V]."""
+    top_ids: list[int] = best_k(logits, spec.top_logprobs)[1].tolist() if spec.top_logprobs else []
+    ids = [output.token_id, *top_ids, *spec.logprob_token_ids]
+    values: list[float] = logprobs[torch.tensor(ids, device=logprobs.device)].tolist()
+    if spec.logprob or spec.top_logprobs:
+        output.logprob = values[0]
+    output.top_ids = top_ids
+    output.top_logprobs = values[1 : 1 + len(top_ids)]
+    output.chosen_logprobs = values[1 + len(top_ids) :]

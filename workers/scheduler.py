@@ -1,0 +1,255 @@
+"""Which forwards run in the next step, and how many tokens of each.
+
+Two classes, each in order of arrival. *Short* forwards (decodes, verifies, the end of a prefill) go first,
+because a caller waits for every one of their tokens; *long* forwards (prefills) are cut into chunks that
+fill what is left of the step. Neither class can starve the other:
+
+- While a long forward waits, short ones may use only three quarters of the step: a quarter of the tokens
+  and rows, and one item, are held back for the oldest long one, as far as it can use them. A quarter
+  bounds what a prefill costs running decodes, and still finishes a prefill under permanent overload.
+- A step too small to be divided (a quarter of it is nothing) is taken in turns: a long forward that
+  got nothing goes first in the next step.
+
+Forwards of one sequence run one after the other, in order of arrival.
+
+This module does not know about pages, tensors or clocks, and never changes a sequence; `begin` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from workers.forward_queue import SHORT_TOKENS, Entry, ForwardQueue
+from workers.operations import Forward, Rows
+
+# One n-th of a step is held back for the oldest long forward.
+LONG_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Run `op.token_ids[start : start + count]` in this step. `is_last`: the forward ends with it."""
+
+    op: Forward
+    start: int
+    count: int
+    is_last: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits wanted of this chunk: its last ones."""
+        if self.op.rows is Rows.ALL:
+            return self.count
+        return int(self.op.rows is Rows.LAST and self.is_last)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: short forwards first, each class in order of arrival; and what came too late to be begun.
+
+    The expired forwards have left the scheduler. Owned by the caller.
+    """
+
+    chunks: list[Chunk]
+    expired: list[Forward]
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What is left of a step, or of a part of it."""
+
+    tokens: int
+    items: int
+    rows: int
+
+    def take(self, chunk: Chunk) -> None:
+        self.tokens -= chunk.count
+        self.items -= 1
+        self.rows -= chunk.rows
+
+    def add(self, other: _Budget) -> None:
+        self.tokens += other.tokens
+        self.items += other.items
+        self.rows += other.rows
+
+
+class Scheduler:
+    """Holds forwards from `add` until they are done, failed, aborted or expired.
+
+    One cycle: `next_batch`, run it, then `advance` or `remove` for each chunk. A chunk that is neither is
+    offered again. Not thread-safe and not reentrant: `begin` must not call it. A step costs
+    O(batch * log(held)) and, for each forward that enters or leaves, a memmove of a lane (8 bytes each).
+    """
+
+    def __init__(
+        self, max_batch_tokens: int, max_batch_items: int, max_rows: int, page_size: int = 16
+    ) -> None:
+        for name, value in (
+            ("max_batch_tokens", max_batch_tokens),
+            ("max_batch_items", max_batch_items),
+            ("max_rows", max_rows),
+            ("page_size", page_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_items = max_batch_items
+        self.max_rows = max_rows
+        self.page_size = page_size
+        self._queue = ForwardQueue()
+        self._steps = 0
+        self._long_goes_first = False
+
+    def __len__(self) -> int:
+        """Return how many forwards are held, begun or not."""
+        return len(self._queue)
+
+    @property
+    def in_flight(self) -> int:
+        """Forwards begun and not done."""
+        return self._queue.begun
+
+    def add(self, op: Forward) -> None:
+        """Queue `op`. Raises ValueError for an op_id that is held, or an op with nothing to do."""
+        if self._queue.get(op.op_id) is not None:
+            raise ValueError(f"operation {op.op_id} is queued already")
+        if op.remaining < 1:
+            raise ValueError(f"operation {op.op_id} has no tokens to append")
+        self._queue.add(op)
+
+    def abort(self, op_id: int) -> Forward | None:
+        """Drop a forward, begun or not, and return it; None if it is not held (any more).
+
+        Not between `next_batch` and the `advance` of its chunk. The caller rolls its sequence back.
+        """
+        entry = self._queue.get(op_id)
+        if entry is None:
+            return None
+        self._queue.leave(entry)
+        return entry.op
+
+    def remove(self, op_id: int) -> Forward | None:
+        """Drop a forward that failed, in place of `advance`. Otherwise like `abort`."""
+        return self.abort(op_id)
+
+    def next_batch(self, now_ns: int, begin: Callable[[Forward], bool]) -> Batch:
+        """Choose the next step. Empty if nothing is held, or forwards failed to begin.
+
+        `begin(op)` is called once for each forward, when there is budget for its first token. It may raise
+        `op.computed`, but must leave a token to compute. If it returns False the forward leaves
+        the scheduler; if it raises, nothing is lost and the forward is begun again in a later step.
+        """
+        expired = self._queue.expire(now_ns)
+        self._steps += 1
+        left = _Budget(self.max_batch_tokens, self.max_batch_items, self.max_rows)
+        chunks: list[tuple[Entry, Chunk]] = []
+        held_back = self._hold_back(left)
+        if self._long_goes_first:
+            self._fill(self._queue.long, held_back, begin, chunks)
+        self._fill(self._queue.short, left, begin, chunks)
+        left.add(held_back)
+        self._fill(self._queue.long, left, begin, chunks)
+        # What was held back and not used after all.
+        self._fill(self._queue.short, left, begin, chunks)
+
+        # Classed by what they have left now: `begin` may have made a long forward short.
+        short = sorted(pair for pair in chunks if pair[1].op.remaining <= SHORT_TOKENS)
+        long = sorted(pair for pair in chunks if pair[1].op.remaining > SHORT_TOKENS)
+        long_progressed = any(entry.lane is self._queue.long for entry, _ in chunks)
+        self._long_goes_first = bool(self._queue.long) and not long_progressed
+        return Batch([chunk for _, chunk in short + long], expired)
+
+    def advance(self, chunk: Chunk) -> bool:
+        """Count a chunk whose step succeeded into `op.computed`; return whether the forward is done.
+
+        A forward that is done leaves. Raises ValueError for a chunk that is not the next of its forward.
+        """
+        op = chunk.op
+        entry = self._queue.get(op.op_id)
+        if entry is None or entry.op is not op or not entry.begun or op.computed != chunk.start:
+            raise ValueError(f"operation {op.op_id}: tokens from {chunk.start} on are not due")
+        op.computed += chunk.count
+        if op.remaining == 0:
+            self._queue.leave(entry)
+            return True
+        self._queue.classify(entry)
+        return False
+
+    def _hold_back(self, step: _Budget) -> _Budget:
+        """Split off what long forwards are sure of: some of a step, or all of a tiny one in their turn."""
+        if not self._queue.long:
+            return _Budget(0, 0, 0)
+        oldest = self._queue.long[0].op
+        least = int(self._long_goes_first)
+        wanted_rows = min(step.rows // LONG_SHARE, oldest.remaining) if oldest.rows is Rows.ALL else 0
+        part = _Budget(
+            tokens=max(least, min(step.tokens // LONG_SHARE, oldest.remaining)),
+            items=max(least, int(step.items > 1)),
+            rows=max(least, wanted_rows),
+        )
+        step.tokens -= part.tokens
+        step.items -= part.items
+        step.rows -= part.rows
+        return part
+
+    def _fill(
+        self,
+        lane: list[Entry],
+        budget: _Budget,
+        begin: Callable[[Forward], bool],
+        chunks: list[tuple[Entry, Chunk]],
+    ) -> None:
+        """Put chunks of `lane` into the step until one does not fit. Takes from `budget`.
+
+        Those behind one that does not fit wait, even if they would: the order of arrival holds, and the
+        cost stays that of the batch.
+        """
+        i = 0
+        while i < len(lane):
+            entry = lane[i]
+            if entry.step == self._steps:
+                i += 1
+                continue
+            op = entry.op
+            if self._fit(op, budget) == 0:
+                return
+            if not entry.begun:
+                if not begin(op):
+                    self._queue.leave(entry)
+                    continue
+                if op.remaining < 1:
+                    self._queue.leave(entry)
+                    raise ValueError(f"operation {op.op_id} was begun with no tokens left to compute")
+                self._queue.mark_begun(entry)
+            count = self._fit(op, budget)
+            if count == 0:
+                # Reuse left only its last token, and there is no row for it in this step.
+                self._queue.classify(entry)
+                return
+            chunk = Chunk(op, op.computed, count, is_last=count == op.remaining)
+            entry.step = self._steps
+            chunks.append((entry, chunk))
+            budget.take(chunk)
+            i += 1
+
+    def _fit(self, op: Forward, budget: _Budget) -> int:
+        """Return how many tokens of `op` fit into `budget`: 0 if none."""
+        if budget.items < 1:
+            return 0
+        count = min(op.remaining, budget.tokens)
+        if op.rows is Rows.ALL:
+            count = min(count, budget.rows)
+        elif op.rows is Rows.LAST and count == op.remaining and budget.rows < 1:
+            count -= 1  # Its last token waits for a row.
+        if count < op.remaining:
+            # End on a page if that leaves anything: the page can be shared from now on, and the
+            # next chunk begins with a page of its own.
+            start = op.position + op.computed
+            aligned = (start + count) // self.page_size * self.page_size - start
+            count = aligned if aligned > 0 else count
+        return count
+
+    def check_invariants(self) -> None:
+        """Assert that what is held is consistent. For tests; O(held)."""
+        self._queue.check_invariants()

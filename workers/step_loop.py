@@ -1,0 +1,193 @@
+"""The step loop: take -> pack -> forward -> sample -> emit. READ FIRST in the worker.
+
+One thread owns the executor and the scheduler, and everything in them. Commands come in through a queue in
+batches; between two steps all that have come are taken, so that whatever arrived together runs together.
+Results go out once per step. What a cancelled or failed operation did is rolled back before the next step.
+
+It does not know protobuf, sockets or the event loop: `server.py` does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from workers.executors.base import KvExhausted, KvMissing, ModelExecutor
+from workers.operations import (
+    Abort,
+    CheckIntegrity,
+    Command,
+    Done,
+    Failed,
+    FailureReason,
+    Fork,
+    Forward,
+    IntegrityReport,
+    Release,
+    Result,
+    Truncate,
+)
+from workers.scheduler import Chunk, Scheduler
+
+_log = structlog.get_logger(__name__)
+
+Emit = Callable[[Sequence[Result]], None]
+
+
+class StepLoop:
+    """Runs commands on an executor until stopped. `emit` is called on the loop's thread, once per round."""
+
+    def __init__(self, executor: ModelExecutor, scheduler: Scheduler, emit: Emit) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._emit = emit
+        self._inbox: queue.SimpleQueue[Sequence[Command] | None] = queue.SimpleQueue()
+        self._results: list[Result] = []
+        self._stopping = threading.Event()
+        # When the running step began, in time.monotonic_ns(); 0 between steps. Read by other threads.
+        self.step_began_ns = 0
+
+    # Called by other threads.
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Queues commands that take effect in this order. Those of one call are seen together."""
+        self._inbox.put(commands)
+
+    def stop(self) -> None:
+        """Ends the loop after the running step."""
+        self._stopping.set()
+        self._inbox.put(None)
+
+    @property
+    def operations_in_flight(self) -> int:
+        """Forwards held by the scheduler."""
+        return len(self._scheduler)
+
+    # The loop's thread.
+
+    def run(self) -> None:
+        """Runs until `stop`."""
+        while not self._stopping.is_set():
+            self._take()
+            self._step()
+            self._flush()
+
+    def _take(self) -> None:
+        """Takes all commands that have come; waits for one if there is nothing to run."""
+        commands = None if len(self._scheduler) else self._inbox.get()
+        while True:
+            for command in commands or ():
+                self._carry_out(command)
+            try:
+                commands = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _carry_out(self, command: Command) -> None:
+        try:
+            match command:
+                case Forward():
+                    self._scheduler.add(command)
+                    return
+                case Abort():
+                    self._abort(command)
+                    return
+                case Fork():
+                    self._executor.fork(command.sequence, command.children)
+                case Truncate():
+                    self._executor.truncate_kv(command.sequence, command.new_len)
+                case Release():
+                    for sequence in command.sequences:
+                        self._executor.release_cache(sequence)
+                case CheckIntegrity():
+                    self._results.append(IntegrityReport(command.op_id, self._is_intact(command)))
+                    return
+            self._results.append(Done(command.op_id))
+        except KvMissing as error:
+            self._results.append(Failed(command.op_id, FailureReason.KV_MISSING, str(error)))
+        except Exception as error:
+            _log.exception("a command failed")
+            self._results.append(Failed(command.op_id, FailureReason.FAULT, repr(error)))
+
+    def _abort(self, command: Abort) -> None:
+        """Drops a forward that is queued or between two of its chunks; it gets no answer."""
+        op = self._scheduler.abort(command.target_op_id)
+        if op is not None:
+            self._executor.roll_back(op)
+
+    def _is_intact(self, command: CheckIntegrity) -> bool | None:
+        if not command.walk_pages:
+            return None
+        try:
+            self._executor.check_integrity()
+        except Exception:
+            _log.exception("the pool has lost its integrity")
+            return False
+        return True
+
+    def _step(self) -> None:
+        """One forward over whatever the scheduler picks."""
+        batch = self._scheduler.next_batch(time.monotonic_ns(), self._begin)
+        for op in batch.expired:
+            self._results.append(Failed(op.op_id, FailureReason.TIMEOUT))
+        if not batch.chunks:
+            return
+        self.step_began_ns = time.monotonic_ns()
+        try:
+            self._run(batch.chunks)
+        finally:
+            self.step_began_ns = 0
+
+    def _begin(self, op: Forward) -> bool:
+        """Prepares an operation for its first step; answers it if that fails."""
+        try:
+            self._executor.begin(op)
+        except KvExhausted as error:
+            self._fail(
+                op,
+                Failed(
+                    op.op_id,
+                    FailureReason.KV_EXHAUSTED,
+                    blocks_needed=error.needed,
+                    blocks_available=error.available,
+                ),
+            )
+        except KvMissing as error:
+            self._fail(op, Failed(op.op_id, FailureReason.KV_MISSING, str(error)))
+        except Exception as error:
+            _log.exception("an operation could not begin")
+            self._fail(op, Failed(op.op_id, FailureReason.FAULT, repr(error)))
+        else:
+            return True
+        return False
+
+    def _run(self, chunks: Sequence[Chunk]) -> None:
+        """Runs the chunks together; if that fails, each alone, so that only the cause of it fails."""
+        try:
+            self._executor.execute(chunks)
+        except Exception as error:
+            if len(chunks) == 1:
+                self._scheduler.remove(chunks[0].op.op_id)
+                _log.exception("a step failed")
+                self._fail(chunks[0].op, Failed(chunks[0].op.op_id, FailureReason.FAULT, repr(error)))
+                return
+            _log.warning("a shared step failed; its items are run one by one", error=repr(error))
+            for chunk in chunks:
+                self._run([chunk])
+            return
+        for chunk in chunks:
+            if self._scheduler.advance(chunk):
+                self._results.append(self._executor.complete(chunk.op, len(chunks)))
+
+    def _fail(self, op: Forward, failure: Failed) -> None:
+        self._executor.roll_back(op)
+        self._results.append(failure)
+
+    def _flush(self) -> None:
+        if self._results:
+            results, self._results = self._results, []
+            self._emit(results)
