@@ -22,6 +22,7 @@ def kv_write_reference(
     if not bool(used.all()):
         key, value, slots = key[used], value[used], slots[used]
     # A slot is a row of the pages laid end to end.
+    slots = slots.long()
     k_pages.flatten(0, 1).index_copy_(0, slots, key)  # [P * S, K, D]
     v_pages.flatten(0, 1).index_copy_(0, slots, value)
 

@@ -1,7 +1,7 @@
 """The command `quire`: serve | status | generate.
 
-Exit status: 0 done, 1 it failed while it ran, 2 it was called wrongly. Each command imports what it needs when
-it runs, so that none waits for another's libraries; what is loaded here is the standard library only.
+Exit status: 0 done, 1 it failed while it ran, 2 it was called wrongly. Each command imports what it needs
+when it runs, so that none waits for another's libraries; what is loaded here is the standard library only.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import grpc
 from google.rpc import error_details_pb2
@@ -21,15 +22,15 @@ def open_channel(target: str) -> grpc.Channel:
 
 def print_error(error: grpc.RpcError) -> None:
     """Prints `CODE REASON message` on standard error; without the reason where the server gave none."""
-    assert isinstance(error, grpc.Call)
-    parts = [error.code().name, error_reason(error), error.details() or ""]
+    call = cast(grpc.Call, error)  # every error of a call also is that call
+    parts = [call.code().name, error_reason(call), call.details() or ""]
     print("quire:", *(part for part in parts if part), file=sys.stderr)
 
 
-def error_reason(error: grpc.Call) -> str:
+def error_reason(call: grpc.Call) -> str:
     """The reason in the error's google.rpc.ErrorInfo, or an empty string."""
     try:
-        status = rpc_status.from_call(error)
+        status = rpc_status.from_call(call)
     except ValueError:  # details that contradict the call's own code: not from our server
         return ""
     for detail in status.details if status is not None else ():

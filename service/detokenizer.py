@@ -7,7 +7,8 @@ from typing import Protocol
 
 # What a decoder puts for bytes that are not (yet) a character.
 _REPLACEMENT = "\ufffd"
-# Tokens of the prompt that decide how the first new token is written, such as with or without a space before.
+# Tokens that decide how the next one is written, such as with or without a space before it. More than a
+# character can be spread over, so that the last character shown lies in them as a whole.
 _CONTEXT_TOKENS = 8
 
 
@@ -21,9 +22,9 @@ class Decodes(Protocol):
 class Detokenizer:
     """Text of a growing sequence of tokens.
 
-    A character may be spread over tokens, and how a token is written may depend on the ones before it. So a few
-    tokens are decoded together, with and without the new one, and the difference is shown; it is held back while
-    it ends in an incomplete character.
+    A character may be spread over tokens, and how a token is written may depend on the ones before it. So a
+    few tokens are decoded together, with and without the new one, and the difference is shown; it is held
+    back while it ends in an incomplete character.
     """
 
     def __init__(self, tokenizer: Decodes, context: Sequence[int] = ()) -> None:
@@ -39,7 +40,7 @@ class Detokenizer:
         text = self._pending()
         if not text or text.endswith(_REPLACEMENT):
             return ""
-        del self._ids[: self._shown]
+        del self._ids[:-_CONTEXT_TOKENS]
         self._shown = len(self._ids)
         return text
 

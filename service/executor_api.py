@@ -6,6 +6,7 @@ own outcome: an item that fails a check or its step is answered with its error, 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -240,6 +241,7 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
             operations_in_flight=self._dispatcher.operations_in_flight,
             memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
             version=self._version,
+            tasks=len(asyncio.all_tasks()),
         )
 
     async def GetCacheMetrics(

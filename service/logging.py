@@ -55,7 +55,7 @@ def configure_logging(level: str = "info", log_format: str = "auto", stream: Tex
             foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_renderers(pretty=pretty),
+                *_renderers(pretty=pretty, colors=stream.isatty()),
             ],
         )
     )
@@ -105,10 +105,11 @@ def redact_contents(_logger: WrappedLogger, _method: str, record: EventDict) -> 
     return record
 
 
-def _renderers(*, pretty: bool) -> list[Processor]:
+def _renderers(*, pretty: bool, colors: bool) -> list[Processor]:
     # Both with plain tracebacks: structlog's others print local variables, which hold requests.
     if pretty:
-        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
     return [structlog.processors.ExceptionRenderer(), _order_keys, structlog.processors.JSONRenderer()]
 
 

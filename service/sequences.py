@@ -232,6 +232,9 @@ class SequenceTable:
         if kv_missing and entry.visible:
             entry.state = State.LOST
             error = CacheLost(entry.length)
+        if operation.copy_number is not None:
+            # A forward that never began has not released its copy.
+            self._send(entry, commands.release(self._number(), [operation.copy_number]))
         self._finish(operation, error)
         self._advance(entry)
 
@@ -307,9 +310,7 @@ class SequenceTable:
             self._discard(entry)
 
     def _start(self, operation: Operation) -> None:
-        entry, request = operation.entry, operation.request
-        if entry.state is State.LOST:
-            raise CacheLost(entry.length)
+        request = operation.request
         match request:
             case Step():
                 self._start_step(operation, request)
@@ -322,17 +323,16 @@ class SequenceTable:
         entry, last = operation.entry, operation.entry.last_step
         creates_again = entry.visible and not step.cache_id
         position = 0 if creates_again else step.position
-        if position is not None and (creates_again or position != entry.length):
-            if last is None or position != last.base:
-                raise PositionMismatch(position, entry.length)
-            if not last.is_repeated_by(step, position):
-                if creates_again:
-                    raise InvalidArgument(
-                        "REQUEST_ID_REUSED", "request_id", "the request_id belongs to another request"
-                    )
-                raise PositionMismatch(position, entry.length)
+        if last is not None and position is not None and last.is_repeated_by(step, position):
             self._answer_again(operation, step, last)
             return
+        _require_kv(entry)
+        if position is not None and (creates_again or position != entry.length):
+            if creates_again and last is not None and position == last.base:
+                raise InvalidArgument(
+                    "REQUEST_ID_REUSED", "request_id", "the request_id belongs to another request"
+                )
+            raise PositionMismatch(position, entry.length)
         wanted = entry.length + len(step.token_ids)
         if wanted > self._max_seq_len:
             raise SequenceTooLong(wanted, self._max_seq_len)
@@ -346,8 +346,10 @@ class SequenceTable:
         entry = operation.entry
         stored = last.answers(step)
         if stored is not None:
+            # From memory: so also when the KV is lost.
             self._finish(operation, StepResult(_handle(entry), stored, last.kept))
             return
+        _require_kv(entry)
         operation.copy_number = self._number()
         self._send(entry, commands.fork(self._number(), entry.number, [operation.copy_number]))
         self._send(
@@ -359,15 +361,24 @@ class SequenceTable:
 
     def _start_truncate(self, operation: Operation, request: TruncateRequest) -> None:
         entry = operation.entry
+        _require_kv(entry)
         if request.new_len > entry.length:
             raise TruncateBeyondEnd(request.new_len, entry.length)
+        if request.new_len == entry.length:
+            self._finish(operation, HandlesResult((_handle(entry),)))
+            return
         self._send(entry, commands.truncate(operation.ticket, entry.number, request.new_len))
 
     def _start_fork(self, operation: Operation, request: ForkRequest) -> None:
         entry = operation.entry
+        _require_kv(entry)
         for _ in range(request.count):
             child = self._new_entry(entry.worker, entry.lease_s, entry.expires_at_s - entry.lease_s)
             operation.children.append(child)
+        if entry.length == 0:
+            # The worker need not know an empty sequence: it may have rolled back the step that began it.
+            self._finish_fork(operation, request)
+            return
         numbers = [child.number for child in operation.children]
         self._send(entry, commands.fork(operation.ticket, entry.number, numbers))
 
@@ -395,6 +406,8 @@ class SequenceTable:
         operation.children = []
         for child in children:
             child.length, child.prompt_len = parent.length, parent.prompt_len
+            # From now, and not from when the fork began.
+            child.lease_s, child.expires_at_s = parent.lease_s, parent.expires_at_s
             self._publish(child)
             self._write(Forked(child.cache_id, parent.cache_id, child.seed, child.lease_s))
         self._finish(operation, HandlesResult(tuple(_handle(child) for child in children)))
@@ -525,6 +538,12 @@ class _Pace:
     def wait_s(self, queued: int) -> float:
         """How long `queued` operations take, within what a client should sleep."""
         return min(max(queued * self._interval_s, 0.05), 5.0)
+
+
+def _require_kv(entry: Entry) -> None:
+    """Raises CacheLost for a cache whose KV is gone."""
+    if entry.state is State.LOST:
+        raise CacheLost(entry.length)
 
 
 def _handle(entry: Entry) -> Handle:

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 # The default 0.02 makes nearly uniform logits, from which a wrong layer would hardly be seen.
-WEIGHT_SCALE = 0.15
+WEIGHT_SCALE = 0.3
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,19 @@ def make_model(directory: Path, spec: TinyModel) -> Path:
 
 
 @functools.lru_cache(maxsize=4)
-def hf_model(directory: Path) -> Qwen3ForCausalLM:
-    """The model of a directory in transformers, float32 and eager attention."""
+def hf_model(directory: Path, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+    """The model of a directory in transformers, with eager attention, in evaluation mode."""
     model: Qwen3ForCausalLM = Qwen3ForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )  # from_pretrained leaves training mode
+        directory, dtype=dtype, attn_implementation="eager"
+    )
     return model
 
 
-def hf_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
+def hf_logits(directory: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Logits of every position [len(tokens), vocab_size] float32, by transformers, without a cache."""
     with torch.inference_mode():
-        logits: torch.Tensor = hf_model(directory)(torch.tensor([tokens]), use_cache=False).logits[0]
-    return logits
+        logits: torch.Tensor = hf_model(directory, dtype)(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.float()
 
 
 def hf_greedy(directory: Path, tokens: list[int], count: int) -> list[int]:

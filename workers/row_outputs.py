@@ -101,12 +101,15 @@ def _log_softmax_rows(logits: Tensor, rows: Sequence[int]) -> Iterator[tuple[int
     """(row, its [V] log-softmax), a few rows at a time. A tensor is a view that lives until the next one."""
     for start in range(0, len(rows), _ROWS_AT_A_TIME):
         group = rows[start : start + _ROWS_AT_A_TIME]
-        yield from zip(group, torch.log_softmax(logits[group], dim=-1), strict=True)
+        first, end = group[0], group[-1] + 1
+        # The usual case is every row: a slice of them is not copied.
+        block = logits[first:end] if end - first == len(group) else logits[group]
+        yield from zip(group, torch.log_softmax(block, dim=-1), strict=True)
 
 
 def _add_logprobs(output: RowOutput, spec: OutputSpec, logits: Tensor, logprobs: Tensor) -> None:
     """Fill in the log-probabilities `spec` asks for. logits, logprobs: [V]."""
-    top_ids: list[int] = best_k(logits, spec.top_logprobs)[1].tolist() if spec.top_logprobs else []
+    top_ids = best_k(logits.cpu().numpy(), spec.top_logprobs).tolist() if spec.top_logprobs else []
     ids = [output.token_id, *top_ids, *spec.logprob_token_ids]
     values: list[float] = logprobs[torch.tensor(ids, device=logprobs.device)].tolist()
     if spec.logprob or spec.top_logprobs:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workers.forward_queue import SHORT_TOKENS, Entry, ForwardQueue
+from workers.forward_queue import Entry, ForwardQueue
 from workers.operations import Forward, Rows
 
 # One n-th of a step is held back for the oldest long forward.
@@ -145,19 +145,16 @@ class Scheduler:
         left = _Budget(self.max_batch_tokens, self.max_batch_items, self.max_rows)
         chunks: list[tuple[Entry, Chunk]] = []
         held_back = self._hold_back(left)
-        if self._long_goes_first:
-            self._fill(self._queue.long, held_back, begin, chunks)
+        long_had_turn = self._long_goes_first and self._fill(self._queue.long, held_back, begin, chunks)
         self._fill(self._queue.short, left, begin, chunks)
         left.add(held_back)
-        self._fill(self._queue.long, left, begin, chunks)
+        long_had_turn |= self._fill(self._queue.long, left, begin, chunks)
         # What was held back and not used after all.
         self._fill(self._queue.short, left, begin, chunks)
+        self._long_goes_first = bool(self._queue.long) and not long_had_turn
 
-        # Classed by what they have left now: `begin` may have made a long forward short.
-        short = sorted(pair for pair in chunks if pair[1].op.remaining <= SHORT_TOKENS)
-        long = sorted(pair for pair in chunks if pair[1].op.remaining > SHORT_TOKENS)
-        long_progressed = any(entry.lane is self._queue.long for entry, _ in chunks)
-        self._long_goes_first = bool(self._queue.long) and not long_progressed
+        short = sorted(pair for pair in chunks if pair[0].lane is self._queue.short)
+        long = sorted(pair for pair in chunks if pair[0].lane is self._queue.long)
         return Batch([chunk for _, chunk in short + long], expired)
 
     def advance(self, chunk: Chunk) -> bool:
@@ -199,12 +196,15 @@ class Scheduler:
         budget: _Budget,
         begin: Callable[[Forward], bool],
         chunks: list[tuple[Entry, Chunk]],
-    ) -> None:
-        """Put chunks of `lane` into the step until one does not fit. Takes from `budget`.
+    ) -> bool:
+        """Put chunks of `lane` into the step until one does not fit; return whether any did.
+
+        Takes from `budget`, adds to `chunks`, moves to the short lane what `begin` made short.
 
         Those behind one that does not fit wait, even if they would: the order of arrival holds, and the
         cost stays that of the batch.
         """
+        placed_before = len(chunks)
         i = 0
         while i < len(lane):
             entry = lane[i]
@@ -213,7 +213,7 @@ class Scheduler:
                 continue
             op = entry.op
             if self._fit(op, budget) == 0:
-                return
+                break
             if not entry.begun:
                 if not begin(op):
                     self._queue.leave(entry)
@@ -222,16 +222,16 @@ class Scheduler:
                     self._queue.leave(entry)
                     raise ValueError(f"operation {op.op_id} was begun with no tokens left to compute")
                 self._queue.mark_begun(entry)
+                self._queue.classify(entry)  # Reuse may have made it short: then it is out of this lane.
             count = self._fit(op, budget)
             if count == 0:
-                # Reuse left only its last token, and there is no row for it in this step.
-                self._queue.classify(entry)
-                return
+                break  # Only its last token is left, and no row for that.
             chunk = Chunk(op, op.computed, count, is_last=count == op.remaining)
             entry.step = self._steps
             chunks.append((entry, chunk))
             budget.take(chunk)
-            i += 1
+            i += entry.lane is lane
+        return len(chunks) > placed_before
 
     def _fit(self, op: Forward, budget: _Budget) -> int:
         """Return how many tokens of `op` fit into `budget`: 0 if none."""

@@ -33,6 +33,8 @@ EXIT_CONFIG = 78
 _MAX_SOCKET_PATH_BYTES = 107
 _HEARTBEAT_INTERVAL_S = 1.0
 _MAX_BACKOFF_S = 10.0
+# So often in a row a worker may fail to start before the gateway gives up, if none has ever been ready.
+_MAX_START_FAILURES = 5
 _TERMINATE_GRACE_S = 2.0
 _REFRESH_TIMEOUT_S = 0.5
 _CHECK_TIMEOUT_S = 10.0
@@ -116,15 +118,18 @@ class LocalPool:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
 
     async def _supervise(self, slot: WorkerSlot) -> None:
-        backoff_s = 0.0
+        backoff_s, failures = 0.0, 0
         while True:
             await asyncio.sleep(backoff_s)
             began_s = time.monotonic()
             await self._run_once(slot)
             # A worker that served for a while is replaced at once; one that dies young is not hammered.
             young = time.monotonic() - began_s < _MAX_BACKOFF_S
-            died_before_ready = young and slot.ready is None
-            backoff_s = min(max(0.25, backoff_s * 2), _MAX_BACKOFF_S) if died_before_ready else 0.0
+            died_before_ready = slot.ready is None
+            failures = failures + 1 if died_before_ready else 0
+            if failures >= _MAX_START_FAILURES and not self._was_ready:
+                raise PoolFailed(f"{slot.worker_id} failed to start {failures} times in a row; see its log")
+            backoff_s = min(max(0.25, backoff_s * 2), _MAX_BACKOFF_S) if young and died_before_ready else 0.0
 
     async def _run_once(self, slot: WorkerSlot) -> None:
         """One incarnation from spawn to the end of its process."""

@@ -70,6 +70,10 @@ def test_pretty_on_a_terminal_only() -> None:
     get_logger("service").info("hello")
     assert "hello" in terminal.getvalue() and not terminal.getvalue().startswith("{")
 
+    configure_logging("info", "pretty", file := io.StringIO())
+    get_logger("service").info("hello")
+    assert "hello" in file.getvalue() and "\x1b" not in file.getvalue(), "colours are for terminals"
+
     configure_logging("info", "json", terminal := Terminal())
     get_logger("service").info("hello")
     assert lines_of(terminal)[0]["event"] == "hello"
@@ -125,7 +129,7 @@ async def test_a_cancelled_write_is_not_an_error() -> None:
         while True:
             await context.write(bytes(100_000))
 
-    handler = grpc.unary_stream_rpc_method_handler(endless)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(endless)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("test.Service", {"Stream": handler}),)
@@ -134,7 +138,8 @@ async def test_a_cancelled_write_is_not_an_error() -> None:
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         for pause_s in (0.0, 0.05, 0.1):
-            call = channel.unary_stream("/test.Service/Stream", None, None)(b"")
+            stream_bytes: Any = channel.unary_stream("/test.Service/Stream", None, None)
+            call = stream_bytes(b"")
             assert await call.read()
             await asyncio.sleep(pause_s)
             call.cancel()

@@ -30,13 +30,13 @@ class PagedAttentionExecutor(ModelExecutor):
         device = torch.device(device)
         model = EmbeddingAttention(device=device)
         config = model.config
-        bytes_per_page = 2 * PAGE_SIZE * config.num_kv_heads * config.head_dim * torch.float32.itemsize
+        bytes_per_page = 2 * PAGE_SIZE * config.num_key_value_heads * config.head_dim * torch.float32.itemsize
         num_pages = choose_num_pages(kv_blocks, bytes_per_page, device.type)
         kv = KvTensors(
             num_layers=1,
             num_pages=num_pages,
             page_size=PAGE_SIZE,
-            kv_heads=config.num_kv_heads,
+            kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             dtype=torch.float32,
             device=device,
@@ -51,11 +51,11 @@ class PagedAttentionExecutor(ModelExecutor):
             model_id="paged-attention",
             architecture="paged-attention",
             vocab_size=config.vocab_size,
-            max_seq_len=config.max_seq_len,
+            max_seq_len=config.max_position_embeddings,
             num_layers=1,
-            hidden_size=config.num_attention_heads * config.head_dim,
+            hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
         )
         return cls(info, SequenceTable(num_pages, PAGE_SIZE), kv, runner)

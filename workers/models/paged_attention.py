@@ -1,16 +1,16 @@
 """A model without weights: one layer of attention over embeddings that are a formula of the token id.
 
 For tests and benchmarks of what is around a model: it writes to and reads from the real paged cache, and its
-every number can be checked by hand. With the vocabulary size V, the head width D and its D / 2 pairs, pair i of
-key-value head h has the multiplier m = 3^(h * D / 2 + i + 1) mod V, and token t is embedded there as
+every number can be checked by hand. With the vocabulary size V, the head width D and its D / 2 pairs, pair i
+of key-value head h has the multiplier m = 3^(h * D / 2 + i + 1) mod V, and token t is embedded there as
 
     (cos a, sin a)    with    a = 2 * pi * (t * m mod V) / V
 
-as elements 2 * i and 2 * i + 1 of the head. Query, key and value are this embedding; the query heads that share
-a key-value head are alike. So the score of tokens s and t in a head is the sum of cos(2 * pi * (s - t) * m / V)
-over its pairs, divided by sqrt(D). Positions play no part beyond causality: two sequences with the same last
-token and the same tokens before it in any order give the same row. The logit of token t is the dot product of
-the attended row with the embedding of t, over all query heads.
+as elements 2 * i and 2 * i + 1 of the head. Query, key and value are this embedding; the query heads that
+share a key-value head are alike. So the score of tokens s and t in a head is the sum over its pairs of
+cos(2 * pi * (s - t) * m / V), divided by sqrt(D). Positions play no part beyond causality: two sequences with
+the same last token and the same tokens before it in any order give the same row. The logit of token t is the
+dot product of the attended row with the embedding of t, over all query heads.
 
 Dimension letters: T tokens of the batch; R wanted rows; H query heads; K key-value heads; D head width;
 V vocabulary.

@@ -43,7 +43,7 @@ LONGEST_CONTEXT = 512  # Room to play in; training sees 13 tokens at most.
 LONGEST_TEXT = len("999+999=1998") + 1
 HELD_OUT_SEED, HELD_OUT_PAIRS = 20_260, 10_000
 DIGIT_SHARES = (0.15, 0.25, 0.60)  # How often an operand of one, two, three digits is drawn in training.
-EVALUATION_BATCH = 4096
+EVALUATION_BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=HELD_OUT_PAIRS, help="held-out sums to evaluate on")
     parser.add_argument("--generate", type=int, default=200, help="held-out sums to generate token by token")
     parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--hidden-size", type=int, default=64, help="a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)

@@ -377,7 +377,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("state", "workers", "uptime_ms", "sequences", "operations_in_flight", "memory_bytes", "version")
+    __slots__ = ("state", "workers", "uptime_ms", "sequences", "operations_in_flight", "memory_bytes", "version", "tasks")
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +385,7 @@ class GetStatusResponse(_message.Message):
     OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     uptime_ms: int
@@ -392,7 +393,8 @@ class GetStatusResponse(_message.Message):
     operations_in_flight: int
     memory_bytes: int
     version: str
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., sequences: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    tasks: int
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., sequences: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "pid", "epoch", "device", "state", "sequences", "blocks_total", "blocks_free", "blocks_cached", "prefill_operations", "decode_operations", "avg_prefill_ms", "avg_decode_ms", "memory_bytes", "steps", "step_tokens", "batch_items", "operations_in_flight", "load_progress")

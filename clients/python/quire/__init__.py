@@ -1,0 +1,87 @@
+"""Python client of Quire, a token-level LLM executor: you own the decoding loop, it owns model and KV.
+
+    from quire import Client
+
+    with Client("127.0.0.1:50051") as client, client.prefill(prompt) as cache:
+        token = cache.output.token_id
+        while token not in stop:
+            token = cache.decode(token).token_id
+
+`AsyncClient` is the same with `await`. The generated stubs are in `quire.v1`; importing them loads none of
+the client, so what stands here is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.aio import AsyncCache, AsyncClient
+    from quire.client import Cache, Client
+    from quire.errors import (
+        CacheLost,
+        CacheNotFound,
+        Cancelled,
+        DeadlineExceeded,
+        InternalError,
+        InvalidRequest,
+        OutOfRange,
+        PositionMismatch,
+        PreconditionFailed,
+        QuireError,
+        ResourceExhausted,
+        Unavailable,
+    )
+    from quire.v1.types_pb2 import OutputOptions, SamplingParams, StepOutput, TokenMask
+
+_HOME = {
+    "quire.aio": ("AsyncCache", "AsyncClient"),
+    "quire.client": ("Cache", "Client"),
+    "quire.errors": (
+        "CacheLost",
+        "CacheNotFound",
+        "Cancelled",
+        "DeadlineExceeded",
+        "InternalError",
+        "InvalidRequest",
+        "OutOfRange",
+        "PositionMismatch",
+        "PreconditionFailed",
+        "QuireError",
+        "ResourceExhausted",
+        "Unavailable",
+    ),
+    "quire.v1.types_pb2": ("OutputOptions", "SamplingParams", "StepOutput", "TokenMask"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "AsyncCache",
+    "AsyncClient",
+    "Cache",
+    "CacheLost",
+    "CacheNotFound",
+    "Cancelled",
+    "Client",
+    "DeadlineExceeded",
+    "InternalError",
+    "InvalidRequest",
+    "OutOfRange",
+    "OutputOptions",
+    "PositionMismatch",
+    "PreconditionFailed",
+    "QuireError",
+    "ResourceExhausted",
+    "SamplingParams",
+    "StepOutput",
+    "TokenMask",
+    "Unavailable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)

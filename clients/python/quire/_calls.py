@@ -1,0 +1,175 @@
+"""What the blocking and the asyncio client share: how channels are set up, and what requests hold."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf import duration_pb2
+from quire.errors import QuireError, from_status
+from quire.v1 import executor_pb2, types_pb2
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_MAX_REQUEST_BYTES = 16 << 20
+DEFAULT_MAX_RESPONSE_BYTES = 64 << 20
+
+# Calls that may be sent twice: readers, those that `position` or a request id fences, and those whose repeat
+# changes nothing. ForkCache and UnifiedForward are not among them, as a repeat would make caches anew.
+_RETRIED = (
+    "Prefill", "BatchPrefill", "Decode", "BatchDecode", "ForwardVerify", "Forward", "TruncateKV",
+    "ReleaseCache", "ListCaches", "RenewCache", "GetModelInfo", "GetCapabilities", "GetStatus",
+    "GetCacheMetrics", "GetLoraMetrics",
+)  # fmt: skip
+_SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{"service": "quire.v1.ModelExecutorService", "method": name} for name in _RETRIED],
+                "retryPolicy": {
+                    "maxAttempts": 4,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "2s",
+                    "backoffMultiplier": 3,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What `verify` found: `accepted` drafts are kept, `outputs[accepted]` says what follows them."""
+
+    outputs: Sequence[types_pb2.StepOutput]
+    accepted: int
+
+
+def channel_options(max_request_bytes: int, max_response_bytes: int) -> list[tuple[str, int | str]]:
+    """Explicit message bounds, and retries of what may be sent twice."""
+    return [
+        ("grpc.max_send_message_length", max_request_bytes),
+        ("grpc.max_receive_message_length", max_response_bytes),
+        ("grpc.service_config", _SERVICE_CONFIG),
+    ]
+
+
+def duration(seconds: float | None) -> duration_pb2.Duration | None:
+    """A protobuf duration, or None for None."""
+    if seconds is None:
+        return None
+    length = duration_pb2.Duration()
+    length.FromNanoseconds(round(seconds * 1e9))
+    return length
+
+
+def prefill_request(
+    token_ids: Sequence[int],
+    output: types_pb2.OutputOptions | None,
+    lease_s: float | None,
+    adapter_id: str,
+    request_id: str,
+) -> executor_pb2.PrefillRequest:
+    """A request for a new cache, always with a request id, so that a retry finds the cache it made before."""
+    return executor_pb2.PrefillRequest(
+        token_ids=token_ids,
+        output=output,
+        lease=duration(lease_s),
+        adapter_id=adapter_id,
+        request_id=request_id or uuid.uuid4().hex,
+    )
+
+
+class CacheState:
+    """A cache as its client knows it, and the requests that fit it.
+
+    `seq_len` goes out as `position` with every step. So a step whose answer was lost may simply be called
+    again: it is answered, never applied twice. Not safe for use by several threads or tasks at once.
+    """
+
+    def __init__(self, prefilled: executor_pb2.PrefillResponse) -> None:
+        """`prefilled` is the answer that made the cache."""
+        self.cache_id = prefilled.kv_cache.cache_id
+        # Tokens in the cache.
+        self.seq_len = prefilled.kv_cache.seq_len
+        # What the last step said.
+        self.output = prefilled.output
+        # Tokens of the prompt that need not be computed.
+        self.reused_tokens = prefilled.reused_tokens
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.cache_id} of {self.seq_len} tokens>"
+
+    def _extend_request(
+        self, token_ids: Sequence[int], output: types_pb2.OutputOptions | None
+    ) -> executor_pb2.PrefillRequest:
+        return executor_pb2.PrefillRequest(
+            cache_id=self.cache_id, token_ids=token_ids, position=self.seq_len, output=output
+        )
+
+    def _verify_request(
+        self,
+        token_ids: Sequence[int],
+        output: types_pb2.OutputOptions | None,
+        accept: types_pb2.VerifyAccept,
+    ) -> executor_pb2.ForwardVerifyRequest:
+        return executor_pb2.ForwardVerifyRequest(
+            cache_id=self.cache_id, token_ids=token_ids, position=self.seq_len, output=output, accept=accept
+        )
+
+    def _stepped(
+        self, response: executor_pb2.PrefillResponse | executor_pb2.DecodeResponse
+    ) -> types_pb2.StepOutput:
+        self.seq_len = response.kv_cache.seq_len
+        self.output = response.output
+        return response.output
+
+    def _verified(self, response: executor_pb2.ForwardVerifyResponse) -> Verified:
+        self.seq_len = response.kv_cache.seq_len
+        self.output = response.outputs[response.accepted]
+        return Verified(tuple(response.outputs), response.accepted)
+
+    def _forked(self, response: executor_pb2.ForkCacheResponse) -> list[executor_pb2.PrefillResponse]:
+        """For each copy, the answer that a prefill would have given."""
+        return [
+            executor_pb2.PrefillResponse(kv_cache=handle, output=self.output, reused_tokens=handle.seq_len)
+            for handle in response.kv_caches
+        ]
+
+
+def decode_request(
+    cache: CacheState, token_id: int, output: types_pb2.OutputOptions | None
+) -> executor_pb2.DecodeRequest:
+    """One step of a cache, fenced by its length."""
+    return executor_pb2.DecodeRequest(
+        cache_id=cache.cache_id, token_id=token_id, position=cache.seq_len, output=output
+    )
+
+
+# Caches with the token that each of them appends.
+Steps = Sequence[tuple[CacheState, int]]
+
+
+def batch_decode_request(
+    steps: Steps, output: types_pb2.OutputOptions | None
+) -> executor_pb2.BatchDecodeRequest:
+    """One step of each of several caches."""
+    return executor_pb2.BatchDecodeRequest(
+        items=[decode_request(cache, token_id, output) for cache, token_id in steps]
+    )
+
+
+def batch_decoded(
+    steps: Steps, response: executor_pb2.BatchDecodeResponse
+) -> list[types_pb2.StepOutput | QuireError]:
+    """Updates the caches that stepped. Failed items become exceptions that are returned, not raised."""
+    results: list[types_pb2.StepOutput | QuireError] = []
+    for (cache, _), result in zip(steps, response.results, strict=True):
+        if result.HasField("error"):
+            results.append(from_status(result.error))
+        else:
+            results.append(cache._stepped(result.response))  # noqa: SLF001 - the module's own class
+    return results

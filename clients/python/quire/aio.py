@@ -1,0 +1,185 @@
+"""The asyncio client. `client.py` is the same without await; what they share is in `_calls.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+import grpc
+from quire import _calls
+from quire._calls import CacheState, Verified
+from quire.errors import QuireError, from_rpc_error
+from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class _Call(Protocol):
+    """Makes one call with the client's time limit. Raises QuireError."""
+
+    async def __call__(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, /
+    ) -> _Response: ...
+
+
+class AsyncClient:
+    """A connection to a Quire server, of the event loop it was made in. Close it, or use `async with`."""
+
+    def __init__(
+        self,
+        target: str = _calls.DEFAULT_TARGET,
+        *,
+        timeout_s: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        max_request_bytes: int = _calls.DEFAULT_MAX_REQUEST_BYTES,
+        max_response_bytes: int = _calls.DEFAULT_MAX_RESPONSE_BYTES,
+    ) -> None:
+        """Connects when first used. `timeout_s` bounds each call, retries included; None: no bound."""
+        options = _calls.channel_options(max_request_bytes, max_response_bytes)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        self._timeout_s = timeout_s
+        # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: a step
+        # without `position` could be applied twice.
+        self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
+
+    async def prefill(
+        self,
+        token_ids: Sequence[int],
+        *,
+        output: types_pb2.OutputOptions | None = None,
+        lease_s: float | None = None,
+        adapter_id: str = "",
+        request_id: str = "",
+    ) -> AsyncCache:
+        """Makes a cache of `token_ids`; its `output` says what follows them. The caller releases it.
+
+        With a block of its own: `async with await client.prefill(token_ids) as cache: ...`.
+        """
+        request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id)
+        return AsyncCache(self.stub, self._call, await self._call(self.stub.Prefill, request))
+
+    async def batch_decode(
+        self, steps: Sequence[tuple[AsyncCache, int]], *, output: types_pb2.OutputOptions | None = None
+    ) -> list[types_pb2.StepOutput | QuireError]:
+        """Appends one token to each cache in one call. Failed items are returned as exceptions, in place."""
+        request = _calls.batch_decode_request(steps, output)
+        return _calls.batch_decoded(steps, await self._call(self.stub.BatchDecode, request))
+
+    async def forward(
+        self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
+    ) -> executor_pb2.ForwardResponse:
+        """Scores `token_ids`: what follows each of them. Keeps no cache."""
+        return await self._call(
+            self.stub.Forward, executor_pb2.ForwardRequest(token_ids=token_ids, output=output)
+        )
+
+    async def model_info(self, *, include_tokenizer: bool = False) -> executor_pb2.GetModelInfoResponse:
+        """Describes the model; with tokenizer.json if asked for."""
+        request = executor_pb2.GetModelInfoRequest(include_tokenizer=include_tokenizer)
+        return await self._call(self.stub.GetModelInfo, request)
+
+    async def status(self) -> executor_pb2.GetStatusResponse:
+        """How the gateway and its workers are."""
+        return await self._call(self.stub.GetStatus, executor_pb2.GetStatusRequest())
+
+    async def close(self) -> None:
+        """Ends the connection and every call on it. Caches stay until their leases run out."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
+    ) -> _Response:
+        try:
+            return await method(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+
+class AsyncCache(CacheState):
+    """A sequence that the server remembers. Release it, or use it in an `async with`."""
+
+    def __init__(
+        self,
+        stub: executor_pb2_grpc.ModelExecutorServiceAsyncStub,
+        call: _Call,
+        prefilled: executor_pb2.PrefillResponse,
+    ) -> None:
+        """Made by `AsyncClient.prefill` and `AsyncCache.fork`."""
+        super().__init__(prefilled)
+        self._stub = stub
+        self._call = call
+
+    async def decode(
+        self, token_id: int, *, output: types_pb2.OutputOptions | None = None
+    ) -> types_pb2.StepOutput:
+        """Appends a token; says what follows it."""
+        request = _calls.decode_request(self, token_id, output)
+        response = await self._call(self._stub.Decode, request)
+        return self._stepped(response)
+
+    async def extend(
+        self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
+    ) -> types_pb2.StepOutput:
+        """Appends several tokens; says what follows the last one."""
+        request = self._extend_request(token_ids, output)
+        response = await self._call(self._stub.Prefill, request)
+        return self._stepped(response)
+
+    async def verify(
+        self,
+        token_ids: Sequence[int],
+        *,
+        output: types_pb2.OutputOptions | None = None,
+        accept: types_pb2.VerifyAccept = types_pb2.VERIFY_ACCEPT_GREEDY,
+    ) -> Verified:
+        """Appends the last accepted token and drafts in one forward; keeps what `accept` accepts."""
+        request = self._verify_request(token_ids, output, accept)
+        return self._verified(await self._call(self._stub.ForwardVerify, request))
+
+    async def truncate(self, new_len: int) -> None:
+        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next step."""
+        request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len)
+        response = await self._call(self._stub.TruncateKV, request)
+        self.seq_len = response.kv_cache.seq_len
+
+    async def fork(self, count: int = 1) -> list[AsyncCache]:
+        """Makes copies that share pages with this cache. The caller releases them. Never retried."""
+        request = executor_pb2.ForkCacheRequest(cache_id=self.cache_id, count=count)
+        response = await self._call(self._stub.ForkCache, request)
+        return [AsyncCache(self._stub, self._call, copy) for copy in self._forked(response)]
+
+    async def renew(self, lease_s: float | None = None) -> None:
+        """Lets the cache live for `lease_s` seconds from now without being used; None: its lease anew."""
+        request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id, lease=_calls.duration(lease_s))
+        await self._call(self._stub.RenewCache, request)
+
+    async def release(self) -> bool:
+        """Forgets the cache. False if it was not there any more."""
+        request = executor_pb2.ReleaseCacheRequest(cache_id=self.cache_id)
+        return (await self._call(self._stub.ReleaseCache, request)).released
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.release()
+        except QuireError:
+            # What ended the block matters more; the lease takes care of the cache.
+            if error is None:
+                raise

@@ -1,0 +1,159 @@
+"""`quire generate`: continues a prompt through the RPCs, and shows each token as it arrives.
+
+This is also the smallest complete caller: tokens in, a Prefill, one Decode for each further token, a release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+
+from service.cli_channel import CONTROL_TIMEOUT_S, open_channel, print_error
+from service.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class _BadPrompt(Exception):
+    """The prompt cannot be turned into tokens."""
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Runs the command with the options of `service.cli`. Returns the exit status."""
+    if hasattr(sys.stdout, "reconfigure"):  # a replaced stdout may be anything
+        sys.stdout.reconfigure(errors="replace")
+    with open_channel(options.target) as channel:
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        try:
+            info = stub.GetModelInfo(
+                executor_pb2.GetModelInfoRequest(include_tokenizer=True), timeout=CONTROL_TIMEOUT_S
+            )
+            _generate(stub, info, options)
+        except grpc.RpcError as error:
+            print_error(error)
+            return 1
+        except _BadPrompt as error:
+            print(f"quire: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def _generate(
+    stub: executor_pb2_grpc.ModelExecutorServiceStub,
+    info: executor_pb2.GetModelInfoResponse,
+    options: argparse.Namespace,
+) -> None:
+    tokenizer = _load_tokenizer(info)
+    prompt = _prompt_ids(tokenizer, options)
+    output = types_pb2.OutputOptions(sampling=_sampling(options), logprob=options.logprobs)
+    # The last token is never appended, so one more than fits into the context can be shown.
+    room = max(1, info.max_seq_len - len(prompt) + 1)
+    screen = _Screen(tokenizer, prompt, with_logprobs=options.logprobs)
+    try:
+        for step in _steps(stub, prompt, output, min(options.max_tokens, room)):
+            if step.token_id in info.eos_token_ids:
+                break
+            screen.show(step)
+    finally:
+        screen.finish()
+
+
+def _steps(
+    stub: executor_pb2_grpc.ModelExecutorServiceStub,
+    prompt: Sequence[int],
+    output: types_pb2.OutputOptions,
+    max_tokens: int,
+) -> Iterator[types_pb2.StepOutput]:
+    """Yields what each step says; the cache is released however the loop over it ends."""
+    # The id makes a repeated request find the same cache; it also is in the server's log.
+    request = executor_pb2.PrefillRequest(token_ids=prompt, output=output, request_id=uuid.uuid4().hex)
+    prefilled = _prefill(stub, request)
+    cache, step = prefilled.kv_cache, prefilled.output
+    try:
+        yield step
+        for _ in range(max_tokens - 1):
+            decode = executor_pb2.DecodeRequest(
+                cache_id=cache.cache_id, token_id=step.token_id, position=cache.seq_len, output=output
+            )
+            decoded = stub.Decode(decode)
+            cache, step = decoded.kv_cache, decoded.output
+            yield step
+    finally:
+        _release(stub, cache.cache_id)
+
+
+def _release(stub: executor_pb2_grpc.ModelExecutorServiceStub, cache_id: str) -> None:
+    # A server that cannot be told has lost the cache, or will drop it when its lease runs out; what went
+    # wrong before is what the user wants to know.
+    with contextlib.suppress(grpc.RpcError):
+        stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache_id), timeout=CONTROL_TIMEOUT_S)
+
+
+def _prefill(
+    stub: executor_pb2_grpc.ModelExecutorServiceStub, request: executor_pb2.PrefillRequest
+) -> executor_pb2.PrefillResponse:
+    """Prefill that Ctrl-C cancels: a cancelled prefill makes no cache, an abandoned one would."""
+    call = stub.Prefill.future(request)
+    try:
+        return call.result()
+    except KeyboardInterrupt:
+        call.cancel()
+        raise
+
+
+class _Screen:
+    """Shows tokens on standard output: text, ids where there is no tokenizer, or a line for each token."""
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], *, with_logprobs: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt) if tokenizer is not None else None
+        self._with_logprobs = with_logprobs
+        self._line_is_open = False
+
+    def show(self, step: types_pb2.StepOutput) -> None:
+        """Shows one token at once."""
+        text = self._detokenizer.push(step.token_id) if self._detokenizer is not None else ""
+        if self._with_logprobs:
+            line = f"{step.token_id}\t{step.logprob:.4f}" + (f"\t{text!r}" if self._detokenizer else "")
+            print(line, flush=True)
+            return
+        print(text if self._detokenizer is not None else f"{step.token_id} ", end="", flush=True)
+        self._line_is_open = True
+
+    def finish(self) -> None:
+        """Shows what was held back and ends the line."""
+        if self._line_is_open:
+            print(self._detokenizer.flush() if self._detokenizer is not None else "", flush=True)
+
+
+def _load_tokenizer(info: executor_pb2.GetModelInfoResponse) -> Tokenizer | None:
+    if not info.tokenizer_json:
+        return None
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_buffer(info.tokenizer_json)
+
+
+def _prompt_ids(tokenizer: Tokenizer | None, options: argparse.Namespace) -> list[int]:
+    if options.tokens is not None:
+        return list(options.tokens)
+    if tokenizer is None:
+        raise _BadPrompt("this model has no tokenizer: give token ids with --tokens 1,2,3")
+    return list(tokenizer.encode(options.prompt).ids)
+
+
+def _sampling(options: argparse.Namespace) -> types_pb2.SamplingParams:
+    """Only what was given: the server checks the values, and an unset one has no effect."""
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    try:
+        return types_pb2.SamplingParams(**given)
+    except (ValueError, OverflowError):
+        raise _BadPrompt("--top-k and --seed must be whole numbers from 0") from None

@@ -1,0 +1,158 @@
+"""`quire status`: a table of the workers, once or repeatedly with rates."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import grpc
+from quire.v1 import executor_pb2, executor_pb2_grpc
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from service.cli_channel import CONTROL_TIMEOUT_S, open_channel, print_error
+
+# Where there is no terminal whose width counts, every column is shown in full.
+_WIDTH_WITHOUT_TERMINAL = 240
+_COLUMNS = (
+    "worker", "pid", "epoch", "device", "state", "seqs", "used", "free", "cached", "blocks", "running",
+    "prefills", "decodes", "prefill ms", "decode ms", "batch", "memory",
+)  # fmt: skip
+_RATE_COLUMNS = ("tokens/s", "prefills/s", "decodes/s", "steps/s")
+_TEXT_COLUMNS = frozenset({"worker", "device", "state"})
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the server said, and when."""
+
+    status: executor_pb2.GetStatusResponse
+    taken_s: float  # time.monotonic()
+
+
+def show_status(target: str, interval_s: float | None) -> int:
+    """Prints the status of the server at `target`, every `interval_s` if given. Returns the exit status."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH_WITHOUT_TERMINAL
+    with open_channel(target) as channel:
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        try:
+            if interval_s is None:
+                console.print(render(_read(stub), None))
+            else:
+                _watch(stub, console, interval_s)
+        except grpc.RpcError as error:
+            print_error(error)
+            return 1
+        except KeyboardInterrupt:
+            # The only way to end --watch, so not a failure.
+            return 0 if interval_s is not None else 1
+    return 0
+
+
+def _read(stub: executor_pb2_grpc.ModelExecutorServiceStub) -> Reading:
+    status = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=CONTROL_TIMEOUT_S)
+    return Reading(status, time.monotonic())
+
+
+def _watch(stub: executor_pb2_grpc.ModelExecutorServiceStub, console: Console, interval_s: float) -> None:
+    """Repeats until interrupted or the server fails. In place on a terminal, else one below the other."""
+    before = _read(stub)
+    if not console.is_terminal:
+        console.print(render(before, None))
+        while True:
+            time.sleep(interval_s)
+            now = _read(stub)
+            console.print(render(now, before))
+            before = now
+    with Live(render(before, None), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            now = _read(stub)
+            live.update(render(now, before), refresh=True)
+            before = now
+
+
+def render(now: Reading, before: Reading | None) -> RenderableType:
+    """The status as a line about the gateway and a table of workers; with rates since `before`."""
+    status = now.status
+    line = (
+        f"{_enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
+        f"  up {_duration(status.uptime_ms / 1000)}  {status.sequences} sequences"
+        f"  {status.operations_in_flight} operations in flight  {_bytes(status.memory_bytes)}"
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in _COLUMNS if before is None else (*_COLUMNS, *_RATE_COLUMNS):
+        table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=True)
+    earlier = {worker.worker_id: worker for worker in before.status.workers} if before else {}
+    for worker in status.workers:
+        cells = worker_cells(worker)
+        if before is not None:
+            cells += rate_cells(worker, earlier.get(worker.worker_id), now.taken_s - before.taken_s)
+        table.add_row(*cells)
+    return Group(Text(line), table)
+
+
+def worker_cells(worker: executor_pb2.WorkerStatus) -> list[str]:
+    """The cells of one worker, in the order of the columns."""
+    state = _enum_word(executor_pb2.WorkerState.Name(worker.state))
+    if worker.state == executor_pb2.WORKER_STATE_STARTING:
+        state += f" {worker.load_progress:.0%}"
+    used = worker.blocks_total - worker.blocks_free - worker.blocks_cached
+    return [
+        worker.worker_id,
+        str(worker.pid),
+        str(worker.epoch),
+        worker.device,
+        state,
+        str(worker.sequences),
+        str(used),
+        str(worker.blocks_free),
+        str(worker.blocks_cached),
+        str(worker.blocks_total),
+        str(worker.operations_in_flight),
+        str(worker.prefill_operations),
+        str(worker.decode_operations),
+        f"{worker.avg_prefill_ms:.1f}",
+        f"{worker.avg_decode_ms:.1f}",
+        f"{worker.batch_items / worker.steps:.1f}" if worker.steps else "-",
+        _bytes(worker.memory_bytes),
+    ]
+
+
+def rate_cells(
+    worker: executor_pb2.WorkerStatus, earlier: executor_pb2.WorkerStatus | None, elapsed_s: float
+) -> list[str]:
+    """Rates between two readings. None for a worker that was restarted in between: it counts from 0 again."""
+    if earlier is None or earlier.epoch != worker.epoch or elapsed_s <= 0:
+        return ["-"] * len(_RATE_COLUMNS)
+    grown = (
+        worker.step_tokens - earlier.step_tokens,
+        worker.prefill_operations - earlier.prefill_operations,
+        worker.decode_operations - earlier.decode_operations,
+        worker.steps - earlier.steps,
+    )
+    return [f"{count / elapsed_s:.1f}" for count in grown]
+
+
+def _enum_word(name: str) -> str:
+    """`ready` of `WORKER_STATE_READY`."""
+    return name.rpartition("_STATE_")[2].lower()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m{rest:02}s" if hours else f"{minutes}m{rest:02}s"
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

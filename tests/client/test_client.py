@@ -1,0 +1,200 @@
+"""The blocking client against a fake server: what it sends, what it remembers, what it retries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from quire import (
+    CacheLost,
+    CacheNotFound,
+    Client,
+    DeadlineExceeded,
+    InternalError,
+    OutputOptions,
+    PositionMismatch,
+    QuireError,
+    ResourceExhausted,
+    SamplingParams,
+    Unavailable,
+)
+
+from tests.fake_executor import FakeExecutor, rich_status
+
+UNAVAILABLE = rich_status(grpc.StatusCode.UNAVAILABLE, "WORKER_LOST", "try again")
+
+
+@pytest.fixture
+def client(target: str) -> Iterator[Client]:
+    with Client(target, timeout_s=20) as connected:
+        yield connected
+
+
+def test_a_decoding_loop(client: Client, executor: FakeExecutor) -> None:
+    executor.script = [7, 8, 9]
+    with client.prefill([1, 2, 3]) as cache:
+        seen = [cache.output.token_id]
+        while len(seen) < 3:
+            seen.append(cache.decode(seen[-1]).token_id)
+        assert seen == [7, 8, 9]
+        assert executor.caches[cache.cache_id] == [1, 2, 3, 7, 8]
+        assert (cache.seq_len, cache.output.token_id) == (5, 9)
+    assert executor.caches == {}
+
+
+def test_every_step_says_its_position(client: Client, executor: FakeExecutor) -> None:
+    cache = client.prefill([1, 2, 3])
+    cache.decode(4)
+    cache.extend([5, 6])
+    assert [request.position for request in executor.calls["Decode"]] == [3]
+    assert [request.position for request in executor.calls["Prefill"][1:]] == [4]
+    assert cache.seq_len == 6
+
+
+def test_the_cache_is_released_when_the_block_fails(client: Client, executor: FakeExecutor) -> None:
+    with pytest.raises(KeyError), client.prefill([1]):
+        raise KeyError
+    assert executor.caches == {}
+    # What failed in the block is told, not that the release failed as well.
+    executor.fail("ReleaseCache", rich_status(grpc.StatusCode.INTERNAL, "INTERNAL"))
+    with pytest.raises(KeyError), client.prefill([1]):
+        raise KeyError
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_step_is_retried_and_applied_once(client: Client, executor: FakeExecutor, applied: bool) -> None:
+    cache = client.prefill([1, 2, 3])
+    executor.fail("Decode", UNAVAILABLE, applied=applied)
+    cache.decode(4)
+    assert executor.caches[cache.cache_id] == [1, 2, 3, 4]
+    assert len(executor.calls["Decode"]) == 2
+
+
+def test_a_prefill_is_retried_and_makes_one_cache(client: Client, executor: FakeExecutor) -> None:
+    executor.fail("Prefill", UNAVAILABLE, applied=True)
+    client.prefill([1, 2, 3])
+    first, second = executor.calls["Prefill"]
+    assert first.request_id == second.request_id != ""
+    assert len(executor.caches) == 1
+    client.prefill([1, 2, 3])
+    assert len(executor.caches) == 2, "another prefill is another cache"
+
+
+def test_a_fork_is_never_retried(client: Client, executor: FakeExecutor) -> None:
+    cache = client.prefill([1])
+    executor.fail("ForkCache", UNAVAILABLE)
+    with pytest.raises(Unavailable):
+        cache.fork()
+    assert len(executor.calls["ForkCache"]) == 1
+
+
+def test_only_unavailable_is_retried(client: Client, executor: FakeExecutor) -> None:
+    cache = client.prefill([1])
+    full = rich_status(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "KV_EXHAUSTED",
+        metadata={"blocks_needed": "2"},
+        retry_delay_s=0.25,
+    )
+    executor.fail("Decode", full)
+    with pytest.raises(ResourceExhausted) as caught:
+        cache.decode(2)
+    assert len(executor.calls["Decode"]) == 1
+    assert (caught.value.reason, caught.value.retry_delay_s) == ("KV_EXHAUSTED", 0.25)
+    assert caught.value.metadata == {"blocks_needed": "2"}
+    assert cache.seq_len == 1, "a failed step leaves the length as it was"
+
+
+def test_retries_end(client: Client, executor: FakeExecutor) -> None:
+    cache = client.prefill([1])
+    lost = rich_status(grpc.StatusCode.UNAVAILABLE, "CACHE_LOST", "the worker died")
+    for _ in range(10):
+        executor.fail("Decode", lost)
+    with pytest.raises(CacheLost, match="UNAVAILABLE CACHE_LOST: the worker died"):
+        cache.decode(2)
+    assert len(executor.calls["Decode"]) == 4
+
+
+def test_a_cache_that_moved_on_is_told(client: Client, executor: FakeExecutor) -> None:
+    cache = client.prefill([1, 2])
+    executor.caches[cache.cache_id] += [3, 4, 5]
+    with pytest.raises(PositionMismatch) as caught:
+        cache.decode(9)
+    assert caught.value.seq_len == 5
+
+
+def test_batch_decode_returns_each_item(client: Client, executor: FakeExecutor) -> None:
+    caches = [client.prefill([n]) for n in (10, 20, 30)]
+    caches[1].release()
+    first, second, third = client.batch_decode([(cache, 1) for cache in caches])
+    assert not isinstance(first, QuireError) and first.token_id == 11
+    assert isinstance(second, CacheNotFound) and second.reason == "CACHE_NOT_FOUND"
+    assert not isinstance(third, QuireError) and third.token_id == 31
+    assert [cache.seq_len for cache in caches] == [2, 1, 2]
+
+
+def test_verify_truncate_fork_renew(client: Client, executor: FakeExecutor) -> None:
+    cache = client.prefill([1, 2, 3])
+    verified = cache.verify([50, 51, 52, 99])
+    assert (verified.accepted, cache.seq_len, cache.output.token_id) == (2, 6, 53)
+    cache.truncate(4)
+    assert cache.seq_len == 4
+    left, right = cache.fork(2)
+    left.decode(7)
+    assert (left.seq_len, right.seq_len, cache.seq_len) == (5, 4, 4)
+    assert executor.caches[right.cache_id] == [1, 2, 3, 50]
+    cache.renew(90.5)
+    assert executor.calls["RenewCache"][0].lease.ToNanoseconds() == 90_500_000_000
+    assert cache.release() is True
+    assert cache.release() is False
+
+
+def test_options_reach_the_server(client: Client, executor: FakeExecutor) -> None:
+    output = OutputOptions(sampling=SamplingParams(temperature=0.5, seed=7), top_logprobs=3)
+    cache = client.prefill([1], output=output, lease_s=60, adapter_id="a", request_id="mine")
+    cache.decode(2, output=output)
+    request = executor.calls["Prefill"][0]
+    assert (request.output, request.adapter_id, request.request_id) == (output, "a", "mine")
+    assert request.lease.seconds == 60
+    assert executor.calls["Decode"][0].output == output
+
+
+def test_readers(client: Client, executor: FakeExecutor) -> None:
+    executor.tokenizer_json = b"{}"
+    assert client.model_info().tokenizer_json == b""
+    assert client.model_info(include_tokenizer=True).tokenizer_json == b"{}"
+    assert [worker.worker_id for worker in client.status().workers] == ["worker-0", "worker-1"]
+    assert [output.token_id for output in client.forward([4, 5]).outputs] == [4, 5]
+
+
+def test_time_limit(target: str, executor: FakeExecutor) -> None:
+    executor.decode_delay_s = 2.0
+    with Client(target, timeout_s=0.2) as client:
+        cache = client.prefill([1])
+        with pytest.raises(DeadlineExceeded):
+            cache.decode(2)
+
+
+def test_message_bounds(target: str, executor: FakeExecutor) -> None:
+    executor.tokenizer_json = bytes(5 << 20)
+    with Client(target) as client:
+        assert len(client.model_info(include_tokenizer=True).tokenizer_json) == 5 << 20
+    with Client(target, max_response_bytes=1 << 20) as client, pytest.raises(ResourceExhausted):
+        client.model_info(include_tokenizer=True)
+    with Client(target, max_request_bytes=1 << 10) as client, pytest.raises(ResourceExhausted):
+        client.prefill([1000] * 1024)
+
+
+def test_nobody_there() -> None:
+    with Client("127.0.0.1:1", timeout_s=10) as client, pytest.raises(Unavailable) as caught:
+        client.status()
+    assert caught.value.reason == ""
+
+
+def test_an_error_without_details(client: Client, executor: FakeExecutor) -> None:
+    bare = rich_status(grpc.StatusCode.DATA_LOSS, "X", "odd")
+    del bare.details[:]
+    executor.fail("GetStatus", bare)
+    with pytest.raises(InternalError, match="DATA_LOSS: odd"):
+        client.status()

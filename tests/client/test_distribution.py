@@ -1,0 +1,90 @@
+"""The client as a distribution of its own: it installs, and completes calls, without the server's parts."""
+
+from __future__ import annotations
+
+import email
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.fake_executor import FakeExecutor
+
+CLIENT = Path(__file__).resolve().parents[2] / "clients" / "python"
+
+# Run by an interpreter that finds the installed wheel first, and has none of the server's parts.
+_SCRIPT = """
+import sys
+
+class Refuse:
+    absent = {"service", "workers", "kernels", "torch", "triton", "numpy", "tokenizers", "safetensors",
+              "uvloop", "structlog", "rich", "psutil", "grpc_health", "grpc_reflection", "grpc_status"}
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.absent:
+            raise ModuleNotFoundError("refused: " + name)
+
+installed, target = sys.argv[1:]
+sys.path.insert(0, installed)
+sys.meta_path.insert(0, Refuse())
+
+import quire
+assert quire.__file__.startswith(installed), quire.__file__
+for name in quire.__all__:
+    getattr(quire, name)
+
+with quire.Client(target) as client, client.prefill([1, 2, 3]) as cache:
+    print(cache.decode(4).token_id)
+"""
+
+
+def pip(*arguments: str) -> None:
+    """Runs pip without a network."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Built from a copy, because setuptools writes into the folder that it builds.
+    scratch = tmp_path_factory.mktemp("client")
+    source = scratch / "source"
+    shutil.copytree(CLIENT, source, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
+    options = ("--no-deps", "--no-index", "--no-build-isolation")
+    pip("wheel", *options, "--wheel-dir", str(scratch / "wheels"), str(source))
+    (built,) = (scratch / "wheels").iterdir()
+    return built
+
+
+def test_it_holds_the_client_and_typed_stubs_only(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = [*CLIENT.glob("quire/*.py"), *CLIENT.glob("quire/v1/*.py"), *CLIENT.glob("quire/v1/*.pyi")]
+    assert names == {path.relative_to(CLIENT).as_posix() for path in sources} | {"quire/py.typed"}
+    assert {"quire/v1/executor_pb2.pyi", "quire/v1/executor_pb2_grpc.pyi"} <= names
+
+
+def test_it_depends_on_grpc_and_protobuf_only(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Name"] == "quire-client"
+    requirements = {line.split(">")[0] for line in metadata.get_all("Requires-Dist", [])}
+    assert requirements == {"grpcio", "protobuf", "googleapis-common-protos"}
+
+
+def test_installed_alone_it_completes_calls(
+    wheel: Path, tmp_path: Path, target: str, executor: FakeExecutor
+) -> None:
+    pip("install", "--no-deps", "--no-index", "--target", str(tmp_path), str(wheel))
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _SCRIPT, str(tmp_path), target],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "10"), done.stderr
+    assert executor.caches == {}

@@ -1,0 +1,34 @@
+"""Gateways shared by the tests of this folder. Each has two workers, as sharding is part of what is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import TinyModel, make_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with grouped heads, an odd head width and an untied head, in shards."""
+    spec = TinyModel(head_dim=80, heads=4, kv_heads=2, tied=False, max_shard_bytes=100_000)
+    return make_model(tmp_path_factory.mktemp("tiny"), spec)
+
+
+@pytest.fixture(scope="session")
+def tiny_gateway(tiny_model: Path) -> Iterator[GatewayProcess]:
+    """Serves the tiny model in float32, in small steps so that prompts run in chunks."""
+    flags = ["--dtype", "float32", "--kv-blocks", "256", "--max-batch-tokens", "48"]
+    with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def weightless_gateway() -> Iterator[GatewayProcess]:
+    """Serves the weightless executor from small pools, so that they can be exhausted."""
+    flags = ["--kv-blocks", "64", "--max-request-bytes", "262144", "--max-response-bytes", "524288"]
+    with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
+        yield gateway

@@ -1,0 +1,266 @@
+"""An executor service in this process for tests of clients: keeps token lists, computes nothing.
+
+After a cache's tokens t comes the token `script[len(t) - prompt length]` while the script lasts, then
+`sum(t) % VOCAB`. Steps are fenced like the real ones. Failures are planted, before or after a call takes
+effect.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+
+VOCAB = 1000
+EOS = 999
+
+
+def rich_status(
+    code: grpc.StatusCode,
+    reason: str,
+    message: str = "",
+    *,
+    metadata: dict[str, str] | None = None,
+    retry_delay_s: float | None = None,
+    violations: Sequence[tuple[str, str]] = (),
+) -> status_pb2.Status:
+    """A status with the details that Quire attaches."""
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=reason, domain="quire", metadata=metadata or {})
+    ]
+    if retry_delay_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(retry_delay_s * 1e9))
+        details.append(retry)
+    if violations:
+        fields = [
+            error_details_pb2.BadRequest.FieldViolation(field=field, description=text)
+            for field, text in violations
+        ]
+        details.append(error_details_pb2.BadRequest(field_violations=fields))
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
+    """See the module. `calls` has every request by method, `caches` the tokens of every live cache."""
+
+    def __init__(self) -> None:
+        self.caches: dict[str, list[int]] = {}
+        self.calls: dict[str, list[Any]] = defaultdict(list)
+        self.script: list[int] = []
+        self.tokenizer_json = b""
+        self.max_seq_len = 4096
+        self.decode_delay_s = 0.0
+        self.decoding = threading.Event()
+        self._prompt_len: dict[str, int] = {}
+        self._by_request_id: dict[str, str] = {}
+        self._before: dict[str, list[status_pb2.Status]] = defaultdict(list)
+        self._after: dict[str, list[status_pb2.Status]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def fail(self, method: str, status: status_pb2.Status, *, applied: bool = False) -> None:
+        """The next call of `method` fails; `applied`: only its answer is lost."""
+        (self._after if applied else self._before)[method].append(status)
+
+    def Prefill(self, request: Any, context: Any) -> executor_pb2.PrefillResponse:
+        with self._call("Prefill", request, context):
+            cache_id = request.cache_id or self._by_request_id.get(request.request_id, "")
+            if not cache_id:
+                cache_id = f"cache-{len(self._by_request_id)}"
+                self._by_request_id[request.request_id] = cache_id
+                self.caches[cache_id] = list(request.token_ids)
+                self._prompt_len[cache_id] = len(request.token_ids)
+            elif request.cache_id:
+                self._append(cache_id, request, list(request.token_ids), context)
+            return executor_pb2.PrefillResponse(
+                kv_cache=self._handle(cache_id), output=self._output(cache_id), reused_tokens=0
+            )
+
+    def Decode(self, request: Any, context: Any) -> executor_pb2.DecodeResponse:
+        self.decoding.set()
+        time.sleep(self.decode_delay_s)
+        with self._call("Decode", request, context):
+            self._append(request.cache_id, request, [request.token_id], context)
+            return executor_pb2.DecodeResponse(
+                kv_cache=self._handle(request.cache_id), output=self._output(request.cache_id)
+            )
+
+    def BatchDecode(self, request: Any, context: Any) -> executor_pb2.BatchDecodeResponse:
+        results = []
+        with self._call("BatchDecode", request, context):
+            for item in request.items:
+                result = executor_pb2.BatchDecodeResult()
+                if item.cache_id in self.caches:
+                    self._append(item.cache_id, item, [item.token_id], context)
+                    result.response.kv_cache.CopyFrom(self._handle(item.cache_id))
+                    result.response.output.CopyFrom(self._output(item.cache_id))
+                else:
+                    result.error.CopyFrom(rich_status(grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND"))
+                results.append(result)
+        return executor_pb2.BatchDecodeResponse(results=results)
+
+    def ForwardVerify(self, request: Any, context: Any) -> executor_pb2.ForwardVerifyResponse:
+        """Accepts drafts while they count up by one."""
+        with self._call("ForwardVerify", request, context):
+            tokens = list(request.token_ids)
+            accepted = 0
+            while accepted + 1 < len(tokens) and tokens[accepted + 1] == tokens[accepted] + 1:
+                accepted += 1
+            self._append(request.cache_id, request, tokens[: accepted + 1], context)
+            outputs = [types_pb2.StepOutput(token_id=token + 1) for token in tokens]
+            return executor_pb2.ForwardVerifyResponse(
+                kv_cache=self._handle(request.cache_id), outputs=outputs, accepted=accepted
+            )
+
+    def Forward(self, request: Any, context: Any) -> executor_pb2.ForwardResponse:
+        with self._call("Forward", request, context):
+            outputs = [types_pb2.StepOutput(token_id=token) for token in request.token_ids]
+            return executor_pb2.ForwardResponse(outputs=outputs)
+
+    def ForkCache(self, request: Any, context: Any) -> executor_pb2.ForkCacheResponse:
+        with self._call("ForkCache", request, context):
+            handles = []
+            for _ in range(request.count):
+                copy = f"fork-{len(self.caches)}"
+                self.caches[copy] = list(self.caches[request.cache_id])
+                self._prompt_len[copy] = self._prompt_len[request.cache_id]
+                handles.append(self._handle(copy))
+            return executor_pb2.ForkCacheResponse(kv_caches=handles)
+
+    def TruncateKV(self, request: Any, context: Any) -> executor_pb2.TruncateKVResponse:
+        with self._call("TruncateKV", request, context):
+            del self.caches[request.cache_id][request.new_len :]
+            return executor_pb2.TruncateKVResponse(kv_cache=self._handle(request.cache_id))
+
+    def RenewCache(self, request: Any, context: Any) -> executor_pb2.RenewCacheResponse:
+        with self._call("RenewCache", request, context):
+            return executor_pb2.RenewCacheResponse(kv_cache=self._handle(request.cache_id))
+
+    def ReleaseCache(self, request: Any, context: Any) -> executor_pb2.ReleaseCacheResponse:
+        with self._call("ReleaseCache", request, context):
+            return executor_pb2.ReleaseCacheResponse(
+                released=self.caches.pop(request.cache_id, None) is not None
+            )
+
+    def GetModelInfo(self, request: Any, context: Any) -> executor_pb2.GetModelInfoResponse:
+        with self._call("GetModelInfo", request, context):
+            return executor_pb2.GetModelInfoResponse(
+                model_id="fake",
+                vocab_size=VOCAB,
+                max_seq_len=self.max_seq_len,
+                eos_token_ids=[EOS],
+                tokenizer_json=self.tokenizer_json if request.include_tokenizer else b"",
+            )
+
+    def GetStatus(self, request: Any, context: Any) -> executor_pb2.GetStatusResponse:
+        """Counters grow by fixed steps from call to call."""
+        with self._call("GetStatus", request, context):
+            count = len(self.calls["GetStatus"])
+            worker = executor_pb2.WorkerStatus(
+                worker_id="worker-0",
+                pid=4711,
+                epoch=3,
+                device="cpu",
+                state=executor_pb2.WORKER_STATE_READY,
+                sequences=5,
+                blocks_total=100,
+                blocks_free=60,
+                blocks_cached=15,
+                prefill_operations=10 * count,
+                decode_operations=100 * count,
+                avg_prefill_ms=12.34,
+                avg_decode_ms=1.26,
+                memory_bytes=300 << 20,
+                steps=50 * count,
+                step_tokens=1000 * count,
+                batch_items=150 * count,
+                operations_in_flight=2,
+            )
+            starting = executor_pb2.WorkerStatus(
+                worker_id="worker-1", state=executor_pb2.WORKER_STATE_STARTING, load_progress=0.42
+            )
+            return executor_pb2.GetStatusResponse(
+                state=executor_pb2.SERVER_STATE_SERVING,
+                workers=[worker, starting],
+                version="9.9.9",
+                uptime_ms=61_000,
+            )
+
+    def _unimplemented(self, request: Any, context: Any) -> NoReturn:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "not needed by any test")
+        raise AssertionError("abort raises")
+
+    BatchPrefill: Any = _unimplemented
+    UnifiedForward: Any = _unimplemented
+    ListCaches: Any = _unimplemented
+    GetCapabilities: Any = _unimplemented
+    GetCacheMetrics: Any = _unimplemented
+    GetLoraMetrics: Any = _unimplemented
+
+    @contextmanager
+    def _call(self, method: str, request: Any, context: Any) -> Iterator[None]:
+        with self._lock:
+            self.calls[method].append(request)
+            if self._before[method]:
+                self._abort(self._before[method].pop(0), context)
+            yield
+            if self._after[method]:
+                self._abort(self._after[method].pop(0), context)
+
+    def _abort(self, status: status_pb2.Status, context: Any) -> NoReturn:
+        context.abort_with_status(rpc_status.to_status(status))
+        raise AssertionError("abort raises")
+
+    def _append(self, cache_id: str, request: Any, tokens: list[int], context: Any) -> None:
+        held = self.caches.get(cache_id)
+        if held is None:
+            self._abort(rich_status(grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND", "no such cache"), context)
+        assert request.HasField("position"), "this client always fences"
+        if request.position == len(held):
+            held.extend(tokens)
+        elif request.position != len(held) - len(tokens) or held[request.position :] != tokens:
+            mismatch = {"position": str(request.position), "seq_len": str(len(held))}
+            self._abort(
+                rich_status(
+                    grpc.StatusCode.FAILED_PRECONDITION, "POSITION_MISMATCH", "moved on", metadata=mismatch
+                ),
+                context,
+            )
+
+    def _handle(self, cache_id: str) -> types_pb2.KvCacheHandle:
+        return types_pb2.KvCacheHandle(cache_id=cache_id, seq_len=len(self.caches[cache_id]))
+
+    def _output(self, cache_id: str) -> types_pb2.StepOutput:
+        tokens = self.caches[cache_id]
+        index = len(tokens) - self._prompt_len[cache_id]
+        token_id = self.script[index] if index < len(self.script) else sum(tokens) % VOCAB
+        return types_pb2.StepOutput(token_id=token_id, logprob=-0.5)
+
+
+@contextmanager
+def serving(executor: FakeExecutor) -> Iterator[str]:
+    """Serves `executor` on a free port. Yields the target."""
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
+    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()

@@ -1,0 +1,64 @@
+"""Operations in float64, written as plainly as possible, and what may differ from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+def assert_close(actual: torch.Tensor, exact: torch.Tensor, floor_factor: float = 2.0) -> None:
+    """Check a result against its float64 value.
+
+    Allowed is a small multiple of what rounding the exact value to the dtype costs, plus 1e-6 for the float32
+    accumulation inside.
+    """
+    assert exact.dtype == torch.float64
+    assert torch.isfinite(actual).all(), "not finite"
+    floor = (exact.to(actual.dtype).double() - exact).abs().max().item()
+    error = (actual.double() - exact).abs().max().item()
+    assert error <= floor_factor * (floor + 1e-6), f"error {error}, rounding alone costs {floor}"
+
+
+def rms_norm64(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm in float64."""
+    wide = x.double()
+    return weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def attention64(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    query_lens: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of each row by itself, over dense keys and values [length, heads, width] of each item."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    row = 0
+    for key, value, query_len in zip(keys, values, query_lens, strict=True):
+        group_size = query.shape[1] // key.shape[1]
+        for index in range(query_len):
+            last = len(key) - query_len + index
+            first = 0 if window is None else max(0, last - window + 1)
+            for head in range(query.shape[1] if len(key) else 0):
+                seen = slice(first, last + 1)
+                scores = key[seen, head // group_size].double() @ query[row, head].double() * scale
+                out[row, head] = scores.softmax(0) @ value[seen, head // group_size].double()
+            row += 1
+    return out
+
+
+def rotate64(x: torch.Tensor, positions: Sequence[int], frequencies: Sequence[float]) -> torch.Tensor:
+    """Rotate-half RoPE in float64, pair by pair."""
+    out = x.double().clone()
+    half = x.shape[2] // 2
+    for row, position in enumerate(positions):
+        for pair in range(half):
+            cos, sin = math.cos(position * frequencies[pair]), math.sin(position * frequencies[pair])
+            first, second = x[row, :, pair].double(), x[row, :, pair + half].double()
+            out[row, :, pair] = first * cos - second * sin
+            out[row, :, pair + half] = second * cos + first * sin
+    return out

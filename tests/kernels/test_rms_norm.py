@@ -1,0 +1,73 @@
+"""RMSNorm against float64 and, for the order of its casts, against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from kernels.rms_norm import add_rms_norm, rms_norm
+from tests.kernels.references import assert_close, rms_norm64
+
+torch.set_num_threads(1)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 64), (5, 1024), (3, 6, 80)])
+def test_bitwise_as_transformers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator).mul(3).to(dtype)
+    norm = Qwen3RMSNorm(shape[-1], eps=1e-6).to(dtype)
+    weight = torch.randn(shape[-1], generator=generator).to(dtype)
+    norm.weight.data.copy_(weight)
+    with torch.inference_mode():
+        assert torch.equal(rms_norm(x, weight, 1e-6), norm(x))
+
+
+def test_float32_is_accurate() -> None:
+    x, weight = torch.randn(7, 512), torch.randn(512)
+    assert_close(rms_norm(x, weight, 1e-6), rms_norm64(x, weight, 1e-6))
+
+
+def test_a_weight_per_head() -> None:
+    x, weight = torch.randn(4, 3, 32), torch.randn(3, 32)
+    whole = rms_norm(x, weight, 1e-6)
+    for head in range(3):
+        assert torch.equal(whole[:, head], rms_norm(x[:, head].contiguous(), weight[head], 1e-6))
+
+
+def test_a_strided_view_is_read_correctly() -> None:
+    packed = torch.randn(4, 5, 32)
+    view = packed[:, 1:3]
+    assert torch.equal(
+        rms_norm(view, torch.ones(32), 1e-6), rms_norm(view.contiguous(), torch.ones(32), 1e-6)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_add_is_add_then_norm(dtype: torch.dtype) -> None:
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((6, 96), (6, 96), (96,)))
+    total = residual + x
+    normed = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-5))
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, weight = torch.randn(4, 32), torch.randn(32)
+    with pytest.raises(ValueError, match="weight: shape"):
+        rms_norm(x, weight[:16], 1e-6)
+    with pytest.raises(TypeError, match="weight: must have the dtype"):
+        rms_norm(x, weight.bfloat16(), 1e-6)
+    with pytest.raises(TypeError, match="x: dtype"):
+        rms_norm(x.long(), weight, 1e-6)
+    with pytest.raises(ValueError, match="x: the last dimension must be contiguous"):
+        rms_norm(torch.randn(32, 4).T, weight, 1e-6)
+    with pytest.raises(ValueError, match="x: must have 2 or 3 dimensions"):
+        rms_norm(weight, weight, 1e-6)
+    with pytest.raises(ValueError, match="weight: must have fewer dimensions"):
+        rms_norm(x, x, 1e-6)
+    with pytest.raises(ValueError, match="residual: shape"):
+        add_rms_norm(x, x[:2], weight, 1e-6)

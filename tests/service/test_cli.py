@@ -1,0 +1,254 @@
+"""The command line against a fake server: what is printed, what is sent, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from service.cli import main
+from tests.fake_executor import EOS, FakeExecutor, rich_status, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token for each byte, as the base of every byte-level vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text).ids)
+
+
+@pytest.fixture
+def executor() -> FakeExecutor:
+    executor = FakeExecutor()
+    executor.tokenizer_json = TOKENIZER.to_str().encode()
+    return executor
+
+
+@pytest.fixture
+def target(executor: FakeExecutor) -> Iterator[str]:
+    with serving(executor) as address:
+        yield address
+
+
+@pytest.fixture
+def quire(target: str) -> Callable[..., int]:
+    return lambda command, *arguments: main([command, "--target", target, *arguments])
+
+
+def test_generate_continues_a_text(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.script = [*ids("46 é€"), EOS]
+    assert quire("generate", "12+34=") == 0
+    assert capsys.readouterr().out == "46 é€\n"
+    assert list(executor.calls["Prefill"][0].token_ids) == ids("12+34=")
+    assert len(executor.calls["Decode"]) == len(ids("46 é€")), "one step for each token"
+    assert [request.position for request in executor.calls["Decode"]][:3] == [6, 7, 8]
+    assert executor.caches == {}
+
+
+def test_generate_stops_at_max_tokens_and_at_the_end_of_the_context(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.script = ids("abcdefgh")
+    assert quire("generate", "x", "--max-tokens", "3") == 0
+    assert capsys.readouterr().out == "abc\n"
+    assert len(executor.calls["Decode"]) == 2, "the last token need not be appended"
+    executor.max_seq_len = 3
+    assert quire("generate", "x") == 0
+    assert capsys.readouterr().out == "abc\n"
+
+
+def test_generate_takes_and_shows_token_ids(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.tokenizer_json = b""
+    executor.script = [5, 6, 7]
+    assert quire("generate", "--tokens", "1,2,3", "--max-tokens", "3") == 0
+    assert capsys.readouterr().out == "5 6 7 \n"
+    assert list(executor.calls["Prefill"][0].token_ids) == [1, 2, 3]
+
+
+def test_generate_shows_logprobs(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.script = ids("aé")
+    assert quire("generate", "x", "--max-tokens", "3", "--logprobs") == 0
+    a, first, second = ids("aé")
+    assert capsys.readouterr().out == f"{a}\t-0.5000\t'a'\n{first}\t-0.5000\t''\n{second}\t-0.5000\t'é'\n"
+    assert executor.calls["Prefill"][0].output.logprob
+
+
+def test_generate_sends_only_the_sampling_that_was_given(
+    quire: Callable[..., int], executor: FakeExecutor
+) -> None:
+    assert (
+        quire("generate", "x", "--max-tokens", "2", "--temperature", "0.5", "--top-k", "0", "--seed", "3")
+        == 0
+    )
+    for request in (executor.calls["Prefill"][0], executor.calls["Decode"][0]):
+        sampling = request.output.sampling
+        assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 0, 3)
+        assert (
+            sampling.HasField("top_k") and not sampling.HasField("top_p") and not sampling.HasField("min_p")
+        )
+
+
+def test_a_failed_call_is_told_in_a_line_and_the_cache_released(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.fail("Decode", rich_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", "no pages"))
+    assert quire("generate", "x") == 1
+    assert capsys.readouterr().err == "quire: RESOURCE_EXHAUSTED KV_EXHAUSTED no pages\n"
+    executor.fail("Prefill", rich_status(grpc.StatusCode.INVALID_ARGUMENT, "BAD_SAMPLING", "top_p"))
+    assert quire("generate", "x") == 1
+    assert capsys.readouterr() == ("", "quire: INVALID_ARGUMENT BAD_SAMPLING top_p\n")
+    assert len(executor.calls["ReleaseCache"]) == 1
+    assert executor.caches == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"],
+        ["generate", "x", "--tokens", "1"],
+        ["generate", "--tokens", "1,x"],
+        ["generate", "--tokens", "-1"],
+        ["generate", "x", "--max-tokens", "0"],
+        ["status", "--watch", "0"],
+        ["status", "--watch", "nan"],
+        ["serve", "--port", "1"],
+        ["dance"],
+        [],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: quire" in capsys.readouterr().err
+
+
+def test_what_only_the_server_can_tell_exits_with_2_too(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.tokenizer_json = b""
+    assert quire("generate", "text") == 2
+    assert "give token ids with --tokens" in capsys.readouterr().err
+    assert quire("generate", "--tokens", "1", "--seed", "-1") == 2
+    assert "--seed" in capsys.readouterr().err
+
+
+def test_a_bad_setting_exits_with_2_and_names_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_WORKERS", "none")
+    assert main(["serve"]) == 2
+    expected = (
+        "quire: workers = 'none' (from QUIRE_WORKERS) is refused: must be a whole number from 1 to 256\n"
+    )
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("command", [["status"], ["generate", "x"]])
+def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--target", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("quire: UNAVAILABLE ")
+
+
+def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert quire("status") == 0
+    summary, header, worker, starting = capsys.readouterr().out.splitlines()
+    assert summary.startswith("serving  version 9.9.9  up 1m01s")
+    cells = dict(zip(split(header), split(worker), strict=True))
+    assert cells == {
+        "worker": "worker-0", "pid": "4711", "epoch": "3", "device": "cpu", "state": "ready", "seqs": "5",
+        "used": "25", "free": "60", "cached": "15", "blocks": "100", "running": "2", "prefills": "10",
+        "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
+    }  # fmt: skip
+    assert "starting 42%" in starting
+
+
+def split(row: str) -> list[str]:
+    """The cells of a row; columns are at least two blanks apart where names have one blank."""
+    for name in ("prefill ms", "decode ms", "300.0 MiB"):
+        row = row.replace(name, name.replace(" ", "\0"))
+    return [cell.replace("\0", " ") for cell in row.split()]
+
+
+def run(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}"}
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "service.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
+
+
+def test_watch_shows_rates_until_interrupted(target: str, executor: FakeExecutor) -> None:
+    with run("status", "--watch", "0.5", "--target", target) as process:
+        assert process.stdout is not None
+        rows = [line for line in iter_lines(process, until=8) if line.startswith("worker-0")]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+        _, error = process.communicate()
+    assert error == ""
+    assert len(rows) == 2
+    tokens_s, prefills_s, decodes_s, steps_s = (float(cell) for cell in rows[1].split()[-4:])
+    # 1000 tokens, 10 prefills, 100 decodes and 50 steps are done from one reading to the next.
+    assert tokens_s == pytest.approx(100 * prefills_s, rel=0.01)
+    assert tokens_s == pytest.approx(10 * decodes_s, rel=0.01)
+    assert tokens_s == pytest.approx(20 * steps_s, rel=0.01)
+    assert 0 < tokens_s <= 2000
+
+
+def iter_lines(process: subprocess.Popen[str], until: int) -> Iterator[str]:
+    assert process.stdout is not None
+    for _ in range(until):
+        yield process.stdout.readline()
+
+
+def test_an_interrupted_generate_releases_its_cache(target: str, executor: FakeExecutor) -> None:
+    executor.decode_delay_s = 0.3
+    with run("generate", "x", "--target", target) as process:
+        assert executor.decoding.wait(timeout=60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 1
+        _, error = process.communicate()
+    assert error.strip() == ""
+    assert len(executor.calls["ReleaseCache"]) == 1
+    assert executor.caches == {}
+
+
+def test_a_reader_that_leaves_is_not_an_error(target: str, executor: FakeExecutor) -> None:
+    executor.decode_delay_s = 0.05
+    with run("generate", "x", "--target", target) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        process.stdout = None
+        assert process.wait(timeout=30) == 1
+        _, error = process.communicate()
+    assert error == ""
+    assert executor.caches == {}

@@ -1,0 +1,172 @@
+"""Callers that do anything that is allowed, at any moment, and much that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+
+from quire.v1 import types_pb2
+
+from service.steps import ForkRequest, Kind, Request, Rows, Step, TruncateRequest
+from tests.sim.model_worker import VOCAB, next_token
+from tests.sim.oracle import Cache, Oracle
+
+PLAIN = (
+    None,
+    None,
+    None,
+    types_pb2.OutputOptions(top_logprobs=2),
+    types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32),
+)
+SAMPLED = (
+    types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1.0)),
+    types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1.0), top_logprobs=1),
+)
+
+
+class Callers:
+    """Makes requests up. What they know of the caches is what the oracle knows."""
+
+    def __init__(self, rng: random.Random, oracle: Oracle) -> None:
+        self._rng = rng
+        self._oracle = oracle
+        # Requests to send again, as after an answer that was lost.
+        self._history: deque[Step] = deque(maxlen=12)
+        self._gone = ["never-existed"]
+        self._last_request_id = 0
+
+    def request(self) -> Request:
+        """The next request of anyone."""
+        rng = self._rng
+        choice = rng.random()
+        cache = self._any_cache()
+        if cache is None or choice < (0.05 if len(self._oracle.caches) >= 4 else 0.25):
+            request: Request = self._creation()
+        elif choice < 0.4:
+            again = self._again(cache)
+            request = again or self._step(cache)
+        elif choice < 0.82:
+            request = self._step(cache)
+        elif choice < 0.90:
+            request = ForkRequest(self._name(cache), rng.randint(0, 3), self._releases(cache))
+        else:
+            length = len(cache.tokens)
+            beyond = rng.random() < 0.1
+            request = TruncateRequest(
+                self._name(cache), length + 1 if beyond else rng.choice((0, length, rng.randint(0, length)))
+            )
+        if isinstance(request, Step) and (request.request_id or request.position is not None):
+            self._history.append(request)
+        return request
+
+    def cache_id(self) -> str:
+        """A cache to release or renew."""
+        cache = self._any_cache()
+        return self._gone[0] if cache is None else self._name(cache)
+
+    def _any_cache(self) -> Cache | None:
+        caches = list(self._oracle.caches.values())
+        if self._rng.random() < 0.9:
+            caches = [cache for cache in caches if not cache.lost]
+        return self._rng.choice(caches) if caches else None
+
+    def _name(self, cache: Cache) -> str:
+        if self._rng.random() < 0.02:
+            return self._rng.choice(self._gone)
+        if self._rng.random() < 0.05:
+            self._gone.append(cache.cache_id)
+        return cache.cache_id
+
+    def _releases(self, cache: Cache) -> tuple[str, ...]:
+        """What a beam step drops: often the parent, sometimes what is not there, or named twice."""
+        rng = self._rng
+        names = [cache.cache_id] if rng.random() < 0.5 else []
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            names.append(self.cache_id())
+        return tuple(names)
+
+    def _creation(self) -> Step:
+        rng = self._rng
+        if rng.random() < 0.1:
+            tokens = self._tokens(1, 8)
+            return Step(Kind.SCORE, "", tokens, rows=Rows.ALL, output=rng.choice(PLAIN))
+        request_id = ""
+        if rng.random() < 0.6:
+            self._last_request_id += 1
+            request_id = f"request-{self._last_request_id}"
+        return Step(
+            Kind.PREFILL,
+            "",
+            self._tokens(1, 18),
+            position=rng.choice((None, 0)),
+            rows=rng.choice((Rows.LAST, Rows.NONE)),
+            output=self._output(),
+            lease_s=rng.choice((None, 5.0, 50.0)),
+            request_id=request_id,
+            timeout_s=self._timeout_s(),
+        )
+
+    def _step(self, cache: Cache) -> Step:
+        rng = self._rng
+        kind = rng.choice((Kind.DECODE, Kind.DECODE, Kind.PREFILL, Kind.VERIFY))
+        output, accept = self._output(), types_pb2.VERIFY_ACCEPT_UNSPECIFIED
+        if kind is Kind.DECODE:
+            tokens = self._tokens(1, 1)
+        elif kind is Kind.PREFILL:
+            tokens = self._tokens(1, 4)
+        else:
+            sampled = output in SAMPLED
+            tokens = self._drafts(cache, sampled=sampled)
+            if rng.random() < 0.7:
+                accept = types_pb2.VERIFY_ACCEPT_SAMPLED if sampled else types_pb2.VERIFY_ACCEPT_GREEDY
+        length = len(cache.tokens)
+        wrong = max(0, length + rng.choice((-3, -1, 1)))
+        return Step(
+            kind,
+            self._name(cache),
+            tokens,
+            position=rng.choice((None, length, length, length, wrong if rng.random() < 0.3 else length)),
+            rows=Rows.ALL if kind is Kind.VERIFY else Rows.LAST,
+            output=output,
+            accept=accept,
+            timeout_s=self._timeout_s(),
+        )
+
+    def _drafts(self, cache: Cache, *, sampled: bool) -> list[int]:
+        """Drafts that are right for a while."""
+        tokens, salt = list(cache.tokens), (cache.seed, cache.prompt_len) if sampled else None
+        drafts = self._tokens(1, 1)
+        for _ in range(self._rng.randint(0, 4)):
+            right = next_token(tokens + drafts, salt)
+            drafts.append(right if self._rng.random() < 0.75 else (right + 1) % VOCAB)
+        return drafts
+
+    def _again(self, cache: Cache) -> Step | None:
+        """A step once more: of those under way or long done, or the last one of a cache."""
+        rng = self._rng
+        if cache.last is not None and rng.random() < 0.6:
+            step = cache.last.step
+            if not (step.request_id and rng.random() < 0.5):
+                step = dataclasses.replace(step, cache_id=cache.cache_id, position=cache.last.base)
+        elif self._history:
+            step = rng.choice(self._history)
+        else:
+            return None
+        change = rng.random()
+        if change < 0.25:
+            step = dataclasses.replace(step, output=rng.choice(PLAIN + SAMPLED), rows=rng.choice(tuple(Rows)))
+        elif change < 0.35:
+            step = dataclasses.replace(step, token_ids=self._tokens(1, 3))
+        if step.accept and step.rows is not Rows.ALL:
+            step = dataclasses.replace(step, rows=Rows.ALL)
+        return dataclasses.replace(step, timeout_s=self._timeout_s())
+
+    def _output(self) -> types_pb2.OutputOptions | None:
+        return self._rng.choice(PLAIN + SAMPLED)
+
+    def _timeout_s(self) -> float | None:
+        return 1.0 if self._rng.random() < 0.2 else None
+
+    def _tokens(self, least: int, most: int) -> list[int]:
+        return [self._rng.randrange(VOCAB) for _ in range(self._rng.randint(least, most))]

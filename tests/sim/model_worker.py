@@ -1,0 +1,278 @@
+"""A model of a worker: token lists instead of KV, and the order of events of `workers/step_loop.py`.
+
+Commands wait in the inbox until `take`; then controls are carried out at once, and forwards queue. `step` runs
+some of them, perhaps only a chunk of each; answers wait in the outbox until they are delivered. Whatever it
+does wrong, it does as a real one would: pages run out, steps fault, deadlines pass, a copy is forgotten.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.v1 import types_pb2, worker_pb2
+
+from service.placement import pages_for
+
+VOCAB = 16
+FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT
+KV_MISSING = worker_pb2.WORKER_ERROR_REASON_KV_MISSING
+KV_EXHAUSTED = worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED
+TIMEOUT = worker_pb2.WORKER_ERROR_REASON_TIMEOUT
+
+
+class ProtocolError(Exception):
+    """The gateway sent what a worker must never see."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How often things go wrong, as probabilities of each occasion."""
+
+    step: float = 0.02
+    control: float = 0.02
+    timeout: float = 0.15
+
+
+def next_token(tokens: Sequence[int], salt: tuple[int, int] | None) -> int:
+    """The model: a token that depends on all before it, and for a draw on (seed, prompt_len) as well."""
+    digest = zlib.crc32(bytes(tokens))
+    if salt is not None:
+        digest = zlib.crc32(repr(salt).encode(), digest)
+    return digest % VOCAB
+
+
+def accepted_length(tokens: Sequence[int], chosen: Sequence[int]) -> int:
+    """How many tokens of a verify are kept: the first, and drafts while they are what was chosen."""
+    kept = 1
+    while kept < len(tokens) and tokens[kept] == chosen[kept - 1]:
+        kept += 1
+    return kept
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    op_id: int
+    body: worker_pb2.ForwardCommand
+    tokens: list[int]
+    begun: bool = False
+    computed: int = 0
+
+
+class ModelWorker:
+    """One incarnation. The simulator calls `take`, `step` and `deliver` in any order, any number of times."""
+
+    def __init__(
+        self, worker_id: str, epoch: int, pages: int, rng: random.Random, seen: Counter[str]
+    ) -> None:
+        self.worker_id = worker_id
+        self.epoch = epoch
+        self.pages = pages
+        self.faults = Faults()
+        # A crashed worker does nothing more; what it had sent may still arrive.
+        self.crashed = False
+        self.inbox: deque[worker_pb2.WorkerCommand] = deque()
+        self.outbox: deque[worker_pb2.WorkerEvent] = deque()
+        self.sequences: dict[int, list[int]] = {}
+        # What the journal says each forward must find, by op id. Filled by the simulator.
+        self.expected: dict[int, Sequence[int]] = {}
+        # Reasons of the failures reported, by op id; and the op ids that met a copy that was forgotten.
+        self.failed: dict[int, int] = {}
+        self.excused: set[int] = set()
+        self._forgotten: set[int] = set()
+        self._jobs: dict[int, _Job] = {}
+        self._rng = rng
+        self._seen = seen
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to take, run or deliver."""
+        return not (self.inbox or self._jobs or self.outbox)
+
+    @property
+    def pages_left(self) -> int:
+        """Free pages. Forks share none here, so they may be overdrawn."""
+        return max(0, self.pages - sum(pages_for(len(tokens)) for tokens in self.sequences.values()))
+
+    def take(self, count: int) -> None:
+        """Takes commands off the stream."""
+        for _ in range(min(count, len(self.inbox))):
+            command = self.inbox.popleft()
+            kind = command.WhichOneof("command")
+            if kind == "forward":
+                self._queue(command.op_id, command.forward)
+            elif kind == "abort":
+                self._abort(command.abort.target_op_id)
+            else:
+                self._control(command)
+
+    def step(self, *, all_jobs: bool = False) -> None:
+        """One step over some of the queued forwards."""
+        jobs = list(self._jobs.values())
+        if not all_jobs:
+            jobs = self._rng.sample(jobs, self._rng.randint(0, len(jobs)))
+        for job in jobs:
+            self._run(job)
+
+    def has_forgotten(self, number: int) -> bool:
+        """Whether it lost a copy that it should have."""
+        return number in self._forgotten
+
+    def forget(self) -> None:
+        """Loses a copy that no running forward is about, as an eviction or a bug would."""
+        busy = {job.body.sequence for job in self._jobs.values()}
+        candidates = [number for number in self.sequences if number not in busy]
+        if candidates:
+            number = self._rng.choice(candidates)
+            del self.sequences[number]
+            self._forgotten.add(number)
+
+    def _queue(self, op_id: int, body: worker_pb2.ForwardCommand) -> None:
+        self._check_not_queued(body.sequence, "a forward")
+        self._jobs[op_id] = _Job(op_id, body, list(body.token_ids))
+
+    def _check_not_queued(self, number: int, what: str) -> None:
+        # The step loop carries controls out at once: it would overtake the forward.
+        if any(job.body.sequence == number for job in self._jobs.values()):
+            raise ProtocolError(f"{what} for sequence {number}, which has a queued forward")
+
+    def _abort(self, op_id: int) -> None:
+        job = self._jobs.pop(op_id, None)
+        if job is None:
+            self._seen["abort came too late"] += 1
+            return
+        self._seen["abort of a begun forward" if job.begun else "abort of a queued forward"] += 1
+        self._roll_back(job)
+
+    def _control(self, command: worker_pb2.WorkerCommand) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "release":
+            for number in command.release.sequences:
+                self._check_not_queued(number, "a release")
+                self.sequences.pop(number, None)
+        elif kind == "fork":
+            tokens = self._source(command.op_id, command.fork.sequence)
+            if tokens is None:
+                # A forward on a copy that could not be made has its excuse.
+                self._forgotten.update(command.fork.children)
+                return
+            for child in command.fork.children:
+                if child in self.sequences:
+                    raise ProtocolError(f"fork into sequence {child}, which exists")
+                self.sequences[child] = list(tokens)
+        else:
+            tokens = self._source(command.op_id, command.truncate.sequence)
+            if tokens is None:
+                return
+            if command.truncate.new_len > len(tokens):
+                self._fail(command.op_id, FAULT)
+                return
+            del tokens[command.truncate.new_len :]
+        self.outbox.append(worker_pb2.WorkerEvent(op_id=command.op_id, done=worker_pb2.ControlDone()))
+
+    def _source(self, op_id: int, number: int) -> list[int] | None:
+        """The sequence that a control is about; None if that has failed."""
+        self._check_not_queued(number, "a control")
+        if self._rng.random() < self.faults.control:
+            self._fail(op_id, FAULT)
+            return None
+        tokens = self.sequences.get(number)
+        if tokens is None:
+            self._miss(op_id, number)
+        return tokens
+
+    def _run(self, job: _Job) -> None:
+        body, rng = job.body, self._rng
+        if not job.begun:
+            if body.timeout_ns and rng.random() < self.faults.timeout:
+                # Dropped before its start: there is nothing to roll back.
+                del self._jobs[job.op_id]
+                self._fail(job.op_id, TIMEOUT)
+                return
+            if not self._begin(job):
+                return
+        if rng.random() < self.faults.step:
+            self._end(job, FAULT)
+            return
+        left = len(job.tokens) - job.computed
+        count = left if rng.random() < 0.7 else rng.randint(1, left)
+        self.sequences[body.sequence].extend(job.tokens[job.computed : job.computed + count])
+        job.computed += count
+        if job.computed == len(job.tokens):
+            self._complete(job)
+
+    def _begin(self, job: _Job) -> bool:
+        body = job.body
+        tokens = self.sequences.get(body.sequence)
+        if tokens is None and body.position == 0:
+            tokens = self.sequences[body.sequence] = []
+        if tokens is None or len(tokens) < body.position:
+            del self._jobs[job.op_id]
+            self._roll_back(job)
+            self._miss(job.op_id, body.sequence)
+            return False
+        if len(tokens) > body.position:
+            self._seen["a longer copy was cut"] += 1
+            del tokens[body.position :]
+        expected = self.expected.pop(job.op_id, None)
+        if expected is not None and list(expected) != tokens:
+            raise ProtocolError(f"op {job.op_id}: the copy holds {tokens}, the journal {list(expected)}")
+        needed = pages_for(len(tokens) + len(job.tokens)) - pages_for(len(tokens))
+        if needed > self.pages_left:
+            self._end(job, KV_EXHAUSTED)
+            return False
+        job.begun = True
+        return True
+
+    def _complete(self, job: _Job) -> None:
+        body, tokens = job.body, self.sequences[job.body.sequence]
+        sampled = body.output.HasField("sampling")
+        salt = (body.output.sampling.seed, body.prompt_len) if sampled else None
+        ends = range(body.position + 1, len(tokens) + 1)
+        chosen = [next_token(tokens[:end], salt) for end in ends]
+        kept = accepted_length(job.tokens, chosen) if body.accept else len(job.tokens)
+        del tokens[body.position + kept :]
+        if body.ephemeral:
+            del self.sequences[body.sequence]
+        del self._jobs[job.op_id]
+        wanted = {worker_pb2.ROW_SELECTION_LAST: chosen[-1:], worker_pb2.ROW_SELECTION_ALL: chosen}
+        done = worker_pb2.ForwardDone(kept=kept)
+        for token in wanted.get(body.rows, []):
+            done.outputs.append(output_of(token, body.output))
+        self.outbox.append(worker_pb2.WorkerEvent(op_id=job.op_id, forward=done))
+
+    def _end(self, job: _Job, reason: int) -> None:
+        del self._jobs[job.op_id]
+        self._roll_back(job)
+        self._fail(job.op_id, reason)
+
+    def _roll_back(self, job: _Job) -> None:
+        """As `ModelExecutor.roll_back`: nothing is left of what began at position 0."""
+        number, position = job.body.sequence, job.body.position
+        if job.body.ephemeral or position == 0:
+            self.sequences.pop(number, None)
+        elif number in self.sequences:
+            del self.sequences[number][position:]
+
+    def _miss(self, op_id: int, number: int) -> None:
+        if number in self._forgotten:
+            self.excused.add(op_id)
+        self._fail(op_id, KV_MISSING)
+
+    def _fail(self, op_id: int, reason: int) -> None:
+        self.failed[op_id] = reason
+        self._seen[f"worker error {reason}"] += 1
+        error = worker_pb2.WorkerError(reason=reason)  # type: ignore[arg-type]
+        self.outbox.append(worker_pb2.WorkerEvent(op_id=op_id, error=error))
+
+
+def output_of(token: int, options: types_pb2.OutputOptions) -> types_pb2.StepOutput:
+    """A row's output in which one can see the options it was made with."""
+    output = types_pb2.StepOutput(token_id=token)
+    if options.logits:
+        output.logits.data = bytes([token])
+    output.top.token_ids.extend([token] * options.top_logprobs)
+    return output

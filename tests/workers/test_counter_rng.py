@@ -1,0 +1,242 @@
+"""The counter RNG and draws made with it: published vectors, parity with Triton, statistics of fixed keys."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.counter_rng import GUMBEL_MAX, gumbel, mix64, mix_key, philox, uniform
+from workers.operations import Sampling
+from workers.sampling import SamplingRow, choose_tokens
+
+torch.set_num_threads(1)
+
+U64 = st.integers(0, 2**64 - 1)
+
+
+def slow_philox(counter: tuple[int, ...], key: int) -> tuple[int, ...]:
+    """Philox4x32-10 as the paper writes it, on Python integers."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key % 2**32, key >> 32
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # kat_vectors of Random123, philox4x32 with 10 rounds.
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_gives_the_published_vectors(counter: str, key: str, expected: str) -> None:
+    c0, c1, c2, c3 = (np.array([int(word, 16)], dtype=np.uint64) for word in counter.split())
+    low, high = (int(word, 16) for word in key.split())
+    words = philox((c0, c1, c2, c3), high << 32 | low)
+    assert " ".join(f"{int(word[0]):08x}" for word in words) == expected
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4), U64)
+def test_philox_equals_the_definition_and_leaves_its_counter_alone(counter: list[int], key: int) -> None:
+    c0, c1, c2, c3 = arrays = [np.array([word, 5], dtype=np.uint64) for word in counter]
+    words = philox((c0, c1, c2, c3), key)
+    assert tuple(int(word[0]) for word in words) == slow_philox(tuple(counter), key)
+    assert [int(word[0]) for word in arrays] == counter
+
+
+def test_keys_are_the_outputs_of_splitmix64() -> None:
+    # The reference generator started at 0, which is what mix64 makes of seed 0.
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert [mix_key(0, position) for position in range(4)] == expected
+
+
+@given(U64, st.integers(0, 2**40))
+def test_keys_are_64_bits_and_count_seeds_modulo_2_to_the_64(seed: int, position: int) -> None:
+    assert 0 <= mix_key(seed, position) < 2**64
+    assert mix_key(seed, position) == mix_key(seed + 2**64, position)
+    assert mix_key(seed, position) != mix_key(seed, position + 1)
+
+
+def test_neighbouring_seeds_and_positions_have_keys_of_their_own() -> None:
+    seeds = [*range(100), *range(2**64 - 100, 2**64)]
+    positions = [*range(50), *range(2**31 - 25, 2**31 + 25)]
+    keys = {mix_key(seed, position) for seed in seeds for position in positions}
+    assert len(keys) == len(seeds) * len(positions)
+
+
+def test_mix64_changes_half_of_the_bits() -> None:
+    flips = [(mix64(n) ^ mix64(n ^ 1 << bit)).bit_count() for n in range(1, 200) for bit in range(64)]
+    assert abs(float(np.mean(flips)) - 32) < 0.1  # the standard error is 4 / sqrt(12736) = 0.035
+
+
+TRITON_RAND = """
+import json, sys
+import torch, triton, triton.language as tl
+
+@triton.jit
+def draw(ids, out, key, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    offsets = tl.load(ids + at, mask=at < n, other=0)
+    tl.store(out + at, tl.rand(key, offsets), mask=at < n)
+
+request = json.load(sys.stdin)
+answer = []
+for key in request["keys"]:
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.tensor(request["ids"], dtype=dtype)
+        out = torch.empty(len(ids))
+        draw[(1,)](ids, out, key, len(ids), BLOCK=triton.next_power_of_2(len(ids)))
+        answer.append(out.view(torch.int32).tolist())
+print(json.dumps(answer))
+"""
+
+
+def test_uniform_equals_triton_rand_bit_by_bit(tmp_path: Path) -> None:
+    # A process of its own: the interpreter is switched on at import. A file of its own: jit reads its source.
+    script = tmp_path / "draw.py"
+    script.write_text(TRITON_RAND)
+    keys = [0, 1, 17, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+    keys += [mix_key(seed, position) for seed in (0, 2**64 - 1) for position in (0, 131071)]
+    ids = [*range(500), 32767, 65536, 151935, 262143, 2**31 - 1]
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps({"keys": keys, "ids": ids}),
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    answers = json.loads(result.stdout)
+    assert len(answers) == 2 * len(keys)
+    for index, bits in enumerate(answers):
+        ours = uniform(keys[index // 2], np.array(ids, dtype=np.int64))
+        assert ours.view(np.int32).tolist() == bits, f"key {keys[index // 2]}"
+
+
+def test_numbers_depend_on_the_id_alone_not_on_its_company() -> None:
+    everything = uniform(99, np.arange(40_000))  # several chunks
+    some = np.array([39_999, 3, 16_384, 16_383, 3])
+    assert uniform(99, some).tolist() == everything[some].tolist()
+    assert uniform(99, np.arange(0)).shape == (0,)
+    assert not np.array_equal(everything, uniform(100, np.arange(40_000)))
+
+
+def test_uniforms_are_uniform_and_gumbels_follow_from_them() -> None:
+    ids = np.arange(152_000)
+    u = uniform(mix_key(1, 2), ids)
+    assert u.dtype == np.float32 and u.min() >= 0 and u.max() < 1
+    counts = np.histogram(u, bins=100, range=(0, 1))[0]
+    assert ((counts - 1520) ** 2 / 1520).sum() < 148.2  # chi-square, 99 degrees of freedom, 1 in 1000
+    noise = gumbel(mix_key(1, 2), ids)
+    slow = [-math.log(-math.log1p(-max(float(x), 2.0**-32))) for x in u[:2000]]
+    np.testing.assert_allclose(noise[:2000], slow, rtol=1e-13, atol=1e-13)
+    # Mean Euler's constant, variance pi squared over 6; 4 standard errors.
+    assert abs(noise.mean() - 0.5772) < 4 * math.sqrt(1.645 / len(ids))
+
+
+def test_gumbel_is_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = np.float32(2**31) * np.float32(4.6566127342e-10)
+    assert largest < 1
+    ends = np.array([0.0, largest], dtype=np.float32)
+    monkeypatch.setattr("workers.counter_rng.uniform", lambda key, ids: ends)
+    noise = gumbel(0, np.arange(2))
+    assert np.isfinite(noise).all()
+    assert noise[0] == GUMBEL_MAX
+    assert noise[1] < -2.5
+
+
+def test_no_global_state_is_read_or_moved() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    first = gumbel(5, np.arange(100))
+    torch.manual_seed(123)
+    second = gumbel(5, np.arange(100))
+    torch.set_rng_state(before[0])
+    assert np.array_equal(first, second)
+    gumbel(6, np.arange(100))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+def test_choices_repeat_and_differ_by_seed_and_position(seed: int) -> None:
+    logits = torch.zeros(1, 50_000)
+    spec = Sampling(temperature=1.0, seed=seed)
+    before = torch.get_rng_state()
+    rows = [SamplingRow(spec, position=position) for position in (0, 1, 2**31, 2**40, 2**63)]
+    rows.append(SamplingRow(replace(spec, seed=seed ^ 1)))
+    first = [int(choose_tokens(logits, [row])[0]) for row in rows]
+    assert first == [int(choose_tokens(logits, [row])[0]) for row in rows]
+    assert len(set(first)) == len(rows)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_row_does_not_see_its_neighbours() -> None:
+    logits = torch.randn(12, 5000, generator=torch.Generator().manual_seed(1)) * 3
+    rows = [
+        SamplingRow(Sampling(temperature=0.5 + n / 4, top_p=0.9, seed=n), position=n)
+        if n % 3
+        else SamplingRow()
+        for n in range(12)
+    ]
+    alone = [int(choose_tokens(logits[n : n + 1], [rows[n]])[0]) for n in range(12)]
+    for order in (list(range(12)), list(range(11, -1, -1)), [5, 5, 2], [0, 4]):
+        assert choose_tokens(logits[order], [rows[n] for n in order]).tolist() == [alone[n] for n in order]
+
+
+# Upper 1-in-1000 points of chi-square, by degrees of freedom.
+CHI_SQUARE = {2: 13.82, 3: 16.27, 7: 24.32, 15: 37.70}
+
+
+def chi_square(counts: Sequence[int], probabilities: Sequence[float]) -> float:
+    total = sum(counts)
+    return sum((n - total * p) ** 2 / (total * p) for n, p in zip(counts, probabilities, strict=True))
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [({}, 8), ({"top_k": 4}, 4), ({"top_p": 0.8}, 4), ({"min_p": 0.25}, 3), ({"temperature": 0.5}, 8)],
+)
+def test_draws_follow_the_distribution(vary: str, change: dict[str, float], kept: int) -> None:
+    weights = np.array([0.3, 0.25, 0.2, 0.06, 0.05, 0.05, 0.05, 0.04])
+    logits = torch.from_numpy(np.log(weights)).float().expand(4000, 8)
+    spec = replace(Sampling(temperature=1.0), **change)  # type: ignore[arg-type]
+    rows = [
+        SamplingRow(replace(spec, seed=n), position=9) if vary == "seed" else SamplingRow(spec, position=n)
+        for n in range(4000)
+    ]
+    counts = Counter(choose_tokens(logits, rows).tolist())
+    assert set(counts) == set(range(kept))
+    expected = weights[:kept] ** (1 / spec.temperature)
+    assert chi_square([counts[t] for t in range(kept)], expected / expected.sum()) < CHI_SQUARE[kept - 1]
+
+
+def test_draws_at_neighbouring_positions_are_independent() -> None:
+    logits = torch.zeros(4001, 4)
+    tokens = choose_tokens(
+        logits, [SamplingRow(Sampling(1.0, seed=7), position=n) for n in range(4001)]
+    ).tolist()
+    pairs = Counter(itertools.pairwise(tokens))
+    counts = [pairs[a, b] for a in range(4) for b in range(4)]
+    assert chi_square(counts, [1 / 16] * 16) < CHI_SQUARE[15]

@@ -1,0 +1,94 @@
+"""The model without weights, against its formula written out in plain Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.workers.packing import HandPacker, HandSequence, Item, poison
+from workers.kv.tensors import KvTensors
+from workers.models.errors import ModelError
+from workers.models.paged_attention import EmbeddingAttention, EmbeddingConfig
+
+torch.set_num_threads(1)
+
+
+def by_hand(config: EmbeddingConfig, tokens: list[int]) -> list[float]:
+    """Logits after the last of the tokens."""
+    vocab, width = config.vocab_size, config.head_dim
+    group_size = config.num_attention_heads // config.num_key_value_heads
+
+    def embed(token: int, head: int) -> list[float]:
+        row = []
+        for pair in range(width // 2):
+            angle = 2 * math.pi * (token * 3 ** (head * width // 2 + pair + 1) % vocab) / vocab
+            row += [math.cos(angle), math.sin(angle)]
+        return row
+
+    def dot(a: list[float], b: list[float]) -> float:
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    logits = [0.0] * vocab
+    for head in range(config.num_key_value_heads):
+        rows = [embed(token, head) for token in tokens]
+        weights = [math.exp(dot(rows[-1], row) / math.sqrt(width)) for row in rows]
+        mean = [
+            sum(weight * row[i] for weight, row in zip(weights, rows, strict=True)) / sum(weights)
+            for i in range(width)
+        ]
+        for token in range(vocab):
+            logits[token] += group_size * dot(mean, embed(token, head))
+    return logits
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EmbeddingConfig(vocab_size=64),
+        EmbeddingConfig(vocab_size=50, num_attention_heads=4, num_key_value_heads=2, head_dim=8),
+    ],
+    ids=["default", "grouped"],
+)
+def test_formula(config: EmbeddingConfig) -> None:
+    model = EmbeddingAttention(config)
+    kv = KvTensors(
+        num_layers=config.num_hidden_layers,
+        num_pages=9,
+        page_size=16,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=torch.float32,
+    )
+    poison(kv)
+    packer = HandPacker(16, [7, 2, 5, 1, 8])
+    texts = [[5, 9, 9, 41, 0] * 7, [3], [49, 1, 12]]
+    sequences = [HandSequence() for _ in texts]
+    inputs = packer.pack([Item(s, text[:-1] or text) for s, text in zip(sequences, texts, strict=True)])
+    model.forward(inputs, kv)
+    inputs = packer.pack([Item(sequences[0], texts[0][-1:]), Item(sequences[2], texts[2][-1:])])
+    hidden = model.forward(inputs, kv)
+    assert hidden.shape == (2, config.hidden_size)
+    logits = model.logits(hidden)
+    assert logits.dtype == torch.float32
+    for row, text in zip(logits, (texts[0], texts[2]), strict=True):
+        assert torch.allclose(row, torch.tensor(by_hand(config, text)), rtol=0, atol=1e-4)
+
+
+def test_tokens_are_told_apart() -> None:
+    """After one token the likeliest is that token: no two embeddings of the default are alike."""
+    model = EmbeddingAttention()
+    kv = KvTensors(num_layers=1, num_pages=1024, page_size=16, kv_heads=2, head_dim=16, dtype=torch.float32)
+    packer = HandPacker(16, range(1024))
+    inputs = packer.pack([Item(HandSequence(), [token]) for token in range(1024)])
+    assert model.logits(model.forward(inputs, kv)).argmax(-1).tolist() == list(range(1024))
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(ModelError, match="head_dim: must be even"):
+        EmbeddingConfig(head_dim=7)
+    with pytest.raises(ModelError, match="num_attention_heads: must be a multiple"):
+        EmbeddingConfig(num_attention_heads=3)
+    with pytest.raises(ModelError, match="vocab_size: must be at least 1"):
+        EmbeddingConfig(vocab_size=0)

@@ -1,0 +1,190 @@
+"""Reading config.json: both spellings, what is derived, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.rope import RopeSpec
+from tests.model_factory import TinyModel, hf_config
+from workers.models.config import ModelConfig
+from workers.models.errors import ModelError
+
+# As in the checkpoint of Qwen3-0.6B, spelled as by transformers 4.
+OLD: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def read(**changes: Any) -> ModelConfig:
+    """The config of OLD with some settings changed; `...` removes one."""
+    return ModelConfig.from_settings({k: v for k, v in {**OLD, **changes}.items() if v is not ...})
+
+
+def test_old_spelling() -> None:
+    config = read()
+    assert config == ModelConfig(
+        model_type="qwen3",
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope=RopeSpec(theta=1e6),
+        tie_word_embeddings=True,
+        attention_bias=False,
+        attention_output_bias=False,
+        qk_norm=True,
+        layer_windows=(None,) * 28,
+        eos_token_ids=(151645,),
+        bos_token_id=151643,
+        dtype="bfloat16",
+    )
+
+
+def test_new_spelling_is_the_same_model() -> None:
+    new = read(
+        rope_theta=...,
+        rope_scaling=...,
+        torch_dtype=...,
+        dtype="bfloat16",
+        rope_parameters={"rope_theta": 1000000, "rope_type": "default"},
+        layer_types=["full_attention"] * 28,
+    )
+    assert new == read()
+
+
+def test_what_transformers_writes(tmp_path: Path) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    spec = TinyModel(num_layers=3, dtype="float16", extra={**sliding, "eos_token_id": [3, 4]})
+    hf_config(spec).save_pretrained(tmp_path)
+    config = ModelConfig.from_directory(tmp_path)
+    assert config.layer_windows == (None, 8, 8)
+    assert (config.dtype, config.eos_token_ids, config.head_dim) == ("float16", (3, 4), spec.head_dim)
+    assert config.num_key_value_heads == spec.kv_heads
+
+
+def test_defaults() -> None:
+    config = read(
+        head_dim=...,
+        num_key_value_heads=None,
+        torch_dtype=...,
+        eos_token_id=...,
+        bos_token_id=...,
+        rope_theta=...,
+    )
+    assert (config.head_dim, config.num_key_value_heads) == (64, 16)
+    assert (config.dtype, config.eos_token_ids, config.bos_token_id) == (None, (), None)
+    assert config.rope == RopeSpec(theta=10_000.0)
+    assert read(torch_dtype="torch.float32").dtype == "float32"
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_old_rope_scaling(key: str) -> None:
+    rope = read(rope_scaling={key: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}).rope
+    assert (rope.rope_type, rope.theta, rope.factor) == ("yarn", 1e6, 4.0)
+    assert rope.original_max_position_embeddings == 32768
+
+
+def test_trained_length_of_rope_defaults_to_the_longest() -> None:
+    assert (
+        read(rope_scaling={"rope_type": "yarn", "factor": 2.0}).rope.original_max_position_embeddings == 40960
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 9}, {None}),
+        ({"use_sliding_window": True, "sliding_window": None}, {None}),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, {9}),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 28}, {None}),
+        ({"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 28}, {9}),
+    ],
+)
+def test_windows(changes: dict[str, Any], windows: set[int | None]) -> None:
+    assert set(read(**changes).layer_windows) == windows
+
+
+@pytest.mark.parametrize(("eos", "ids"), [(5, (5,)), ([5, 6, 5], (5, 6)), (None, (151645,))])
+def test_generation_config_replaces_the_end_tokens(tmp_path: Path, eos: object, ids: tuple[int, ...]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(OLD))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, r"model_type: must be one of .*qwen3.*, got 'mamba'"),
+        ({"model_type": ...}, "model_type: must be one of"),
+        ({"vocab_size": ...}, "vocab_size: must be a positive integer, got nothing"),
+        ({"hidden_size": 0}, "hidden_size: must be a positive integer, got 0"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers: must be a positive integer, got '4'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads: must be a multiple of num_key_value_heads"),
+        ({"num_attention_heads": True}, "num_attention_heads: must be a positive integer, got True"),
+        ({"head_dim": 33}, "head_dim: must be even, got 33"),
+        ({"head_dim": None, "hidden_size": 1000}, "hidden_size: must be a multiple of num_attention_heads"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps: must be a positive number, got -1"),
+        ({"hidden_act": "gelu"}, "hidden_act: must be silu, got 'gelu'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: must be true or false"),
+        ({"torch_dtype": "int8"}, "dtype: must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
+            "rope_type: must be one of default, linear",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor: must be a positive number, got nothing"),
+        ({"rope_scaling": [1]}, "rope_parameters: must be an object"),
+        ({"rope_parameters": {"full_attention": {}}}, "for each layer type are not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: must be 1"),
+        ({"layer_types": ["full_attention"]}, "layer_types: must have 28 entries, got 1"),
+        (
+            {"layer_types": ["linear_attention"] * 28},
+            "layer_types: each must be one of full_attention, sliding",
+        ),
+        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": ...}, "max_window_layers"),
+        ({"eos_token_id": ["a"]}, "eos_token_id: must be a token id or a list"),
+    ],
+)
+def test_refusals_name_the_setting(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(**changes)
+
+
+def test_refusals_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
+        ModelConfig.from_directory(tmp_path)
+    file = tmp_path / "config.json"
+    for content, message in (("{", "is not JSON"), ("[]", "must hold a JSON object"), ("{}", "model_type")):
+        file.write_text(content)
+        with pytest.raises(ModelError, match=rf"config\.json: {message}"):
+            ModelConfig.from_directory(tmp_path)

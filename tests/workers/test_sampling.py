@@ -1,0 +1,315 @@
+"""Choosing tokens, against a slow reference and transformers' logits processors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from workers.counter_rng import gumbel, mix_key
+from workers.operations import Sampling, TokenMask
+from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow, choose_tokens
+
+torch.set_num_threads(1)
+
+INF = float("inf")
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+SEEDS = st.one_of(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
+POSITIONS = st.one_of(st.integers(0, 300), st.sampled_from([2**31 - 1, 2**31, 2**40]))
+# Few distinct values, so that tokens tie; floats, so that they do not; and both ends of the range.
+LOGITS = st.one_of(
+    st.integers(-3, 3).map(float),
+    st.floats(-20, 20, width=32),
+    st.sampled_from([-INF, 0.0, -0.0, FLOAT32_MAX, -FLOAT32_MAX, 1e-45]),
+)
+
+
+def as_float32(value: float) -> float:
+    return float(np.float32(min(max(value, -FLOAT32_MAX), FLOAT32_MAX)))
+
+
+def adjust(logits: list[float], row: SamplingRow) -> list[float]:
+    """Mask, bias and penalties, one token at a time."""
+    spec = row.spec or Sampling()
+    count = Counter(row.history[row.prompt_len :])
+    result = []
+    for token, raw in enumerate(logits):
+        value, allowed = raw, True
+        if row.mask and row.mask.packed is not None:
+            allowed = bool(row.mask.packed[token // 8] >> token % 8 & 1)
+        elif row.mask and row.mask.allowed is not None:
+            allowed = token in row.mask.allowed
+        if not allowed or value == -INF or spec.logit_bias.get(token) == -INF:
+            result.append(-INF)
+            continue
+        value = as_float32(value + spec.logit_bias.get(token, 0.0))
+        if token in row.history:
+            penalty = spec.repetition_penalty
+            value = as_float32(value / penalty if value > 0 else value * penalty)
+        if count[token]:
+            value = as_float32(value - (count[token] * spec.frequency_penalty + spec.presence_penalty))
+        result.append(value)
+    return result
+
+
+def reference(logits: list[float], row: SamplingRow) -> int | None:
+    """The token, by sorting everything; None where nothing is allowed. Rejects what rounding decides."""
+    spec, adjusted = row.spec or Sampling(), adjust(logits, row)
+    order = sorted((t for t in range(len(logits)) if adjusted[t] > -INF), key=lambda t: (-adjusted[t], t))
+    if not order:
+        return None
+    if spec.temperature == 0:
+        return order[0]
+    order = order[: spec.top_k or None]
+    log_weight = {t: (adjusted[t] - adjusted[order[0]]) / spec.temperature for t in order}
+    weight = {t: math.exp(log_weight[t]) for t in order}
+    order.sort(key=lambda t: (-log_weight[t], t))
+    if spec.top_p < 1:
+        limit = spec.top_p * math.fsum(weight.values())
+        kept: list[int] = []
+        for token in order:
+            before = math.fsum(weight[t] for t in kept)
+            assume(before == limit or abs(before - limit) > 1e-12 * limit)
+            if kept and before >= limit:
+                break
+            kept.append(token)
+        order = kept
+    for token in order:
+        assume(weight[token] == spec.min_p or abs(weight[token] - spec.min_p) > 1e-12)
+    order = [t for t in order if weight[t] >= spec.min_p]
+    noise = gumbel(mix_key(spec.seed, row.position), np.array(order))
+    scores = sorted(
+        ((log_weight[t] + g, -t) for t, g in zip(order, noise.tolist(), strict=True)), reverse=True
+    )
+    assume(len(scores) < 2 or scores[0][0] - scores[1][0] > 1e-12)
+    return -scores[0][1]
+
+
+@st.composite
+def masks(draw: st.DrawFn, vocab: int) -> TokenMask:
+    if draw(st.booleans()):
+        return TokenMask(allowed=draw(st.lists(st.integers(0, vocab - 1), max_size=vocab)))
+    # The bits beyond the vocabulary are arbitrary, and there may be whole bytes of them.
+    size = (vocab + 7) // 8 + draw(st.integers(0, 2))
+    return TokenMask(packed=draw(st.binary(min_size=size, max_size=size)))
+
+
+@st.composite
+def sampling_rows(draw: st.DrawFn, vocab: int) -> SamplingRow:
+    tokens = st.integers(0, vocab - 1)
+    fraction = st.floats(0.0, 1.0, exclude_min=True, width=32)
+    spec = Sampling(
+        temperature=draw(st.one_of(st.just(0.0), st.sampled_from([0.01, 1.0]), st.floats(0.1, 100.0))),
+        top_k=draw(st.one_of(st.just(0), st.integers(1, vocab + 2))),
+        top_p=draw(st.one_of(st.just(1.0), st.sampled_from([0.25, 0.5]), fraction)),
+        min_p=draw(st.one_of(st.just(0.0), st.just(1.0), fraction)),
+        repetition_penalty=draw(st.one_of(st.just(1.0), st.floats(0.0, 10.0, exclude_min=True, width=32))),
+        frequency_penalty=draw(st.one_of(st.just(0.0), st.floats(-2, 2))),
+        presence_penalty=draw(st.one_of(st.just(0.0), st.floats(-2, 2))),
+        logit_bias=draw(st.dictionaries(tokens, st.one_of(st.just(-INF), st.floats(-100, 100)), max_size=4)),
+        seed=draw(SEEDS),
+    )
+    history = draw(st.lists(tokens, max_size=12))
+    return SamplingRow(
+        spec=draw(st.sampled_from([spec, spec, spec, None])),
+        mask=draw(st.one_of(st.none(), masks(vocab))),
+        position=draw(POSITIONS),
+        history=history,
+        prompt_len=draw(st.integers(0, len(history))),
+    )
+
+
+Tensor2d = list[list[float]]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Tensor2d, list[SamplingRow]]:
+    vocab, rows = draw(st.integers(1, 40)), draw(st.integers(1, 4))
+    row = st.lists(LOGITS, min_size=vocab, max_size=vocab).filter(lambda values: max(values) > -INF)
+    return [draw(row) for _ in range(rows)], [draw(sampling_rows(vocab)) for _ in range(rows)]
+
+
+def choose_one(logits: Sequence[float] | torch.Tensor, row: SamplingRow) -> int:
+    return int(choose_tokens(torch.as_tensor(logits, dtype=torch.float32).unsqueeze(0), [row])[0])
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+def test_every_setting_and_combination_equals_the_reference(
+    batch: tuple[Tensor2d, list[SamplingRow]],
+) -> None:
+    logits, rows = batch
+    expected = [reference(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
+    given_logits = torch.tensor(logits)
+    if None in expected:
+        with pytest.raises(NothingAllowedError) as failure:
+            choose_tokens(given_logits, rows)
+        assert failure.value.rows == tuple(i for i, token in enumerate(expected) if token is None)
+    else:
+        assert choose_tokens(given_logits, rows).tolist() == expected
+        # Alone each row gets what it got in company.
+        assert [choose_one(*pair) for pair in zip(logits, rows, strict=True)] == expected
+    assert given_logits.tolist() == torch.tensor(logits).tolist()
+
+
+def large_reference(logits: np.ndarray[tuple[int], np.dtype[np.float32]], row: SamplingRow) -> int:
+    """A large vocabulary: everything sorted, and noise for every token."""
+    spec = row.spec or Sampling()
+    order = np.lexsort((np.arange(len(logits)), -logits))[: spec.top_k or None]
+    log_weight = (logits[order].astype(np.float64) - float(logits.max())) / spec.temperature
+    weight = np.exp(log_weight)
+    in_top_p = np.cumsum(weight) - weight < spec.top_p * weight.sum() if spec.top_p < 1 else weight >= 0
+    kept = np.flatnonzero(in_top_p & (weight >= spec.min_p))
+    noise = gumbel(mix_key(spec.seed, row.position), order[kept])
+    return int(order[kept[np.argmax(log_weight[kept] + noise)]])
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 8.0])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.8, top_p=0.95),
+        Sampling(temperature=2.0, top_p=0.1),
+        Sampling(temperature=0.7, top_k=20, top_p=0.8),
+        Sampling(temperature=1.0, top_k=3000, min_p=0.01),
+        Sampling(temperature=1.5, top_p=0.9, min_p=0.02),
+    ],
+)
+def test_shortcuts_over_a_large_vocabulary_change_no_token(spec: Sampling, spread: float) -> None:
+    logits = torch.randn(24, 20_011, generator=torch.Generator().manual_seed(3)) * spread
+    rows = [SamplingRow(replace(spec, seed=seed), position=seed * 7) for seed in range(24)]
+    expected = [large_reference(values.numpy(), row) for values, row in zip(logits, rows, strict=True)]
+    assert choose_tokens(logits, rows).tolist() == expected
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = torch.zeros(3, 1000)
+    logits[1, [700, 300, 999]] = 2.0
+    logits[2] = -0.0
+    logits[2, 5] = 0.0
+    rows = [SamplingRow(), SamplingRow(Sampling()), SamplingRow(Sampling(top_k=5, top_p=0.1, seed=3))]
+    assert choose_tokens(logits, rows).tolist() == [0, 300, 0]
+    assert choose_tokens(logits, rows).tolist() == logits.argmax(dim=-1).tolist()
+    masked = SamplingRow(mask=TokenMask(allowed=[998, 999, 700]))
+    assert choose_tokens(logits, [masked] * 3).tolist() == [700, 700, 700]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("spec", "processors"),
+    [
+        (Sampling(temperature=0.7, top_k=11), [TemperatureLogitsWarper(0.7), TopKLogitsWarper(11)]),
+        (Sampling(temperature=1.3, top_p=0.85), [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.85)]),
+        (Sampling(temperature=1.1, min_p=0.03), [TemperatureLogitsWarper(1.1), MinPLogitsWarper(0.03)]),
+        (Sampling(temperature=1.0, repetition_penalty=1.8), [RepetitionPenaltyLogitsProcessor(1.8)]),
+        (
+            Sampling(0.9, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=0.7),
+            [
+                RepetitionPenaltyLogitsProcessor(0.7),
+                TemperatureLogitsWarper(0.9),
+                TopKLogitsWarper(40),
+                TopPLogitsWarper(0.9),
+                MinPLogitsWarper(0.01),
+            ],
+        ),
+    ],
+)
+def test_settings_mean_what_they_mean_to_transformers(
+    spec: Sampling, processors: list[object], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(40, 700, generator=generator) * 2
+    history = torch.randint(700, (60,), generator=generator)
+    scores = LogitsProcessorList(processors)(history.expand(40, 60), logits.clone())  # type: ignore[arg-type]
+    noise = [gumbel(mix_key(seed, position), np.arange(700)) for position in range(40)]
+    expected = (scores.double() + torch.from_numpy(np.stack(noise))).argmax(dim=-1)
+    rows = [
+        SamplingRow(replace(spec, seed=seed), position=position, history=history.tolist())
+        for position in range(40)
+    ]
+    assert choose_tokens(logits, rows).tolist() == expected.tolist()
+    assert len(set(expected.tolist())) > 5
+
+
+@pytest.mark.parametrize("bad", [[float("nan"), 0.0], [0.0, float("nan")], [INF, 0.0], [-INF, -INF]])
+@pytest.mark.parametrize(
+    "row",
+    [
+        SamplingRow(),
+        SamplingRow(Sampling(1.0)),
+        SamplingRow(mask=TokenMask(allowed=[5])),
+        SamplingRow(Sampling(top_k=1)),
+    ],
+)
+def test_unusable_logits_are_named_never_chosen_from(bad: list[float], row: SamplingRow) -> None:
+    logits = torch.zeros(4, 900)
+    logits[1] = bad[1]
+    logits[3] = bad[1]
+    logits[3, 17] = bad[0]
+    expected = (1, 3) if not math.isfinite(bad[1]) else (3,)
+    with pytest.raises(FloatingPointError, match=r"row (1, )?3$") as failure:
+        choose_tokens(logits, [row] * 4)
+    assert isinstance(failure.value, BadLogitsError)
+    assert failure.value.rows == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("bias", "mask"),
+    [
+        ({}, TokenMask(allowed=[])),
+        ({}, TokenMask(packed=b"\x00\x00\xfc")),  # Only bits beyond the vocabulary.
+        ({}, TokenMask(packed=b"")),
+        ({}, TokenMask()),
+        ({}, TokenMask(allowed=[3, 18, 2**31])),  # The model itself forbids 3; the others are no tokens.
+        ({5: -INF}, TokenMask(allowed=[5])),
+        (dict.fromkeys(range(18), -INF), None),
+    ],
+)
+def test_forbidding_everything_raises(
+    temperature: float, bias: dict[int, float], mask: TokenMask | None
+) -> None:
+    logits = torch.zeros(3, 18)
+    logits[:, 3] = -INF
+    row = SamplingRow(Sampling(temperature, logit_bias=bias), mask)
+    with pytest.raises(NothingAllowedError, match=r"mask and logit_bias forbid every token: row 1, 2"):
+        choose_tokens(logits, [SamplingRow(), row, row])
+
+
+def test_bias_and_penalties_stay_finite_and_never_revive_a_token() -> None:
+    logits = [FLOAT32_MAX, -INF, -1.0]
+    spec = Sampling(logit_bias={0: FLOAT32_MAX, 1: FLOAT32_MAX}, repetition_penalty=1e-30)
+    assert choose_one(logits, SamplingRow(spec, history=[0, 1])) == 0
+    sunk = replace(spec, logit_bias={0: -INF, 1: FLOAT32_MAX}, presence_penalty=-2.0, temperature=1e-30)
+    assert choose_one(logits, SamplingRow(sunk, history=[0, 1])) == 2
+
+
+def test_tokens_beyond_the_vocabulary_are_passed_over() -> None:
+    spec = Sampling(logit_bias={2: 5.0, 10: 9.0}, repetition_penalty=2.0, presence_penalty=1.0)
+    assert (
+        choose_one([0.0, 1.0, 2.0], SamplingRow(spec, TokenMask(allowed=[1, 2, 3]), history=[2, 3, 2**32]))
+        == 2
+    )
+
+
+def test_shapes_are_checked_and_no_rows_are_no_tokens() -> None:
+    assert choose_tokens(torch.zeros(0, 5), []).tolist() == []
+    for logits in (torch.zeros(2, 5), torch.zeros(5), torch.zeros(1, 0), torch.zeros(1, 5).double()):
+        with pytest.raises(ValueError, match="logits torch"):
+            choose_tokens(logits, [SamplingRow()])

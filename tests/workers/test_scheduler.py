@@ -1,0 +1,505 @@
+"""The scheduler against a plain model: who is in line, what ran, and what a step may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from workers import scheduler as scheduler_module
+from workers.forward_queue import SHORT_TOKENS, ForwardQueue
+from workers.operations import Forward, Rows
+from workers.scheduler import Batch, Chunk, Scheduler
+
+# A class may be passed over this often in a row where a step is too small for both.
+PATIENCE_STEPS = 2
+
+
+def forward(
+    op_id: int,
+    tokens: int = 1,
+    *,
+    sequence: int | None = None,
+    rows: Rows = Rows.LAST,
+    deadline_ns: int | None = None,
+    position: int = 0,
+) -> Forward:
+    return Forward(
+        op_id,
+        op_id if sequence is None else sequence,
+        position,
+        list(range(tokens)),
+        rows=rows,
+        deadline_ns=deadline_ns,
+    )
+
+
+def accept(op: Forward) -> bool:
+    return True
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random forwards, aborts, failures and steps; `held` is the model: op ids in order of arrival."""
+
+    @initialize(tokens=st.integers(1, 80), items=st.integers(1, 6), rows=st.integers(1, 12))
+    def start(self, tokens: int, items: int, rows: int) -> None:
+        self.scheduler = Scheduler(tokens, items, rows)
+        self.held: dict[int, Forward] = {}
+        self.begun: set[int] = set()
+        # What `begin` will do: fail, or find so many tokens in the cache.
+        self.fails: set[int] = set()
+        self.reusable: dict[int, int] = {}
+        self.ran: dict[int, list[int]] = {}
+        self.passed_over: dict[int, int] = {}
+        self.now_ns = 0
+        self.next_id = 0
+
+    def heads(self) -> list[Forward]:
+        """The first forward of each sequence, in order of arrival."""
+        first: dict[int, Forward] = {}
+        for op in self.held.values():
+            first.setdefault(op.sequence, op)
+        return list(first.values())
+
+    @rule(
+        sequence=st.integers(0, 7),
+        tokens=st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 120)),
+        rows=st.sampled_from(Rows),
+        patience_ns=st.one_of(st.none(), st.integers(0, 5)),
+        reusable=st.sampled_from([0, 0, 0, 16, 1000]),
+        fails=st.sampled_from([False, False, False, True]),
+        position=st.integers(0, 40),
+    )
+    def add(
+        self,
+        sequence: int,
+        tokens: int,
+        rows: Rows,
+        patience_ns: int | None,
+        reusable: int,
+        fails: bool,
+        position: int,
+    ) -> None:
+        deadline_ns = None if patience_ns is None else self.now_ns + patience_ns
+        op = forward(
+            self.next_id, tokens, sequence=sequence, rows=rows, deadline_ns=deadline_ns, position=position
+        )
+        self.next_id += 1
+        self.scheduler.add(op)
+        self.held[op.op_id] = op
+        self.ran[op.op_id] = []
+        self.reusable[op.op_id] = min(reusable, tokens - 1)
+        if fails:
+            self.fails.add(op.op_id)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        op_id = data.draw(st.sampled_from(sorted(self.held)))
+        assert self.scheduler.abort(op_id) is self.held.pop(op_id)
+        assert self.scheduler.abort(op_id) is None
+
+    @rule(passed_ns=st.integers(0, 4))
+    def wait(self, passed_ns: int) -> None:
+        self.now_ns += passed_ns
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        batch = self.next_batch()
+        outcome = data.draw(st.sampled_from(["done", "done", "done", "one failed", "all again"]))
+        failed = (
+            data.draw(st.sampled_from(batch.chunks)) if outcome == "one failed" and batch.chunks else None
+        )
+        for chunk in batch.chunks:
+            if chunk is failed:
+                assert self.scheduler.remove(chunk.op.op_id) is self.held.pop(chunk.op.op_id)
+            elif outcome != "all again":
+                self.run(chunk)
+
+    def run(self, chunk: Chunk) -> None:
+        op_id = chunk.op.op_id
+        self.ran[op_id] += range(chunk.start, chunk.start + chunk.count)
+        done = self.scheduler.advance(chunk)
+        assert done == chunk.is_last
+        with pytest.raises(ValueError, match="not due"):
+            self.scheduler.advance(chunk)
+        if done:
+            op = self.held.pop(op_id)
+            assert self.ran[op_id] == list(range(op.reused, len(op.token_ids)))
+
+    def next_batch(self) -> Batch:
+        late = {
+            op_id
+            for op_id, op in self.held.items()
+            if op_id not in self.begun and op.deadline_ns is not None and op.deadline_ns < self.now_ns
+        }
+        for op_id in late:
+            del self.held[op_id]
+        waiting = {op.op_id: op.remaining for op in self.heads()}
+        failures = 0
+
+        def begin(op: Forward) -> bool:
+            nonlocal failures
+            assert op.op_id not in self.begun
+            assert op.op_id in {head.op_id for head in self.heads()}
+            if op.op_id in self.fails:
+                del self.held[op.op_id]
+                failures += 1
+                return False
+            self.begun.add(op.op_id)
+            op.computed = op.reused = self.reusable[op.op_id]
+            return True
+
+        batch = self.scheduler.next_batch(self.now_ns, begin)
+        assert {op.op_id for op in batch.expired} == late
+        assert batch.chunks or failures or not self.held
+        self.check_chunks(batch)
+        self.check_shares(batch, waiting)
+        return batch
+
+    def check_chunks(self, batch: Batch) -> None:
+        heads = {op.op_id: op for op in self.heads()}
+        arrivals = list(self.held)
+        for chunk in batch.chunks:
+            op = chunk.op
+            assert heads.pop(op.op_id) is op
+            assert op.op_id in self.begun
+            assert chunk.start == op.computed == op.reused + len(self.ran[op.op_id])
+            assert 1 <= chunk.count <= op.remaining
+            assert chunk.is_last == (chunk.count == op.remaining)
+        order = [
+            (chunk.op.remaining > SHORT_TOKENS, arrivals.index(chunk.op.op_id)) for chunk in batch.chunks
+        ]
+        assert order == sorted(order)
+        assert sum(chunk.count for chunk in batch.chunks) <= self.scheduler.max_batch_tokens
+        assert len(batch.chunks) <= self.scheduler.max_batch_items
+        assert sum(wanted_rows(chunk) for chunk in batch.chunks) <= self.scheduler.max_rows
+        assert [chunk.rows for chunk in batch.chunks] == [wanted_rows(chunk) for chunk in batch.chunks]
+
+    def check_shares(self, batch: Batch, waiting: dict[int, int]) -> None:
+        """Nobody first in line is passed over for long; short ones only for lack of their share."""
+        ran = {chunk.op.op_id for chunk in batch.chunks}
+        lines: dict[bool, list[Forward]] = {False: [], True: []}
+        for op in self.heads():
+            if op.op_id in waiting:
+                lines[op.remaining > SHORT_TOKENS].append(op)
+        stuck = {line[0].op_id for line in lines.values() if line and line[0].op_id not in ran}
+        self.passed_over = {op_id: self.passed_over.get(op_id, 0) + 1 for op_id in stuck}
+        assert all(steps <= PATIENCE_STEPS for steps in self.passed_over.values())
+        if any(waiting[op.op_id] <= SHORT_TOKENS and op.op_id not in ran for op in lines[False]):
+            short = [chunk for chunk in batch.chunks if chunk.op.remaining <= SHORT_TOKENS]
+            limits = self.scheduler
+            assert (
+                sum(chunk.count for chunk in short)
+                >= limits.max_batch_tokens - share(limits.max_batch_tokens)
+                or len(short) >= limits.max_batch_items - 1
+                or sum(map(wanted_rows, short)) >= limits.max_rows - share(limits.max_rows)
+            )
+
+    @invariant()
+    def is_consistent(self) -> None:
+        self.scheduler.check_invariants()
+        assert len(self.scheduler) == len(self.held)
+        assert self.scheduler.in_flight == len(self.begun & self.held.keys())
+
+    def teardown(self) -> None:
+        """Whatever is left runs to its end in a bounded number of steps."""
+        if not hasattr(self, "held"):
+            return
+        steps = sum(op.remaining + PATIENCE_STEPS for op in self.held.values())
+        while self.held:
+            steps -= 1
+            assert steps >= 0
+            for chunk in self.next_batch().chunks:
+                self.run(chunk)
+        self.is_consistent()
+        assert self.next_batch() == Batch([], [])
+
+
+def share(limit: int) -> int:
+    return max(1, limit // 4)
+
+
+def wanted_rows(chunk: Chunk) -> int:
+    end = chunk.start + chunk.count
+    return {
+        Rows.NONE: 0,
+        Rows.LAST: int(end == len(chunk.op.token_ids)),
+        Rows.ALL: chunk.count,
+    }[chunk.op.rows]
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+true_fit = Scheduler._fit
+
+
+def forget_rows(scheduler: Scheduler, op: Forward, budget: scheduler_module._Budget) -> int:
+    return min(op.remaining, budget.tokens) if budget.items else 0
+
+
+def forget_items(scheduler: Scheduler, op: Forward, budget: scheduler_module._Budget) -> int:
+    return true_fit(scheduler, op, scheduler_module._Budget(budget.tokens, 1, budget.rows))
+
+
+def hold_nothing_back(scheduler: Scheduler, step: object) -> scheduler_module._Budget:
+    return scheduler_module._Budget(0, 0, 0)
+
+
+def hold_everything_back(scheduler: Scheduler, step: scheduler_module._Budget) -> scheduler_module._Budget:
+    held = scheduler_module._Budget(step.tokens, step.items, step.rows)
+    step.tokens = step.items = step.rows = 0
+    return held
+
+
+def forget_deadlines(queue: ForwardQueue, now_ns: int) -> list[Forward]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (Scheduler, "_fit", forget_rows),
+        (Scheduler, "_fit", forget_items),
+        (Scheduler, "_hold_back", hold_nothing_back),
+        (Scheduler, "_hold_back", hold_everything_back),
+        (ForwardQueue, "expire", forget_deadlines),
+    ],
+)
+def test_the_machine_finds_a_mutant(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, mutant: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    quick = settings(
+        TestScheduler.settings,
+        phases=[Phase.generate],
+        derandomize=True,
+        database=None,
+        max_examples=600,
+        report_multiple_bugs=False,
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(SchedulerMachine, settings=quick)
+
+
+def layout(batch: Batch) -> list[tuple[int, int, int]]:
+    return [(chunk.op.op_id, chunk.start, chunk.count) for chunk in batch.chunks]
+
+
+def run_step(scheduler: Scheduler, now_ns: int = 0) -> list[tuple[int, int, int]]:
+    batch = scheduler.next_batch(now_ns, accept)
+    for chunk in batch.chunks:
+        scheduler.advance(chunk)
+    return layout(batch)
+
+
+def test_decodes_go_first_and_a_prefill_fills_the_rest_in_whole_pages() -> None:
+    scheduler = Scheduler(64, 8, 8)
+    scheduler.add(forward(1, 100))
+    scheduler.add(forward(2))
+    scheduler.add(forward(3, 5, rows=Rows.ALL))
+    assert run_step(scheduler) == [(2, 0, 1), (3, 0, 5), (1, 0, 48)]
+    assert run_step(scheduler) == [(1, 48, 52)]
+    assert len(scheduler) == 0
+
+
+def test_chunks_end_on_pages_of_the_sequence() -> None:
+    scheduler = Scheduler(40, 8, 8)
+    scheduler.add(forward(1, 60, position=5))
+    assert run_step(scheduler) == [(1, 0, 27)]
+    assert run_step(scheduler) == [(1, 27, 33)]
+
+
+def test_a_chunk_smaller_than_a_page_is_not_rounded_to_nothing() -> None:
+    scheduler = Scheduler(7, 8, 8)
+    scheduler.add(forward(1, 20))
+    assert [run_step(scheduler) for _ in range(3)] == [[(1, 0, 7)], [(1, 7, 7)], [(1, 14, 6)]]
+
+
+def test_decodes_that_fill_a_step_leave_a_quarter_to_the_oldest_prefill() -> None:
+    scheduler = Scheduler(64, 100, 100)
+    for op_id in range(80):
+        scheduler.add(forward(op_id))
+    scheduler.add(forward(100, 200))
+    scheduler.add(forward(101, 200))
+    first = run_step(scheduler)
+    assert first == [(op_id, 0, 1) for op_id in range(48)] + [(100, 0, 16)]
+    # The decodes left over are older than any that comes now, and go next.
+    assert run_step(scheduler)[:32] == [(op_id, 0, 1) for op_id in range(48, 80)]
+
+
+def test_a_step_of_one_token_is_taken_in_turns() -> None:
+    scheduler = Scheduler(1, 1, 1)
+    scheduler.add(forward(0, 17 + 16))
+    order = []
+    for op_id in range(1, 7):
+        scheduler.add(forward(op_id))
+        order.append(run_step(scheduler)[0][0])
+    assert order == [1, 0, 2, 0, 3, 0]
+
+
+def test_rows_cut_chunks() -> None:
+    scheduler = Scheduler(64, 8, 10)
+    scheduler.add(forward(1, 30, rows=Rows.ALL))
+    assert run_step(scheduler) == [(1, 0, 10)]
+    scheduler.abort(1)
+    scheduler.add(forward(2, 30, rows=Rows.NONE))
+    scheduler.add(forward(3, 12, rows=Rows.ALL))
+    scheduler.add(forward(4, 20, rows=Rows.LAST))
+    # No row is left for the last token of 4: all others of it run, down to a page.
+    assert run_step(scheduler) == [(3, 0, 10), (2, 0, 30), (4, 0, 16)]
+    assert run_step(scheduler) == [(3, 10, 2), (4, 16, 4)]
+
+
+def test_one_sequence_is_served_in_order_and_once_a_step() -> None:
+    scheduler = Scheduler(64, 8, 8)
+    scheduler.add(forward(1, 70, sequence=5))
+    scheduler.add(forward(2, sequence=5))
+    scheduler.add(forward(3, sequence=6))
+    assert run_step(scheduler) == [(3, 0, 1), (1, 0, 48)]
+    assert run_step(scheduler) == [(1, 48, 22)]
+    assert run_step(scheduler) == [(2, 0, 1)]
+
+
+def test_an_older_forward_set_free_goes_before_younger_ones() -> None:
+    scheduler = Scheduler(1, 8, 8)
+    scheduler.add(forward(1, sequence=5))
+    scheduler.add(forward(2, sequence=5))
+    scheduler.add(forward(3, sequence=6))
+    assert [run_step(scheduler)[0][0] for _ in range(3)] == [1, 2, 3]
+
+
+def test_reuse_makes_a_prefill_short() -> None:
+    scheduler = Scheduler(64, 8, 8)
+    scheduler.add(forward(1, 100))
+    scheduler.add(forward(2, 100))
+
+    def begin(op: Forward) -> bool:
+        if op.op_id == 2:
+            op.computed = op.reused = 96
+        return True
+
+    batch = scheduler.next_batch(0, begin)
+    assert layout(batch) == [(1, 0, 64)]
+    scheduler.abort(1)
+    scheduler.add(forward(3, 100))
+    assert layout(scheduler.next_batch(0, begin)) == [(2, 96, 4), (3, 0, 48)]
+
+
+def test_a_forward_that_fails_to_begin_makes_room_for_the_next_of_its_sequence() -> None:
+    scheduler = Scheduler(64, 8, 8)
+    scheduler.add(forward(1, sequence=5))
+    scheduler.add(forward(2, sequence=5))
+    seen = []
+
+    def begin(op: Forward) -> bool:
+        seen.append(op.op_id)
+        return op.op_id != 1
+
+    assert layout(scheduler.next_batch(0, begin)) == [(2, 0, 1)]
+    assert seen == [1, 2]
+    assert len(scheduler) == scheduler.in_flight == 1
+
+
+def test_a_begin_that_raises_loses_nothing() -> None:
+    scheduler = Scheduler(64, 8, 8)
+    scheduler.add(forward(1))
+    scheduler.add(forward(2))
+
+    def begin(op: Forward) -> bool:
+        if op.op_id == 2:
+            raise RuntimeError
+        return True
+
+    with pytest.raises(RuntimeError):
+        scheduler.next_batch(0, begin)
+    scheduler.check_invariants()
+    assert run_step(scheduler) == [(1, 0, 1), (2, 0, 1)]
+
+
+def test_begin_must_leave_a_token() -> None:
+    scheduler = Scheduler(64, 8, 8)
+    scheduler.add(forward(1))
+
+    def begin(op: Forward) -> bool:
+        op.computed = 1
+        return True
+
+    with pytest.raises(ValueError, match="no tokens left"):
+        scheduler.next_batch(0, begin)
+    assert len(scheduler) == 0
+    scheduler.check_invariants()
+
+
+def test_a_deadline_counts_until_a_forward_is_begun() -> None:
+    scheduler = Scheduler(16, 8, 8)
+    begun, late, behind = (
+        forward(1, 40, deadline_ns=10),
+        forward(2, 40, deadline_ns=10),
+        forward(3, sequence=1, deadline_ns=9),
+    )
+    for op in (begun, late, behind):
+        scheduler.add(op)
+    assert run_step(scheduler, now_ns=9) == [(1, 0, 16)]
+    batch = scheduler.next_batch(11, accept)
+    assert batch.expired == [behind, late]
+    assert layout(batch) == [(1, 16, 16)]
+    assert len(scheduler) == 1
+
+
+def test_deadlines_of_finished_forwards_are_forgotten() -> None:
+    scheduler = Scheduler(16, 8, 8)
+    for op_id in range(1000):
+        scheduler.add(forward(op_id, deadline_ns=10**18))
+        run_step(scheduler)
+    assert len(scheduler._queue._deadlines) < 100
+
+
+def test_an_op_id_can_be_used_again() -> None:
+    scheduler = Scheduler(16, 8, 8)
+    scheduler.add(forward(1, deadline_ns=5))
+    run_step(scheduler)
+    scheduler.add(forward(1))
+    assert scheduler.next_batch(9, accept).expired == []
+
+
+def test_a_step_looks_only_at_what_it_takes() -> None:
+    scheduler = Scheduler(64, 4, 64)
+    for op_id in range(5000):
+        scheduler.add(forward(op_id, 1 + op_id % 40))
+    begun = []
+
+    def begin(op: Forward) -> bool:
+        begun.append(op.op_id)
+        return True
+
+    scheduler.next_batch(0, begin)
+    assert len(begun) == 4
+
+
+def test_wrong_calls_are_refused() -> None:
+    scheduler = Scheduler(16, 8, 8)
+    scheduler.add(forward(1))
+    with pytest.raises(ValueError, match="queued already"):
+        scheduler.add(forward(1))
+    with pytest.raises(ValueError, match="no tokens"):
+        scheduler.add(forward(2, 0))
+    with pytest.raises(ValueError, match="not due"):
+        scheduler.advance(Chunk(forward(3), 0, 1, is_last=True))
+    with pytest.raises(ValueError, match="max_rows"):
+        Scheduler(1, 1, 0)
+    assert scheduler.remove(7) is None
+    assert len(scheduler) == 1
