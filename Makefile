@@ -14,7 +14,7 @@ TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell unam
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup serve test check fmt stubs proto-image clean
+.PHONY: help setup serve test check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,15 +38,23 @@ serve: setup ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 	$(BIN)/python -m pytest $(ARGS)
 
-check: setup ## Check style, types, protos, stubs and import rules; changes nothing
+check: check-code check-types check-protos check-imports ## Check style, types, protos and import rules; changes nothing
+
+check-code: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check-types: setup
 	$(BIN)/mypy
+
+check-protos: setup
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/python protos/generate.py --image $(PROTO_IMAGE)
 	$(BIN)/buf lint $(PROTO_IMAGE) --config protos/buf.yaml
 	$(BIN)/buf format protos --diff --exit-code
 	$(BIN)/buf breaking $(PROTO_IMAGE) --against protos/image.binpb --config protos/buf.yaml
+
+check-imports: setup
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 fmt: setup ## Format the code and the protos

@@ -35,9 +35,7 @@ def forward(
     return command
 
 
-def _fill_output(
-    target: types_pb2.OutputOptions, source: types_pb2.OutputOptions, cache_seed: int
-) -> None:
+def _fill_output(target: types_pb2.OutputOptions, source: types_pb2.OutputOptions, cache_seed: int) -> None:
     """Copies the options; a draw without a seed of its own uses the cache's, so that it can be repeated."""
     target.CopyFrom(source)
     if source.HasField("sampling") and not source.sampling.HasField("seed"):
@@ -65,6 +63,4 @@ def release(op_id: int, numbers: Sequence[int]) -> worker_pb2.WorkerCommand:
 
 def abort(op_id: int, target_op_id: int) -> worker_pb2.WorkerCommand:
     """Drop a forward that has not finished."""
-    return worker_pb2.WorkerCommand(
-        op_id=op_id, abort=worker_pb2.AbortCommand(target_op_id=target_op_id)
-    )
+    return worker_pb2.WorkerCommand(op_id=op_id, abort=worker_pb2.AbortCommand(target_op_id=target_op_id))

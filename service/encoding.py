@@ -26,9 +26,7 @@ def kv_cache(handle: Handle) -> types_pb2.KvCacheHandle:
     if math.isfinite(handle.expires_at_s):
         expire_s = min(time.time() + handle.expires_at_s - time.monotonic(), _MAX_TIMESTAMP_S)
         nanos = int(expire_s * 1e9)
-        message.expire_time.CopyFrom(
-            timestamp_pb2.Timestamp(seconds=nanos // 10**9, nanos=nanos % 10**9)
-        )
+        message.expire_time.CopyFrom(timestamp_pb2.Timestamp(seconds=nanos // 10**9, nanos=nanos % 10**9))
     return message
 
 

@@ -31,7 +31,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 DOMAIN = "quire"
 # gRPC metadata as a whole is bounded at 16 KiB by peers; rich details stay well under it.
 MAX_DETAIL_BYTES = 4096
-_MAX_MESSAGE_CHARS = 512
+_MAX_TEXT_BYTES = 512
 
 
 class QuireError(Exception):
@@ -224,7 +224,7 @@ class InternalError(QuireError):
 
 def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
     """Encodes an error with ErrorInfo, and RetryInfo and BadRequest where they apply."""
-    message = error.message[:_MAX_MESSAGE_CHARS]
+    message = _clipped(error.message)
     metadata = dict(error.metadata)
     if request_id:
         metadata["request_id"] = request_id
@@ -236,7 +236,7 @@ def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
         extra.append(retry)
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field[:_MAX_MESSAGE_CHARS], description=message, reason=error.reason
+            field=_clipped(error.field), description=message, reason=error.reason
         )
         extra.append(error_details_pb2.BadRequest(field_violations=[violation]))
     status = status_pb2.Status(code=error.code, message=message)
@@ -245,3 +245,8 @@ def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def _clipped(text: str) -> str:
+    """The start of a text, in whole characters, so that several of them stay within MAX_DETAIL_BYTES."""
+    return text.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")

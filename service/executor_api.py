@@ -1,7 +1,7 @@
 """ModelExecutorService: validate, run, encode. Nothing else happens here.
 
 Errors are raised as QuireError; the call interceptor turns them into a status. In a batch each item has its
-own outcome: an item that fails a check or its step is answered with its error, and the others are not touched.
+own outcome: one that fails a check or its step is answered with its error, and the others are not touched.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import psutil
-from google.protobuf.message import Message
 from google.rpc import status_pb2
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
-from service import encoding, validation
+from service import encoding, requests, validation
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument, QuireError, to_status
 from service.logging import current_request_id
-from service.server_state import ServerState
 from service.pool.base import WorkerPool
-from service.steps import (
-    ForkRequest,
-    HandlesResult,
-    Kind,
-    Rows,
-    Step,
-    StepResult,
-    TruncateRequest,
-)
+from service.server_state import ServerState
+from service.steps import ForkRequest, HandlesResult, Step, StepResult, TruncateRequest
+from service.validation import RequestLimits
 
-Context = grpc.aio.ServicerContext
-_Item = TypeVar("_Item", bound=Message)
-_Answer = TypeVar("_Answer", bound=Message)
+# What a handler is given; it asks only how much time the caller has left.
+Context = grpc.aio.ServicerContext[Any, Any]
+_Request = TypeVar("_Request")
+_Item = TypeVar(
+    "_Item", executor_pb2.PrefillRequest, executor_pb2.DecodeRequest, executor_pb2.UnifiedForwardItem
+)
+_Answer = TypeVar("_Answer")
+_ItemResult = TypeVar("_ItemResult")
+_ToStep = Callable[[_Request, RequestLimits, float | None], Step]
+# A year. Longer deadlines are as good as none; gRPC allows such that no 64 bits of nanoseconds can hold.
+_LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
 class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
@@ -53,54 +53,31 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def Prefill(
         self, request: executor_pb2.PrefillRequest, context: Context
     ) -> executor_pb2.PrefillResponse:
-        return encoding.prefill(await self._run_step(self._prefill_step(request, context)))
+        return encoding.prefill(await self._run_step(self._to_step(requests.prefill, request, context)))
 
     async def Decode(
         self, request: executor_pb2.DecodeRequest, context: Context
     ) -> executor_pb2.DecodeResponse:
-        return encoding.decode(await self._run_step(self._decode_step(request, context)))
+        return encoding.decode(await self._run_step(self._to_step(requests.decode, request, context)))
 
     async def ForwardVerify(
         self, request: executor_pb2.ForwardVerifyRequest, context: Context
     ) -> executor_pb2.ForwardVerifyResponse:
-        validation.check_verify(request, self._state.limits)
-        step = Step(
-            kind=Kind.VERIFY,
-            cache_id=request.cache_id,
-            token_ids=list(request.token_ids),
-            position=request.position if request.HasField("position") else None,
-            rows=Rows.ALL,
-            output=request.output if request.HasField("output") else None,
-            accept=request.accept,
-            timeout_s=context.time_remaining(),
-        )
-        return encoding.verify(await self._run_step(step))
+        return encoding.verify(await self._run_step(self._to_step(requests.verify, request, context)))
 
     async def Forward(
         self, request: executor_pb2.ForwardRequest, context: Context
     ) -> executor_pb2.ForwardResponse:
-        limits = self._state.limits
-        validation.check_tokens(request.token_ids, limits)
-        validation.check_output(request.output, limits, len(request.token_ids))
-        step = Step(
-            kind=Kind.SCORE,
-            cache_id="",
-            token_ids=list(request.token_ids),
-            rows=Rows.ALL,
-            output=request.output if request.HasField("output") else None,
-            timeout_s=context.time_remaining(),
-        )
-        return encoding.score(await self._run_step(step))
+        return encoding.score(await self._run_step(self._to_step(requests.score, request, context)))
 
     # Several sequences.
 
     async def BatchPrefill(
         self, request: executor_pb2.BatchPrefillRequest, context: Context
     ) -> executor_pb2.BatchPrefillResponse:
-        self._check_batch(request.items, rows=1)
         results = await self._run_batch(
             request.items,
-            lambda item: self._prefill_step(item, context),
+            lambda item: self._to_step(requests.prefill, item, context),
             encoding.prefill,
             lambda answer, error: executor_pb2.BatchPrefillResult(response=answer, error=error),
         )
@@ -109,10 +86,9 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def BatchDecode(
         self, request: executor_pb2.BatchDecodeRequest, context: Context
     ) -> executor_pb2.BatchDecodeResponse:
-        self._check_batch(request.items, rows=1)
         results = await self._run_batch(
             request.items,
-            lambda item: self._decode_step(item, context),
+            lambda item: self._to_step(requests.decode, item, context),
             encoding.decode,
             lambda answer, error: executor_pb2.BatchDecodeResult(response=answer, error=error),
         )
@@ -121,10 +97,9 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def UnifiedForward(
         self, request: executor_pb2.UnifiedForwardRequest, context: Context
     ) -> executor_pb2.UnifiedForwardResponse:
-        self._check_batch(request.items, rows=1)
         results = await self._run_batch(
             request.items,
-            lambda item: self._unified_step(item, context),
+            lambda item: self._to_step(requests.unified_item, item, context),
             encoding.unified_item,
             lambda answer, error: executor_pb2.UnifiedForwardResult(response=answer, error=error),
         )
@@ -260,108 +235,49 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
         # No executor has adapters yet, and the capabilities say so.
         return executor_pb2.GetLoraMetricsResponse()
 
-    # Requests to steps.
-
-    def _prefill_step(self, request: executor_pb2.PrefillRequest, context: Context) -> Step:
-        validation.check_prefill(request, self._state.limits)
-        if request.HasField("position") and not request.cache_id and request.position != 0:
-            raise InvalidArgument("BAD_POSITION", "position", "a new cache starts at position 0")
-        return Step(
-            kind=Kind.PREFILL,
-            cache_id=request.cache_id,
-            token_ids=list(request.token_ids),
-            position=request.position if request.HasField("position") else None,
-            output=request.output if request.HasField("output") else None,
-            lease_s=validation.lease_seconds(request.lease) if request.HasField("lease") else None,
-            request_id=request.request_id,
-            timeout_s=context.time_remaining(),
-        )
-
-    def _decode_step(self, request: executor_pb2.DecodeRequest, context: Context) -> Step:
-        limits = self._state.limits
-        validation.check_cache_id(request.cache_id)
-        validation.check_token(request.token_id, limits)
-        has_output = request.HasField("output")
-        if has_output:
-            validation.check_output(request.output, limits, 1)
-        return Step(
-            kind=Kind.DECODE,
-            cache_id=request.cache_id,
-            token_ids=(request.token_id,),
-            position=request.position if request.HasField("position") else None,
-            output=request.output if has_output else None,
-            timeout_s=context.time_remaining(),
-        )
-
-    def _unified_step(self, item: executor_pb2.UnifiedForwardItem, context: Context) -> Step:
-        limits = self._state.limits
-        validation.check_tokens(item.token_ids, limits)
-        validation.check_output(item.output, limits, 1)
-        if item.HasField("position") and not item.cache_id and item.position != 0:
-            raise InvalidArgument("BAD_POSITION", "position", "a new cache starts at position 0")
-        is_final = item.is_final_chunk or not item.HasField("is_final_chunk")
-        is_decode = bool(item.cache_id) and is_final and len(item.token_ids) == 1
-        return Step(
-            kind=Kind.DECODE if is_decode else Kind.PREFILL,
-            cache_id=item.cache_id,
-            token_ids=list(item.token_ids),
-            position=item.position if item.HasField("position") else None,
-            rows=Rows.LAST if is_final else Rows.NONE,
-            output=item.output if item.HasField("output") else None,
-            timeout_s=context.time_remaining(),
-        )
-
     # Running.
+
+    def _to_step(self, to_step: _ToStep[_Request], request: _Request, context: Context) -> Step:
+        left_s = cast(float | None, context.time_remaining())
+        timeout_s = None if left_s is None or left_s > _LONGEST_TIMEOUT_S else left_s
+        return to_step(request, self._state.limits, timeout_s)
 
     async def _run_step(self, step: Step) -> StepResult:
         result = await self._dispatcher.run_one(step)
         assert isinstance(result, StepResult)
         return result
 
-    def _check_batch(
-        self,
-        items: Sequence[
-            executor_pb2.PrefillRequest
-            | executor_pb2.DecodeRequest
-            | executor_pb2.UnifiedForwardItem
-        ],
-        rows: int,
-    ) -> None:
-        """The batch as a whole: it has items, and its answer can be sent."""
-        limits = self._state.limits
-        validation.check_batch(items)
-        size = sum(validation.response_bytes(item.output, limits, rows) for item in items)
-        validation.check_response_size(size, limits, "items")
-
     async def _run_batch(
         self,
         items: Sequence[_Item],
         to_step: Callable[[_Item], Step],
         encode: Callable[[StepResult], _Answer],
-        wrap: Callable[[_Answer | None, status_pb2.Status | None], Message],
-    ) -> list[Message]:
+        wrap: Callable[[_Answer | None, status_pb2.Status | None], _ItemResult],
+    ) -> list[_ItemResult]:
         """Runs the items that pass their checks together, and answers all in the items' order."""
-        duplicates = validation.duplicate_ids(item.cache_id for item in items)  # type: ignore[attr-defined]
-        outcomes: list[StepResult | QuireError | None] = [None] * len(items)
+        limits = self._state.limits
+        validation.check_batch(items, limits)
+        duplicates = validation.duplicate_ids(item.cache_id for item in items)
+        refused: dict[int, QuireError] = {}
         steps: list[Step] = []
-        places: list[int] = []
+        size_bytes = 0
         for index, item in enumerate(items):
             try:
-                validation.check_not_duplicate(item.cache_id, duplicates)  # type: ignore[attr-defined]
+                validation.check_not_duplicate(item.cache_id, duplicates)
                 steps.append(to_step(item))
-                places.append(index)
+                size_bytes += validation.response_bytes(item.output, limits, 1)
             except QuireError as error:
-                outcomes[index] = validation.in_item(error, index)
-        for index, outcome in zip(places, await self._dispatcher.run(steps), strict=True):
-            assert not isinstance(outcome, HandlesResult)
-            outcomes[index] = outcome
-        request_id = current_request_id()
+                refused[index] = validation.in_item(error, index)
+                size_bytes += validation.ANSWER_BYTES
+        validation.check_response_size(size_bytes, limits, "items")
+        ran = iter(await self._dispatcher.run(steps))
         results = []
-        for outcome in outcomes:
+        for index in range(len(items)):
+            outcome = refused.get(index) or next(ran)
             if isinstance(outcome, QuireError):
-                results.append(wrap(None, to_status(outcome, request_id)))
+                results.append(wrap(None, to_status(outcome, current_request_id())))
             else:
-                assert outcome is not None
+                assert isinstance(outcome, StepResult)
                 results.append(wrap(encode(outcome), None))
         return results
 

@@ -32,7 +32,7 @@ class WorkerView:
 
 
 class PrefixAffinity:
-    """Remembers which worker last computed each prompt prefix, in page steps. Bounded; a hint, not a promise."""
+    """Remembers which worker last computed each prompt prefix, in pages. Bounded; a hint, no promise."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._capacity = capacity

@@ -1,7 +1,7 @@
 """Server reflection under both of its names.
 
-The library speaks v1alpha only. Version 1 of the protocol has the same messages under another package name, so
-the same servicer is registered under that name too: the bytes on the wire are equal.
+The library speaks v1alpha only. Version 1 of the protocol has the same messages under another package name,
+so the same servicer is registered under that name too: the bytes on the wire are equal.
 """
 
 from __future__ import annotations

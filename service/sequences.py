@@ -247,7 +247,7 @@ class SequenceTable:
 
     def _admit(self) -> None:
         if self.draining:
-            raise Draining()
+            raise Draining
         queued = len(self._operations)
         if queued >= self.limits.max_queued_operations:
             raise QueueFull(self.limits.max_queued_operations, self._pace.wait_s(queued))
@@ -268,13 +268,13 @@ class SequenceTable:
     def _known(self, cache_id: str) -> Entry:
         entry = self._entries.get(cache_id)
         if entry is None:
-            raise CacheNotFound()
+            raise CacheNotFound
         return entry
 
     def _create(self, step: Step, now_s: float) -> Entry:
         worker = choose_worker(list(self._workers.values()), step.token_ids, self._affinity)
         if worker is None:
-            raise NoWorker()
+            raise NoWorker
         self._affinity.record(step.token_ids, worker)
         lease_s = self.limits.default_lease_s if step.lease_s is None else step.lease_s
         entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s), now_s)
@@ -354,9 +354,7 @@ class SequenceTable:
         self._send(entry, commands.fork(self._number(), entry.number, [operation.copy_number]))
         self._send(
             entry,
-            commands.forward(
-                operation.ticket, operation.copy_number, last.base, step, entry, replay=True
-            ),
+            commands.forward(operation.ticket, operation.copy_number, last.base, step, entry, replay=True),
         )
 
     def _start_truncate(self, operation: Operation, request: TruncateRequest) -> None:
@@ -451,9 +449,7 @@ class SequenceTable:
                     self._send(entry, commands.release(self._number(), [operation.copy_number]))
                 elif entry.visible:
                     # An answer may be on its way: the worker's copy is then longer than it should be.
-                    self._send(
-                        entry, commands.truncate(self._number(), entry.number, operation.base)
-                    )
+                    self._send(entry, commands.truncate(self._number(), entry.number, operation.base))
 
     # The end of a cache.
 

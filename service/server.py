@@ -95,6 +95,7 @@ class Gateway:
         await asyncio.sleep(self.config.lame_duck_s)
         self.dispatcher.start_draining()
         deadline_s = time.monotonic() + self.config.drain_grace_s
+        # Polled: an event for it would cost each call something, for the sake of one moment.
         while self.dispatcher.operations_in_flight and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_INTERVAL_S)
         await self.server.stop(_FINAL_GRACE_S)

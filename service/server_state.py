@@ -34,14 +34,14 @@ class ServerState:
     def model(self) -> worker_pb2.WorkerReady:
         """The model served. Raises NoWorker until a worker has loaded it."""
         if self._model is None:
-            raise NoWorker()
+            raise NoWorker
         return self._model
 
     @property
     def limits(self) -> RequestLimits:
         """What requests are checked against. Raises NoWorker until a worker has loaded the model."""
         if self._model is None:
-            raise NoWorker()
+            raise NoWorker
         return self._limits
 
     @property

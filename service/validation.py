@@ -32,6 +32,10 @@ _ELEMENT_BYTES = {
 _ACCEPTS = frozenset(types_pb2.VerifyAccept.values())
 # An id, a logprob and their share of tags, generously.
 _TOP_ENTRY_BYTES = 10
+# A row's token id, log-probability and framing, generously.
+_ROW_BYTES = 80
+# The rest of an answer: its handle, timing and framing, or the error of a batch's item in its place.
+ANSWER_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +97,10 @@ def check_output(output: types_pb2.OutputOptions, limits: RequestLimits, rows: i
 
 
 def response_bytes(output: types_pb2.OutputOptions, limits: RequestLimits, rows: int) -> int:
-    """About how large the answer for `rows` positions will be."""
+    """At most how large the answer for `rows` positions will be: one that is applied can be sent."""
     row_bytes = limits.vocab_size * _ELEMENT_BYTES.get(output.logits, 0)
-    row_bytes += _TOP_ENTRY_BYTES * output.top_logprobs + 4 * len(output.logprob_token_ids) + 32
-    return rows * row_bytes
+    row_bytes += _TOP_ENTRY_BYTES * output.top_logprobs + 4 * len(output.logprob_token_ids) + _ROW_BYTES
+    return ANSWER_BYTES + rows * row_bytes
 
 
 def check_response_size(size_bytes: int, limits: RequestLimits, field: str) -> None:
@@ -126,7 +130,7 @@ _SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 def _check_sampling(sampling: types_pb2.SamplingParams, limits: RequestLimits) -> None:
     for name, passes, allowed in _SAMPLING_RULES:
-        if sampling.HasField(name) and not passes(getattr(sampling, name)):  # type: ignore[arg-type]
+        if sampling.HasField(name) and not passes(getattr(sampling, name)):
             raise _bad_sampling(name, allowed)
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         raise _bad_sampling("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
@@ -164,6 +168,7 @@ def _check_choice_left(output: types_pb2.OutputOptions, limits: RequestLimits) -
     forbidden = {t for t, bias in output.sampling.logit_bias.items() if bias == -math.inf}
     if not output.HasField("mask") and len(forbidden) < limits.vocab_size:
         return
+    left = False
     match output.mask.WhichOneof("kind"):
         case "allowed":
             left = any(token not in forbidden for token in output.mask.allowed.ids)
@@ -172,8 +177,6 @@ def _check_choice_left(output: types_pb2.OutputOptions, limits: RequestLimits) -
             for token in forbidden:
                 bits &= ~(1 << token)
             left = bits != 0
-        case None:
-            left = False
     if not left:
         field = "output.mask" if output.HasField("mask") else "output.sampling.logit_bias"
         raise InvalidArgument("BAD_MASK", field, "every token is forbidden")
@@ -220,10 +223,11 @@ def check_fork(request: executor_pb2.ForkCacheRequest) -> None:
         raise InvalidArgument("BAD_COUNT", "count", f"at most {MAX_FORK_COUNT} copies can be made")
 
 
-def check_batch(items: Sequence[object]) -> None:
-    """A batch has items."""
+def check_batch(items: Sequence[object], limits: RequestLimits) -> None:
+    """A batch has items, and no more than can be answered, be it with an error each."""
     if not items:
         raise InvalidArgument("EMPTY_BATCH", "items", "at least one item is needed")
+    check_response_size(len(items) * ANSWER_BYTES, limits, "items")
 
 
 def duplicate_ids(cache_ids: Iterable[str]) -> set[str]:

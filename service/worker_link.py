@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Callable
 
 import grpc
-from service.logging import get_logger
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
+from service.logging import get_logger
+
 _log = get_logger(__name__)
+
+_Call = grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]
 
 # What one message may carry. A message that the queue would make larger is sent in several.
 _MAX_COMMANDS_PER_MESSAGE = 1024
@@ -66,7 +69,7 @@ class WorkerLink:
         ]
 
     def send(self, command: worker_pb2.WorkerCommand) -> None:
-        """Queues a command. After the stream has closed it is dropped: its operations are answered as lost."""
+        """Queues a command. Once the stream has closed it is dropped: its operations are answered as lost."""
         if not self.closed.is_set():
             self._queue.append(command)
             self._wake.set()
@@ -77,9 +80,9 @@ class WorkerLink:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
+        await self._channel.close(None)
 
-    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _write(self, call: _Call) -> None:
         try:
             while True:
                 await self._wake.wait()
@@ -102,7 +105,7 @@ class WorkerLink:
             size += command_bytes
         return message
 
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _read(self, call: _Call) -> None:
         try:
             async for response in call:
                 self._on_response(response)

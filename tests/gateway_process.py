@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc
@@ -36,13 +37,11 @@ class GatewayProcess:
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(ROOT), str(ROOT / "clients" / "python"), environment.get("PYTHONPATH", "")]
         )
-        self.process = subprocess.Popen(
-            command, stderr=self._log, stdout=self._log, cwd="/", env=environment
-        )
+        self.process = subprocess.Popen(command, stderr=self._log, stdout=self._log, cwd="/", env=environment)
         self.address = ""
         self.channel: grpc.Channel | None = None
 
-    def __enter__(self) -> GatewayProcess:
+    def __enter__(self) -> Self:
         try:
             self.address = self._wait_for_address()
             self.channel = self.connect()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import signal
@@ -54,9 +53,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 def _configure_logging(arguments: argparse.Namespace) -> None:
     """Lines like the gateway's, on the same standard error."""
-    pretty = arguments.log_format == "pretty" or (
-        arguments.log_format == "auto" and sys.stderr.isatty()
-    )
+    pretty = arguments.log_format == "pretty" or (arguments.log_format == "auto" and sys.stderr.isatty())
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -65,9 +62,7 @@ def _configure_logging(arguments: argparse.Namespace) -> None:
             structlog.processors.format_exc_info,
             structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer(),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(
-            getattr(logging, arguments.log_level.upper())
-        ),
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, arguments.log_level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
 

@@ -74,9 +74,7 @@ def pack(items: Sequence[BatchItem], page_size: int, device: torch.device) -> Fo
     )
 
 
-def _block_tables(
-    items: Sequence[BatchItem], context_lens: Sequence[int], page_size: int
-) -> torch.Tensor:
+def _block_tables(items: Sequence[BatchItem], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
     counts = [-(-length // page_size) for length in context_lens]
     longest = max(counts)
     rows = [

@@ -91,7 +91,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     # The event loop's thread.
 
-    async def Connect(
+    async def Connect(  # type: ignore[override]  # grpc.aio's other style: it writes by itself
         self,
         request_iterator: AsyncIterator[worker_pb2.ConnectRequest],
         context: grpc.aio.ServicerContext[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse],
@@ -115,7 +115,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             commands: list[Command] = []
             for message in request.commands:
                 if message.WhichOneof("command") == "snapshot" and not _waits(message.snapshot):
-                    self._send([self._snapshot(message.op_id, None)])
+                    self._send([self._snapshot(message.op_id)])
                     continue
                 try:
                     commands.append(wire.to_command(message))
@@ -164,13 +164,13 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             bytes_per_page=capacity.bytes_per_page,
             limits=(scheduler.max_batch_tokens, scheduler.max_batch_items),
         )
-        self._send([worker_pb2.WorkerEvent(ready=ready), self._snapshot(0, None)])
+        self._send([worker_pb2.WorkerEvent(ready=ready), self._snapshot(0)])
 
     def _send_results(self, results: Sequence[Result]) -> None:
         events = []
         for result in results:
             if isinstance(result, IntegrityReport):
-                events.append(self._snapshot(result.op_id, result.intact))
+                events.append(self._snapshot(result.op_id, intact=result.intact))
             else:
                 events.append(wire.to_event(result))
         self._send(events)
@@ -179,7 +179,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._events.extend(events)
         self._wake.set()
 
-    def _snapshot(self, op_id: int, intact: bool | None) -> worker_pb2.WorkerEvent:
+    def _snapshot(self, op_id: int, *, intact: bool | None = None) -> worker_pb2.WorkerEvent:
         snapshot = worker_pb2.WorkerSnapshot()
         if self._executor is not None and self._steps is not None:
             began_ns = self._steps.step_began_ns

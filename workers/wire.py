@@ -21,12 +21,10 @@ from workers.operations import (
     Fork,
     Forward,
     ForwardDone,
-    IntegrityReport,
     Kind,
     LogitsFormat,
     OutputSpec,
     Release,
-    Result,
     RowOutput,
     Rows,
     Sampling,
@@ -130,8 +128,8 @@ def _to_mask(message: types_pb2.TokenMask) -> TokenMask:
     return TokenMask(allowed=tuple(message.allowed.ids))
 
 
-def to_event(result: Result) -> worker_pb2.WorkerEvent | None:
-    """Encodes a result; None for a report, which the server answers with a snapshot."""
+def to_event(result: ForwardDone | Done | Failed) -> worker_pb2.WorkerEvent:
+    """Encodes a result."""
     match result:
         case ForwardDone():
             return worker_pb2.WorkerEvent(op_id=result.op_id, forward=_forward_done(result))
@@ -145,8 +143,6 @@ def to_event(result: Result) -> worker_pb2.WorkerEvent | None:
                 blocks_available=result.blocks_available,
             )
             return worker_pb2.WorkerEvent(op_id=result.op_id, error=error)
-        case IntegrityReport():
-            return None
 
 
 def _forward_done(result: ForwardDone) -> worker_pb2.ForwardDone:
@@ -180,7 +176,13 @@ def _row(row: RowOutput) -> types_pb2.StepOutput:
 
 
 def to_ready(
-    info: ExecutorInfo, stats: KvStats, *, pid: int, page_size: int, bytes_per_page: int, limits: Sequence[int]
+    info: ExecutorInfo,
+    stats: KvStats,
+    *,
+    pid: int,
+    page_size: int,
+    bytes_per_page: int,
+    limits: Sequence[int],
 ) -> worker_pb2.WorkerReady:
     """Describes a worker that can serve. `limits`: most tokens and most items in one step."""
     max_batch_tokens, max_batch_items = limits

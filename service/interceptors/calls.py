@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import grpc
 from google.protobuf import message as protobuf_message
@@ -26,8 +26,10 @@ _PREFIX = "/quire.v1."
 REQUEST_ID_METADATA = "x-request-id"
 _MAX_REQUEST_ID_CHARS = 128
 
-Handler = grpc.RpcMethodHandler
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context = grpc.aio.ServicerContext[Any, Any]
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -44,11 +46,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if wrapped is not None:
             return wrapped
         handler = await continuation(handler_call_details)
-        if handler is None or not method.startswith(_PREFIX) or handler.unary_unary is None:
+        # None for an unknown method, whatever the stubs say.
+        if not handler or not method.startswith(_PREFIX) or handler.unary_unary is None:
             return handler
         wrapped = grpc.unary_unary_rpc_method_handler(
-            _surround(method.rpartition("/")[2], handler.unary_unary),
-            request_deserializer=_tolerant(handler.request_deserializer),
+            _surround(method.rpartition("/")[2], cast(Behaviour, handler.unary_unary)),
+            request_deserializer=_tolerant(cast(Callable[[bytes], Any], handler.request_deserializer)),
             response_serializer=handler.response_serializer,
         )
         self._wrapped[method] = wrapped
@@ -71,10 +74,8 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return parse
 
 
-def _surround(
-    rpc: str, behaviour: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
-) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-    async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+def _surround(rpc: str, behaviour: Behaviour) -> Behaviour:
+    async def handle(request: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
         request_id = _request_id(request, context)
         bind_request_id(request_id)
         started_s = time.monotonic()
@@ -100,7 +101,7 @@ def _surround(
         _log.info(
             "call refused",
             rpc=rpc,
-            code=code_pb2.Code.Name(failure.code),  # type: ignore[arg-type]
+            code=code_pb2.Code.Name(failure.code),
             reason=failure.reason,
             message=failure.message,
             duration_ms=_elapsed_ms(started_s),
@@ -110,7 +111,7 @@ def _surround(
     return handle
 
 
-def _request_id(request: Any, context: grpc.aio.ServicerContext) -> str:
+def _request_id(request: Any, context: Context) -> str:
     """The caller's own id, from the request or the metadata, or a new one."""
     own = getattr(request, "request_id", "")
     if not own:

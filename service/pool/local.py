@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.logging import get_logger
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.config import Config
+from service.logging import get_logger
 from service.pool.base import PoolFailed, WorkerListener, WorkerSlot
 from service.worker_link import WorkerLink
 
@@ -202,7 +202,7 @@ class LocalPool:
     def _environment() -> dict[str, str]:
         """The gateway's environment, with its import path, since the worker runs in another directory."""
         environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         return environment
 
     async def _watch(self, incarnation: _Incarnation, exited: asyncio.Task[int]) -> str:
@@ -283,9 +283,7 @@ class LocalPool:
         if slot.ready is not None:
             self._listener.worker_lost(slot.worker_id, incarnation.epoch)
 
-    async def _end_process(
-        self, process: asyncio.subprocess.Process, exited: asyncio.Task[int]
-    ) -> None:
+    async def _end_process(self, process: asyncio.subprocess.Process, exited: asyncio.Task[int]) -> None:
         """Closes the worker's stdin, which asks it to end, and kills it if it does not."""
         if process.stdin is not None:
             process.stdin.close()

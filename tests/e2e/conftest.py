@@ -1,4 +1,4 @@
-"""Gateways shared by the tests of this folder. Each has two workers, as sharding is part of what is tested."""
+"""Gateways shared by the tests of this folder. Each has two workers: sharding is part of what is tested."""
 
 from __future__ import annotations
 

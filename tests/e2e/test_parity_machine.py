@@ -125,9 +125,7 @@ class ParityMachine(RuleBasedStateMachine):
         held = self.pick(number)
         position = len(held.tokens)
         answer = self.stub.Decode(
-            pb.DecodeRequest(
-                cache_id=held.cache_id, token_id=token, position=position, output=WITH_LOGITS
-            ),
+            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=position, output=WITH_LOGITS),
             timeout=30,
         )
         held.tokens.append(token)
@@ -296,9 +294,7 @@ def test_any_sequence_of_operations_matches_transformers(
     )
 
 
-def test_64_greedy_tokens_match_transformers(
-    tiny_gateway: GatewayProcess, tiny_model: Path
-) -> None:
+def test_64_greedy_tokens_match_transformers(tiny_gateway: GatewayProcess, tiny_model: Path) -> None:
     prompt = [(5 * i + 2) % VOCAB for i in range(37)]
     expected = hf_greedy(tiny_model, prompt, 64)
     stub = tiny_gateway.stub
@@ -306,13 +302,10 @@ def test_64_greedy_tokens_match_transformers(
     handle, chosen = answer.kv_cache, [answer.output.token_id]
     while len(chosen) < len(expected):
         step = stub.Decode(
-            pb.DecodeRequest(
-                cache_id=handle.cache_id, token_id=chosen[-1], position=handle.seq_len
-            ),
+            pb.DecodeRequest(cache_id=handle.cache_id, token_id=chosen[-1], position=handle.seq_len),
             timeout=30,
         )
         handle = step.kv_cache
         chosen.append(step.output.token_id)
     stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=30)
     assert chosen == expected
-

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import psutil
@@ -85,7 +86,8 @@ class Caller:
             handle = decoded.kv_cache
         await self._stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=60)
 
-    async def _call(self, method, request):  # type: ignore[no-untyped-def]
+    async def _call(self, method: Any, request: Any) -> Any:
+        """Calls; None if it was cancelled, which some are at a random moment."""
         self.calls += 1
         call = method(request, timeout=60)
         if self._random.random() >= CANCELLED_SHARE:
@@ -112,7 +114,7 @@ async def make_calls(address: str, calls: int, seed: int) -> int:
 
 
 def release_everything(gateway: GatewayProcess) -> None:
-    """A cancelled Prefill whose answer was on its way leaves a cache that nobody holds: its lease would end it."""
+    """A Prefill cancelled when its answer was on its way leaves a cache to its lease; nobody holds it."""
     caches = gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000), timeout=30).kv_caches
     for handle in caches:
         gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=30)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import psutil
@@ -45,12 +46,14 @@ def pid_of(gateway: GatewayProcess, worker_id: str) -> int:
     return next(w.pid for w in gateway.status().workers if w.worker_id == worker_id)
 
 
-def decode(gateway: GatewayProcess, cache: pb.PrefillResponse, position: int | None = None) -> pb.DecodeResponse:
+def decode(
+    gateway: GatewayProcess, cache: pb.PrefillResponse, position: int | None = None
+) -> pb.DecodeResponse:
     request = pb.DecodeRequest(cache_id=cache.kv_cache.cache_id, token_id=7, position=position)
     return gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
 
 
-def reason_of(error: grpc.RpcError) -> str:
+def reason_of(error: Any) -> str:
     status = rpc_status.from_call(error)
     info = error_details_pb2.ErrorInfo()
     assert status is not None and status.details[0].Unpack(info)

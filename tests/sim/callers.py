@@ -41,9 +41,9 @@ class Callers:
         rng = self._rng
         choice = rng.random()
         cache = self._any_cache()
-        if cache is None or choice < (0.05 if len(self._oracle.caches) >= 4 else 0.25):
+        if cache is None or choice < (0.03 if len(self._oracle.caches) >= 3 else 0.2):
             request: Request = self._creation()
-        elif choice < 0.4:
+        elif choice < 0.32:
             again = self._again(cache)
             request = again or self._step(cache)
         elif choice < 0.82:
@@ -81,8 +81,8 @@ class Callers:
     def _releases(self, cache: Cache) -> tuple[str, ...]:
         """What a beam step drops: often the parent, sometimes what is not there, or named twice."""
         rng = self._rng
-        names = [cache.cache_id] if rng.random() < 0.5 else []
-        for _ in range(rng.choice((0, 0, 1, 2))):
+        names = [cache.cache_id] if rng.random() < 0.35 else []
+        for _ in range(rng.choice((0, 0, 0, 1, 2))):
             names.append(self.cache_id())
         return tuple(names)
 
@@ -109,7 +109,7 @@ class Callers:
 
     def _step(self, cache: Cache) -> Step:
         rng = self._rng
-        kind = rng.choice((Kind.DECODE, Kind.DECODE, Kind.PREFILL, Kind.VERIFY))
+        kind = rng.choice((Kind.DECODE, Kind.DECODE, Kind.DECODE, Kind.PREFILL, Kind.VERIFY, Kind.VERIFY))
         output, accept = self._output(), types_pb2.VERIFY_ACCEPT_UNSPECIFIED
         if kind is Kind.DECODE:
             tokens = self._tokens(1, 1)

@@ -82,6 +82,8 @@ class ModelWorker:
         # Reasons of the failures reported, by op id; and the op ids that met a copy that was forgotten.
         self.failed: dict[int, int] = {}
         self.excused: set[int] = set()
+        # Longer than they should be, since a truncation of them failed.
+        self.untrimmed: set[int] = set()
         self._forgotten: set[int] = set()
         self._jobs: dict[int, _Job] = {}
         self._rng = rng
@@ -91,6 +93,11 @@ class ModelWorker:
     def idle(self) -> bool:
         """Nothing to take, run or deliver."""
         return not (self.inbox or self._jobs or self.outbox)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether forwards are queued."""
+        return bool(self._jobs)
 
     @property
     def pages_left(self) -> int:
@@ -163,9 +170,12 @@ class ModelWorker:
                 if child in self.sequences:
                     raise ProtocolError(f"fork into sequence {child}, which exists")
                 self.sequences[child] = list(tokens)
+            if command.fork.sequence in self.untrimmed:
+                self.untrimmed.update(command.fork.children)
         else:
             tokens = self._source(command.op_id, command.truncate.sequence)
             if tokens is None:
+                self.untrimmed.add(command.truncate.sequence)
                 return
             if command.truncate.new_len > len(tokens):
                 self._fail(command.op_id, FAULT)

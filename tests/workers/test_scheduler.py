@@ -186,17 +186,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(wanted_rows(chunk) for chunk in batch.chunks) <= self.scheduler.max_rows
         assert [chunk.rows for chunk in batch.chunks] == [wanted_rows(chunk) for chunk in batch.chunks]
 
+    def is_long(self, op_id: int) -> bool:
+        return self.held[op_id].remaining > SHORT_TOKENS
+
     def check_shares(self, batch: Batch, waiting: dict[int, int]) -> None:
-        """Nobody first in line is passed over for long; short ones only for lack of their share."""
+        """Nobody first in line is passed over for long; short ones only for lack of their share.
+
+        `waiting`: the heads before the step, and what remained of each. A forward that `begin` made short
+        changed lines and is not judged.
+        """
         ran = {chunk.op.op_id for chunk in batch.chunks}
-        lines: dict[bool, list[Forward]] = {False: [], True: []}
-        for op in self.heads():
-            if op.op_id in waiting:
-                lines[op.remaining > SHORT_TOKENS].append(op)
-        stuck = {line[0].op_id for line in lines.values() if line and line[0].op_id not in ran}
+        lines: dict[bool, list[int]] = {False: [], True: []}
+        for op_id, remaining in waiting.items():
+            lines[remaining > SHORT_TOKENS].append(op_id)
+        stuck = {
+            line[0]
+            for is_long, line in lines.items()
+            if line and line[0] in self.held.keys() - ran and is_long == self.is_long(line[0])
+        }
         self.passed_over = {op_id: self.passed_over.get(op_id, 0) + 1 for op_id in stuck}
         assert all(steps <= PATIENCE_STEPS for steps in self.passed_over.values())
-        if any(waiting[op.op_id] <= SHORT_TOKENS and op.op_id not in ran for op in lines[False]):
+        if (self.held.keys() - ran).intersection(lines[False]):
             short = [chunk for chunk in batch.chunks if chunk.op.remaining <= SHORT_TOKENS]
             limits = self.scheduler
             assert (

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     model = load_model(tmp_path, progress=lambda done, total: calls.append((done, total)))
     assert_holds(model, stored(tmp_path))
     steps = [done for done, _ in calls]
-    assert steps == sorted(set(steps)) and max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 1000
+    assert steps == sorted(set(steps)) and max(b - a for a, b in pairwise(steps)) <= 1000
     assert {total for _, total in calls} == {steps[-1]} == {model.weight_bytes - 4 * 2 * (4 + 2 - 2) * 32}
 
 

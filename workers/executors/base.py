@@ -22,7 +22,7 @@ import torch
 from workers.batch import BatchItem, pack, sampling_rows, score_targets
 from workers.executors.info import Capabilities, ExecutorInfo, KvCapacity, StepCounters
 from workers.kv.block_pool import KvExhausted
-from workers.kv.sequence import KvSequence, SequenceTable, KvStats
+from workers.kv.sequence import KvSequence, KvStats, SequenceTable
 from workers.kv.tensors import KvTensors
 from workers.operations import (
     GREEDY,
@@ -168,9 +168,7 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         """Appends tokens to a sequence, new or known; says what follows the last of them."""
         return self.batch_prefill([(sequence, token_ids, output)])[0]
 
-    def batch_prefill(
-        self, items: Sequence[tuple[int, Sequence[int], OutputSpec]]
-    ) -> list[RowOutput]:
+    def batch_prefill(self, items: Sequence[tuple[int, Sequence[int], OutputSpec]]) -> list[RowOutput]:
         """Several prefills in one forward."""
         ops = [self._op(key, tokens, output, Kind.PREFILL) for key, tokens, output in items]
         return [op.outputs[-1] for op in self._run(ops)]

@@ -31,7 +31,5 @@ def choose_num_pages(asked: int | None, bytes_per_page: int, device_type: str) -
     budget_bytes = min(int(available_bytes * _CPU_MEMORY_SHARE), _CPU_MAX_BYTES)
     pages = min(budget_bytes // bytes_per_page, _MAX_PAGES)
     if pages < 1:
-        raise KvSizingError(
-            f"no KV page of {bytes_per_page} bytes fits in {budget_bytes} bytes of memory"
-        )
+        raise KvSizingError(f"no KV page of {bytes_per_page} bytes fits in {budget_bytes} bytes of memory")
     return pages

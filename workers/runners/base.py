@@ -14,7 +14,7 @@ class Model(Protocol):
     """A model that reads and writes paged KV."""
 
     def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
-        """Writes the batch's K and V into their slots; returns hidden rows [R, hidden] for the wanted rows."""
+        """Writes the batch's K and V into their slots; returns the wanted hidden rows [R, hidden]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden rows [R, hidden] to logits [R, vocab], float32."""
@@ -26,4 +26,4 @@ class Runner(Protocol):
     name: str
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Runs the batch and returns the logits of its wanted rows, [R, vocab] float32, owned by the caller."""
+        """Runs the batch; returns the logits of its wanted rows, [R, vocab] float32, the caller's own."""

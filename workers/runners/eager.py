@@ -19,7 +19,7 @@ class EagerRunner:
         self._kv = kv
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Runs the batch and returns the logits of its wanted rows, [R, vocab] float32, owned by the caller."""
+        """Runs the batch; returns the logits of its wanted rows, [R, vocab] float32, the caller's own."""
         with torch.inference_mode():
             hidden = self._model.forward(inputs, self._kv)  # [R, hidden]
             return self._model.logits(hidden)  # [R, vocab]

@@ -1,0 +1,63 @@
+"""The README's first session, run against the shipped model as it is written there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gateway_process import GatewayProcess
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with GatewayProcess(model="adder") as gateway:
+        yield gateway.address
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands(program: str) -> list[list[str]]:
+    """What a shell would run for each line that starts with `.venv/bin/PROGRAM`."""
+    joined = "\n".join(blocks("sh")).replace("\\\n", " ")
+    lines = [line for line in joined.splitlines() if line.startswith(f".venv/bin/{program} ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_python_session(address: str, tmp_path: Path) -> None:
+    (code,) = blocks("python")
+    script = tmp_path / "session.py"
+    script.write_text(code.replace("127.0.0.1:50051", address))
+    assert run(sys.executable, str(script)).strip() == "46"
+
+
+def test_the_commands(address: str) -> None:
+    generate, status, *_ = commands("quire")
+    quire = (sys.executable, "-m", "service.cli")
+    root = Path(__file__).resolve().parents[2]
+    assert run(*quire, *generate, "--target", address, cwd=root).strip() == "46"
+    assert "worker-0" in run(*quire, *status, "--target", address, cwd=root)
+
+
+def test_buf_curl_through_reflection(address: str) -> None:
+    listing, prefill = commands("buf")
+    on_address = [part.replace("127.0.0.1:50051", address) for part in listing]
+    assert "quire.v1.ModelExecutorService/Decode" in run(str(BIN / "buf"), *on_address)
+    on_address = [part.replace("127.0.0.1:50051", address) for part in prefill]
+    assert '"cacheId"' in run(str(BIN / "buf"), *on_address)

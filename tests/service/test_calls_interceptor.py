@@ -1,0 +1,222 @@
+"""What surrounds every call: nothing of an exception reaches a client, nothing is left unanswered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from quire import errors as client_errors
+from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
+
+from service import errors
+from service.dispatcher import Dispatcher
+from service.interceptors.calls import CallInterceptor
+from service.journal.memory import MemoryJournal
+from service.logging import current_request_id
+from service.pool.base import WorkerSlot
+from service.sequences import Limits, SequenceTable
+from service.steps import Kind, Step, StepResult
+
+SECRET = "hunter2-/home/anna/weights"  # noqa: S105 - planted, to be looked for
+DECODE = "/quire.v1.ModelExecutorService/Decode"
+
+Behaviour = Callable[[Any], Awaitable[executor_pb2.DecodeResponse]]
+# For calls that must be answered: far longer than they take.
+PATIENCE_S = 30.0
+
+
+class Servicer(executor_pb2_grpc.ModelExecutorServiceServicer):
+    """Decode and Prefill do what the test says."""
+
+    def __init__(self) -> None:
+        self.behave: Behaviour | None = None
+
+    async def Decode(self, request: Any, context: Any) -> Any:
+        assert self.behave is not None
+        return await self.behave(request)
+
+    async def Prefill(self, request: Any, context: Any) -> Any:
+        assert self.behave is not None
+        await self.behave(request)
+        return executor_pb2.PrefillResponse()
+
+
+class Harness:
+    """A server with the interceptor, and a client of it."""
+
+    def __init__(self, servicer: Servicer, channel: grpc.aio.Channel) -> None:
+        self.servicer = servicer
+        self.channel = channel
+        self.stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+
+    async def refused(self, behave: Behaviour, **options: Any) -> grpc.aio.AioRpcError:
+        """The error with which a Decode that is handled by `behave` ends."""
+        self.servicer.behave = behave
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.stub.Decode(executor_pb2.DecodeRequest(), timeout=PATIENCE_S, **options)
+        return caught.value
+
+
+@pytest_asyncio.fixture
+async def harness() -> AsyncIterator[Harness]:
+    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    servicer = Servicer()
+    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Harness(servicer, channel)
+    await server.stop(None)
+
+
+def everything_sent(error: grpc.aio.AioRpcError) -> bytes:
+    """All bytes of a failed call that reach the client."""
+    metadata = [*error.initial_metadata(), *error.trailing_metadata()]
+    values = [value if isinstance(value, bytes) else value.encode() for _, value in metadata]
+    return b"\n".join([(error.details() or "").encode(), *values])
+
+
+def raises(error: BaseException) -> Behaviour:
+    async def behave(_request: Any) -> executor_pb2.DecodeResponse:
+        raise error
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError(SECRET), KeyError(SECRET), ExceptionGroup(SECRET, [OSError(SECRET)]), OSError(2, SECRET)],
+    ids=lambda error: type(error).__name__,
+)
+async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, error: Exception) -> None:
+    failed = await harness.refused(raises(error), metadata=[("x-request-id", "r-7")])
+
+    assert failed.code() is grpc.StatusCode.INTERNAL
+    assert failed.details() == "internal error"
+    parsed = client_errors.from_rpc_error(failed)
+    assert parsed.reason == "INTERNAL"
+    assert parsed.metadata == {"request_id": "r-7"}
+    for word in (SECRET, type(error).__name__, "Traceback"):
+        assert word.encode() not in everything_sent(failed)
+
+
+async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harness) -> None:
+    sent: list[worker_pb2.WorkerCommand] = []
+    dispatcher = Dispatcher(
+        SequenceTable(Limits()), MemoryJournal(), lambda _worker, _epoch, command: sent.append(command)
+    )
+    slot = WorkerSlot("worker-0")
+    slot.ready = worker_pb2.WorkerReady(blocks_total=8, max_seq_len=64)
+    dispatcher.worker_ready(slot)
+
+    async def behave(_request: Any) -> executor_pb2.DecodeResponse:
+        running = asyncio.ensure_future(
+            dispatcher.run_one(Step(kind=Kind.PREFILL, cache_id="", token_ids=[1]))
+        )
+        await asyncio.sleep(0)  # Lets the step reach the worker.
+        event = worker_pb2.WorkerEvent(op_id=sent[0].op_id)
+        event.error.reason = worker_pb2.WORKER_ERROR_REASON_FAULT
+        event.error.detail = repr(RuntimeError(SECRET))
+        dispatcher.worker_response(slot, worker_pb2.ConnectResponse(events=[event]))
+        assert isinstance(await running, StepResult)
+        return executor_pb2.DecodeResponse()
+
+    failed = await harness.refused(behave, metadata=[("x-request-id", "r-8")])
+
+    assert failed.code() is grpc.StatusCode.INTERNAL
+    parsed = client_errors.from_rpc_error(failed)
+    assert parsed.reason == "WORKER_FAULT"
+    assert parsed.metadata == {"request_id": "r-8"}
+    assert SECRET.encode() not in everything_sent(failed)
+    assert dispatcher.operations_in_flight == 0
+
+
+async def test_a_cancellation_that_leaks_from_inside_is_answered(harness: Harness) -> None:
+    async def behave(_request: Any) -> executor_pb2.DecodeResponse:
+        future: asyncio.Future[executor_pb2.DecodeResponse] = asyncio.get_running_loop().create_future()
+        future.cancel(SECRET)
+        return await future
+
+    failed = await harness.refused(behave)
+
+    assert failed.code() is grpc.StatusCode.UNAVAILABLE
+    parsed = client_errors.from_rpc_error(failed)
+    assert parsed.reason == "NO_WORKER" and parsed.retry_delay_s is not None
+    assert SECRET.encode() not in everything_sent(failed)
+
+
+async def test_the_callers_own_cancellation_reaches_the_handler(harness: Harness) -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def behave(_request: Any) -> executor_pb2.DecodeResponse:
+        started.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.set()
+        raise AssertionError("not reached")
+
+    harness.servicer.behave = behave
+    call = harness.stub.Decode(executor_pb2.DecodeRequest())
+    await asyncio.wait_for(started.wait(), PATIENCE_S)
+    call.cancel()
+    await asyncio.wait_for(ended.wait(), PATIENCE_S)
+
+    assert await call.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_an_error_of_ours_arrives_whole(harness: Harness) -> None:
+    failed = await harness.refused(raises(errors.QueueFull(5, 0.5)))
+
+    assert failed.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    parsed = client_errors.from_rpc_error(failed)
+    assert (parsed.reason, parsed.retry_delay_s) == ("QUEUE_FULL", 0.5)
+    assert parsed.metadata["limit"] == "5"
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05abc", b"\x0a\x02\xff\xfe", b"\x10"])
+async def test_bytes_that_are_no_message_are_the_callers_fault(harness: Harness, data: bytes) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await harness.channel.unary_unary(DECODE)(data, timeout=PATIENCE_S)
+
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert client_errors.from_rpc_error(caught.value).reason == "MALFORMED_REQUEST"
+
+
+async def seen_request_id(harness: Harness, request: Any, *metadata: tuple[str, str]) -> str:
+    """The id a call is handled under, which is also the one its error carries."""
+    seen = []
+
+    async def behave(_request: Any) -> executor_pb2.DecodeResponse:
+        seen.append(current_request_id())
+        raise errors.CacheNotFound()
+
+    harness.servicer.behave = behave
+    is_prefill = isinstance(request, executor_pb2.PrefillRequest)
+    rpc = harness.stub.Prefill if is_prefill else harness.stub.Decode
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rpc(request, metadata=metadata, timeout=PATIENCE_S)
+    assert client_errors.from_rpc_error(caught.value).metadata["request_id"] == seen[0]
+    return seen[0]
+
+
+async def test_the_request_id_is_the_callers_if_there_is_one(harness: Harness) -> None:
+    decode = executor_pb2.DecodeRequest()
+    prefill = executor_pb2.PrefillRequest(request_id="own")
+
+    assert await seen_request_id(harness, decode, ("x-request-id", "r-1")) == "r-1"
+    assert await seen_request_id(harness, decode, ("x-request-id", "r" * 999)) == "r" * 128
+    assert await seen_request_id(harness, prefill, ("x-request-id", "r-1")) == "own"
+    first, second = await seen_request_id(harness, decode), await seen_request_id(harness, decode)
+    assert len(first) == len(second) == 16 and first != second
+
+
+async def test_other_services_and_unknown_methods_pass_through(harness: Harness) -> None:
+    for method in ("/quire.v1.ModelExecutorService/Nothing", "/quire.v1.Nothing/Decode", "/x/y"):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await harness.channel.unary_unary(method)(b"", timeout=PATIENCE_S)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

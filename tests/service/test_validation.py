@@ -1,0 +1,254 @@
+"""Requests are refused exactly when the API's comments say so, with the field at fault."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.protobuf import duration_pb2, timestamp_pb2
+from google.protobuf.message import DecodeError
+from hypothesis import example, given
+from hypothesis import strategies as st
+from quire.v1 import executor_pb2, types_pb2
+
+from service import errors, validation
+from service.validation import RequestLimits
+
+VOCAB = 40
+LIMITS = RequestLimits(VOCAB, 1 << 20)
+BIG = 2**32 - 1
+uint32s = st.integers(0, BIG)
+# Ids on both sides of the vocabulary's end.
+ids = st.one_of(st.integers(0, VOCAB + 2), uint32s)
+float32s = st.floats(width=32)
+
+
+def refusal(check: Callable[..., Any], *arguments: object) -> tuple[str, str] | None:
+    """The reason and field with which something is refused; None: it is fine."""
+    try:
+        check(*arguments)
+    except errors.InvalidArgument as error:
+        return error.reason, error.field
+    return None
+
+
+def refusal_of(output: types_pb2.OutputOptions, limits: RequestLimits = LIMITS) -> tuple[str, str] | None:
+    return refusal(validation.check_output, output, limits, 1)
+
+
+@given(st.lists(ids, max_size=20))
+def test_tokens_are_refused_at_the_first_that_is_not_in_the_vocabulary(tokens: list[int]) -> None:
+    outside = [index for index, token in enumerate(tokens) if token >= VOCAB]
+    expected = ("TOKEN_OUT_OF_VOCAB", f"token_ids[{outside[0]}]") if outside else None
+    if not tokens:
+        expected = ("EMPTY_TOKENS", "token_ids")
+    assert refusal(validation.check_tokens, tokens, LIMITS) == expected
+
+
+@pytest.mark.parametrize("token", [0, VOCAB - 1, VOCAB, BIG])
+def test_a_token_is_refused_from_the_end_of_the_vocabulary_on(token: int) -> None:
+    expected = None if token < VOCAB else ("TOKEN_OUT_OF_VOCAB", "token_id")
+    assert refusal(validation.check_token, token, LIMITS) == expected
+
+
+# The ranges as types.proto states them: lowest, whether that is allowed, highest, whether that is allowed.
+RANGES = {
+    "temperature": (0.0, True, 100.0, True),
+    "top_p": (0.0, False, 1.0, True),
+    "min_p": (0.0, True, 1.0, True),
+    "repetition_penalty": (0.0, False, 10.0, True),
+    "frequency_penalty": (-2.0, True, 2.0, True),
+    "presence_penalty": (-2.0, True, 2.0, True),
+}
+
+
+def neighbours(value: float) -> list[float]:
+    """A float32, and the ones just below and above it."""
+    towards = (-math.inf, math.inf)
+    as_32 = (struct.unpack("f", struct.pack("f", value))[0],)
+    step = abs(value) * 2**-23 or 2**-149
+    return [*as_32, *(value + math.copysign(step, side) for side in towards)]
+
+
+@pytest.mark.parametrize("name", RANGES)
+@given(drawn=float32s, at_an_end=st.integers(0, 5), use_end=st.booleans())
+def test_sampling_settings_have_their_ranges(name: str, drawn: float, at_an_end: int, use_end: bool) -> None:
+    lowest, with_lowest, highest, with_highest = RANGES[name]
+    value = [*neighbours(lowest), *neighbours(highest)][at_an_end] if use_end else drawn
+    sampling = types_pb2.SamplingParams()
+    setattr(sampling, name, value)
+    sent = getattr(sampling, name)
+    allowed = lowest < sent < highest or (sent == lowest and with_lowest)
+    allowed = allowed or (sent == highest and with_highest)
+
+    expected = None if allowed else ("BAD_SAMPLING", f"output.sampling.{name}")
+    assert refusal_of(types_pb2.OutputOptions(sampling=sampling)) == expected
+
+
+@given(token=ids, bias=float32s)
+def test_a_bias_is_finite_or_forbids(token: int, bias: float) -> None:
+    sampling = types_pb2.SamplingParams(logit_bias={token: bias})
+    if token >= VOCAB:
+        expected = ("TOKEN_OUT_OF_VOCAB", f"output.sampling.logit_bias[{token}]")
+    elif math.isfinite(bias) or bias == -math.inf:
+        expected = None
+    else:
+        expected = ("BAD_SAMPLING", "output.sampling.logit_bias")
+    assert refusal_of(types_pb2.OutputOptions(sampling=sampling)) == expected
+
+
+@given(
+    allowed=st.one_of(st.none(), st.sets(st.integers(0, VOCAB - 1)), st.just(set(range(VOCAB)))),
+    forbidden=st.one_of(st.sets(st.integers(0, VOCAB - 1)), st.just(set(range(VOCAB)))),
+    packed=st.booleans(),
+    stray_bits=st.integers(0, 255),
+)
+def test_a_choice_must_be_left(
+    allowed: set[int] | None, forbidden: set[int], packed: bool, stray_bits: int
+) -> None:
+    limits = RequestLimits(VOCAB - 3, 1 << 20)  # Not a multiple of eight: bits past the end mean nothing.
+    tokens = None if allowed is None else {t for t in allowed if t < limits.vocab_size}
+    forbidden = {t for t in forbidden if t < limits.vocab_size}
+    output = types_pb2.OutputOptions()
+    output.sampling.logit_bias.update(dict.fromkeys(forbidden, -math.inf))
+    if tokens is not None and packed:
+        bits = sum(1 << t for t in tokens) | stray_bits >> 5 << limits.vocab_size
+        output.mask.packed = bits.to_bytes(VOCAB // 8, "little")
+    elif tokens is not None:
+        output.mask.allowed.ids.extend(tokens)
+        output.mask.allowed.SetInParent()
+
+    refused = refusal_of(output, limits)
+
+    left = (set(range(limits.vocab_size)) if tokens is None else tokens) - forbidden
+    assert (refused is None) == bool(left)
+    if refused is not None:
+        reason, field = refused
+        where = "output.sampling.logit_bias" if tokens is None else "output.mask"
+        assert reason == "BAD_MASK" and field.startswith(where)
+
+
+@given(packed=st.binary(max_size=12))
+def test_a_packed_mask_has_one_bit_for_each_token(packed: bytes) -> None:
+    output = types_pb2.OutputOptions(mask=types_pb2.TokenMask(packed=packed))
+    if len(packed) != VOCAB // 8:
+        assert refusal_of(output) == ("BAD_MASK", "output.mask.packed")
+    else:
+        assert refusal_of(output) == (None if any(packed) else ("BAD_MASK", "output.mask"))
+
+
+@given(seconds=st.integers(-(2**63), 2**63 - 1), nanos=st.integers(-(2**31), 2**31 - 1))
+@example(seconds=0, nanos=1)
+@example(seconds=0, nanos=0)
+def test_a_lease_is_positive(seconds: int, nanos: int) -> None:
+    lease = duration_pb2.Duration(seconds=seconds, nanos=nanos)
+    expected = None if seconds * 10**9 + nanos > 0 else ("BAD_LEASE", "lease")
+    assert refusal(validation.lease_seconds, lease) == expected
+
+
+@given(data=st.binary(max_size=200))
+def test_any_options_are_accepted_or_refused_with_a_field(data: bytes) -> None:
+    try:
+        output = types_pb2.OutputOptions.FromString(data)
+    except DecodeError:
+        return
+    refused = refusal_of(output)
+    assert refused is None or refused[1].startswith("output.")
+
+
+# The size of answers: what passes the check can be sent, so nothing is applied whose answer is lost.
+
+FORMAT_BYTES = {
+    types_pb2.LOGITS_FORMAT_UNSPECIFIED: 0,
+    types_pb2.LOGITS_FORMAT_F32: 4,
+    types_pb2.LOGITS_FORMAT_BF16: 2,
+    types_pb2.LOGITS_FORMAT_F16: 2,
+}
+HANDLE = types_pb2.KvCacheHandle(
+    cache_id="kv_" + "x" * 24,
+    seq_len=BIG,
+    epoch=2**64 - 1,
+    worker_id="worker-1000000",
+    expire_time=timestamp_pb2.Timestamp(seconds=253_402_300_799, nanos=10**9 - 1),
+)
+TIMING = types_pb2.StepTiming(queue_ns=2**64 - 1, compute_ns=2**64 - 1, steps=BIG, batch_items=BIG)
+
+
+def largest_row(output: types_pb2.OutputOptions, vocab_size: int) -> types_pb2.StepOutput:
+    """What a worker returns for a row, with every number as wide as it can be."""
+    row = types_pb2.StepOutput(token_id=BIG, logprob=-1.0)
+    row.top.token_ids.extend([BIG] * output.top_logprobs)
+    row.top.logprobs.extend([-1.0] * output.top_logprobs)
+    row.chosen_logprobs.extend([-1.0] * len(output.logprob_token_ids))
+    if output.logits:
+        row.logits.dtype = types_pb2.DATA_TYPE_F16
+        row.logits.shape.append(vocab_size)
+        row.logits.data = b"\xff" * (FORMAT_BYTES[output.logits] * vocab_size)
+    return row
+
+
+@given(
+    logits=st.sampled_from(sorted(FORMAT_BYTES)),
+    vocab_size=st.integers(1, 3000),
+    top=st.integers(0, 200),
+    chosen=st.integers(0, 200),
+    rows=st.integers(1, 20),
+)
+def test_no_answer_is_larger_than_was_checked(
+    logits: types_pb2.LogitsFormat, vocab_size: int, top: int, chosen: int, rows: int
+) -> None:
+    output = types_pb2.OutputOptions(
+        logits=logits, top_logprobs=top, logprob_token_ids=[0] * chosen, logprob=True
+    )
+    limits = RequestLimits(vocab_size, 1 << 30)
+    row = largest_row(output, vocab_size)
+
+    verify = executor_pb2.ForwardVerifyResponse(
+        kv_cache=HANDLE, outputs=[row] * rows, accepted=BIG, timing=TIMING
+    )
+    forward = executor_pb2.ForwardResponse(
+        outputs=[row] * rows, token_logprobs=[-1.0] * (rows - 1), timing=TIMING
+    )
+    prefill = executor_pb2.PrefillResponse(kv_cache=HANDLE, output=row, reused_tokens=BIG, timing=TIMING)
+    batch = executor_pb2.BatchPrefillResponse(
+        results=[executor_pb2.BatchPrefillResult(response=prefill)] * rows
+    )
+
+    assert verify.ByteSize() <= validation.response_bytes(output, limits, rows)
+    assert forward.ByteSize() <= validation.response_bytes(output, limits, rows)
+    assert batch.ByteSize() <= rows * validation.response_bytes(output, limits, 1)
+
+
+def test_no_error_of_an_item_is_larger_than_was_checked() -> None:
+    token = errors.InvalidArgument(
+        "TOKEN_OUT_OF_VOCAB",
+        f"items[{BIG}].output.sampling.logit_bias[{BIG}]",
+        f"token {BIG} is not below the vocabulary size {BIG}",
+    )
+    others = [
+        errors.PositionMismatch(BIG, BIG),
+        errors.SequenceTooLong(2 * BIG, BIG),
+        errors.KvExhausted(BIG, BIG, retry_after_s=1.5),
+        errors.QueueFull(BIG, 1.5),
+        errors.Unsupported("this executor has no LoRA adapters", metadata={"field": "adapter_id"}),
+    ]
+    for error in (token, *others):
+        result = executor_pb2.BatchDecodeResult(error=errors.to_status(error, "r" * 128))
+        answer = executor_pb2.BatchDecodeResponse(results=[result])
+        assert answer.ByteSize() <= validation.ANSWER_BYTES
+
+
+def test_a_batch_has_items_and_no_more_than_can_be_answered() -> None:
+    limits = RequestLimits(VOCAB, 10 * validation.ANSWER_BYTES)
+    expected = {0: ("EMPTY_BATCH", "items"), 1: None, 10: None, 11: ("OUTPUT_TOO_LARGE", "items")}
+    for count, refused in expected.items():
+        assert refusal(validation.check_batch, [None] * count, limits) == refused
+
+
+@given(st.lists(st.sampled_from(["", "a", "b", "c"])))
+def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[str]) -> None:
+    duplicates = validation.duplicate_ids(cache_ids)
+    assert duplicates == {c for c in cache_ids if c and cache_ids.count(c) > 1}
