@@ -20,11 +20,11 @@ from service.errors import (
     Unsupported,
     WorkerFault,
 )
-from service.journal.base import Journal, JournalConflict
+from service.journal.base import Forked, Journal, JournalConflict, Record, Released
 from service.logging import get_logger
 from service.pool.base import WorkerSlot
 from service.sequences import SequenceTable
-from service.steps import Handle, Reply, Request, Result, Send, Write
+from service.steps import Handle, HandlesResult, Reply, Request, Result, Send, StepResult, Write
 
 _log = get_logger(__name__)
 _EXPIRY_INTERVAL_S = 1.0
@@ -56,6 +56,8 @@ class Dispatcher:
         self._journal = journal
         self._send = send
         self._calls: dict[int, tuple[_Call, int]] = {}
+        # Caches that the journal knows less of than the table: until released, nothing of them is answered.
+        self._unwritten: set[str] = set()
 
     # Callers.
 
@@ -169,29 +171,45 @@ class Dispatcher:
     # Effects.
 
     def _carry_out(self) -> None:
-        unwritten = False
         for effect in self._table.take_effects():
             if isinstance(effect, Send):
                 self._send(effect.worker_id, effect.epoch, effect.command)
             elif isinstance(effect, Reply):
-                self._reply(effect.ticket, InternalError() if unwritten else effect.outcome)
-                unwritten = False
+                self._reply(effect.ticket, self._checked(effect.outcome))
             elif isinstance(effect, Write):
-                unwritten = not self._write(effect) or unwritten
+                self._write(effect.record)
 
-    def _write(self, effect: Write) -> bool:
+    def _write(self, record: Record) -> None:
         try:
-            self._journal.append((effect.record,))
+            self._journal.append((record,))
         except JournalConflict:
             _log.exception("the journal refused a record")
-            return False
-        return True
+            self._unwritten.add(record.cache_id)
+        if isinstance(record, Forked) and record.parent in self._unwritten:
+            self._unwritten.add(record.cache_id)
+        elif isinstance(record, Released):
+            self._unwritten.discard(record.cache_id)
+
+    def _checked(self, outcome: Outcome) -> Outcome:
+        """An answer that rests on what could not be written is none."""
+        if self._unwritten and not self._unwritten.isdisjoint(_cache_ids(outcome)):
+            return InternalError()
+        return outcome
 
     def _reply(self, ticket: int, outcome: Outcome) -> None:
         waiting = self._calls.pop(ticket, None)
         if waiting is not None:
             call, index = waiting
             call.resolve(index, outcome)
+
+
+def _cache_ids(outcome: Outcome) -> list[str]:
+    """The caches an answer speaks of."""
+    if isinstance(outcome, HandlesResult):
+        return [handle.cache_id for handle in outcome.handles]
+    if isinstance(outcome, StepResult) and outcome.handle is not None:
+        return [outcome.handle.cache_id]
+    return []
 
 
 def _to_error(error: worker_pb2.WorkerError) -> QuireError:

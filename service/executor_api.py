@@ -273,7 +273,7 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
         ran = iter(await self._dispatcher.run(steps))
         results = []
         for index in range(len(items)):
-            outcome = refused.get(index) or next(ran)
+            outcome = refused[index] if index in refused else next(ran)
             if isinstance(outcome, QuireError):
                 results.append(wrap(None, to_status(outcome, current_request_id())))
             else:

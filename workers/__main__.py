@@ -59,12 +59,19 @@ def _configure_logging(arguments: argparse.Namespace) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer(),
+            *_renderers(pretty=pretty),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, arguments.log_level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
+    # Plain tracebacks: structlog's others print local variables, which hold callers' tokens.
+    if pretty:
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
 
 
 def _end_with_the_gateway() -> None:

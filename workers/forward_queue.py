@@ -13,6 +13,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from workers.operations import Forward
 
@@ -20,17 +21,20 @@ from workers.operations import Forward
 SHORT_TOKENS = 16
 
 
-@dataclass(slots=True, order=True)
+@dataclass(slots=True, eq=False)
 class Entry:
-    """A forward held. Entries compare by arrival. Changed by `ForwardQueue` only, but for `step`."""
+    """A forward held. Changed by `ForwardQueue` only, but for `step`."""
 
     arrival: int
-    op: Forward = field(compare=False)
-    begun: bool = field(default=False, compare=False)
+    op: Forward
+    begun: bool = False
     # Where it stands; None while an earlier forward of its sequence is not done.
-    lane: list[Entry] | None = field(default=None, compare=False, repr=False)
+    lane: list[Entry] | None = field(default=None, repr=False)
     # The last step it was put in: the scheduler's note.
-    step: int = field(default=-1, compare=False)
+    step: int = -1
+
+
+by_arrival = attrgetter("arrival")
 
 
 class ForwardQueue:
@@ -82,7 +86,7 @@ class ForwardQueue:
         lane = self.short if entry.op.remaining <= SHORT_TOKENS else self.long
         if entry.lane is not lane:
             self._leave_lane(entry)
-            insort(lane, entry)
+            insort(lane, entry, key=by_arrival)
             entry.lane = lane
 
     def leave(self, entry: Entry) -> None:
@@ -116,18 +120,19 @@ class ForwardQueue:
 
     def _leave_lane(self, entry: Entry) -> None:
         if entry.lane is not None:
-            del entry.lane[bisect_left(entry.lane, entry)]
+            del entry.lane[bisect_left(entry.lane, entry.arrival, key=by_arrival)]
             entry.lane = None
 
     def check_invariants(self) -> None:
         """Assert that lanes, queues, counts and deadlines agree. For tests; O(held)."""
         queues = [list(queue.values()) for queue in self._by_sequence.values()]
-        held = sorted(self._entries.values())
-        assert sorted(entry for queue in queues for entry in queue) == held
-        assert all(queue == sorted(queue) for queue in queues)
-        assert sorted(self.short + self.long) == sorted(queue[0] for queue in queues)
+        held = sorted(self._entries.values(), key=by_arrival)
+        assert sorted((entry for queue in queues for entry in queue), key=by_arrival) == held
+        assert all(queue == sorted(queue, key=by_arrival) for queue in queues)
+        first = sorted((queue[0] for queue in queues), key=by_arrival)
+        assert sorted(self.short + self.long, key=by_arrival) == first
         for lane in (self.short, self.long):
-            assert lane == sorted(lane)
+            assert lane == sorted(lane, key=by_arrival)
             assert all(entry.lane is lane for entry in lane)
             assert all((entry.op.remaining <= SHORT_TOKENS) == (lane is self.short) for entry in lane)
         assert not any(entry.begun for queue in queues for entry in queue[1:])

@@ -153,9 +153,8 @@ class Scheduler:
         self._fill(self._queue.short, left, begin, chunks)
         self._long_goes_first = bool(self._queue.long) and not long_had_turn
 
-        short = sorted(pair for pair in chunks if pair[0].lane is self._queue.short)
-        long = sorted(pair for pair in chunks if pair[0].lane is self._queue.long)
-        return Batch([chunk for _, chunk in short + long], expired)
+        chunks.sort(key=lambda pair: (pair[0].lane is self._queue.long, pair[0].arrival))
+        return Batch([chunk for _, chunk in chunks], expired)
 
     def advance(self, chunk: Chunk) -> bool:
         """Count a chunk whose step succeeded into `op.computed`; return whether the forward is done.

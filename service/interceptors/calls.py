@@ -28,7 +28,7 @@ _MAX_REQUEST_ID_CHARS = 128
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
-Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
@@ -40,14 +40,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
+    ) -> Handler | None:
         method = handler_call_details.method
         wrapped = self._wrapped.get(method)
         if wrapped is not None:
             return wrapped
-        handler = await continuation(handler_call_details)
         # None for an unknown method, whatever the stubs say.
-        if not handler or not method.startswith(_PREFIX) or handler.unary_unary is None:
+        handler = await continuation(handler_call_details)
+        if handler is None or not method.startswith(_PREFIX) or handler.unary_unary is None:
             return handler
         wrapped = grpc.unary_unary_rpc_method_handler(
             _surround(method.rpartition("/")[2], cast(Behaviour, handler.unary_unary)),

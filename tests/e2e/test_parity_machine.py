@@ -285,7 +285,7 @@ def test_any_sequence_of_operations_matches_transformers(
     run_state_machine_as_test(
         ParityMachine,
         settings=settings(
-            max_examples=80,
+            max_examples=40,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,

@@ -6,6 +6,7 @@ import pytest
 from quire.v1 import types_pb2, worker_pb2
 
 from service import sequences
+from service.errors import QueueFull
 from service.sequences import Limits
 from service.steps import ForkRequest, Kind, Rows, Step, TruncateRequest
 from tests.sim.harness import MAX_SEQ_LEN, Gateway, decode, prefill, verify
@@ -242,7 +243,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     tickets = [gateway.submit(prefill(1)) for _ in range(3)]
     assert gateway.reason(tickets[2]) == "QUEUE_FULL"
     error = gateway.replies[tickets[2]]
-    assert isinstance(error, sequences.QueueFull) and error.retry_after_s
+    assert isinstance(error, QueueFull) and error.retry_after_s
 
 
 def test_one_cache_cannot_fill_the_queue(gateway: Gateway) -> None:

@@ -82,9 +82,8 @@ class Callers:
         """What a beam step drops: often the parent, sometimes what is not there, or named twice."""
         rng = self._rng
         names = [cache.cache_id] if rng.random() < 0.35 else []
-        for _ in range(rng.choice((0, 0, 0, 1, 2))):
-            names.append(self.cache_id())
-        return tuple(names)
+        others = (self.cache_id() for _ in range(rng.choice((0, 0, 0, 1, 2))))
+        return (*names, *others)
 
     def _creation(self) -> Step:
         rng = self._rng

@@ -174,9 +174,7 @@ def prefill(
     request_id: str = "",
     lease_s: float | None = None,
 ) -> Step:
-    return Step(
-        Kind.PREFILL, cache_id, list(token_ids), position, request_id=request_id, lease_s=lease_s
-    )
+    return Step(Kind.PREFILL, cache_id, list(token_ids), position, request_id=request_id, lease_s=lease_s)
 
 
 def decode(

@@ -1,8 +1,8 @@
 """A model of a worker: token lists instead of KV, and the order of events of `workers/step_loop.py`.
 
-Commands wait in the inbox until `take`; then controls are carried out at once, and forwards queue. `step` runs
-some of them, perhaps only a chunk of each; answers wait in the outbox until they are delivered. Whatever it
-does wrong, it does as a real one would: pages run out, steps fault, deadlines pass, a copy is forgotten.
+Commands wait in the inbox until `take`; then controls are carried out at once, and forwards queue. `step`
+runs some of them, perhaps only a chunk of each; answers wait in the outbox until they are delivered. Whatever
+it does wrong, it does as a real one would: pages run out, steps fault, deadlines pass, a copy is forgotten.
 """
 
 from __future__ import annotations

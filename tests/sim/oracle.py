@@ -1,4 +1,4 @@
-"""What is true: the tokens of every cache, derived from the effects alone, by the promises of DESIGN section 4.
+"""What is true: the tokens of every cache, derived from the effects alone.
 
 The oracle sees requests as they are submitted and effects as they come out; it never asks the state machine.
 It knows a cache's tokens from the records, checks that each record belongs to the reply behind it, and that
@@ -86,8 +86,8 @@ class Oracle:
         self.seen = seen
         self.now_s = 0.0
         self.ready_epochs: set[int] = set()
-        self.draining = False
-        self.queue_limit = 0
+        self.draining: bool = False
+        self.queue_limit: int = 0
         # What the simulator did last: ("release", cache_id), ("expire", ""), ("worker_lost", "") ...
         self.cause: tuple[str, str] = ("", "")
         # op id -> (reason, whether the worker had forgotten the copy)

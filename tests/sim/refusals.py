@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from service.errors import QuireError
@@ -16,36 +17,41 @@ _WORKER_REASONS = {"WORKER_FAULT": FAULT, "KV_EXHAUSTED": KV_EXHAUSTED, "STEP_TI
 
 def check_refusal(oracle: Oracle, ticket: int, request: Request, error: QuireError) -> None:
     """Asserts that `error` is a true answer to `request` at this point."""
-    cache = oracle.cache_of(request)
-    reason = error.reason
+    cache, reason = oracle.cache_of(request), error.reason
     if reason in _WORKER_REASONS:
         assert oracle.worker_failures[ticket][0] == _WORKER_REASONS[reason], "the worker did not say so"
+    elif reason in _OF_THE_SERVER:
+        assert _OF_THE_SERVER[reason](oracle)
     elif reason == "CACHE_NOT_FOUND":
         assert cache is None
-    elif reason in {"POSITION_MISMATCH", "REQUEST_ID_REUSED"}:
-        assert isinstance(request, Step) and cache is not None
-        _check_position(request, cache, error)
+    elif reason == "WORKER_LOST":
+        assert isinstance(request, Step) and (cache is None or cache.lost)
+        assert oracle.cause[0] == "worker_lost"
     elif reason == "SEQUENCE_TOO_LONG":
         assert isinstance(request, Step)
         length = len(cache.tokens) if cache is not None else 0
         assert length + len(request.token_ids) > oracle.max_seq_len
-    elif reason == "TRUNCATE_BEYOND_END":
-        assert isinstance(request, TruncateRequest) and cache is not None
-        assert request.new_len > len(cache.tokens)
-    elif reason == "CACHE_LOST":
-        assert cache is not None
-        _check_lost(oracle, ticket, request, cache, error)
-    elif reason == "WORKER_LOST":
-        assert isinstance(request, Step) and (cache is None or cache.lost)
-        assert oracle.cause[0] == "worker_lost"
-    elif reason == "NO_WORKER":
-        assert not oracle.ready_epochs
-    elif reason == "DRAINING":
-        assert oracle.draining
-    elif reason == "QUEUE_FULL":
-        assert len(oracle.outstanding) >= oracle.queue_limit
     else:
-        raise AssertionError(f"{reason} is no answer")
+        assert cache is not None, "only of a cache can one say that"
+        _check_of_cache(oracle, ticket, request, cache, error)
+
+
+_OF_THE_SERVER: dict[str, Callable[[Oracle], bool]] = {
+    "NO_WORKER": lambda oracle: not oracle.ready_epochs,
+    "DRAINING": lambda oracle: oracle.draining,
+    "QUEUE_FULL": lambda oracle: len(oracle.outstanding) >= oracle.queue_limit,
+}
+
+
+def _check_of_cache(oracle: Oracle, ticket: int, request: Request, cache: Cache, error: QuireError) -> None:
+    if error.reason == "CACHE_LOST":
+        _check_lost(oracle, ticket, request, cache, error)
+    elif isinstance(request, TruncateRequest):
+        assert error.reason == "TRUNCATE_BEYOND_END"
+        assert request.new_len > len(cache.tokens)
+    else:
+        assert isinstance(request, Step) and error.reason in {"POSITION_MISMATCH", "REQUEST_ID_REUSED"}
+        _check_position(request, cache, error)
 
 
 def _check_position(step: Step, cache: Cache, error: QuireError) -> None:

@@ -6,13 +6,10 @@ python -m tests.sim.simulation --seeds 4711         # one again, with its trace 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-import sys
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from quire.v1 import worker_pb2
 
@@ -23,13 +20,10 @@ from service.steps import Reply, Send, TruncateRequest, Write
 from tests.sim.callers import Callers
 from tests.sim.model_worker import KV_EXHAUSTED, KV_MISSING, TIMEOUT, ModelWorker
 from tests.sim.oracle import Oracle
+from tests.sim.rest import check_end, check_rest
 
 MAX_SEQ_LEN = 24
 EVENTS = 220
-
-
-class ScheduleFailed(Exception):
-    """A schedule broke a promise. The message has its seed and how it ended."""
 
 
 class Simulation:
@@ -83,11 +77,11 @@ class Simulation:
         for action in self.rng.choices(actions, weights, k=EVENTS):
             action()
         self._settle()
-        self._check_rest()
+        check_rest(self.table, self.journal, self.oracle, self.workers.values())
         for cache_id in list(self.oracle.caches):
             self._release_cache(cache_id)
         self._settle()
-        self._check_end()
+        check_end(self.table, self.journal, self.workers.values())
 
     # Callers.
 
@@ -110,7 +104,9 @@ class Simulation:
         ticket = self.rng.choice(list(self.oracle.outstanding))
         request = self.oracle.cancelled(ticket)
         self.table.cancel(ticket)
-        self._carry_out("cancel truncation" if isinstance(request, TruncateRequest) else "cancel", str(ticket))
+        self._carry_out(
+            "cancel truncation" if isinstance(request, TruncateRequest) else "cancel", str(ticket)
+        )
 
     def _release(self) -> None:
         self._release_cache(self.callers.cache_id())
@@ -288,77 +284,8 @@ class Simulation:
                 self._deliver_events(worker, len(worker.outbox))
         assert not self.oracle.outstanding, "every caller is answered"
 
-    def _check_rest(self) -> None:
-        """Workers hold what the table thinks they hold, token for token, and nothing else."""
-        for cache_id, cache in self.oracle.caches.items():
-            assert list(self.journal.token_ids(cache_id)) == cache.tokens
-        for worker in self.workers.values():
-            held = dict(worker.sequences)
-            for entry in self.table._entries.values():
-                if (entry.worker.worker_id, entry.worker.epoch) != (worker.worker_id, worker.epoch):
-                    continue
-                tokens = self.oracle.caches[entry.cache_id].tokens
-                assert entry.length == len(tokens)
-                copy = held.pop(entry.number, None)
-                if copy is None:
-                    # To hold nothing of an empty cache is to hold it.
-                    assert not tokens or worker.has_forgotten(entry.number), "a copy is missing"
-                else:
-                    assert copy[: len(tokens)] == tokens, "another sequence's tokens"
-                    assert len(copy) == len(tokens) or entry.number in worker.untrimmed, "pages wasted"
-            assert not held, "sequences that nobody can name"
-
-    def _check_end(self) -> None:
-        """Everything was released: nothing is left anywhere."""
-        assert len(self.table) == len(self.journal) == 0
-        assert not self.table._by_request_id
-        for worker in self.workers.values():
-            assert not worker.sequences, "a released sequence is still held"
-        for view in self.table._workers.values():
-            assert view.sequences == view.blocks_queued == 0
-
 
 def _error_of(reason: int) -> QuireError:
     if reason == KV_EXHAUSTED:
         return KvExhausted(1, 0)
     return StepTimeout() if reason == TIMEOUT else WorkerFault()
-
-
-def run_schedule(seed: int, seen: Counter[str]) -> None:
-    """Runs one schedule; counts what happened in `seen`. Raises ScheduleFailed."""
-    simulation = Simulation(seed, seen)
-    try:
-        simulation.run()
-    except Exception as error:
-        trace = "\n".join(f"  {entry!r}".replace("\n", " ") for entry in simulation.trace)
-        raise ScheduleFailed(f"seed {seed}: {error!r}; the last events:\n{trace}") from error
-
-
-def run_schedules(seeds: Iterable[int]) -> Counter[str]:
-    """Runs schedules and says what happened in them. Raises ScheduleFailed for the first that fails."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        run_schedule(seed, seen)
-    return seen
-
-
-def _main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seeds", default="0:10000", help="one seed, or first:end")
-    first, _, end = parser.parse_args().seeds.partition(":")
-    seeds = range(int(first), int(end) if end else int(first) + 1)
-    began_s = time.process_time()
-    try:
-        seen = run_schedules(seeds)
-    except ScheduleFailed as failure:
-        sys.stderr.write(f"{failure}\n")
-        return 1
-    took_s = time.process_time() - began_s
-    for what, count in sorted(seen.items()):
-        sys.stdout.write(f"{count:10d}  {what}\n")
-    sys.stdout.write(f"{len(seeds)} schedules in {took_s:.1f} s of CPU: {len(seeds) / took_s:.0f} a second\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

@@ -1,6 +1,6 @@
 """Thousands of seeded schedules keep every promise, and a gateway with a planted bug does not.
 
-A failure names its seed: `python -m tests.sim.simulation --seeds SEED` runs that schedule again.
+A failure names its seed: `python -m tests.sim --seeds SEED` runs that schedule again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from service import commands, sequences
+from service import commands
 from service.entries import AppliedStep, Entry, Operation
 from service.sequences import SequenceTable
 from service.steps import Request, Step
-from tests.sim.simulation import ScheduleFailed, run_schedules
+from tests.sim.schedules import ScheduleFailed, run_schedules
 
 SCHEDULES = 3000
 # A planted bug shows within this many; most within ten.
@@ -129,7 +129,7 @@ def wrong_position_sent(patch: pytest.MonkeyPatch) -> None:
     def one_early(op_id: int, number: int, position: int, *rest: object, **options: object) -> object:
         return forward(op_id, number, max(0, position - 1), *rest, **options)  # type: ignore[arg-type]
 
-    patch.setattr(sequences.commands, "forward", one_early)
+    patch.setattr(commands, "forward", one_early)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,14 +49,7 @@ class LlmExecutor(ModelExecutor):
             "kv_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
         }
-        bytes_per_page = (
-            2
-            * config.num_hidden_layers
-            * PAGE_SIZE
-            * config.num_key_value_heads
-            * config.head_dim
-            * weights_dtype.itemsize
-        )
+        bytes_per_page = 2 * math.prod(shape.values()) * weights_dtype.itemsize
         num_pages = choose_num_pages(kv_blocks, bytes_per_page, device.type)
         kv = KvTensors(num_pages=num_pages, dtype=weights_dtype, device=device, **shape)
         runner = EagerRunner(loaded.decoder, kv)
@@ -81,8 +75,9 @@ def _describe(directory: Path, loaded: LoadedModel, runner: str, device: torch.d
         num_attention_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        num_parameters=loaded.weight_bytes // dtype.itemsize,
+        num_parameters=loaded.num_parameters,
         weight_bytes=loaded.weight_bytes,
         eos_token_ids=config.eos_token_ids,
+        bos_token_id=config.bos_token_id,
         tokenizer_json=tokenizer.read_bytes() if tokenizer.is_file() else b"",
     )

@@ -1,0 +1,302 @@
+"""Each way a call can fail: its code, its reason, the field at fault; and that nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from tests.e2e.error_cases import CASES, INVALID, MAX_RESPONSE_BYTES, PROMPT, VOCAB, Case
+from tests.gateway_process import GatewayProcess
+
+PAGES, PAGE_TOKENS = 64, 16
+MAX_DETAIL_BYTES = 4096
+TIMEOUT_S = 30.0
+WITH_LOGPROB = types.OutputOptions(logprob=True)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a client reads from a failure."""
+
+    code: int
+    reason: str
+    fields: tuple[str, ...]
+    metadata: dict[str, str]
+    retry_delay_s: float | None
+
+
+def read_status(status: status_pb2.Status) -> Refusal:
+    """Reads a status, and checks what all of ours have in common."""
+    assert status.ByteSize() < MAX_DETAIL_BYTES
+    info, retry, request = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.RetryInfo(),
+        error_details_pb2.BadRequest(),
+    )
+    for detail in status.details:
+        assert sum(detail.Unpack(message) for message in (info, retry, request)) == 1
+    assert info.domain == "quire" and status.message
+    assert info.metadata.pop("request_id")
+    assert bool(request.field_violations) == (status.code == INVALID)
+    delay_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return Refusal(
+        code=status.code,
+        reason=info.reason,
+        fields=tuple(violation.field for violation in request.field_violations),
+        metadata=dict(info.metadata),
+        retry_delay_s=delay_s if retry.HasField("retry_delay") else None,
+    )
+
+
+def refusal(call: Callable[..., Any], request: Any) -> Refusal:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(request, timeout=TIMEOUT_S)
+    assert isinstance(caught.value, grpc.Call)
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
+    return read_status(status)
+
+
+def holdings(gateway: GatewayProcess) -> list[tuple[int, int, int]]:
+    """What the sequences of each worker hold, with the pools' invariants checked."""
+    pools = gateway.pools()
+    for pool in pools:
+        assert pool.pool_intact, pool
+        assert pool.blocks_free + pool.blocks_cached + pool.blocks_referenced == pool.blocks_total
+    return [(pool.sequences, pool.tokens, pool.blocks_referenced) for pool in pools]
+
+
+@pytest.fixture(scope="module")
+def cache(weightless_gateway: GatewayProcess) -> Iterator[str]:
+    """A cache that holds PROMPT."""
+    stub = weightless_gateway.stub
+    cache_id = stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S).kv_cache.cache_id
+    yield cache_id
+    stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
+    weightless_gateway.assert_pools_are_whole()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_failed_call_says_why_and_leaves_nothing_behind(
+    weightless_gateway: GatewayProcess, cache: str, case: Case
+) -> None:
+    before = holdings(weightless_gateway)
+
+    refused = refusal(getattr(weightless_gateway.stub, case.rpc), case.request(cache))
+
+    assert (refused.code, refused.reason) == (case.code, case.reason)
+    assert refused.fields == ((case.at,) if case.at else ())
+    assert refused.metadata == case.metadata
+    assert refused.retry_delay_s is None  # The same call would fail again.
+    assert holdings(weightless_gateway) == before
+    (handle,) = weightless_gateway.stub.ListCaches(pb.ListCachesRequest(), timeout=TIMEOUT_S).kv_caches
+    assert (handle.cache_id, handle.seq_len) == (cache, len(PROMPT))
+
+
+# Batches.
+
+GOOD_PROMPTS = ([5, 6, 7], list(range(100, 140)))
+Outcome = tuple[int, int]
+
+
+def to_unified(request: pb.PrefillRequest) -> pb.UnifiedForwardItem | None:
+    """The same as an item; None if an item has no such fields."""
+    if request.adapter_id or request.request_id or request.HasField("lease"):
+        return None
+    item = pb.UnifiedForwardItem(cache_id=request.cache_id, token_ids=request.token_ids)
+    if request.HasField("position"):
+        item.position = request.position
+    if request.HasField("output"):
+        item.output.CopyFrom(request.output)
+    return item
+
+
+# Of each batch call: its request, the single call that an item stands for, that call's request as an item.
+BATCHES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "BatchPrefill": (pb.BatchPrefillRequest, "Prefill", lambda request: request),
+    "BatchDecode": (pb.BatchDecodeRequest, "Decode", lambda request: request),
+    "UnifiedForward": (pb.UnifiedForwardRequest, "Prefill", to_unified),
+}
+
+
+def good_items(stub: Any, rpc: str) -> list[Any]:
+    """Two items that succeed. Those of a decode are about caches of their own, on either worker."""
+    if rpc == "BatchPrefill":
+        return [pb.PrefillRequest(token_ids=tokens, output=WITH_LOGPROB) for tokens in GOOD_PROMPTS]
+    if rpc == "UnifiedForward":
+        return [pb.UnifiedForwardItem(token_ids=tokens, output=WITH_LOGPROB) for tokens in GOOD_PROMPTS]
+    handles = [
+        stub.Prefill(pb.PrefillRequest(token_ids=tokens[:-1]), timeout=TIMEOUT_S).kv_cache
+        for tokens in GOOD_PROMPTS
+    ]
+    return [
+        pb.DecodeRequest(cache_id=handle.cache_id, token_id=tokens[-1], output=WITH_LOGPROB)
+        for handle, tokens in zip(handles, GOOD_PROMPTS, strict=True)
+    ]
+
+
+def run_batch(stub: Any, rpc: str, bad: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Runs bad items among two good ones, whose caches it releases. The good and the bad results."""
+    first, last = good_items(stub, rpc)
+    request = BATCHES[rpc][0](items=[first, *bad, last])
+    results = list(getattr(stub, rpc)(request, timeout=TIMEOUT_S).results)
+    assert len(results) == len(bad) + 2
+    good = [results[0], results[-1]]
+    for result in good:
+        assert result.WhichOneof("result") == "response", result
+        released = pb.ReleaseCacheRequest(cache_id=result.response.kv_cache.cache_id)
+        assert stub.ReleaseCache(released, timeout=TIMEOUT_S).released
+    return good, results[1:-1]
+
+
+def assert_same(good: list[Any], expected: list[Any]) -> None:
+    for result, other in zip(good, expected, strict=True):
+        assert result.response.kv_cache.seq_len == other.response.kv_cache.seq_len
+        assert result.response.output.token_id == other.response.output.token_id
+        # Batches of other sizes add in another order.
+        assert result.response.output.logprob == pytest.approx(other.response.output.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("rpc", BATCHES)
+def test_no_bad_item_hurts_the_others(weightless_gateway: GatewayProcess, cache: str, rpc: str) -> None:
+    stub = weightless_gateway.stub
+    _, single, to_item = BATCHES[rpc]
+    cases = [(case, to_item(case.request(cache))) for case in CASES if case.rpc == single]
+    cases = [(case, item) for case, item in cases if item is not None]
+    before = holdings(weightless_gateway)
+    expected, _ = run_batch(stub, rpc, [])
+    for case, item in cases:
+        good, (bad,) = run_batch(stub, rpc, [item])
+
+        assert_same(good, expected)
+        refused = read_status(bad.error)
+        assert (refused.code, refused.reason) == (case.code, case.reason), case.name
+        assert refused.fields == ((f"items[1].{case.at}",) if case.at else ()), case.name
+        assert (refused.metadata, refused.retry_delay_s) == (case.metadata, None)
+    assert len(cases) > 40 and holdings(weightless_gateway) == before
+
+
+@pytest.mark.parametrize("rpc", BATCHES)
+def test_a_cache_that_occurs_twice_fails_alone(
+    weightless_gateway: GatewayProcess, cache: str, rpc: str
+) -> None:
+    stub = weightless_gateway.stub
+    expected, _ = run_batch(stub, rpc, [])
+    twice: Any = pb.DecodeRequest(cache_id=cache, token_id=1)
+    if rpc != "BatchDecode":
+        twice = BATCHES[rpc][2](pb.PrefillRequest(cache_id=cache, token_ids=[1]))
+
+    good, bad = run_batch(stub, rpc, [twice, twice])
+
+    assert_same(good, expected)
+    for index, result in enumerate(bad, start=1):
+        refused = read_status(result.error)
+        assert (refused.code, refused.reason) == (INVALID, "DUPLICATE_CACHE_IN_BATCH")
+        assert refused.fields == (f"items[{index}].cache_id",)
+
+
+# Failures that depend on what else is held or runs.
+
+
+def test_exhausted_pools_say_so_until_pages_are_released(weightless_gateway: GatewayProcess) -> None:
+    stub = weightless_gateway.stub
+    more_than_half = list(range(PAGES * PAGE_TOKENS // 2 + 1))
+    at_first = holdings(weightless_gateway)
+
+    def prefill(variant: int) -> pb.PrefillRequest:
+        # A prompt of its own, so that no page is shared.
+        return pb.PrefillRequest(token_ids=[(token * 7 + variant) % VOCAB for token in more_than_half])
+
+    def release(cache_id: str) -> None:
+        assert stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S).released
+
+    held = [stub.Prefill(prefill(n), timeout=TIMEOUT_S).kv_cache.cache_id for n in range(2)]
+    before = holdings(weightless_gateway)
+
+    refused = refusal(stub.Prefill, prefill(2))
+    assert (refused.code, refused.reason) == (code_pb2.RESOURCE_EXHAUSTED, "KV_EXHAUSTED")
+    assert refused.metadata == {"blocks_needed": "33", "blocks_available": "31"}
+    assert refused.retry_delay_s is not None
+    extension = pb.PrefillRequest(cache_id=held[0], token_ids=more_than_half)
+    assert refusal(stub.Prefill, extension).reason == "KV_EXHAUSTED"
+    batch = pb.BatchPrefillRequest(items=[pb.PrefillRequest(token_ids=[1, 2]), extension])
+    good, bad = stub.BatchPrefill(batch, timeout=TIMEOUT_S).results
+    assert read_status(bad.error).reason == "KV_EXHAUSTED"
+    release(good.response.kv_cache.cache_id)
+    assert holdings(weightless_gateway) == before
+    release(held.pop())
+    held.append(stub.Prefill(prefill(2), timeout=TIMEOUT_S).kv_cache.cache_id)
+    for cache_id in held:
+        release(cache_id)
+    assert holdings(weightless_gateway) == at_first
+
+
+def test_the_largest_answer_that_is_not_refused_arrives(weightless_gateway: GatewayProcess) -> None:
+    stub = weightless_gateway.stub
+    output = types.OutputOptions(logits=types.LOGITS_FORMAT_F32, top_logprobs=3, logprob=True)
+    rows = MAX_RESPONSE_BYTES // (4 * VOCAB)
+    answer = None
+    while answer is None:
+        request = pb.ForwardRequest(token_ids=[1] * rows, output=output)
+        try:
+            answer = stub.Forward(request, timeout=TIMEOUT_S)
+        except grpc.RpcError:
+            assert refusal(stub.Forward, request).reason == "OUTPUT_TOO_LARGE"
+            rows -= 1
+    # Nearly all of the bound can be used.
+    assert len(answer.outputs) == rows and answer.ByteSize() > 0.9 * MAX_RESPONSE_BYTES
+
+
+def test_a_request_id_names_one_request(weightless_gateway: GatewayProcess) -> None:
+    stub = weightless_gateway.stub
+    before = holdings(weightless_gateway)
+    request = pb.PrefillRequest(token_ids=[1, 2, 3], request_id="once")
+    handle = stub.Prefill(request, timeout=TIMEOUT_S).kv_cache
+    assert stub.Prefill(request, timeout=TIMEOUT_S).kv_cache.cache_id == handle.cache_id
+
+    other = pb.PrefillRequest(token_ids=[1, 2, 4], request_id="once")
+    refused = refusal(stub.Prefill, other)
+
+    assert (refused.code, refused.reason, refused.fields) == (INVALID, "REQUEST_ID_REUSED", ("request_id",))
+    assert stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=TIMEOUT_S).released
+    assert holdings(weightless_gateway) == before
+
+
+def test_a_full_queue_and_a_drain_refuse_new_calls_and_finish_the_others() -> None:
+    # A stopped worker holds its operation in flight for as long as it is needed.
+    flags = ["--kv-blocks", "8", "--max-queued-operations", "1", "--heartbeat-timeout-s", "600"]
+    request = pb.PrefillRequest(token_ids=[1, 2, 3])
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        batch = pb.BatchPrefillRequest(items=[request, request])
+        first, second = gateway.stub.BatchPrefill(batch, timeout=TIMEOUT_S).results
+        assert first.WhichOneof("result") == "response"
+        refused = read_status(second.error)
+        assert (refused.code, refused.reason) == (code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert refused.metadata == {"limit": "1"} and refused.retry_delay_s is not None
+
+        worker = psutil.Process(gateway.status().workers[0].pid)
+        worker.suspend()
+        try:
+            running = gateway.stub.Prefill.future(request, timeout=TIMEOUT_S)
+            while gateway.status().operations_in_flight == 0:
+                pass
+            assert refusal(gateway.stub.Prefill, request).reason == "QUEUE_FULL"
+            gateway.process.send_signal(signal.SIGTERM)
+            while (refused := refusal(gateway.stub.Prefill, request)).reason == "QUEUE_FULL":
+                pass
+            assert (refused.code, refused.reason) == (code_pb2.UNAVAILABLE, "DRAINING")
+            assert refused.retry_delay_s is not None
+        finally:
+            worker.resume()
+        assert running.result().kv_cache.seq_len == 3
+        assert gateway.process.wait(TIMEOUT_S) == 0

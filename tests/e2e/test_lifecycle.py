@@ -1,0 +1,161 @@
+"""The life of a server: start, health, drain, stop; and what it costs to be there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quire.v1 import executor_pb2 as pb
+
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import TinyModel, make_model
+
+MAX_GATEWAY_BYTES = 150 << 20
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def serve_until_it_ends(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service.cli", "serve", "--log-format", "json", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_shipped_model_adds(shipped_gateway: GatewayProcess) -> None:
+    target = ["--target", shipped_gateway.address]
+    for prompt, answer in (("12+34=", "46"), ("999+1=", "1000"), ("0+0=", "0")):
+        command = [sys.executable, "-m", "service.cli", "generate", *target, prompt]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert answer in done.stdout.replace(prompt, "").split()
+    shipped_gateway.assert_pools_are_whole()
+
+
+def test_status_is_a_table_of_workers(shipped_gateway: GatewayProcess) -> None:
+    command = [sys.executable, "-m", "service.cli", "status", "--target", shipped_gateway.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "worker-0" in done.stdout and "worker-1" in done.stdout
+
+
+def test_the_gateway_is_small(shipped_gateway: GatewayProcess) -> None:
+    assert shipped_gateway.status().memory_bytes < MAX_GATEWAY_BYTES
+    assert psutil.Process(shipped_gateway.process.pid).memory_info().rss < MAX_GATEWAY_BYTES
+
+
+def test_a_second_server_on_the_same_port_fails(shipped_gateway: GatewayProcess) -> None:
+    done = serve_until_it_ends("--listen", shipped_gateway.address, "--model", "paged-attention")
+    assert done.returncode == 1
+    assert "cannot listen" in done.stderr
+    assert shipped_gateway.status().state == pb.SERVER_STATE_SERVING
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--dtype", "float8"], "dtype"),
+        (["--workers", "0"], "workers"),
+        (["--model", "/nowhere"], "model"),
+        (["--kv-blocks", "-1"], "kv_blocks"),
+    ],
+)
+def test_a_bad_setting_is_refused_at_start(flags: list[str], said: str) -> None:
+    done = serve_until_it_ends("--listen", "127.0.0.1:0", *flags)
+    assert done.returncode == 2
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_model_that_cannot_be_served_ends_the_server(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", TinyModel())
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    done = serve_until_it_ends("--listen", "127.0.0.1:0", "--model", str(model))
+    assert done.returncode == 1
+    assert "model.safetensors" in done.stderr
+
+
+def test_a_pool_that_does_not_fit_ends_the_server() -> None:
+    done = serve_until_it_ends("--listen", "127.0.0.1:0", "--kv-blocks", "1000000000")
+    assert done.returncode == 1
+    assert "kv_blocks" in done.stderr
+
+
+def test_draining_finishes_what_has_begun() -> None:
+    flags = ["--kv-blocks", "2048", "--max-batch-tokens", "16", "--lame-duck-s", "1"]
+    with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
+        with gateway.connect() as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=120)
+            assert next(watch).status == SERVING
+            # Small steps: long enough to be in flight when the signal comes.
+            prompt = [i % 1000 for i in range(12_000)]
+            call = gateway.stub.Prefill.future(pb.PrefillRequest(token_ids=prompt), timeout=100)
+            while gateway.status().operations_in_flight == 0:
+                time.sleep(0.005)
+            gateway.process.send_signal(signal.SIGTERM)
+            assert next(watch).status == NOT_SERVING
+            # The lame-duck delay: still taken.
+            late = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1]), timeout=100)
+            assert late.kv_cache.seq_len == 1
+            assert call.result().kv_cache.seq_len == len(prompt)
+            assert gateway.process.wait(60) == 0
+        workers = [str(r["pid"]) for r in gateway.records() if r["event"] == "worker started"]
+        assert len(workers) == 2 and not any(psutil.pid_exists(int(pid)) for pid in workers)
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    flags = ["--kv-blocks", "2048", "--lame-duck-s", "60"]
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        workers = [psutil.Process(worker.pid) for worker in gateway.status().workers]
+        gateway.process.send_signal(signal.SIGTERM)
+        while "draining" not in gateway.log():
+            time.sleep(0.01)
+        gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.process.wait(30) == -signal.SIGKILL
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive
+
+
+def test_readers_answer_while_workers_load() -> None:
+    gateway = GatewayProcess(model="paged-attention")
+    try:
+        gateway.address = gateway._wait_for_address()
+        gateway.channel = gateway.connect()
+        health = health_pb2_grpc.HealthStub(gateway.channel)
+        seen = {health.Check(health_pb2.HealthCheckRequest(), timeout=30).status}
+        status = gateway.status()
+        if status.state == pb.SERVER_STATE_STARTING:
+            with pytest.raises(grpc.RpcError) as refused:
+                gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1]), timeout=30)
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        gateway.wait_until_ready()
+        seen.add(health.Check(health_pb2.HealthCheckRequest(), timeout=30).status)
+        assert SERVING in seen
+    finally:
+        gateway.stop()
+
+
+def test_callers_in_threads_share_steps(shipped_gateway: GatewayProcess) -> None:
+    """Independent callers end up in common forwards: fewer steps than operations."""
+
+    def loop() -> None:
+        answer = shipped_gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2]), timeout=60)
+        handle = answer.kv_cache
+        for _ in range(40):
+            request = pb.DecodeRequest(cache_id=handle.cache_id, token_id=1, position=handle.seq_len)
+            handle = shipped_gateway.stub.Decode(request, timeout=60).kv_cache
+        shipped_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=60)
+
+    threads = [threading.Thread(target=loop) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    workers = shipped_gateway.status().workers
+    assert sum(w.steps for w in workers) < sum(w.batch_items for w in workers)
+    shipped_gateway.assert_pools_are_whole()

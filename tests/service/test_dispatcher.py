@@ -1,0 +1,205 @@
+"""The asyncio shell: who is answered when, and what happens to what nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from quire.v1 import types_pb2, worker_pb2
+
+from service import dispatcher as dispatcher_module
+from service.dispatcher import Dispatcher
+from service.errors import CacheNotFound, InternalError, QuireError
+from service.journal.base import Appended, JournalConflict, Record, Released
+from service.journal.memory import MemoryJournal
+from service.pool.base import WorkerSlot
+from service.sequences import Limits, SequenceTable
+from service.steps import ForkRequest, Request, Result, StepResult
+from tests.sim.harness import decode, prefill
+
+
+class FussyJournal(MemoryJournal):
+    """Refuses the next record of a kind."""
+
+    refuses: type[Record] | None = None
+
+    def append(self, records: Sequence[Record]) -> None:
+        if self.refuses is not None and any(isinstance(record, self.refuses) for record in records):
+            self.refuses = None
+            raise JournalConflict("a test says so")
+        super().append(records)
+
+
+class Bench:
+    """A dispatcher, and a worker that is played by the test."""
+
+    def __init__(self) -> None:
+        self.sent: list[worker_pb2.WorkerCommand] = []
+        self.journal = FussyJournal()
+        self.table = SequenceTable(Limits())
+        self.dispatcher = Dispatcher(self.table, self.journal, lambda *sent: self.sent.append(sent[2]))
+        ready = worker_pb2.WorkerReady(blocks_total=100, max_seq_len=100)
+        self.slot = WorkerSlot("worker-0", epoch=1, ready=ready)
+        self.dispatcher.worker_ready(self.slot)
+
+    async def start(self, *requests: Request) -> asyncio.Task[list[Result | QuireError]]:
+        """A call whose commands have been sent."""
+        task = asyncio.create_task(self.dispatcher.run(requests))
+        await asyncio.sleep(0)
+        return task
+
+    def answer(self, *commands: worker_pb2.WorkerCommand) -> None:
+        """The worker has done these; its answers come in one message."""
+        events = []
+        for command in commands:
+            event = worker_pb2.WorkerEvent(op_id=command.op_id)
+            if command.WhichOneof("command") == "forward":
+                event.forward.kept = len(command.forward.token_ids)
+                event.forward.outputs.append(types_pb2.StepOutput(token_id=9))
+            else:
+                event.done.SetInParent()
+            events.append(event)
+        self.respond(*events)
+
+    def respond(self, *events: worker_pb2.WorkerEvent) -> None:
+        response = worker_pb2.ConnectResponse(events=events, blocks_available=50)
+        self.dispatcher.worker_response(self.slot, response)
+
+    async def create(self, *token_ids: int) -> str:
+        task = await self.start(prefill(*token_ids))
+        self.answer(self.sent.pop())
+        (result,) = await task
+        assert isinstance(result, StepResult) and result.handle is not None
+        return result.handle.cache_id
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def kinds(commands: Sequence[worker_pb2.WorkerCommand]) -> list[str | None]:
+    return [command.WhichOneof("command") for command in commands]
+
+
+async def test_a_call_is_answered_when_all_of_it_is_done(bench: Bench) -> None:
+    a, b = await bench.create(1), await bench.create(2)
+    task = await bench.start(decode(a, 3), decode("unknown", 4), decode(b, 5))
+    first, second = bench.sent
+    bench.answer(second)
+    await asyncio.sleep(0)
+    assert not task.done()
+    bench.answer(first)
+    outcomes = await task
+    assert isinstance(outcomes[1], CacheNotFound)
+    handles = [o.handle for o in (outcomes[0], outcomes[2]) if isinstance(o, StepResult)]
+    assert [handle.cache_id for handle in handles if handle] == [a, b], "in the order of the requests"
+
+
+async def test_no_requests_are_no_call(bench: Bench) -> None:
+    assert await bench.dispatcher.run([]) == []
+
+
+async def test_answers_of_one_message_serve_many_callers(bench: Bench) -> None:
+    caches = [await bench.create(n) for n in range(3)]
+    tasks = [await bench.start(decode(cache, 7)) for cache in caches]
+    bench.answer(*bench.sent)
+    await asyncio.gather(*tasks)
+    assert [list(bench.journal.token_ids(cache)) for cache in caches] == [[0, 7], [1, 7], [2, 7]]
+
+
+async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
+    a, b = await bench.create(1), await bench.create(2)
+    task = await bench.start(decode(a, 3), decode(b, 4))
+    first, second = bench.sent
+    bench.answer(first)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert kinds(bench.sent[2:]) == ["abort", "truncate"]
+    bench.answer(second)
+    assert list(bench.journal.token_ids(a)) == [1, 3], "what was answered stays"
+    assert list(bench.journal.token_ids(b)) == [2]
+    assert bench.dispatcher.operations_in_flight == 0
+
+
+async def test_a_refused_record_is_an_internal_error_for_that_cache_alone(bench: Bench) -> None:
+    a, b = await bench.create(1), await bench.create(2)
+    first, second = await bench.start(decode(a, 3)), await bench.start(decode(b, 4))
+    bench.journal.refuses = Appended
+    bench.answer(*bench.sent)
+    assert isinstance((await first)[0], InternalError)
+    assert isinstance((await second)[0], StepResult)
+
+
+async def test_a_step_that_is_not_in_the_journal_is_never_answered(bench: Bench) -> None:
+    cache = await bench.create(1)
+    task = await bench.start(decode(cache, 3, position=1))
+    bench.journal.refuses = Appended
+    bench.answer(bench.sent.pop())
+    await task
+    (again,) = await bench.dispatcher.run([decode(cache, 3, position=1)])
+    assert isinstance(again, InternalError), "remembered, but not written"
+    fork = await bench.start(ForkRequest(cache, 1))
+    bench.answer(bench.sent.pop())
+    assert isinstance((await fork)[0], InternalError), "the copy would have what the journal has not"
+    assert bench.dispatcher.release(cache)
+
+
+async def test_a_release_that_was_not_written_is_nobody_elses_failure(bench: Bench) -> None:
+    cache = await bench.create(1)
+    task = await bench.start(decode(cache, 3))
+    bench.journal.refuses = Released
+    assert bench.dispatcher.release(cache)
+    assert isinstance((await task)[0], CacheNotFound)
+
+
+async def test_those_who_wait_for_a_dead_worker_are_answered(bench: Bench) -> None:
+    cache = await bench.create(1)
+    task = await bench.start(decode(cache, 3), prefill(4))
+    bench.dispatcher.worker_lost("worker-0", 1)
+    reasons = [outcome.reason for outcome in await task if isinstance(outcome, QuireError)]
+    assert reasons == ["CACHE_LOST", "WORKER_LOST"]
+
+
+@pytest.mark.parametrize(
+    ("worker_reason", "reason"),
+    [
+        (worker_pb2.WORKER_ERROR_REASON_UNSPECIFIED, "WORKER_FAULT"),
+        (worker_pb2.WORKER_ERROR_REASON_KV_MISSING, "CACHE_LOST"),
+        (worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED, "KV_EXHAUSTED"),
+        (worker_pb2.WORKER_ERROR_REASON_FAULT, "WORKER_FAULT"),
+        (worker_pb2.WORKER_ERROR_REASON_TIMEOUT, "STEP_TIMEOUT"),
+        (worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED, "UNSUPPORTED_BY_EXECUTOR"),
+    ],
+)
+async def test_what_a_worker_says_becomes_what_a_client_sees(
+    bench: Bench, worker_reason: worker_pb2.WorkerErrorReason, reason: str
+) -> None:
+    cache = await bench.create(1)
+    task = await bench.start(decode(cache, 3))
+    error = worker_pb2.WorkerError(reason=worker_reason, detail="secret", blocks_needed=3, blocks_available=2)
+    bench.respond(worker_pb2.WorkerEvent(op_id=bench.sent.pop().op_id, error=error))
+    (outcome,) = await task
+    assert isinstance(outcome, QuireError) and outcome.reason == reason
+    assert "secret" not in outcome.message
+    if reason == "KV_EXHAUSTED":
+        assert outcome.metadata == {"blocks_needed": "3", "blocks_available": "2"}
+    assert list(bench.journal.token_ids(cache)) == [1]
+
+
+async def test_one_request_raises_its_error(bench: Bench) -> None:
+    with pytest.raises(CacheNotFound):
+        await bench.dispatcher.run_one(decode("unknown", 1))
+
+
+async def test_leases_run_out_by_themselves(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "_EXPIRY_INTERVAL_S", 0.0)
+    cache = await bench.create(1)
+    bench.dispatcher.renew(cache, 0.0)
+    expiry = asyncio.create_task(bench.dispatcher.expire_leases())
+    while bench.dispatcher.sequences:
+        await asyncio.sleep(0)
+    expiry.cancel()
+    assert kinds(bench.sent) == ["release"]

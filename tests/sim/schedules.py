@@ -1,0 +1,30 @@
+"""Many schedules, each from its seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from tests.sim.simulation import Simulation
+
+
+class ScheduleFailed(Exception):
+    """A schedule broke a promise. The message has its seed and how it ended."""
+
+
+def run_schedule(seed: int, seen: Counter[str]) -> None:
+    """Runs one schedule; counts what happened in `seen`. Raises ScheduleFailed."""
+    simulation = Simulation(seed, seen)
+    try:
+        simulation.run()
+    except Exception as error:
+        trace = "\n".join(f"  {entry!r}".replace("\n", " ") for entry in simulation.trace)
+        raise ScheduleFailed(f"seed {seed}: {error!r}; the last events:\n{trace}") from error
+
+
+def run_schedules(seeds: Iterable[int]) -> Counter[str]:
+    """Runs schedules and says what happened in them. Raises ScheduleFailed for the first that fails."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        run_schedule(seed, seen)
+    return seen
