@@ -193,6 +193,7 @@ class ForwardDone:
     """A forward that was applied. `kept` tokens of it stay in the sequence."""
 
     op_id: int
+    sequence: int
     outputs: Sequence[RowOutput]
     kept: int
     reused: int

@@ -106,6 +106,11 @@ class Scheduler:
         return len(self._queue)
 
     @property
+    def has_long(self) -> bool:
+        """Whether a long forward (a prefill) has something to run."""
+        return bool(self._queue.long)
+
+    @property
     def in_flight(self) -> int:
         """Forwards begun and not done."""
         return self._queue.begun

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from workers.coalescing import CoalescingWindow
 from workers.executors.base import KvExhausted, KvMissing, ModelExecutor
 from workers.operations import (
     Abort,
@@ -26,6 +27,7 @@ from workers.operations import (
     FailureReason,
     Fork,
     Forward,
+    ForwardDone,
     IntegrityReport,
     Release,
     Result,
@@ -47,6 +49,7 @@ class StepLoop:
         self._emit = emit
         self._inbox: queue.SimpleQueue[Sequence[Command] | None] = queue.SimpleQueue()
         self._results: list[Result] = []
+        self._window = CoalescingWindow()
         self._stopping = threading.Event()
         # When the running step began, in time.monotonic_ns(); 0 between steps. Read by other threads.
         self.step_began_ns = 0
@@ -77,20 +80,31 @@ class StepLoop:
             self._flush()
 
     def _take(self) -> None:
-        """Takes all commands that have come; waits for one if there is nothing to run."""
+        """Takes all commands that have come; waits for one if there is nothing to run.
+
+        With something to run it may wait a moment for callers who are about to come back.
+        """
         commands = None if len(self._scheduler) else self._inbox.get()
         while True:
             for command in commands or ():
                 self._carry_out(command)
+            wait_ns = 0
+            if not self._scheduler.has_long:
+                wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
             try:
-                commands = self._inbox.get_nowait()
+                commands = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
             except queue.Empty:
+                if not wait_ns:
+                    return
+                commands = None
+            if self._stopping.is_set():
                 return
 
     def _carry_out(self, command: Command) -> None:
         try:
             match command:
                 case Forward():
+                    self._window.arrived(command.sequence, time.monotonic_ns())
                     self._scheduler.add(command)
                     return
                 case Abort():
@@ -103,6 +117,7 @@ class StepLoop:
                 case Release():
                     for sequence in command.sequences:
                         self._executor.release_cache(sequence)
+                        self._window.forget(sequence)
                 case CheckIntegrity():
                     self._results.append(IntegrityReport(command.op_id, self._is_intact(command)))
                     return
@@ -136,11 +151,14 @@ class StepLoop:
             self._results.append(Failed(op.op_id, FailureReason.TIMEOUT))
         if not batch.chunks:
             return
-        self.step_began_ns = time.monotonic_ns()
+        began_ns = self.step_began_ns = time.monotonic_ns()
         try:
             self._run(batch.chunks)
         finally:
             self.step_began_ns = 0
+        now_ns = time.monotonic_ns()
+        answered = [result.sequence for result in self._results if isinstance(result, ForwardDone)]
+        self._window.opened(answered, now_ns, now_ns - began_ns)
 
     def _begin(self, op: Forward) -> bool:
         """Prepares an operation for its first step; answers it if that fails."""

@@ -38,11 +38,8 @@ class Refusal:
 def read_status(status: status_pb2.Status) -> Refusal:
     """Reads a status, and checks what all of ours have in common."""
     assert status.ByteSize() < MAX_DETAIL_BYTES
-    info, retry, request = (
-        error_details_pb2.ErrorInfo(),
-        error_details_pb2.RetryInfo(),
-        error_details_pb2.BadRequest(),
-    )
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    request = error_details_pb2.BadRequest()
     for detail in status.details:
         assert sum(detail.Unpack(message) for message in (info, retry, request)) == 1
     assert info.domain == "quire" and status.message
@@ -61,8 +58,8 @@ def read_status(status: status_pb2.Status) -> Refusal:
 def refusal(call: Callable[..., Any], request: Any) -> Refusal:
     with pytest.raises(grpc.RpcError) as caught:
         call(request, timeout=TIMEOUT_S)
-    assert isinstance(caught.value, grpc.Call)
-    status = rpc_status.from_call(caught.value)
+    error: Any = caught.value
+    status = rpc_status.from_call(error)
     assert status is not None
     return read_status(status)
 
@@ -235,7 +232,8 @@ def test_exhausted_pools_say_so_until_pages_are_released(weightless_gateway: Gat
     release(good.response.kv_cache.cache_id)
     assert holdings(weightless_gateway) == before
     release(held.pop())
-    held.append(stub.Prefill(prefill(2), timeout=TIMEOUT_S).kv_cache.cache_id)
+    assert holdings(weightless_gateway) != before
+    held.append(stub.Prefill(prefill(3), timeout=TIMEOUT_S).kv_cache.cache_id)
     for cache_id in held:
         release(cache_id)
     assert holdings(weightless_gateway) == at_first

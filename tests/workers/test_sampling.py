@@ -275,6 +275,18 @@ def test_forbidding_all_raises(temperature: float, bias: dict[int, float], mask:
         choose_tokens(logits, [SamplingRow(), row, row])
 
 
+def test_which_tokens_penalties_count() -> None:
+    logits = [4.0, 3.9, 3.8, 3.7]
+    past = SamplingRow(history=[0, 0, 1, 1, 2], prompt_len=2)
+    for spec, token in [  # 0 is in the prompt only, 1 came twice since, 2 once.
+        (Sampling(repetition_penalty=1.1), 3),
+        (Sampling(presence_penalty=0.5), 0),
+        (Sampling(frequency_penalty=0.15, logit_bias={0: -1.0, 3: -1.0}), 2),
+        (Sampling(presence_penalty=0.15, logit_bias={0: -1.0, 3: -1.0}), 1),
+    ]:
+        assert choose_one(logits, replace(past, spec=spec)) == token
+
+
 def test_bias_and_penalties_stay_finite_and_never_revive_a_token() -> None:
     logits = [FLOAT32_MAX, -INF, -1.0]
     spec = Sampling(logit_bias={0: FLOAT32_MAX, 1: FLOAT32_MAX}, repetition_penalty=1e-30)

@@ -109,6 +109,7 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         self._count(op, now_ns)
         return ForwardDone(
             op_id=op.op_id,
+            sequence=op.sequence,
             outputs=op.outputs,
             kept=kept,
             reused=op.reused,

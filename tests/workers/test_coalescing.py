@@ -1,0 +1,78 @@
+"""Waiting for callers who are about to come back, and for nobody else."""
+
+from __future__ import annotations
+
+from workers.coalescing import CoalescingWindow
+
+MS = 1_000_000
+
+
+def prompt_window(sequences: range, step_ns: int = 40 * MS) -> CoalescingWindow:
+    """A window that has seen all of these come back in time once, and has just answered them again."""
+    window = CoalescingWindow()
+    window.opened(sequences, 0, step_ns)
+    for sequence in sequences:
+        window.arrived(sequence, 2 * MS)
+    window.opened(sequences, 100 * MS, step_ns)
+    return window
+
+
+def test_it_waits_for_callers_who_came_back_in_time() -> None:
+    window = prompt_window(range(4))
+    window.arrived(0, 101 * MS)
+    assert window.remaining_ns(101 * MS, waiting=1) == 9 * MS
+    for sequence in (1, 2, 3):
+        window.arrived(sequence, 102 * MS)
+    assert window.remaining_ns(102 * MS, waiting=4) == 0, "all are here"
+
+
+def test_a_stranger_is_not_waited_for() -> None:
+    window = CoalescingWindow()
+    window.opened([1, 2], 0, 40 * MS)
+    window.arrived(1, 1 * MS)
+    assert window.remaining_ns(1 * MS, waiting=1) == 0
+
+
+def test_a_caller_who_is_late_once_is_given_up_until_it_is_prompt_again() -> None:
+    window = prompt_window(range(2))
+    window.arrived(0, 101 * MS)
+    assert window.remaining_ns(111 * MS, waiting=1) == 0, "the window has closed"
+    window.opened([0], 150 * MS, 40 * MS)
+    window.arrived(1, 151 * MS)
+    assert window.remaining_ns(151 * MS, waiting=1) == 9 * MS, "0 was prompt and is expected"
+    window.arrived(0, 152 * MS)
+    window.opened([0, 1], 200 * MS, 40 * MS)
+    window.arrived(0, 201 * MS)
+    assert window.remaining_ns(201 * MS, waiting=1) == 0, "1 was late for the step before"
+    window.arrived(1, 202 * MS)
+    window.opened([0, 1], 250 * MS, 40 * MS)
+    window.arrived(0, 251 * MS)
+    assert window.remaining_ns(251 * MS, waiting=1) > 0, "1 was prompt this time"
+
+
+def test_a_lone_caller_never_waits() -> None:
+    window = CoalescingWindow()
+    for step in range(5):
+        window.opened([7], step * 100 * MS, 40 * MS)
+        window.arrived(7, step * 100 * MS + 1 * MS)
+        assert window.remaining_ns(step * 100 * MS + 1 * MS, waiting=1) == 0
+
+
+def test_with_nothing_at_hand_there_is_nothing_to_hold_back() -> None:
+    assert prompt_window(range(3)).remaining_ns(100 * MS, waiting=0) == 0
+
+
+def test_the_wait_is_a_share_of_the_step_and_bounded() -> None:
+    short = prompt_window(range(3), step_ns=10 * MS)
+    short.arrived(0, 100 * MS)
+    assert short.remaining_ns(100 * MS, waiting=1) == int(2.5 * MS)
+    long = prompt_window(range(3), step_ns=1000 * MS)
+    long.arrived(0, 100 * MS)
+    assert long.remaining_ns(100 * MS, waiting=1) == 20 * MS
+
+
+def test_a_released_sequence_is_not_expected() -> None:
+    window = prompt_window(range(2))
+    window.arrived(0, 101 * MS)
+    window.forget(1)
+    assert window.remaining_ns(101 * MS, waiting=1) == 0
