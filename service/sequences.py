@@ -37,6 +37,7 @@ from service.errors import (
     WorkerLost,
 )
 from service.journal.base import Appended, Created, Forked, Record, Released, Truncated
+from service.pace import Pace
 from service.placement import PrefixAffinity, WorkerView, choose_worker, pages_for
 from service.steps import (
     Effect,
@@ -88,7 +89,7 @@ class SequenceTable:
         self._affinity = PrefixAffinity()
         self._effects: list[Effect] = []
         self._last_number = 0
-        self._pace = _Pace()
+        self._pace = Pace()
 
     # Workers come and go.
 
@@ -514,26 +515,6 @@ class SequenceTable:
             children = sum(len(o.children) for o in operations)
             shown = sum(1 for e in self._entries.values() if e.worker is worker)
             assert worker.sequences == shown + len(hidden) + children
-
-
-class _Pace:
-    """How fast operations complete, to say how long a full queue will take."""
-
-    def __init__(self) -> None:
-        self._interval_s = 0.01
-        self._last_s: float | None = None
-
-    def completed(self, now_s: float) -> None:
-        """Notes one completion."""
-        if self._last_s is not None:
-            # Idle time says nothing about speed.
-            interval_s = min(now_s - self._last_s, 1.0)
-            self._interval_s += 0.02 * (interval_s - self._interval_s)
-        self._last_s = now_s
-
-    def wait_s(self, queued: int) -> float:
-        """How long `queued` operations take, within what a client should sleep."""
-        return min(max(queued * self._interval_s, 0.05), 5.0)
 
 
 def _require_kv(entry: Entry) -> None:

@@ -19,7 +19,7 @@ WORKER_LAYERS = (
     {"__main__"},
     {"server", "wire"},
     {"step_loop"},
-    {"scheduler", "forward_queue", "batch", "executors"},
+    {"scheduler", "forward_queue", "coalescing", "batch", "executors"},
     {"runners"},
     {"models", "row_outputs", "sampling", "counter_rng"},
     {"kv"},
@@ -27,6 +27,7 @@ WORKER_LAYERS = (
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
 WITHOUT_TORCH = (
+    "workers.coalescing",
     "workers.operations",
     "workers.scheduler",
     "workers.kv.block_pool",

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -89,7 +90,7 @@ def test_draining_finishes_what_has_begun() -> None:
     flags = ["--kv-blocks", "2048", "--max-batch-tokens", "16", "--lame-duck-s", "1"]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
         with gateway.connect() as channel:
-            health = health_pb2_grpc.HealthStub(channel)
+            health: Any = health_pb2_grpc.HealthStub(channel)
             watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=120)
             assert next(watch).status == SERVING
             # Small steps: long enough to be in flight when the signal comes.
@@ -126,7 +127,7 @@ def test_readers_answer_while_workers_load() -> None:
     try:
         gateway.address = gateway._wait_for_address()
         gateway.channel = gateway.connect()
-        health = health_pb2_grpc.HealthStub(gateway.channel)
+        health: Any = health_pb2_grpc.HealthStub(gateway.channel)
         seen = {health.Check(health_pb2.HealthCheckRequest(), timeout=30).status}
         status = gateway.status()
         if status.state == pb.SERVER_STATE_STARTING:

@@ -1,0 +1,288 @@
+"""Bytes that no client of ours would send. Whatever comes, the same processes go on and nothing is left."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor, message_factory
+from google.protobuf.message import DecodeError, Message
+from google.rpc import code_pb2
+from grpc_status import rpc_status
+from quire import errors
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from tests.gateway_process import GatewayProcess
+
+SERVICE = pb.DESCRIPTOR.services_by_name["ModelExecutorService"]
+METHODS: dict[str, descriptor.MethodDescriptor] = {method.name: method for method in SERVICE.methods}
+OTHERS = (
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+MAX_REQUEST_BYTES = 262_144
+TIMEOUT_S = 30.0
+# What a request that makes sense, or almost does, can be answered with.
+ORDINARY = {
+    code_pb2.OK,
+    code_pb2.INVALID_ARGUMENT,
+    code_pb2.NOT_FOUND,
+    code_pb2.FAILED_PRECONDITION,
+    code_pb2.OUT_OF_RANGE,
+    code_pb2.RESOURCE_EXHAUSTED,
+}
+
+
+@pytest.fixture(autouse=True)
+def unharmed(weightless_gateway: GatewayProcess) -> Iterator[None]:
+    """Afterwards the same processes serve, and all that was created can be released."""
+    before = processes(weightless_gateway)
+    yield
+    stub = weightless_gateway.stub
+    while weightless_gateway.status().operations_in_flight:
+        pass  # Calls that were given up are being rolled back.
+    answer = stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=TIMEOUT_S)
+    assert answer.kv_cache.seq_len == 3
+    while handles := stub.ListCaches(pb.ListCachesRequest(page_size=1000), timeout=TIMEOUT_S).kv_caches:
+        for handle in handles:
+            stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=TIMEOUT_S)
+    weightless_gateway.assert_pools_are_whole()
+    assert processes(weightless_gateway) == before
+    assert weightless_gateway.process.poll() is None
+
+
+def processes(gateway: GatewayProcess) -> list[tuple[str, int, int]]:
+    return [(worker.worker_id, worker.pid, worker.epoch) for worker in gateway.status().workers]
+
+
+def send(gateway: GatewayProcess, path: str, data: bytes, **options: Any) -> tuple[int, bytes, str]:
+    """Calls a method with bytes. The status code; the answer's bytes, or the reason of the failure."""
+    assert gateway.channel is not None
+    method: Any = gateway.channel.unary_unary(path)
+    try:
+        return code_pb2.OK, method(data, timeout=TIMEOUT_S, **options), ""
+    except grpc.RpcError as error:
+        failed: Any = error
+        if (status := rpc_status.from_call(failed)) is not None:
+            return status.code, b"", errors.from_status(status).reason
+        return failed.code().value[0], b"", ""
+
+
+def send_to(gateway: GatewayProcess, rpc: str, data: bytes, **options: Any) -> tuple[int, bytes, str]:
+    return send(gateway, f"/{SERVICE.full_name}/{rpc}", data, **options)
+
+
+def is_message(rpc: str, data: bytes) -> bool:
+    try:
+        message_factory.GetMessageClass(METHODS[rpc].input_type).FromString(data)
+    except DecodeError:
+        return False
+    return True
+
+
+def random_bytes(rng: random.Random) -> bytes:
+    """Noise of some length; every other time with tags of small fields, which get further into a parser."""
+    noise = rng.randbytes(rng.choice((0, 1, 2, 5, 30, 300, 5000)))
+    if rng.random() < 0.5:
+        return noise
+    tag = rng.randrange(1, 11) << 3 | rng.choice((0, 1, 2, 5))
+    return bytes([tag, len(noise) & 0x7F]) + noise
+
+
+@pytest.mark.parametrize("rpc", METHODS)
+def test_random_bytes_are_refused_as_such(weightless_gateway: GatewayProcess, rpc: str) -> None:
+    rng = random.Random(f"random bytes for {rpc}")
+    for _ in range(30):
+        data = random_bytes(rng)
+
+        code, _, reason = send_to(weightless_gateway, rpc, data)
+
+        if is_message(rpc, data):
+            assert code in ORDINARY and reason != "MALFORMED_REQUEST", data
+        else:
+            assert (code, reason) == (code_pb2.INVALID_ARGUMENT, "MALFORMED_REQUEST"), data
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_random_bytes_do_not_hurt_other_services(weightless_gateway: GatewayProcess, path: str) -> None:
+    assert weightless_gateway.channel is not None
+    rng = random.Random(path)
+    method: Any = weightless_gateway.channel.stream_stream(path)
+    for _ in range(10):
+        call = method(iter([b"\xff" + random_bytes(rng)]), timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        assert call.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+# Requests that make sense, and what becomes of them when their bytes are changed.
+
+
+def sensible_requests(cache_id: str) -> dict[str, list[Message]]:
+    output = types.OutputOptions(
+        logits=types.LOGITS_FORMAT_BF16,
+        top_logprobs=3,
+        logprob_token_ids=[1, 2],
+        sampling=types.SamplingParams(temperature=0.7, top_k=5, top_p=0.9, logit_bias={3: 1.0}, seed=7),
+        mask=types.TokenMask(allowed=types.TokenIds(ids=range(50))),
+    )
+    prefill = pb.PrefillRequest(token_ids=range(40), output=output, request_id="mutated")
+    prefill.lease.seconds = 60
+    decode = pb.DecodeRequest(cache_id=cache_id, token_id=5, output=output)
+    item = pb.UnifiedForwardItem(cache_id=cache_id, token_ids=[1, 2], is_final_chunk=False)
+    return {
+        "Prefill": [prefill, pb.PrefillRequest(cache_id=cache_id, token_ids=[9, 8])],
+        "Decode": [decode],
+        "ForwardVerify": [pb.ForwardVerifyRequest(cache_id=cache_id, token_ids=[1, 2, 3], accept=1)],
+        "Forward": [pb.ForwardRequest(token_ids=range(20), output=output)],
+        "BatchPrefill": [pb.BatchPrefillRequest(items=[prefill, pb.PrefillRequest(token_ids=[1])])],
+        "BatchDecode": [pb.BatchDecodeRequest(items=[decode, pb.DecodeRequest(cache_id="kv_x")])],
+        "UnifiedForward": [pb.UnifiedForwardRequest(items=[item, pb.UnifiedForwardItem(token_ids=[3])])],
+        "ForkCache": [pb.ForkCacheRequest(cache_id=cache_id, count=2, release=["kv_x"])],
+        "TruncateKV": [pb.TruncateKVRequest(cache_id=cache_id, new_len=2)],
+        "RenewCache": [pb.RenewCacheRequest(cache_id=cache_id)],
+        "ReleaseCache": [pb.ReleaseCacheRequest(cache_id="kv_x")],
+        "ListCaches": [pb.ListCachesRequest(page_size=3, page_token="1")],
+        "GetCacheMetrics": [pb.GetCacheMetricsRequest(check_integrity=True)],
+    }
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """Some bytes changed, removed, doubled or inserted."""
+    changed = bytearray(data)
+    for _ in range(rng.randrange(1, 5)):
+        at = rng.randrange(len(changed) + 1)
+        match rng.randrange(4):
+            case 0 if at < len(changed):
+                changed[at] = rng.randrange(256)
+            case 1:
+                del changed[at : at + rng.randrange(4)]
+            case 2:
+                changed[at:at] = changed[at : at + rng.randrange(30)]
+            case _:
+                changed[at:at] = rng.choice((b"\x00", b"\x80", b"\xff\xff\xff\xff\x0f", b"\x01\x01", b"\x7f"))
+    return bytes(changed)
+
+
+def item_codes(rpc: str, answer: bytes) -> set[int]:
+    """The codes of a batch's items."""
+    message: Any = message_factory.GetMessageClass(METHODS[rpc].output_type).FromString(answer)
+    results = getattr(message, "results", ())
+    return {result.error.code if result.HasField("error") else code_pb2.OK for result in results}
+
+
+def test_requests_with_changed_bytes_get_ordinary_answers(weightless_gateway: GatewayProcess) -> None:
+    rng = random.Random("changed bytes")
+    stub = weightless_gateway.stub
+    prompt = pb.PrefillRequest(token_ids=range(20))
+    seen: set[int] = set()
+    for _ in range(12):
+        cache_id = stub.Prefill(prompt, timeout=TIMEOUT_S).kv_cache.cache_id
+        for rpc, requests in sensible_requests(cache_id).items():
+            for request in requests * 3:
+                data = mutated(request.SerializeToString(), rng)
+
+                code, answer, reason = send_to(weightless_gateway, rpc, data)
+
+                assert code in ORDINARY, (rpc, data, code)
+                assert is_message(rpc, data) == (reason != "MALFORMED_REQUEST")
+                assert item_codes(rpc, answer) <= ORDINARY, (rpc, data)
+                seen.add(code)
+        for handle in stub.ListCaches(pb.ListCachesRequest(page_size=1000)).kv_caches:
+            stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=TIMEOUT_S)
+    # Most of what can happen did.
+    assert seen >= {code_pb2.OK, code_pb2.INVALID_ARGUMENT, code_pb2.NOT_FOUND}
+
+
+def unknown_field(size: int) -> bytes:
+    """A field that no request of ours has, of `size` bytes in all (at least 5, and not at a varint's edge)."""
+    for header_bytes in (4, 5, 6):
+        length = size - header_bytes
+        varint = b""
+        rest = length
+        while rest > 0x7F:
+            varint, rest = varint + bytes([rest & 0x7F | 0x80]), rest >> 7
+        header = b"\xba\x3e" + varint + bytes([rest])  # Field 999, length-delimited.
+        if len(header) == header_bytes and length >= 0:
+            return header + b"x" * length
+    raise AssertionError(f"no field of {size} bytes")
+
+
+@pytest.mark.parametrize("rpc", METHODS)
+def test_unknown_fields_are_ignored(weightless_gateway: GatewayProcess, rpc: str) -> None:
+    extra = unknown_field(40)
+    for request in sensible_requests("kv_x").get(
+        rpc, [message_factory.GetMessageClass(METHODS[rpc].input_type)()]
+    ):
+        data = request.SerializeToString()
+        plain, with_extra = (send_to(weightless_gateway, rpc, sent) for sent in (data, data + extra))
+        assert (plain[0], plain[2]) == (with_extra[0], with_extra[2])
+
+
+def test_a_request_may_be_as_large_as_the_bound_and_no_larger(weightless_gateway: GatewayProcess) -> None:
+    request = pb.PrefillRequest(token_ids=[1, 2, 3]).SerializeToString()
+    for size in (MAX_REQUEST_BYTES, MAX_REQUEST_BYTES + 1):
+        data = request + unknown_field(size - len(request))
+        assert len(data) == size
+        code, _, _ = send_to(weightless_gateway, "Prefill", data)
+        assert code == (code_pb2.OK if size == MAX_REQUEST_BYTES else code_pb2.RESOURCE_EXHAUSTED)
+
+
+def test_a_small_message_that_unpacks_to_a_large_one_is_refused(weightless_gateway: GatewayProcess) -> None:
+    data = unknown_field(50 << 20)
+    code, _, _ = send_to(weightless_gateway, "Prefill", data, compression=grpc.Compression.Gzip)
+    assert code == code_pb2.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    "path", ["/quire.v1.ModelExecutorService/Nothing", "/quire.v1.WorkerService/Connect", "/", "//", "/a/b/c"]
+)
+def test_unknown_methods_are_said_to_be(weightless_gateway: GatewayProcess, path: str) -> None:
+    assert send(weightless_gateway, path, b"\x08\x01")[0] == code_pb2.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.001])
+def test_deadlines_that_are_too_short_end_the_call(
+    weightless_gateway: GatewayProcess, timeout_s: float
+) -> None:
+    calls = [
+        weightless_gateway.stub.Prefill.future(
+            pb.PrefillRequest(token_ids=range(n, 700 + n)), timeout=timeout_s
+        )
+        for n in range(20)
+    ]
+    codes = {call.code() for call in calls}
+    assert codes <= {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [("x-request-id", "")],
+        [("x-request-id", "a"), ("x-request-id", "b")],
+        [("x-request-id", "\t {}\"'%n")],
+        [("x-request-id", "r" * 4000)],
+        [("x-request-id-bin", b"\xff\x00")],
+        [("x-noise-bin", bytes(range(256)) * 8)],
+        [(f"x-many-{n}", "v") for n in range(100)],
+    ],
+    ids=["empty", "twice", "odd", "long", "binary", "noise", "many"],
+)
+def test_odd_metadata_is_taken(
+    weightless_gateway: GatewayProcess, metadata: list[tuple[str, str | bytes]]
+) -> None:
+    assert send_to(weightless_gateway, "GetStatus", b"", metadata=metadata)[0] == code_pb2.OK
+    code, _, reason = send_to(weightless_gateway, "Decode", b"", metadata=metadata)
+    assert (code, reason) == (code_pb2.INVALID_ARGUMENT, "EMPTY_CACHE_ID")
