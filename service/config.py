@@ -127,6 +127,15 @@ class Config:
     max_response_bytes: int = _setting(
         64 * _MIB, "largest response sent", minimum=_KIB, maximum=_MAX_MESSAGE_BYTES
     )
+    max_session_calls: int = _setting(
+        1024,
+        "calls of one session that may be unanswered before it is not read further",
+        minimum=1,
+        maximum=1 << 20,
+    )
+    session_stall_s: float = _setting(
+        30.0, "a session whose caller reads no answer for longer is ended", minimum=0.1, maximum=_DAY_S
+    )
     drain_grace_s: float = _setting(
         30.0, "how long a stopping server lets calls in flight finish", minimum=0, maximum=_DAY_S
     )

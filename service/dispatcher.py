@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from quire.v1 import worker_pb2
 
@@ -33,15 +33,19 @@ SendCommand = Callable[[str, int, worker_pb2.WorkerCommand], None]
 Outcome = Result | QuireError
 
 
-class _Call:
-    """One caller waiting for the outcomes of its requests, in order."""
+# Told the outcome of the request at an index. It must not call the dispatcher.
+OnOutcome = Callable[[int, Outcome], None]
+
+
+class _Gathering:
+    """Collects the outcomes of several requests, in their order."""
 
     def __init__(self, size: int, loop: asyncio.AbstractEventLoop) -> None:
         self.outcomes: list[Outcome | None] = [None] * size
         self.missing = size
         self.done: asyncio.Future[None] = loop.create_future()
 
-    def resolve(self, index: int, outcome: Outcome) -> None:
+    def __call__(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome
         self.missing -= 1
         if self.missing == 0 and not self.done.done():
@@ -55,7 +59,7 @@ class Dispatcher:
         self._table = table
         self._journal = journal
         self._send = send
-        self._calls: dict[int, tuple[_Call, int]] = {}
+        self._waiting: dict[int, tuple[OnOutcome, int]] = {}
         # Caches that the journal knows less of than the table: until released, nothing of them is answered.
         self._unwritten: set[str] = set()
 
@@ -65,23 +69,35 @@ class Dispatcher:
         """Runs requests together and returns one outcome for each, in order. Cancelling it undoes them."""
         if not requests:
             return []
-        call = _Call(len(requests), asyncio.get_running_loop())
+        gathering = _Gathering(len(requests), asyncio.get_running_loop())
+        tickets = self.start(requests, gathering)
+        try:
+            await gathering.done
+        except asyncio.CancelledError:
+            self.cancel(tickets)
+            raise
+        return [outcome for outcome in gathering.outcomes if outcome is not None]
+
+    def start(self, requests: Sequence[Request], on_outcome: OnOutcome) -> list[int]:
+        """Starts requests together; `on_outcome` is called once for each, maybe before this returns.
+
+        Returns their tickets, with which they can be cancelled.
+        """
         now_s = time.monotonic()
         tickets = []
         for index, request in enumerate(requests):
             ticket = self._table.submit(request, now_s)
             tickets.append(ticket)
-            self._calls[ticket] = (call, index)
+            self._waiting[ticket] = (on_outcome, index)
         self._carry_out()
-        try:
-            await call.done
-        except asyncio.CancelledError:
-            for ticket in tickets:
-                if self._calls.pop(ticket, None) is not None:
-                    self._table.cancel(ticket)
-            self._carry_out()
-            raise
-        return [outcome for outcome in call.outcomes if outcome is not None]
+        return tickets
+
+    def cancel(self, tickets: Iterable[int]) -> None:
+        """Undoes those that have no outcome yet; they get none."""
+        for ticket in tickets:
+            if self._waiting.pop(ticket, None) is not None:
+                self._table.cancel(ticket)
+        self._carry_out()
 
     async def run_one(self, request: Request) -> Result:
         """Runs one request. Raises its QuireError."""
@@ -197,10 +213,10 @@ class Dispatcher:
         return outcome
 
     def _reply(self, ticket: int, outcome: Outcome) -> None:
-        waiting = self._calls.pop(ticket, None)
+        waiting = self._waiting.pop(ticket, None)
         if waiting is not None:
-            call, index = waiting
-            call.resolve(index, outcome)
+            on_outcome, index = waiting
+            on_outcome(index, outcome)
 
 
 def _cache_ids(outcome: Outcome) -> list[str]:

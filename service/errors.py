@@ -9,6 +9,7 @@
     ├── TruncateBeyondEnd      OUT_OF_RANGE         TRUNCATE_BEYOND_END
     ├── KvExhausted            RESOURCE_EXHAUSTED   KV_EXHAUSTED
     ├── QueueFull              RESOURCE_EXHAUSTED   QUEUE_FULL
+    ├── SlowConsumer           RESOURCE_EXHAUSTED   SLOW_CONSUMER
     ├── NoWorker               UNAVAILABLE          NO_WORKER
     ├── Draining               UNAVAILABLE          DRAINING
     ├── WorkerLost             UNAVAILABLE          WORKER_LOST
@@ -150,6 +151,16 @@ class QueueFull(QuireError):
             metadata={"limit": str(limit)},
             retry_after_s=retry_after_s,
         )
+
+
+class SlowConsumer(QuireError):
+    """A session's caller does not read its answers."""
+
+    code = code_pb2.RESOURCE_EXHAUSTED
+    reason = "SLOW_CONSUMER"
+
+    def __init__(self, stalled_s: float) -> None:
+        super().__init__(f"no answer was read for {stalled_s:g} seconds; what was not answered is undone")
 
 
 class NoWorker(QuireError):

@@ -8,35 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator
 from importlib import metadata
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import grpc
 import psutil
-from google.rpc import status_pb2
+from google.protobuf.message import Message
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
-from service import encoding, requests, validation
+from service import caches, encoding, plans, validation
 from service.dispatcher import Dispatcher
-from service.errors import InvalidArgument, QuireError, to_status
-from service.logging import current_request_id
+from service.errors import InvalidArgument
+from service.plans import Plan
 from service.pool.base import WorkerPool
 from service.server_state import ServerState
-from service.steps import ForkRequest, HandlesResult, Step, StepResult, TruncateRequest
+from service.session import Session, SessionContext
 from service.validation import RequestLimits
 
 # What a handler is given; it asks only how much time the caller has left.
 Context = grpc.aio.ServicerContext[Any, Any]
-_Request = TypeVar("_Request")
-_Item = TypeVar(
-    "_Item", executor_pb2.PrefillRequest, executor_pb2.DecodeRequest, executor_pb2.UnifiedForwardItem
-)
-_Answer = TypeVar("_Answer")
-_ItemResult = TypeVar("_ItemResult")
-_ToStep = Callable[[_Request, RequestLimits, float | None], Step]
-# A year. Longer deadlines are as good as none; gRPC allows such that no 64 bits of nanoseconds can hold.
-_LONGEST_TIMEOUT_S = 365 * 86_400.0
+_AnswerT = TypeVar("_AnswerT", bound=Message)
 
 
 class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
@@ -46,98 +38,82 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
         self._dispatcher = dispatcher
         self._state = state
         self._pool = pool
+        self._sessions: set[Session] = set()
         self._version = metadata.version("quire-server")
 
-    # One sequence.
+    # Data.
 
     async def Prefill(
         self, request: executor_pb2.PrefillRequest, context: Context
     ) -> executor_pb2.PrefillResponse:
-        return encoding.prefill(await self._run_step(self._to_step(requests.prefill, request, context)))
+        return await self._run(plans.prefill(request, *self._given(context)))
 
     async def Decode(
         self, request: executor_pb2.DecodeRequest, context: Context
     ) -> executor_pb2.DecodeResponse:
-        return encoding.decode(await self._run_step(self._to_step(requests.decode, request, context)))
+        return await self._run(plans.decode(request, *self._given(context)))
 
     async def ForwardVerify(
         self, request: executor_pb2.ForwardVerifyRequest, context: Context
     ) -> executor_pb2.ForwardVerifyResponse:
-        return encoding.verify(await self._run_step(self._to_step(requests.verify, request, context)))
+        return await self._run(plans.forward_verify(request, *self._given(context)))
 
     async def Forward(
         self, request: executor_pb2.ForwardRequest, context: Context
     ) -> executor_pb2.ForwardResponse:
-        return encoding.score(await self._run_step(self._to_step(requests.score, request, context)))
-
-    # Several sequences.
+        return await self._run(plans.forward(request, *self._given(context)))
 
     async def BatchPrefill(
         self, request: executor_pb2.BatchPrefillRequest, context: Context
     ) -> executor_pb2.BatchPrefillResponse:
-        results = await self._run_batch(
-            request.items,
-            lambda item: self._to_step(requests.prefill, item, context),
-            encoding.prefill,
-            lambda answer, error: executor_pb2.BatchPrefillResult(response=answer, error=error),
-        )
-        return executor_pb2.BatchPrefillResponse(results=results)
+        return await self._run(plans.batch_prefill(request, *self._given(context)))
 
     async def BatchDecode(
         self, request: executor_pb2.BatchDecodeRequest, context: Context
     ) -> executor_pb2.BatchDecodeResponse:
-        results = await self._run_batch(
-            request.items,
-            lambda item: self._to_step(requests.decode, item, context),
-            encoding.decode,
-            lambda answer, error: executor_pb2.BatchDecodeResult(response=answer, error=error),
-        )
-        return executor_pb2.BatchDecodeResponse(results=results)
+        return await self._run(plans.batch_decode(request, *self._given(context)))
 
     async def UnifiedForward(
         self, request: executor_pb2.UnifiedForwardRequest, context: Context
     ) -> executor_pb2.UnifiedForwardResponse:
-        results = await self._run_batch(
-            request.items,
-            lambda item: self._to_step(requests.unified_item, item, context),
-            encoding.unified_item,
-            lambda answer, error: executor_pb2.UnifiedForwardResult(response=answer, error=error),
-        )
-        return executor_pb2.UnifiedForwardResponse(results=results)
-
-    # Caches.
+        return await self._run(plans.unified_forward(request, *self._given(context)))
 
     async def ForkCache(
         self, request: executor_pb2.ForkCacheRequest, context: Context
     ) -> executor_pb2.ForkCacheResponse:
-        validation.check_fork(request)
-        fork = ForkRequest(request.cache_id, request.count, tuple(request.release))
-        result = await self._dispatcher.run_one(fork)
-        assert isinstance(result, HandlesResult)
-        return executor_pb2.ForkCacheResponse(
-            kv_caches=[encoding.kv_cache(handle) for handle in result.handles]
-        )
+        return await self._run(plans.fork_cache(request, *self._given(context)))
 
     async def TruncateKV(
         self, request: executor_pb2.TruncateKVRequest, context: Context
     ) -> executor_pb2.TruncateKVResponse:
-        validation.check_cache_id(request.cache_id)
-        result = await self._dispatcher.run_one(TruncateRequest(request.cache_id, request.new_len))
-        assert isinstance(result, HandlesResult)
-        return executor_pb2.TruncateKVResponse(kv_cache=encoding.kv_cache(result.handles[0]))
+        return await self._run(plans.truncate_kv(request, *self._given(context)))
+
+    async def Session(  # type: ignore[override]  # grpc.aio's other style: it writes by itself
+        self, request_iterator: AsyncIterator[executor_pb2.SessionRequest], context: SessionContext
+    ) -> None:
+        session = Session(self._dispatcher, self._state, context)
+        self._sessions.add(session)
+        try:
+            await session.run(request_iterator)
+        finally:
+            self._sessions.discard(session)
+
+    def end_sessions(self) -> None:
+        """Lets no session begin another call; each ends when its calls are answered."""
+        for session in self._sessions:
+            session.drain()
+
+    # Caches.
 
     async def ReleaseCache(
         self, request: executor_pb2.ReleaseCacheRequest, context: Context
     ) -> executor_pb2.ReleaseCacheResponse:
-        return executor_pb2.ReleaseCacheResponse(released=self._dispatcher.release(request.cache_id))
+        return caches.release(request, self._dispatcher)
 
     async def RenewCache(
         self, request: executor_pb2.RenewCacheRequest, context: Context
     ) -> executor_pb2.RenewCacheResponse:
-        validation.check_cache_id(request.cache_id)
-        lease_s = validation.lease_seconds(request.lease) if request.HasField("lease") else None
-        handle = self._dispatcher.renew(request.cache_id, lease_s)
-        return executor_pb2.RenewCacheResponse(kv_cache=encoding.kv_cache(handle))
+        return caches.renew(request, self._dispatcher)
 
     async def ListCaches(
         self, request: executor_pb2.ListCachesRequest, context: Context
@@ -237,49 +213,12 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
 
     # Running.
 
-    def _to_step(self, to_step: _ToStep[_Request], request: _Request, context: Context) -> Step:
-        left_s = cast(float | None, context.time_remaining())
-        timeout_s = None if left_s is None or left_s > _LONGEST_TIMEOUT_S else left_s
-        return to_step(request, self._state.limits, timeout_s)
+    def _given(self, context: Context) -> tuple[RequestLimits, float | None]:
+        """What every plan is made from beside the request: the limits, and how long the caller waits."""
+        return self._state.limits, context.time_remaining()
 
-    async def _run_step(self, step: Step) -> StepResult:
-        result = await self._dispatcher.run_one(step)
-        assert isinstance(result, StepResult)
-        return result
-
-    async def _run_batch(
-        self,
-        items: Sequence[_Item],
-        to_step: Callable[[_Item], Step],
-        encode: Callable[[StepResult], _Answer],
-        wrap: Callable[[_Answer | None, status_pb2.Status | None], _ItemResult],
-    ) -> list[_ItemResult]:
-        """Runs the items that pass their checks together, and answers all in the items' order."""
-        limits = self._state.limits
-        validation.check_batch(items, limits)
-        duplicates = validation.duplicate_ids(item.cache_id for item in items)
-        refused: dict[int, QuireError] = {}
-        steps: list[Step] = []
-        size_bytes = 0
-        for index, item in enumerate(items):
-            try:
-                validation.check_not_duplicate(item.cache_id, duplicates)
-                steps.append(to_step(item))
-                size_bytes += validation.response_bytes(item.output, limits, 1)
-            except QuireError as error:
-                refused[index] = validation.in_item(error, index)
-                size_bytes += validation.ANSWER_BYTES
-        validation.check_response_size(size_bytes, limits, "items")
-        ran = iter(await self._dispatcher.run(steps))
-        results = []
-        for index in range(len(items)):
-            outcome = refused[index] if index in refused else next(ran)
-            if isinstance(outcome, QuireError):
-                results.append(wrap(None, to_status(outcome, current_request_id())))
-            else:
-                assert isinstance(outcome, StepResult)
-                results.append(wrap(encode(outcome), None))
-        return results
+    async def _run(self, plan: Plan[_AnswerT]) -> _AnswerT:
+        return plan.answer(await self._dispatcher.run(plan.requests))
 
 
 def _page_start(page_token: str) -> int:

@@ -54,6 +54,7 @@ class Gateway:
         self.dispatcher = Dispatcher(SequenceTable(limits), MemoryJournal(), self.pool.send)
         self.state = ServerState(config)
         self.state.slots = self.pool.slots
+        self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
         self.health = health.aio.HealthServicer()
         self.server = grpc.aio.server(
             interceptors=[CallInterceptor()],
@@ -72,8 +73,7 @@ class Gateway:
         """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
         for name in _HEALTH_NAMES:
             await self._set_health(name, serving=False)
-        api = ExecutorApi(self.dispatcher, self.state, self.pool)
-        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(api, self.server)
+        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(self.api, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         add_reflection(self.server, (EXECUTOR_SERVICE, health.SERVICE_NAME))
         port = self.server.add_insecure_port(self.config.listen)
@@ -94,6 +94,7 @@ class Gateway:
         # Load balancers see NOT_SERVING and look elsewhere while calls are still taken.
         await asyncio.sleep(self.config.lame_duck_s)
         self.dispatcher.start_draining()
+        self.api.end_sessions()
         deadline_s = time.monotonic() + self.config.drain_grace_s
         # Polled: an event for it would cost each call something, for the sake of one moment.
         while self.dispatcher.operations_in_flight and time.monotonic() < deadline_s:

@@ -51,6 +51,11 @@ class Step:
     timeout_s: float | None = None
 
     @property
+    def num_rows(self) -> int:
+        """Positions that have an output."""
+        return {Rows.NONE: 0, Rows.LAST: 1, Rows.ALL: len(self.token_ids)}[self.rows]
+
+    @property
     def is_scoring(self) -> bool:
         """Whether the step keeps no cache."""
         return self.kind is Kind.SCORE

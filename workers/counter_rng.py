@@ -13,11 +13,11 @@ The definition, which a kernel has to repeat to draw the same tokens:
 The tail of a Gumbel that wins races is its upper one. It is taken from uniforms near 0, where float32 has its
 full resolution (2**-31 here), and not from those near 1 (2**-24): with a vocabulary of 152k the coarse end
 would make the two best of a flat distribution tie in about one draw out of a hundred. float64, so that two
-devices whose logarithms differ in the last bit still agree on the winner.
+devices whose logarithms differ in the last bit disagree on a winner practically never.
 
 numpy rather than torch: it has unsigned integers, and a call costs a third as much. Nothing here knows of
-logits or sampling settings. Sources: Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3" (SC 2011); Steele et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+logits or sampling settings. Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011);
+Steele et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
 
     Args:
         logits: [R, V] float32, the model's own, rows accepted by `choose_tokens`. Not modified.
-        chosen: [R] int64 in [0, V).
+        chosen: [R] int64 in [0, V), any device.
         specs: R of them.
 
     Returns:
@@ -68,7 +68,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> list[float]:
 
     Args:
         logits: [R, V] float32. Not modified.
-        targets: [R] int64 in [0, V).
+        targets: [R] int64 in [0, V), any device.
 
     Returns:
         R floats; -inf where the model rules the token out.
@@ -79,6 +79,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> list[float]:
     """
     if logits.ndim != 2 or tuple(targets.shape) != (logits.shape[0],):
         raise ValueError(f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}")
+    targets = targets.to(logits.device)
     scores: list[float] = []
     for start in range(0, logits.shape[0], _ROWS_AT_A_TIME):
         end = start + _ROWS_AT_A_TIME

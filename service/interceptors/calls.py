@@ -1,4 +1,4 @@
-"""What surrounds every unary call of ours: a request id, the log line, and the mapping of errors.
+"""What surrounds every call of ours: a request id, the log line, and the mapping of errors.
 
 Outermost, so that nothing escapes it: a QuireError becomes its status with rich details; any other exception
 becomes INTERNAL with the request id and nothing of its text; a CancelledError that is not the caller's own is
@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias, cast
 
 import grpc
-from google.protobuf import message as protobuf_message
 from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from service.errors import InternalError, InvalidArgument, NoWorker, QuireError, to_status
+from service.interceptors.parsing import Malformed, tolerant
 from service.logging import bind_request_id, get_logger
 
 _log = get_logger(__name__)
@@ -33,7 +33,7 @@ Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of our own services. Others (health, reflection) pass through untouched."""
+    """Wraps our own handlers, unary and streams both ways. Others (health, reflection) pass through."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, Handler] = {}
@@ -47,31 +47,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return wrapped
         # None for an unknown method, whatever the stubs say.
         handler = await continuation(handler_call_details)
-        if handler is None or not method.startswith(_PREFIX) or handler.unary_unary is None:
+        if handler is None or not method.startswith(_PREFIX):
             return handler
-        wrapped = grpc.unary_unary_rpc_method_handler(
-            _surround(method.rpartition("/")[2], cast(Behaviour, handler.unary_unary)),
-            request_deserializer=_tolerant(cast(Callable[[bytes], Any], handler.request_deserializer)),
+        make = grpc.unary_unary_rpc_method_handler
+        if handler.stream_stream is not None:
+            make = grpc.stream_stream_rpc_method_handler
+        wrapped = make(
+            _surround(
+                method.rpartition("/")[2], cast(Behaviour, handler.unary_unary or handler.stream_stream)
+            ),
+            request_deserializer=tolerant(cast(Callable[[bytes], Any], handler.request_deserializer)),
             response_serializer=handler.response_serializer,
         )
         self._wrapped[method] = wrapped
         return wrapped
-
-
-class _Malformed:
-    """Stands for a request that could not be parsed."""
-
-
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Lets the handler answer a request that cannot be parsed; grpc itself would say INTERNAL."""
-
-    def parse(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except protobuf_message.DecodeError:
-            return _Malformed()
-
-    return parse
 
 
 def _surround(rpc: str, behaviour: Behaviour) -> Behaviour:
@@ -80,7 +69,7 @@ def _surround(rpc: str, behaviour: Behaviour) -> Behaviour:
         bind_request_id(request_id)
         started_s = time.monotonic()
         try:
-            if isinstance(request, _Malformed):
+            if isinstance(request, Malformed):
                 raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not a valid message")
             response = await behaviour(request, context)
         except QuireError as error:

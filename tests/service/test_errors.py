@@ -37,6 +37,7 @@ ROWS = [
     (errors.KvExhausted(9, 8), code_pb2.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", True),
     (errors.KvExhausted(9, 8, retry_after_s=None), code_pb2.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", False),
     (errors.QueueFull(9, 0.25), code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", True),
+    (errors.SlowConsumer(30.0), code_pb2.RESOURCE_EXHAUSTED, "SLOW_CONSUMER", False),
     (errors.NoWorker(), code_pb2.UNAVAILABLE, "NO_WORKER", True),
     (errors.Draining(), code_pb2.UNAVAILABLE, "DRAINING", True),
     (errors.WorkerLost(), code_pb2.UNAVAILABLE, "WORKER_LOST", True),

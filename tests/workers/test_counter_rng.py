@@ -81,6 +81,8 @@ def test_neighbouring_seeds_and_positions_have_keys_of_their_own() -> None:
     positions = [*range(50), *range(2**31 - 25, 2**31 + 25)]
     keys = {mix_key(seed, position) for seed in seeds for position in positions}
     assert len(keys) == len(seeds) * len(positions)
+    # A seed that is one step of the generator away is another stream, not the same one shifted.
+    assert mix_key(0x9E3779B97F4A7C15, 0) != mix_key(0, 1)
 
 
 def test_mix64_changes_half_of_the_bits() -> None:

@@ -290,6 +290,76 @@ class RenewCacheResponse(_message.Message):
     kv_cache: _types_pb2.KvCacheHandle
     def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ...) -> None: ...
 
+class SessionRequest(_message.Message):
+    __slots__ = ("calls",)
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedCompositeFieldContainer[SessionCall]
+    def __init__(self, calls: _Optional[_Iterable[_Union[SessionCall, _Mapping]]] = ...) -> None: ...
+
+class SessionCall(_message.Message):
+    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache")
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_VERIFY_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    BATCH_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    BATCH_DECODE_FIELD_NUMBER: _ClassVar[int]
+    UNIFIED_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    FORK_CACHE_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_KV_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_CACHE_FIELD_NUMBER: _ClassVar[int]
+    RENEW_CACHE_FIELD_NUMBER: _ClassVar[int]
+    tag: int
+    prefill: PrefillRequest
+    decode: DecodeRequest
+    forward_verify: ForwardVerifyRequest
+    forward: ForwardRequest
+    batch_prefill: BatchPrefillRequest
+    batch_decode: BatchDecodeRequest
+    unified_forward: UnifiedForwardRequest
+    fork_cache: ForkCacheRequest
+    truncate_kv: TruncateKVRequest
+    release_cache: ReleaseCacheRequest
+    renew_cache: RenewCacheRequest
+    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyRequest, _Mapping]] = ..., forward: _Optional[_Union[ForwardRequest, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillRequest, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeRequest, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardRequest, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheRequest, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVRequest, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheRequest, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheRequest, _Mapping]] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[SessionResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[SessionResult, _Mapping]]] = ...) -> None: ...
+
+class SessionResult(_message.Message):
+    __slots__ = ("tag", "error", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache")
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_VERIFY_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    BATCH_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    BATCH_DECODE_FIELD_NUMBER: _ClassVar[int]
+    UNIFIED_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    FORK_CACHE_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_KV_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_CACHE_FIELD_NUMBER: _ClassVar[int]
+    RENEW_CACHE_FIELD_NUMBER: _ClassVar[int]
+    tag: int
+    error: _status_pb2.Status
+    prefill: PrefillResponse
+    decode: DecodeResponse
+    forward_verify: ForwardVerifyResponse
+    forward: ForwardResponse
+    batch_prefill: BatchPrefillResponse
+    batch_decode: BatchDecodeResponse
+    unified_forward: UnifiedForwardResponse
+    fork_cache: ForkCacheResponse
+    truncate_kv: TruncateKVResponse
+    release_cache: ReleaseCacheResponse
+    renew_cache: RenewCacheResponse
+    def __init__(self, tag: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., prefill: _Optional[_Union[PrefillResponse, _Mapping]] = ..., decode: _Optional[_Union[DecodeResponse, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyResponse, _Mapping]] = ..., forward: _Optional[_Union[ForwardResponse, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillResponse, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeResponse, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardResponse, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheResponse, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVResponse, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheResponse, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheResponse, _Mapping]] = ...) -> None: ...
+
 class GetModelInfoRequest(_message.Message):
     __slots__ = ("include_tokenizer",)
     INCLUDE_TOKENIZER_FIELD_NUMBER: _ClassVar[int]

@@ -100,6 +100,11 @@ class ModelExecutorServiceStub:
                 request_serializer=quire_dot_v1_dot_executor__pb2.RenewCacheRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_executor__pb2.RenewCacheResponse.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/quire.v1.ModelExecutorService/Session',
+                request_serializer=quire_dot_v1_dot_executor__pb2.SessionRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_executor__pb2.SessionResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/quire.v1.ModelExecutorService/GetModelInfo',
                 request_serializer=quire_dot_v1_dot_executor__pb2.GetModelInfoRequest.SerializeToString,
@@ -220,6 +225,13 @@ class ModelExecutorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Session(self, request_iterator, context):
+        """The same calls, many at a time on one stream: the fast lane for per-token loops.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Describes the model.
         """
@@ -317,6 +329,11 @@ def add_ModelExecutorServiceServicer_to_server(servicer, server):
                     servicer.RenewCache,
                     request_deserializer=quire_dot_v1_dot_executor__pb2.RenewCacheRequest.FromString,
                     response_serializer=quire_dot_v1_dot_executor__pb2.RenewCacheResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=quire_dot_v1_dot_executor__pb2.SessionRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_executor__pb2.SessionResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -674,6 +691,33 @@ class ModelExecutorService:
             '/quire.v1.ModelExecutorService/RenewCache',
             quire_dot_v1_dot_executor__pb2.RenewCacheRequest.SerializeToString,
             quire_dot_v1_dot_executor__pb2.RenewCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/quire.v1.ModelExecutorService/Session',
+            quire_dot_v1_dot_executor__pb2.SessionRequest.SerializeToString,
+            quire_dot_v1_dot_executor__pb2.SessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,8 @@ class ModelExecutorServiceStub:
     """Lists the caches, oldest first."""
     RenewCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.RenewCacheRequest, _executor_pb2.RenewCacheResponse]
     """Puts off a cache's expiry."""
+    Session: _grpc.StreamStreamMultiCallable[_executor_pb2.SessionRequest, _executor_pb2.SessionResponse]
+    """The same calls, many at a time on one stream: the fast lane for per-token loops."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetModelInfoRequest, _executor_pb2.GetModelInfoResponse]
     """Describes the model."""
     GetCapabilities: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetCapabilitiesRequest, _executor_pb2.GetCapabilitiesResponse]
@@ -109,6 +111,8 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     """Lists the caches, oldest first."""
     RenewCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.RenewCacheRequest, _executor_pb2.RenewCacheResponse]  # type: ignore[assignment]
     """Puts off a cache's expiry."""
+    Session: _aio.StreamStreamMultiCallable[_executor_pb2.SessionRequest, _executor_pb2.SessionResponse]  # type: ignore[assignment]
+    """The same calls, many at a time on one stream: the fast lane for per-token loops."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetModelInfoRequest, _executor_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """Describes the model."""
     GetCapabilities: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetCapabilitiesRequest, _executor_pb2.GetCapabilitiesResponse]  # type: ignore[assignment]
@@ -224,6 +228,14 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.RenewCacheResponse, _abc.Awaitable[_executor_pb2.RenewCacheResponse]]:
         """Puts off a cache's expiry."""
+
+    @_abc_1.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[_executor_pb2.SessionRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_executor_pb2.SessionResponse], _abc.AsyncIterator[_executor_pb2.SessionResponse]]:
+        """The same calls, many at a time on one stream: the fast lane for per-token loops."""
 
     @_abc_1.abstractmethod
     def GetModelInfo(

@@ -1,0 +1,32 @@
+"""What has to be said beside the figures."""
+
+from __future__ import annotations
+
+from benchmarks.machine import MAX_OTHERS_SHARE, MAX_STEAL_SHARE
+from benchmarks.peers.base import PeerConfig
+
+_ALWAYS = """
+The load generator is a process of its own on the same machine: with few cores it takes CPU time from the \
+gateway and the worker, which counts against the service.
+Weights are bfloat16 everywhere, and so is the KV, except in llama.cpp, whose default is float16.
+Decode figures exclude the first step of each turn, when the CPU's caches hold a competitor's data.
+Quire's sequences have prompts of their own and share no pages. transformers and llama.cpp get copies of one \
+prompt's KV, to save time; there too each sequence has memory of its own.
+Bytes per second are the least that a step must read, weights and KV, over its time; FLOP/s likewise.
+Independent callers: the mean time of one token for each of them, while all were busy.
+Quire's executor prefills a batch in one forward, its worker in steps of 512 tokens.
+The echo server answers with the gateway's own bytes, and parses nothing.
+"""
+
+
+def notes(config: PeerConfig, disturbance: dict[str, float]) -> list[str]:
+    """Sentences for the reader of a result."""
+    others, steal = disturbance["others_share"], disturbance["steal_share"]
+    found = [
+        *_ALWAYS.strip().splitlines(),
+        f"Quire has {config.kv_blocks} pages of KV, in process and in the worker.",
+        f"During the run others took {others:.1%} of the machine, and its host {steal:.1%}.",
+    ]
+    if others > MAX_OTHERS_SHARE or steal > MAX_STEAL_SHARE:
+        found.append("THE MACHINE WAS NOT QUIET: these figures are not to be relied on.")
+    return found

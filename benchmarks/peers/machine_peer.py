@@ -1,0 +1,56 @@
+"""What the machine can do at most: how fast it reads memory, and how fast it multiplies matrices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.peers.base import Peer, PeerConfig
+from benchmarks.shapes import SHAPES
+
+_BUFFER_BYTES = 1 << 30
+_ROWS = 1 << 13
+_REPEATS = 6
+_MATMUL_ROWS = 512
+
+
+class MachinePeer(Peer):
+    """Not a competitor: the roof over all of them, measured between them."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        torch.set_num_threads(config.threads)
+        self._shape = SHAPES[config.shape]
+        # Larger than any last-level cache.
+        self._buffer = torch.ones(_BUFFER_BYTES // torch.float32.itemsize).view(_ROWS, -1)
+        self._ones = torch.ones(self._buffer.shape[1])
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__}
+
+    def roof(self) -> dict[str, float]:
+        """Bytes/s of the fastest of several ways to read a large buffer once; FLOP/s of a bf16 product."""
+        hidden, width = self._shape.hidden_size, 2 * self._shape.intermediate_size
+        rows = torch.ones(_MATMUL_ROWS, hidden, dtype=torch.bfloat16)
+        matrix = torch.ones(width, hidden, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            reading_s = min(
+                _fastest_s(lambda: torch.sum(self._buffer)),
+                _fastest_s(lambda: torch.mv(self._buffer, self._ones)),
+            )
+            product_s = _fastest_s(lambda: torch.nn.functional.linear(rows, matrix))
+        return {
+            "read_bytes_per_s": _BUFFER_BYTES / reading_s,
+            "matmul_flops_per_s": 2 * _MATMUL_ROWS * hidden * width / product_s,
+        }
+
+
+def _fastest_s(work: Callable[[], object]) -> float:
+    """The shortest time: it is the roof that is looked for, not the mean."""
+    times = []
+    for _ in range(_REPEATS):
+        began_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began_s)
+    return min(times)

@@ -1,0 +1,257 @@
+"""One Session stream: many calls at once, answered as they complete.
+
+A reader starts the calls of each message together; whatever has completed while a message of answers was
+written goes into the next one. What a caller can make the server hold is bounded: the reader stops while too
+many calls are unanswered or too many bytes of answers unread, and a caller that reads nothing for too long is
+cut off. When the stream ends, in whatever way, calls without an answer are undone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import Message
+from quire.v1 import executor_pb2
+
+from service import caches, plans
+from service.config import Config
+from service.dispatcher import Dispatcher, Outcome
+from service.errors import Draining, InvalidArgument, QuireError, SlowConsumer, to_status
+from service.interceptors.parsing import Malformed
+from service.logging import current_request_id, get_logger
+from service.plans import Plan
+from service.server_state import ServerState
+from service.validation import RequestLimits
+
+SessionContext: TypeAlias = (
+    "grpc.aio.ServicerContext[executor_pb2.SessionRequest, executor_pb2.SessionResponse]"
+)
+_log = get_logger(__name__)
+
+# A message of answers that would be larger is sent in several.
+_TARGET_MESSAGE_BYTES = 1 << 20
+# What a call without logits weighs until it is answered and read, about.
+_LEAST_CALL_BYTES = 1024
+
+_MakePlan = Callable[[Any, RequestLimits, float | None], Plan[Any]]
+_PLANS: dict[str, _MakePlan] = {
+    "prefill": plans.prefill,
+    "decode": plans.decode,
+    "forward_verify": plans.forward_verify,
+    "forward": plans.forward,
+    "batch_prefill": plans.batch_prefill,
+    "batch_decode": plans.batch_decode,
+    "unified_forward": plans.unified_forward,
+    "fork_cache": plans.fork_cache,
+    "truncate_kv": plans.truncate_kv,
+}
+_AT_ONCE: dict[str, Callable[[Any, Dispatcher], Message]] = {
+    "release_cache": caches.release,
+    "renew_cache": caches.renew,
+}
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    """A call that is not answered yet."""
+
+    tag: int
+    kind: str
+    plan: Plan[Any]
+    outcomes: list[Outcome | None]
+    missing: int
+    answer_bytes: int
+    tickets: list[int] = field(default_factory=list)
+
+
+class Session:
+    """Owner of one stream's calls, from their arrival until their answers are written."""
+
+    def __init__(self, dispatcher: Dispatcher, state: ServerState, context: SessionContext) -> None:
+        self._dispatcher = dispatcher
+        self._state = state
+        self._config: Config = state.config
+        self._context = context
+        self._open: dict[int, _OpenCall] = {}
+        # What the answers of open calls may weigh, and what those that wait to be written do.
+        self._open_bytes = 0
+        self._unread_bytes = 0
+        self._results: deque[executor_pb2.SessionResult] = deque()
+        self._something_to_write = asyncio.Event()
+        self._room = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+        self._draining = False
+
+    async def run(self, messages: AsyncIterator[executor_pb2.SessionRequest]) -> None:
+        """Serves the stream. Returns when the caller has half-closed and has all answers; else raises."""
+        self._reader = asyncio.create_task(self._read(messages))
+        self._reader.add_done_callback(lambda _: self._something_to_write.set())
+        try:
+            await self._write(self._reader)
+            if self._draining:
+                raise Draining
+            # What ended the reader ends the stream.
+            await self._reader
+        finally:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, QuireError):
+                await self._reader
+            self._undo_open_calls()
+
+    def drain(self) -> None:
+        """Reads no further; the stream ends when what was read is answered."""
+        self._draining = True
+        if self._reader is not None:
+            self._reader.cancel()
+
+    # Reading.
+
+    async def _read(self, messages: AsyncIterator[executor_pb2.SessionRequest]) -> None:
+        async for message in messages:
+            if isinstance(message, Malformed):
+                raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not a valid message")
+            self._start(message)
+            while self._is_full():
+                self._room.clear()
+                await self._room.wait()
+
+    def _is_full(self) -> bool:
+        return (
+            len(self._open) + len(self._results) >= self._config.max_session_calls
+            or self._open_bytes + self._unread_bytes >= self._config.max_response_bytes
+        )
+
+    def _start(self, message: executor_pb2.SessionRequest) -> None:
+        """Starts the calls of a message together, in their order."""
+        started: list[_OpenCall] = []
+        for call in message.calls:
+            tag, kind = call.tag, call.WhichOneof("call")
+            if tag in self._open:
+                raise InvalidArgument("DUPLICATE_TAG", "calls.tag", f"tag {tag} is not answered yet")
+            try:
+                if kind in _PLANS:
+                    started.append(self._open_call(tag, kind, getattr(call, kind)))
+                elif kind in _AT_ONCE:
+                    # After what was sent before it.
+                    self._run(started)
+                    started = []
+                    self._deliver(tag, kind, _AT_ONCE[kind](getattr(call, kind), self._dispatcher))
+                else:
+                    raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
+            except QuireError as error:
+                self._deliver_error(tag, error)
+        self._run(started)
+
+    def _open_call(self, tag: int, kind: str, request: Any) -> _OpenCall:
+        plan = _PLANS[kind](request, self._state.limits, self._context.time_remaining())
+        size = len(plan.requests)
+        answer_bytes = max(plan.answer_bytes, _LEAST_CALL_BYTES)
+        call = _OpenCall(tag, kind, plan, [None] * size, size, answer_bytes)
+        self._open[tag] = call
+        self._open_bytes += call.answer_bytes
+        return call
+
+    def _run(self, calls: Sequence[_OpenCall]) -> None:
+        """Hands the requests of all calls over at once, so that they share steps."""
+        places = [(call, index) for call in calls for index in range(len(call.plan.requests))]
+        everything = [request for call in calls for request in call.plan.requests]
+        tickets = self._dispatcher.start(everything, lambda i, outcome: self._on_outcome(*places[i], outcome))
+        for (call, _), ticket in zip(places, tickets, strict=True):
+            call.tickets.append(ticket)
+        for call in calls:
+            if not call.plan.requests:
+                # A batch without one good item.
+                self._complete(call)
+
+    # Answering.
+
+    def _on_outcome(self, call: _OpenCall, index: int, outcome: Outcome) -> None:
+        call.outcomes[index] = outcome
+        call.missing -= 1
+        if call.missing == 0:
+            self._complete(call)
+
+    def _complete(self, call: _OpenCall) -> None:
+        del self._open[call.tag]
+        self._open_bytes -= call.answer_bytes
+        try:
+            answer = call.plan.answer([outcome for outcome in call.outcomes if outcome is not None])
+        except QuireError as error:
+            self._deliver_error(call.tag, error)
+        else:
+            self._deliver(call.tag, call.kind, answer)
+
+    def _deliver_error(self, tag: int, error: QuireError) -> None:
+        self._deliver(tag, "error", to_status(error, current_request_id()))
+
+    def _deliver(self, tag: int, kind: str, answer: Message) -> None:
+        result = executor_pb2.SessionResult(**{"tag": tag, kind: answer})  # type: ignore[arg-type]
+        self._results.append(result)
+        self._unread_bytes += result.ByteSize()
+        self._something_to_write.set()
+
+    # Writing.
+
+    async def _write(self, reader: asyncio.Task[None]) -> None:
+        """Writes answers until the reader has ended and nothing is left to answer."""
+        while True:
+            await self._something_to_write.wait()
+            self._something_to_write.clear()
+            while self._results:
+                message, size_bytes = self._next_message()
+                await self._write_message(message)
+                self._unread_bytes -= size_bytes
+                self._room.set()
+            if reader.done() and (self._failed(reader) or not self._open):
+                return
+
+    async def _write_message(self, message: executor_pb2.SessionResponse) -> None:
+        """Writes one message. If the caller does not read it in time, all else of the session is given up.
+
+        The status follows once the message has been read, or the connection has ended: grpc never delivers
+        one that is sent behind a message that is stuck. Until then only that message is held.
+        """
+        writing = asyncio.ensure_future(self._context.write(message))
+        try:
+            done, _ = await asyncio.wait({writing}, timeout=self._config.session_stall_s)
+        except asyncio.CancelledError:
+            writing.cancel()
+            raise
+        if not done:
+            self._give_up()
+            await writing
+            raise SlowConsumer(self._config.session_stall_s)
+        await writing
+
+    def _give_up(self) -> None:
+        assert self._reader is not None
+        self._reader.cancel()
+        self._undo_open_calls()
+        self._results.clear()
+        _log.info("a session's caller does not read its answers", stall_s=self._config.session_stall_s)
+
+    @staticmethod
+    def _failed(reader: asyncio.Task[None]) -> bool:
+        return not reader.cancelled() and reader.exception() is not None
+
+    def _next_message(self) -> tuple[executor_pb2.SessionResponse, int]:
+        message = executor_pb2.SessionResponse()
+        size_bytes = 0
+        while self._results:
+            result_bytes = self._results[0].ByteSize()
+            if size_bytes and size_bytes + result_bytes > _TARGET_MESSAGE_BYTES:
+                break
+            message.results.append(self._results.popleft())
+            size_bytes += result_bytes
+        return message, size_bytes
+
+    def _undo_open_calls(self) -> None:
+        tickets = [ticket for call in self._open.values() for ticket in call.tickets]
+        self._open.clear()
+        self._dispatcher.cancel(tickets)

@@ -1,0 +1,172 @@
+"""Connections that speak another protocol than gRPC, or speak it badly."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+from quire.v1 import executor_pb2 as pb
+
+from tests.e2e.unharmed import TIMEOUT_S, unharmed
+from tests.gateway_process import GatewayProcess
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_STREAM, END_HEADERS = 1, 4
+REQUEST = pb.PrefillRequest(token_ids=[1, 2, 3]).SerializeToString()
+
+
+@pytest.fixture(autouse=True)
+def gateway_goes_on(weightless_gateway: GatewayProcess) -> Iterator[None]:
+    with unharmed(weightless_gateway):
+        yield
+
+
+def connect(gateway: GatewayProcess) -> socket.socket:
+    host, _, port = gateway.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+
+
+def exchange(gateway: GatewayProcess, data: bytes, until: bytes | None = None) -> bytes:
+    """Sends bytes. Everything that comes back: up to and with `until`, or until the server hangs up."""
+    received = b""
+    with connect(gateway) as connection:
+        try:
+            connection.sendall(data)
+            if until is None:
+                connection.shutdown(socket.SHUT_WR)
+            while (until is None or until not in received) and (part := connection.recv(65_536)):
+                received += part
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # It hung up on what it had not read: an answer, too.
+    return received
+
+
+def frame(kind: int, flags: int, payload: bytes, stream: int = 1) -> bytes:
+    """A frame of HTTP/2."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def headers(**changed: str) -> bytes:
+    """The opening of a connection and of a Prefill on it. Underscores of names stand for dashes."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/quire.v1.ModelExecutorService/Prefill",
+        ":authority": "quire",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    fields.update({name.replace("_", "-"): value for name, value in changed.items()})
+    # Literal fields without indexing, as HPACK calls the simplest form.
+    block = b"".join(
+        b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in fields.items()
+    )
+    return PREFACE + frame(SETTINGS, 0, b"", stream=0) + frame(HEADERS, END_HEADERS, block)
+
+
+def message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
+    """A message as gRPC frames it."""
+    return struct.pack(">BI", compressed, len(data) if length is None else length) + data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\r\n",
+        b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n",
+        b"POST /quire.v1.ModelExecutorService/Prefill HTTP/1.1\r\nContent-Length: 999\r\n\r\nabc",
+        b"GET / HTTP/1.1\r\n" + b"X-Header: value\r\n" * 10_000,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(600),
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        PREFACE[:10],
+        PREFACE + b"GET / HTTP/1.1\r\n\r\n",
+        PREFACE + frame(SETTINGS, 0, b"\xff" * 7, stream=0),
+        PREFACE + frame(SETTINGS, 0, b"", stream=0) + frame(DATA, 0, b"no stream"),
+        PREFACE + frame(SETTINGS, 0, b"", stream=0) + frame(HEADERS, END_HEADERS, b"\xff" * 40),
+    ],
+    ids=[
+        *("nothing", "a line", "http1 get", "http1 post", "http1 endless", "tls", "ssh"),
+        *("half a preface", "http1 in http2", "bad settings", "data first", "bad headers"),
+    ],
+)
+def test_other_protocols_are_hung_up_on(weightless_gateway: GatewayProcess, data: bytes) -> None:
+    assert b"grpc-status\x010" not in exchange(weightless_gateway, data)
+
+
+def test_noise_is_hung_up_on(weightless_gateway: GatewayProcess) -> None:
+    rng = random.Random("noise")
+    for _ in range(40):
+        noise = rng.randbytes(rng.choice((1, 20, 400, 100_000)))
+        exchange(weightless_gateway, noise)
+        exchange(weightless_gateway, PREFACE + noise)
+        exchange(weightless_gateway, headers() + noise)
+        exchange(weightless_gateway, headers() + frame(DATA, END_STREAM, noise[:16_000]))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        frame(DATA, END_STREAM, message(REQUEST, length=100)),
+        frame(DATA, END_STREAM, message(REQUEST, length=2**32 - 1)),
+        frame(DATA, END_STREAM, message(REQUEST, compressed=1)),
+        frame(DATA, END_STREAM, message(REQUEST, compressed=255)),
+        frame(DATA, END_STREAM, b"\x00\x00"),
+        frame(DATA, END_STREAM, b""),
+        frame(DATA, 0, message(REQUEST)),
+        frame(DATA, 0, message(REQUEST)) * 3,
+        b"",
+    ],
+    ids=[
+        *("truncated", "endless", "not compressed", "bad flag", "half a frame", "no message"),
+        *("not ended", "three messages", "only headers"),
+    ],
+)
+def test_broken_framing_ends_with_its_connection(weightless_gateway: GatewayProcess, body: bytes) -> None:
+    exchange(weightless_gateway, headers() + body)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {":method": "GET"},
+        {":path": "quire"},
+        {":scheme": "gopher"},
+        {"content_type": "text/html"},
+        {"te": "nothing"},
+        {"grpc_encoding": "zip"},
+        {"grpc_timeout": "soon"},
+        {"grpc_timeout": "-1S"},
+        {"grpc_timeout": "0n"},
+        {"grpc_status": "0"},
+    ],
+    ids=lambda changed: " ".join(f"{name} {value}" for name, value in changed.items()),
+)
+def test_odd_headers_end_with_their_connection(
+    weightless_gateway: GatewayProcess, changed: dict[str, str]
+) -> None:
+    exchange(weightless_gateway, headers(**changed) + frame(DATA, END_STREAM, message(REQUEST)))
+
+
+@pytest.mark.parametrize("timeout", ["30S", "99999999S", "5000000H", "99999999H"])
+def test_every_deadline_that_grpc_can_say_is_taken(weightless_gateway: GatewayProcess, timeout: str) -> None:
+    # Go's client says the last of these for a context of 300 years.
+    call = headers(grpc_timeout=timeout) + frame(DATA, END_STREAM, message(REQUEST))
+    assert b"grpc-status\x010" in exchange(weightless_gateway, call, until=b"grpc-status\x01")
+
+
+def test_connections_that_say_nothing_do_not_keep_others_from_being_served(
+    weightless_gateway: GatewayProcess,
+) -> None:
+    silent = [connect(weightless_gateway) for _ in range(100)]
+    for connection in silent[::2]:
+        connection.sendall(headers())
+    answer = weightless_gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1]), timeout=TIMEOUT_S)
+    assert answer.kv_cache.seq_len == 1
+    for connection in silent:
+        connection.close()

@@ -1,0 +1,302 @@
+"""The Session stream: the unary calls' answers, many at once, and what a bad caller gets."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import executor_pb2_grpc, types_pb2
+
+from tests.gateway_process import GatewayProcess
+
+SESSION = "/quire.v1.ModelExecutorService/Session"
+PROMPT = list(range(20))
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[GatewayProcess]:
+    flags = ["--kv-blocks", "512", "--max-session-calls", "64", "--session-stall-s", "1"]
+    with GatewayProcess(model="paged-attention", workers=2, flags=flags) as process:
+        yield process
+
+
+class Lane:
+    """A session, blocking: `send` calls, `take` answers."""
+
+    def __init__(self, gateway: GatewayProcess) -> None:
+        self.channel = gateway.connect()
+        self._outgoing: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+        self.call = executor_pb2_grpc.ModelExecutorServiceStub(self.channel).Session(
+            iter(self._outgoing.get, None), timeout=60
+        )
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._outgoing.put(None)
+        self.call.cancel()
+        self.channel.close()
+
+    def send(self, *calls: pb.SessionCall) -> None:
+        self._outgoing.put(pb.SessionRequest(calls=calls))
+
+    def half_close(self) -> None:
+        self._outgoing.put(None)
+
+    def take(self, count: int) -> dict[int, pb.SessionResult]:
+        results: dict[int, pb.SessionResult] = {}
+        while len(results) < count:
+            for result in next(self.call).results:
+                assert result.tag not in results
+                results[result.tag] = result
+        return results
+
+
+def reason_of(error: Any) -> str:
+    status = rpc_status.from_call(error)
+    info = error_details_pb2.ErrorInfo()
+    assert status is not None and status.details[0].Unpack(info)
+    return info.reason
+
+
+def reason_in(result: pb.SessionResult) -> str:
+    info = error_details_pb2.ErrorInfo()
+    assert result.error.details[0].Unpack(info)
+    return info.reason
+
+
+def end_of(lane: Lane) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as ended:
+        for _ in lane.call:
+            pass
+    return ended.value
+
+
+def test_every_call_is_answered_as_its_unary_twin(gateway: GatewayProcess) -> None:
+    with Lane(gateway) as lane:
+        options = types_pb2.OutputOptions(top_logprobs=3)
+        lane.send(pb.SessionCall(tag=1, prefill=pb.PrefillRequest(token_ids=PROMPT, output=options)))
+        first = lane.take(1)[1].prefill
+        cache_id = first.kv_cache.cache_id
+        twin = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT, output=options))
+        assert first.output == twin.output
+        # In one message, on one cache: in this order.
+        lane.send(
+            pb.SessionCall(tag=2, decode=pb.DecodeRequest(cache_id=cache_id, token_id=5, position=20)),
+            pb.SessionCall(tag=3, truncate_kv=pb.TruncateKVRequest(cache_id=cache_id, new_len=10)),
+            pb.SessionCall(tag=4, decode=pb.DecodeRequest(cache_id=cache_id, token_id=6, position=10)),
+            pb.SessionCall(
+                tag=5,
+                forward_verify=pb.ForwardVerifyRequest(cache_id=cache_id, token_ids=[1, 2], position=11),
+            ),
+            pb.SessionCall(tag=6, fork_cache=pb.ForkCacheRequest(cache_id=cache_id, count=2)),
+            pb.SessionCall(tag=7, forward=pb.ForwardRequest(token_ids=[1, 2, 3])),
+            pb.SessionCall(tag=8, renew_cache=pb.RenewCacheRequest(cache_id=cache_id)),
+            pb.SessionCall(
+                tag=9, batch_prefill=pb.BatchPrefillRequest(items=[pb.PrefillRequest(token_ids=[9, 9])])
+            ),
+        )
+        answers = lane.take(8)
+        assert [answers[tag].WhichOneof("result") for tag in range(2, 10)] == [
+            "decode", "truncate_kv", "decode", "forward_verify", "fork_cache", "forward", "renew_cache",
+            "batch_prefill",
+        ]  # fmt: skip
+        assert answers[4].decode.kv_cache.seq_len == 11
+        assert answers[5].forward_verify.kv_cache.seq_len == 13
+        forks = [handle.cache_id for handle in answers[6].fork_cache.kv_caches]
+        items = [pb.DecodeRequest(cache_id=fork, token_id=1) for fork in [*forks, "kv_unknown"]]
+        lane.send(
+            pb.SessionCall(tag=1, batch_decode=pb.BatchDecodeRequest(items=items)),
+            pb.SessionCall(tag=2, release_cache=pb.ReleaseCacheRequest(cache_id=cache_id)),
+        )
+        answers = lane.take(2)
+        kinds = [r.WhichOneof("result") for r in answers[1].batch_decode.results]
+        assert kinds == ["response", "response", "error"]
+        assert answers[2].release_cache.released
+        lane.half_close()
+        assert list(lane.call) == []
+        assert lane.call.code() == grpc.StatusCode.OK
+    release_all(gateway)
+
+
+def test_an_error_is_the_calls_own(gateway: GatewayProcess) -> None:
+    with Lane(gateway) as lane:
+        lane.send(
+            pb.SessionCall(tag=1, decode=pb.DecodeRequest(cache_id="kv_unknown", token_id=1)),
+            pb.SessionCall(tag=2, prefill=pb.PrefillRequest()),
+            pb.SessionCall(tag=3),
+            pb.SessionCall(tag=4, forward=pb.ForwardRequest(token_ids=[1])),
+        )
+        answers = lane.take(4)
+        assert [reason_in(answers[tag]) for tag in (1, 2, 3)] == [
+            "CACHE_NOT_FOUND",
+            "EMPTY_TOKENS",
+            "EMPTY_CALL",
+        ]
+        assert answers[4].WhichOneof("result") == "forward"
+
+
+def test_a_repeated_tag_ends_the_stream(gateway: GatewayProcess) -> None:
+    with Lane(gateway) as lane:
+        call = pb.SessionCall(tag=7, prefill=pb.PrefillRequest(token_ids=list(range(400))))
+        lane.send(call, call)
+        error = end_of(lane)
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert reason_of(error) == "DUPLICATE_TAG"
+    gateway.assert_pools_are_whole()
+
+
+def test_garbage_ends_the_stream(gateway: GatewayProcess) -> None:
+    with gateway.connect() as channel:
+        raw = channel.stream_stream(
+            SESSION, request_serializer=lambda data: data, response_deserializer=lambda data: data
+        )
+        call = raw(iter([b"\xff\xff\xff\xff"]), timeout=30)
+        with pytest.raises(grpc.RpcError) as ended:
+            list(call)
+        assert ended.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert reason_of(ended.value) == "MALFORMED_REQUEST"
+
+
+def test_half_closing_early_loses_no_answer(gateway: GatewayProcess) -> None:
+    with Lane(gateway) as lane:
+        for tag in range(40):
+            lane.send(pb.SessionCall(tag=tag, forward=pb.ForwardRequest(token_ids=[tag, 1, 2])))
+        lane.half_close()
+        assert sorted(r.tag for message in lane.call for r in message.results) == list(range(40))
+
+
+def test_a_flood_is_read_no_faster_than_it_is_answered(gateway: GatewayProcess) -> None:
+    """More calls than may be open at once: all are answered, and the gateway never holds more than its bound."""
+    with Lane(gateway) as lane:
+        calls = [
+            pb.SessionCall(tag=tag, forward=pb.ForwardRequest(token_ids=[tag % 1000, 3]))
+            for tag in range(5000)
+        ]
+        for call in calls:
+            lane.send(call)
+        lane.half_close()
+        tags = []
+        for message in lane.call:
+            tags += [result.tag for result in message.results]
+            assert gateway_operations(gateway, tags) <= 64 + 8
+        assert sorted(tags) == list(range(5000))
+
+
+def gateway_operations(gateway: GatewayProcess, tags: list[int]) -> int:
+    """Looked at now and then: each look is a call of its own."""
+    return gateway.status().operations_in_flight if len(tags) % 50 == 0 else 0
+
+
+def test_a_caller_that_does_not_read_is_cut_off_and_hurts_nobody(gateway: GatewayProcess) -> None:
+    before = gateway.status().memory_bytes
+    unread = 2000
+
+    async def stall() -> grpc.aio.AioRpcError:
+        options = [("grpc.http2.bdp_probe", 0)]
+        async with grpc.aio.insecure_channel(gateway.address, options=options) as channel:
+            stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            call = stub.Session(_rows_of_logits(unread), timeout=60)
+            # Not one answer is read until the server has had enough; the status comes after what is buffered.
+            while "does not read its answers" not in gateway.log():
+                await asyncio.sleep(0.02)
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                async for _ in call:
+                    pass
+            return ended.value
+
+    others = Neighbour(gateway)
+    others.start()
+    error = asyncio.run(stall())
+    answered = others.stop()
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert reason_of_async(error) == "SLOW_CONSUMER"
+    assert answered > 10, "a neighbour's calls go on meanwhile"
+    # 2000 answers of 64 kB would be 128 MB.
+    assert gateway.status().memory_bytes - before < 100 << 20
+    gateway.assert_pools_are_whole()
+
+
+async def _rows_of_logits(count: int) -> AsyncIterator[pb.SessionRequest]:
+    output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+    for tag in range(count):
+        request = pb.ForwardRequest(token_ids=[i % 1000 for i in range(16)], output=output)
+        yield pb.SessionRequest(calls=[pb.SessionCall(tag=tag, forward=request)])
+
+
+def reason_of_async(error: grpc.aio.AioRpcError) -> str:
+    info = error_details_pb2.ErrorInfo()
+    from google.rpc import status_pb2
+
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            status = status_pb2.Status.FromString(value)  # type: ignore[arg-type]
+            assert status.details[0].Unpack(info)
+    return info.reason
+
+
+class Neighbour(threading.Thread):
+    """Another caller, in a loop."""
+
+    def __init__(self, gateway: GatewayProcess) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._stopping = threading.Event()
+        self._answered = 0
+
+    def run(self) -> None:
+        while not self._stopping.is_set():
+            self._gateway.stub.Forward(pb.ForwardRequest(token_ids=[1, 2]), timeout=30)
+            self._answered += 1
+
+    def stop(self) -> int:
+        self._stopping.set()
+        self.join()
+        return self._answered
+
+
+def test_a_cancelled_session_undoes_its_calls(gateway: GatewayProcess) -> None:
+    release_all(gateway)
+    with Lane(gateway) as lane:
+        for tag in range(30):
+            lane.send(pb.SessionCall(tag=tag, prefill=pb.PrefillRequest(token_ids=[tag] * 300)))
+        next(lane.call)
+        lane.call.cancel()
+    wait_until(lambda: gateway.status().operations_in_flight == 0)
+    release_all(gateway)
+    gateway.assert_pools_are_whole()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never happened")
+
+
+def release_all(gateway: GatewayProcess) -> None:
+    for handle in gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000)).kv_caches:
+        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id))
+
+
+def test_draining_ends_sessions_after_their_answers() -> None:
+    flags = ["--kv-blocks", "2048", "--max-batch-tokens", "16"]
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway, Lane(gateway) as lane:
+        lane.send(pb.SessionCall(tag=1, prefill=pb.PrefillRequest(token_ids=[i % 1000 for i in range(8000)])))
+        wait_until(lambda: gateway.status().operations_in_flight > 0)
+        gateway.process.terminate()
+        assert lane.take(1)[1].prefill.kv_cache.seq_len == 8000
+        error = end_of(lane)
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert reason_of(error) == "DRAINING"
+        assert gateway.process.wait(60) == 0
