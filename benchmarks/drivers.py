@@ -7,14 +7,16 @@ Each driver decodes greedily and says how long it took. A new way to call is a n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
+import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
-from benchmarks.peers.base import SETTLING_STEPS, Sample, Unavailable
+from benchmarks.peers.base import SETTLING_STEPS, Sample
 
 # In the stubs of the stubs only, not at run time.
 Stub: TypeAlias = "executor_pb2_grpc.ModelExecutorServiceAsyncStub"
@@ -93,50 +95,124 @@ async def batch(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
     return Sample(ns, len(callers))
 
 
-async def unary(stub: Stub, callers: Sequence[Caller], steps: int, concurrency: int = 0) -> Sample:
-    """Callers who know nothing of each other: `concurrency` loops of Decode, by default one a sequence.
-
-    Loops that have several sequences take turns with them. The sample is one mean: see `rate`.
-    """
-    loops = concurrency or len(callers)
-
-    async def loop(own: Sequence[Caller], done: list[tuple[int, int]]) -> None:
-        for _ in range(SETTLING_STEPS + steps):
-            for caller in own:
-                began_ns = time.perf_counter_ns()
-                caller.took(await stub.Decode(caller.request()))
-                done.append((began_ns, time.perf_counter_ns()))
-
-    calls: list[list[tuple[int, int]]] = [[] for _ in range(loops)]
-    async with asyncio.TaskGroup() as group:
-        for index in range(loops):
-            group.create_task(loop(callers[index::loops], calls[index]))
-    return rate(calls, len(callers))
+async def unary(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
+    """Callers who know nothing of each other, each in a loop of Decode. One mean is measured: see `rate`."""
+    return await _loops([stub.Decode] * len(callers), callers, steps)
 
 
 async def session(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
-    """Callers who know nothing of each other, each with a Session. Raises Unavailable."""
-    del stub, callers, steps
-    methods = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].methods_by_name
-    if "Session" not in methods:
-        raise Unavailable("Session is not part of the API yet")
-    raise Unavailable("the suite has no driver for Session yet (benchmarks/drivers.py)")
+    """Callers who know nothing of each other, each with a Session of its own."""
+    async with contextlib.AsyncExitStack() as stack:
+        lanes = [await stack.enter_async_context(_SessionLane(stub)) for _ in callers]
+        return await _loops(lanes, callers, steps)
+
+
+async def multiplexed(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
+    """One Session that carries all sequences, each stepped again as soon as it is answered."""
+    begun: dict[int, int] = {}
+    done: list[list[tuple[int, int]]] = [[] for _ in callers]
+    async with _SessionLane(stub) as lane:
+        ready = list(range(len(callers)))
+        while begun or ready:
+            if ready:
+                now_ns = time.perf_counter_ns()
+                begun |= dict.fromkeys(ready, now_ns)
+                await lane.write({tag: callers[tag].request() for tag in ready})
+            ready = []
+            for tag, response in await lane.read():
+                callers[tag].took(response)
+                done[tag].append((begun.pop(tag), time.perf_counter_ns()))
+                if len(done[tag]) < SETTLING_STEPS + steps:
+                    ready.append(tag)
+    return rate(done, len(callers))
+
+
+class _SessionLane:
+    """A Session, open while its context is."""
+
+    def __init__(self, stub: Stub) -> None:
+        self._stub = stub
+
+    async def __aenter__(self) -> Self:
+        self._call = self._stub.Session()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._call.done_writing()
+        if await self._call.read() is not grpc.aio.EOF:
+            raise RuntimeError("a Session has answered more than it was asked")
+
+    async def __call__(self, request: executor_pb2.DecodeRequest) -> executor_pb2.DecodeResponse:
+        """One step, answered before the next."""
+        await self.write({0: request})
+        ((_, response),) = await self.read()
+        return response
+
+    async def write(self, requests: Mapping[int, executor_pb2.DecodeRequest]) -> None:
+        """Sends steps by their tags."""
+        calls = [executor_pb2.SessionCall(tag=tag, decode=request) for tag, request in requests.items()]
+        await self._call.write(executor_pb2.SessionRequest(calls=calls))
+
+    async def read(self) -> list[tuple[int, executor_pb2.DecodeResponse]]:
+        """What has been answered, at least one. Raises RuntimeError if a step failed or the stream ended."""
+        message = await self._call.read()
+        if not isinstance(message, executor_pb2.SessionResponse):
+            raise RuntimeError("a Session has ended early")  # noqa: TRY004 - its end has a type of its own
+        for result in message.results:
+            if result.HasField("error"):
+                raise RuntimeError(f"a step of a Session failed: {result.error.message}")
+        return [(result.tag, result.decode) for result in message.results]
+
+
+_Lane = Callable[[executor_pb2.DecodeRequest], Awaitable[executor_pb2.DecodeResponse]]
+
+
+async def _loops(lanes: Sequence[_Lane], callers: Sequence[Caller], steps: int) -> Sample:
+    """A loop for each caller, on a lane of its own."""
+    settled = asyncio.Barrier(len(callers))
+
+    async def loop(lane: _Lane, caller: Caller, done: list[tuple[int, int]]) -> None:
+        for _ in range(SETTLING_STEPS):
+            caller.took(await lane(caller.request()))
+        await settled.wait()
+        for _ in range(steps):
+            began_ns = time.perf_counter_ns()
+            caller.took(await lane(caller.request()))
+            done.append((began_ns, time.perf_counter_ns()))
+
+    calls: list[list[tuple[int, int]]] = [[] for _ in callers]
+    async with asyncio.TaskGroup() as group:
+        for lane, caller, done in zip(lanes, callers, calls, strict=True):
+            group.create_task(loop(lane, caller, done))
+    return rate(calls, len(callers))
 
 
 def rate(calls: Sequence[Sequence[tuple[int, int]]], tokens: int) -> Sample:
     """The mean time of `tokens` calls while all loops were busy, from each call's (begin, end) in ns.
 
     Counted from when the last loop has had its first answer until the first loop has had its last, since
-    before and after fewer callers share the steps.
+    before and after fewer callers share the steps. If the loops were so uneven that most calls lie outside,
+    all are counted.
     """
+    every = [call for loop in calls for call in loop]
     begin_ns = max(loop[0][1] for loop in calls)
     end_ns = min(loop[-1][1] for loop in calls)
-    counted = [call for loop in calls for call in loop if begin_ns < call[1] <= end_ns]
-    if not counted:
-        raise RuntimeError("the loops were never busy at the same time: give them more steps")
+    counted = [call for call in every if begin_ns < call[1] <= end_ns]
+    if 2 * len(counted) < len(every):
+        counted, begin_ns, end_ns = every, min(call[0] for call in every), max(call[1] for call in every)
     latency_ns = [ended_ns - began_ns for began_ns, ended_ns in counted]
     return Sample([(end_ns - begin_ns) * tokens // len(counted)], tokens, latency_ns)
 
 
 Driver = Callable[[Stub, Sequence[Caller], int], Awaitable[Sample]]
-MODES: dict[str, Driver] = {"batch": batch, "unary": unary, "session": session}
+MODES: dict[str, Driver] = {
+    "batch": batch,
+    "unary": unary,
+    "session": session,
+    "multiplexed": multiplexed,
+}
+
+
+async def run(mode: str, stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
+    """One turn of a load."""
+    return await MODES[mode](stub, callers, steps)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.machine import MAX_OTHERS_SHARE, MAX_STEAL_SHARE
 from benchmarks.peers.base import PeerConfig
+from benchmarks.results import WorkloadResult
 
 _ALWAYS = """
 The load generator is a process of its own on the same machine: with few cores it takes CPU time from the \
@@ -15,11 +18,15 @@ prompt's KV, to save time; there too each sequence has memory of its own.
 Bytes per second are the least that a step must read, weights and KV, over its time; FLOP/s likewise.
 Independent callers: the mean time of one token for each of them, while all were busy.
 Quire's executor prefills a batch in one forward, its worker in steps of 512 tokens.
+"Session, 32 callers" are 32 streams with one sequence each; "one Session of 32" is one stream with 32.
+Batch: the mean number of sequences in a step of the worker, during the turns.
 The echo server answers with the gateway's own bytes, and parses nothing.
 """
 
 
-def notes(config: PeerConfig, disturbance: dict[str, float]) -> list[str]:
+def notes(
+    config: PeerConfig, disturbance: dict[str, float], workloads: Sequence[WorkloadResult]
+) -> list[str]:
     """Sentences for the reader of a result."""
     others, steal = disturbance["others_share"], disturbance["steal_share"]
     found = [
@@ -27,6 +34,25 @@ def notes(config: PeerConfig, disturbance: dict[str, float]) -> list[str]:
         f"Quire has {config.kv_blocks} pages of KV, in process and in the worker.",
         f"During the run others took {others:.1%} of the machine, and its host {steal:.1%}.",
     ]
+    found += _disagreements(workloads)
     if others > MAX_OTHERS_SHARE or steal > MAX_STEAL_SHARE:
         found.append("THE MACHINE WAS NOT QUIET: these figures are not to be relied on.")
     return found
+
+
+def _disagreements(workloads: Sequence[WorkloadResult]) -> list[str]:
+    """Whether the competitors compute the same: by the first tokens that each chose after the same prompt."""
+    found, compared = [], 0
+    for workload in workloads:
+        chosen = {f["label"]: f["first_tokens"] for f in workload["figures"] if "first_tokens" in f}
+        compared += bool(chosen)
+        if len({tuple(tokens) for tokens in chosen.values()}) > 1:
+            listed = "; ".join(f"{label}: {tokens}" for label, tokens in chosen.items())
+            found.append(
+                f"First tokens differ in {workload['name']} ({listed}): rounding can tip a close choice."
+            )
+    agreed = compared - len(found)
+    return [
+        f"All competitors chose the same first tokens in {agreed} of {compared} decode workloads.",
+        *found,
+    ]

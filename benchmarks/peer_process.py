@@ -62,13 +62,13 @@ class PeerProcess:
         except OSError:
             line = ""
         if not line:
-            self._broken = self._broken or f"its process has ended; see {self.log_path}"
+            self._broken = self._broken or "its process has ended"
             raise PeerFailed(self._broken)
         answer = json.loads(line)
         if "unavailable" in answer:
             raise Unavailable(answer["unavailable"])
         if "failed" in answer:
-            raise PeerFailed(f"{answer['failed']}; see {self.log_path}")
+            raise PeerFailed(answer["failed"])
         return answer["result"]
 
     def sample(self, method: str, **arguments: object) -> Sample:

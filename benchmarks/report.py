@@ -81,13 +81,13 @@ def tables(result: Result) -> list[Table]:
 
 
 def _figures(workload: WorkloadResult) -> Table:
-    columns = ("", f"ms per {workload['unit']}", "tokens/s", "reached", "of the roof", "rounds")
+    columns = ("", f"ms per {workload['unit']}", "tokens/s", "reached", "of the roof", "batch", "rounds")
     return Table(workload["title"], columns, [_figure_row(figure) for figure in workload["figures"]])
 
 
 def _figure_row(figure: Figure) -> Sequence[str]:
     if "ms" not in figure:
-        return (figure["label"], figure.get("problem", ""), "", "", "", "0")
+        return (figure["label"], figure.get("problem", ""), "", "", "", "", "0")
     reached, share = "", ""
     if "bytes_per_s" in figure:
         reached = f"{figure['bytes_per_s'] / 1e9:.1f} GB/s"
@@ -98,8 +98,9 @@ def _figure_row(figure: Figure) -> Sequence[str]:
     elif "latency_ms" in figure:
         latency = figure["latency_ms"]
         reached = f"call p50 {_number(latency['p50'])}, p99 {_number(latency['p99'])} ms"
-    tokens_per_s = _number(figure["tokens_per_s"]["p50"])
-    return (figure["label"], _spread(figure["ms"]), tokens_per_s, reached, share, str(figure["rounds"]))
+    batch = f"{figure['items_per_step']:.1f}" if "items_per_step" in figure else ""
+    tokens_per_s, rounds = _number(figure["tokens_per_s"]["p50"]), str(figure["rounds"])
+    return (figure["label"], _spread(figure["ms"]), tokens_per_s, reached, share, batch, rounds)
 
 
 def _goals(result: Result, *, only_with_goal: bool) -> Table:

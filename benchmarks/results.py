@@ -38,6 +38,7 @@ class Figure(TypedDict):
     ms: NotRequired[Spread]
     tokens_per_s: NotRequired[Spread]
     latency_ms: NotRequired[Spread]
+    items_per_step: NotRequired[float]
     bytes_per_s: NotRequired[float]
     share_of_read_bandwidth: NotRequired[float]
     flops_per_s: NotRequired[float]
@@ -112,6 +113,8 @@ def figure(
     )
     if latency_ns:
         found["latency_ms"] = spread([value / 1e6 for value in latency_ns])
+    if samples[0].items_per_step:
+        found["items_per_step"] = float(np.mean([sample.items_per_step for sample in samples]))
     if workload.bytes_read:
         found["bytes_per_s"] = workload.bytes_read / (ms["p50"] / 1e3)
         found["share_of_read_bandwidth"] = found["bytes_per_s"] / roof["read_bytes_per_s"]

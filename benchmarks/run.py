@@ -71,7 +71,9 @@ class Suite:
 
     def result(self, *, command: str, shape: str, seconds: float, disturbance: dict[str, float]) -> Result:
         """Everything found. Asks the peers for versions and memory."""
+        # What was reached is compared with what the machine was able to do during the whole run.
         roof = {key: median(found[key] for found in self._roofs) for key in self._roofs[0]}
+        workloads = [run.result(roof) for run in self._runs]
         memory: dict[str, int] = {}
         versions: dict[str, dict[str, str]] = {}
         for name, peer in self._peers.items():
@@ -92,9 +94,9 @@ class Suite:
             versions=versions,
             settings={"threads": self._config.threads, "kv_blocks": self._config.kv_blocks},
             roof=roof,
-            workloads=[run.result(roof) for run in self._runs],
+            workloads=workloads,
             memory=memory,
-            notes=notes(self._config, disturbance),
+            notes=notes(self._config, disturbance, workloads),
         )
 
     @property
@@ -194,7 +196,9 @@ def main() -> int:
     path = _write(result, arguments.output or (_RESULTS_DIR if whole else _BUILD_DIR / "results"))
     console.print(f"Written to {path} and {path.with_suffix('.md').name}", highlight=False)
     for failure in suite.failures:
-        console.print(f"[red]failed[/red]: {failure}", highlight=False)
+        console.print(f"failed: {failure}", markup=False, highlight=False)
+    if suite.failures:
+        console.print(f"logs of the competitors: {suite.log_dir}", highlight=False)
     return int(bool(suite.failures))
 
 

@@ -14,8 +14,9 @@ from benchmarks.workloads import Entry, Workload
 
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 20
-# An entry whose turn takes longer sits most rounds out: it is measured in the first and in the last.
+# An entry whose turn takes longer takes part in these rounds only.
 _LONG_TURN_S = 8.0
+_LONG_TURN_ROUNDS = (0, 2)
 
 GetPeer = Callable[[str], PeerProcess]
 # Told of (what is going on, seconds that the workload still takes).
@@ -55,14 +56,15 @@ class WorkloadRun:
         for contestant in self._racing():
             self._report(f"warm-up: {contestant.entry.label}", max(0.0, end_s - time.monotonic()))
             self._warm_up(contestant)
-        rounds = self._plan(end_s - time.monotonic())
-        for index in range(rounds):
+        index = 0
+        while index < _MIN_ROUNDS or (
+            index < _MAX_ROUNDS and time.monotonic() + self._round_s(index) < end_s
+        ):
             # To and fro, so that nobody always runs first.
-            order = self._racing() if index % 2 == 0 else self._racing()[::-1]
-            for contestant in order:
-                left_s = self._left_s(rounds - index)
-                self._report(f"round {index + 1} of {rounds}: {contestant.entry.label}", left_s)
-                self._turn(contestant, index, rounds)
+            for contestant in self._racing()[:: 1 if index % 2 == 0 else -1]:
+                self._report(f"round {index + 1}: {contestant.entry.label}", self._left_s(index, end_s))
+                self._turn(contestant, index)
+            index += 1
         for peer in self._peers().values():
             self._guarded(peer, "release")
 
@@ -115,7 +117,8 @@ class WorkloadRun:
 
     def _prepare_peer(self, peer: PeerProcess) -> Any:
         if self._workload.prepare is None:
-            return peer.call("versions") and None
+            peer.call("versions")  # It loads with its first call.
+            return None
         method, arguments = self._workload.prepare
         return peer.call(method, **arguments)
 
@@ -130,23 +133,24 @@ class WorkloadRun:
         batches = [a.get("batch", 1) for a in (contestant.entry.arguments, arguments)]
         contestant.turn_s = took_s * (steps[0] / steps[1]) * (batches[0] / batches[1])
 
-    def _plan(self, seconds: float) -> int:
-        racing = self._racing()
-        round_s = sum(c.turn_s for c in racing if not c.takes_long)
-        seconds -= 2 * sum(c.turn_s for c in racing if c.takes_long)
-        return int(min(max(seconds / max(round_s, 1e-3), _MIN_ROUNDS), _MAX_ROUNDS))
+    def _round_s(self, index: int) -> float:
+        """What a round will take, from what the turns took last."""
+        return sum(c.turn_s for c in self._racing() if not c.takes_long or index in _LONG_TURN_ROUNDS)
 
-    def _left_s(self, rounds: int) -> float:
-        racing = self._racing()
-        return sum(c.turn_s * (min(rounds, 1) if c.takes_long else rounds) for c in racing)
+    def _left_s(self, index: int, end_s: float) -> float:
+        """What the workload still takes from the beginning of a round, about."""
+        left_s = max(0.0, end_s - time.monotonic())
+        return min(max(left_s, self._round_s(index)), self._round_s(index) * (_MAX_ROUNDS - index))
 
-    def _turn(self, contestant: _Contestant, index: int, rounds: int) -> None:
-        if contestant.takes_long and index not in (0, rounds - 1):
+    def _turn(self, contestant: _Contestant, index: int) -> None:
+        if contestant.takes_long and index not in _LONG_TURN_ROUNDS:
             contestant.rounds.append(None)
             return
+        began_s = time.monotonic()
         # The same prompts for everyone in a round, and others in the next.
         sample = self._measure(contestant, contestant.entry.arguments, seed=index + 2)
         contestant.rounds.append(sample)
+        contestant.turn_s = time.monotonic() - began_s
 
     def _measure(self, contestant: _Contestant, arguments: dict[str, Any], seed: int) -> Sample | None:
         entry = contestant.entry

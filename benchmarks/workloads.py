@@ -37,7 +37,7 @@ class Workload:
         unit: What a sample is the time of.
         share: How much of the run's time it gets, compared with the others.
         prepare: A method of the peers and its arguments, called before the first turn.
-        warm: Arguments of the first turn, which does not count.
+        warm: Arguments of the first turn, which does not count, that differ from the others'.
         bytes_read: What a step has to read; 0 where that is not the limit.
         flops: What a step has to compute; 0 where that is not the limit.
     """
@@ -162,30 +162,41 @@ def _prefill(shape: Shape, batch: int, *, share: float, goals: dict[str, float] 
 
 
 def _gateway() -> Workload:
-    """Loads of a second or so each, of 32 sequences."""
+    """Loads of about a second each. One caller has one sequence; the others have 32."""
     loads: dict[str, dict[str, Any]] = {
-        "unary, 1 caller": {"mode": "unary", "steps": 20, "concurrency": 1},
+        "unary, 1 caller": {"mode": "unary", "steps": 800, "callers": 1},
         "unary, 32 callers": {"mode": "unary", "steps": 60},
         "BatchDecode of 32": {"mode": "batch", "steps": 80},
+        "Session, 1 caller": {"mode": "session", "steps": 800, "callers": 1},
+        "Session, 32 callers": {"mode": "session", "steps": 80},
+        "one Session of 32": {"mode": "multiplexed", "steps": 120},
     }
-    entries = [
-        Entry(f"{who}: {label}", "gateway", "calls", load | {"server": server})
-        for label, load in loads.items()
-        for who, server in (("bare echo", "echo"), ("gateway", "quire"))
+    # The echo server has no streams.
+    echoed = [name for name, load in loads.items() if load["mode"] in ("unary", "batch")]
+    echoes = [
+        Entry(f"bare echo: {name}", "gateway", "calls", {"server": "echo"} | loads[name]) for name in echoed
     ]
-    session = {"mode": "session", "steps": 60, "server": "quire"}
+    entries = [
+        Entry(f"gateway: {name}", "gateway", "calls", {"server": "quire"} | load)
+        for name, load in loads.items()
+    ]
+    unary = "gateway: unary, 32 callers"
     return Workload(
         name="gateway",
         title="gateway alone (weightless executor)",
         unit="call",
-        share=1.5,
-        entries=[*entries, Entry("gateway: Session, 32 callers", "gateway", "calls", session)],
+        share=2.0,
+        entries=[*echoes, *entries],
         comparisons=[
-            Comparison("gateway: unary, 1 caller", "bare echo: unary, 1 caller", 0.5),
-            Comparison("gateway: unary, 32 callers", "bare echo: unary, 32 callers", 0.5),
+            *(
+                Comparison(f"gateway: {name}", f"bare echo: {name}", 0.5)
+                for name in echoed
+                if "unary" in name
+            ),
             Comparison("gateway: BatchDecode of 32", "bare echo: BatchDecode of 32"),
-            Comparison("gateway: Session, 32 callers", "gateway: unary, 32 callers", 3.0),
-            Comparison("gateway: BatchDecode of 32", "gateway: unary, 32 callers", 8.0),
+            Comparison("gateway: BatchDecode of 32", unary, 8.0),
+            Comparison("gateway: Session, 1 caller", "gateway: unary, 1 caller"),
+            Comparison("gateway: Session, 32 callers", unary, 3.0),
+            Comparison("gateway: one Session of 32", unary, 3.0),
         ],
-        warm={"steps": 3},
     )

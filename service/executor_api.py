@@ -215,7 +215,7 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
 
     def _given(self, context: Context) -> tuple[RequestLimits, float | None]:
         """What every plan is made from beside the request: the limits, and how long the caller waits."""
-        return self._state.limits, context.time_remaining()
+        return self._state.limits, validation.timeout_seconds(context.time_remaining())
 
     async def _run(self, plan: Plan[_AnswerT]) -> _AnswerT:
         return plan.answer(await self._dispatcher.run(plan.requests))

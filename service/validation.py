@@ -36,6 +36,7 @@ _TOP_ENTRY_BYTES = 10
 _ROW_BYTES = 80
 # The rest of an answer: its handle, timing and framing, or the error of a batch's item in its place.
 ANSWER_BYTES = 512
+_LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,14 @@ def lease_seconds(message: duration_pb2.Duration) -> float:
     if seconds <= 0:
         raise InvalidArgument("BAD_LEASE", "lease", "must be longer than 0")
     return seconds
+
+
+def timeout_seconds(left_s: float | None) -> float | None:
+    """What is left of a caller's deadline. One of a year or more counts as none, which is what it means.
+
+    gRPC allows deadlines of 11,000 years, which the worker protocol's nanoseconds cannot hold.
+    """
+    return None if left_s is None or left_s >= _LONGEST_TIMEOUT_S else left_s
 
 
 def check_fork(request: executor_pb2.ForkCacheRequest) -> None:

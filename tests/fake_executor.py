@@ -212,6 +212,7 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
     GetCapabilities: Any = _unimplemented
     GetCacheMetrics: Any = _unimplemented
     GetLoraMetrics: Any = _unimplemented
+    Session: Any = _unimplemented
 
     @contextmanager
     def _call(self, method: str, request: Any, context: Any) -> Iterator[None]:

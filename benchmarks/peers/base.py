@@ -44,11 +44,13 @@ class Sample:
         ns: The time of each step, or of what counts as one.
         tokens: Tokens that a step gave or took in.
         latency_ns: The time of each call, where that is not the time of a step.
+        items_per_step: Mean size of the worker's batches; 0 where there is no worker.
     """
 
     ns: list[int]
     tokens: int
     latency_ns: list[int] = field(default_factory=list)
+    items_per_step: float = 0.0
 
 
 class Peer:

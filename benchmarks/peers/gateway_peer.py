@@ -45,14 +45,16 @@ class GatewayPeer(Peer):
         port = int(self._echo.stdout.readline())
         self._stubs["echo"] = self._run(self._connect(f"127.0.0.1:{port}"))
 
-    def calls(self, server: str, mode: str, steps: int, concurrency: int = 0) -> Sample:
-        """One turn: `steps` for each of the 32 sequences, on "quire" or "echo".
+    def calls(self, server: str, mode: str, steps: int, callers: int = SEQUENCES) -> Sample:
+        """One turn: `steps` for each caller, on "quire" or "echo", in a mode of `drivers.MODES`.
 
-        mode: "batch", "unary" or "session". concurrency: loops of unary calls, 0 for one a sequence.
+        The sample's times are those of a call: of one token, or of a whole batch.
         """
-        work = self._turn(self._stubs[server], mode, steps, concurrency)
         try:
-            return self._run(work)
+            sample = self._run(drivers.run(mode, self._stubs[server], self._callers[:callers], steps))
+            if mode == "batch":
+                return sample
+            return Sample([ns // callers for ns in sample.ns], 1, sample.latency_ns)
         finally:
             if server == "quire":
                 self._run(drivers.rewind_callers(self._stubs[server], self._callers))
@@ -69,13 +71,6 @@ class GatewayPeer(Peer):
         self._echo.kill()
         self._echo.wait()
         self._gateway.close()
-
-    async def _turn(self, stub: drivers.Stub, mode: str, steps: int, concurrency: int) -> Sample:
-        if mode != "unary":
-            return await drivers.MODES[mode](stub, self._callers, steps)
-        sample = await drivers.unary(stub, self._callers, steps, concurrency)
-        # Per call, and not per token of every sequence.
-        return Sample([ns // SEQUENCES for ns in sample.ns], 1, sample.latency_ns)
 
     async def _capture(self) -> dict[str, bytes]:
         """What the gateway answers to the calls that will be echoed."""

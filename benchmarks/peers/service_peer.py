@@ -44,10 +44,14 @@ class ServicePeer(Peer):
         return tokens
 
     def decode(self, steps: int, mode: str = "batch") -> Sample:
+        before = self._run(self._worker_status())
         try:
-            return self._run(_call(drivers.MODES[mode], self._stub, self._callers, steps))
+            sample = self._run(drivers.run(mode, self._stub, self._callers, steps))
+            after = self._run(self._worker_status())
         finally:
             self._run(drivers.rewind_callers(self._stub, self._callers))
+        sample.items_per_step = (after.batch_items - before.batch_items) / max(1, after.steps - before.steps)
+        return sample
 
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
         return self._run(self._prefill(prompts(self._vocab_size, batch, prompt_tokens, seed)))
@@ -78,6 +82,9 @@ class ServicePeer(Peer):
             await self._stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache_id))
         return Sample([ns], sum(map(len, token_ids)))
 
+    async def _worker_status(self) -> executor_pb2.WorkerStatus:
+        return (await self._stub.GetStatus(executor_pb2.GetStatusRequest())).workers[0]
+
     async def _connect(self) -> drivers.Stub:
         # Inside the loop that will use it.
         self._channel = grpc.aio.insecure_channel(self._gateway.address, options=channel_options())
@@ -85,9 +92,3 @@ class ServicePeer(Peer):
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         return self._runner.run(work)
-
-
-async def _call(
-    driver: drivers.Driver, stub: drivers.Stub, callers: list[drivers.Caller], steps: int
-) -> Sample:
-    return await driver(stub, callers, steps)

@@ -40,7 +40,9 @@ def exchange(gateway: GatewayProcess, data: bytes, until: bytes | None = None) -
                 connection.shutdown(socket.SHUT_WR)
             while (until is None or until not in received) and (part := connection.recv(65_536)):
                 received += part
-        except (ConnectionResetError, BrokenPipeError):
+        except TimeoutError:
+            raise
+        except OSError:
             pass  # It hung up on what it had not read: an answer, too.
     return received
 

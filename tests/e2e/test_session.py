@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -38,7 +38,7 @@ class Lane:
             iter(self._outgoing.get, None), timeout=60
         )
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -176,7 +176,7 @@ def test_half_closing_early_loses_no_answer(gateway: GatewayProcess) -> None:
 
 
 def test_a_flood_is_read_no_faster_than_it_is_answered(gateway: GatewayProcess) -> None:
-    """More calls than may be open at once: all are answered, and the gateway never holds more than its bound."""
+    """More calls than may be open at once: all are answered, and no more than the bound are held."""
     with Lane(gateway) as lane:
         calls = [
             pb.SessionCall(tag=tag, forward=pb.ForwardRequest(token_ids=[tag % 1000, 3]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,8 +19,10 @@ def unharmed(gateway: GatewayProcess) -> Iterator[None]:
     before = _processes(gateway)
     yield
     stub = gateway.stub
+    # Calls that were given up are being rolled back.
+    give_up_s = time.monotonic() + TIMEOUT_S
     while gateway.status().operations_in_flight:
-        pass  # Calls that were given up are being rolled back.
+        assert time.monotonic() < give_up_s, "operations are left in flight"
     answer = stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=TIMEOUT_S)
     assert answer.kv_cache.seq_len == 3
     release_all(gateway)

@@ -149,6 +149,12 @@ def test_a_lease_is_positive(seconds: int, nanos: int) -> None:
     assert refusal(validation.lease_seconds, lease) == expected
 
 
+def test_a_deadline_of_years_counts_as_none() -> None:
+    deadlines = {None: None, 0.0: 0.0, 3600.0: 3600.0, 1e9: None, 3.6e11: None}
+    for left_s, timeout_s in deadlines.items():
+        assert validation.timeout_seconds(left_s) == timeout_s
+
+
 @given(data=st.binary(max_size=200))
 def test_any_options_are_accepted_or_refused_with_a_field(data: bytes) -> None:
     try:

@@ -41,7 +41,7 @@ class LlmExecutor(ModelExecutor):
         Raises ModelError for a directory that cannot be served, KvSizingError for a pool that does not fit.
         """
         device = torch.device(device)
-        loaded = load_model(directory, dtype, device, progress)
+        loaded = load_model(directory, dtype, device, progress, pack=True)
         config, weights_dtype = loaded.config, loaded.decoder.dtype
         shape = {
             "num_layers": config.num_hidden_layers,

@@ -52,6 +52,17 @@ class Entry:
     nbytes: int
 
 
+def map_tensor(entry: Entry) -> torch.Tensor:
+    """A tensor as it lies in its file, mapped: only what is read of it takes memory, which can be taken back.
+
+    The file must not be changed while the tensor is in use; deleting it is fine.
+    """
+    dtype = DTYPES[entry.dtype]
+    end = entry.begin + entry.nbytes
+    storage = torch.UntypedStorage.from_file(str(entry.file), shared=False, nbytes=end)
+    return torch.empty(0, dtype=dtype).set_(storage, entry.begin // dtype.itemsize, entry.shape)
+
+
 def read_entries(directory: Path) -> dict[str, Entry]:
     """The tensors of a directory: of `model.safetensors`, else of the shards that the index names.
 

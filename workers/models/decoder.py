@@ -11,6 +11,7 @@ D head width; I intermediate width; V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 from kernels.attention_batch import AttentionBatch
 from kernels.kv_write import kv_write
+from kernels.linear import linear, pack_weight
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope, rope_table
@@ -154,6 +156,25 @@ class Decoder:
         return found
 
     @torch.inference_mode()
+    def pack(self, embedding: torch.Tensor | None = None) -> None:
+        """Lay the filled parameters out for the matrix library, one by one; `targets` is of no use any more.
+
+        Args:
+            embedding: Another copy of a tied embedding [V, C], such as a mapped file: the one in memory then
+                becomes the packed head. Without it a tied head stays plain, so that it is held once.
+        """
+        for index, layer in enumerate(self.layers):
+            # One at a time: each plain matrix is freed before the next one is packed.
+            for name in ("qkv", "output", "gate_up", "down"):
+                packed = pack_weight(getattr(layer, name))
+                self.layers[index] = dataclasses.replace(self.layers[index], **{name: packed})
+        if self.lm_head is not self.embedding:
+            self.lm_head = pack_weight(self.lm_head)
+        elif embedding is not None:
+            self.embedding = embedding
+            self.lm_head = pack_weight(self.lm_head)
+
+    @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
         """Run the batch through all layers.
 
@@ -192,9 +213,9 @@ class Decoder:
                 # From here on rows do not meet any more: only the wanted ones go on.
                 attended = attended.index_select(0, inputs.wanted_rows)  # [R, H * D]
                 residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
-            projected = functional.linear(attended, layer.output, layer.output_bias)
+            projected = linear(attended, layer.output, layer.output_bias)
             normed = add_rms_norm(projected, residual, layer.post_norm, self.config.rms_norm_eps)
-            projected = functional.linear(silu_mul(functional.linear(normed, layer.gate_up)), layer.down)
+            projected = linear(silu_mul(linear(normed, layer.gate_up)), layer.down)
             next_norm = self.final_norm if index == last else self.layers[index + 1].input_norm
             normed = add_rms_norm(projected, residual, next_norm, self.config.rms_norm_eps)
         return normed  # [R, C]
@@ -209,7 +230,7 @@ class Decoder:
         Returns:
             [R, V] float32, owned by the caller.
         """
-        return functional.linear(hidden, self.lm_head).float()
+        return linear(hidden, self.lm_head).float()
 
     def _project(
         self, index: int, normed: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor, kv: KvTensors
@@ -228,7 +249,7 @@ class Decoder:
         """
         config, layer = self.config, self.layers[index]
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        projected = functional.linear(normed, layer.qkv, layer.qkv_bias)  # [T, (H + 2 * K) * D]
+        projected = linear(normed, layer.qkv, layer.qkv_bias)  # [T, (H + 2 * K) * D]
         by_head = projected.view(-1, heads + 2 * kv_heads, config.head_dim)  # [T, H + 2 * K, D]
         # Queries and keys, side by side, are normalised and turned as one.
         rotated, value = by_head[:, : heads + kv_heads], by_head[:, heads + kv_heads :]

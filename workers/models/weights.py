@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.linear import can_pack
 from workers.models import checkpoint
 from workers.models.checkpoint import Entry
 from workers.models.config import ModelConfig
@@ -27,6 +28,7 @@ AUTO = "auto"
 # In some checkpoints, and computed here: not an error, not loaded.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ def load_model(
     dtype: torch.dtype | str = AUTO,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    *,
+    pack: bool = False,
 ) -> LoadedModel:
     """Load config.json and the safetensors of a directory.
 
@@ -63,6 +67,7 @@ def load_model(
             that of the embedding in the files.
         device: Where the parameters go.
         progress: Told how far the load is.
+        pack: Lay the weights out for the matrix library, where that is faster; see `Decoder.pack`.
 
     Raises:
         ModelError: The directory does not hold a model that is supported and whole; the message names the
@@ -79,6 +84,8 @@ def load_model(
     targets = decoder.targets().values()
     num_parameters = sum(math.prod(target.shape) for target in targets)
     weight_bytes = sum(target.tensor.nbytes for target in targets)
+    if pack:
+        decoder.pack(_embedding_in_file(decoder, entries[_EMBEDDING]))
     return LoadedModel(decoder, config, digest, num_parameters, weight_bytes)
 
 
@@ -116,6 +123,13 @@ def load_weights(
             del part  # it maps the file
             if progress is not None:
                 progress(done_bytes, total_bytes)
+
+
+def _embedding_in_file(decoder: Decoder, entry: Entry) -> torch.Tensor | None:
+    """The embedding as it lies in the file, if it can be used from there."""
+    usable = can_pack(decoder.embedding) and checkpoint.DTYPES[entry.dtype] is decoder.dtype
+    # A tensor of the format need not lie on a multiple of its element size.
+    return checkpoint.map_tensor(entry) if usable and entry.begin % decoder.dtype.itemsize == 0 else None
 
 
 def _choose_dtype(dtype: torch.dtype | str, config: ModelConfig, entries: Mapping[str, Entry]) -> torch.dtype:
