@@ -41,6 +41,8 @@ class PeerProcess:
                 text=True,
                 cwd=ROOT,
                 env=_environment(),
+                # Ctrl-C is the suite's alone: it then ends everyone in order.
+                start_new_session=True,
             )
         # A thread reads, so that a competitor that hangs costs a time-out and not the run.
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -213,6 +213,8 @@ class Dispatcher:
         return outcome
 
     def _reply(self, ticket: int, outcome: Outcome) -> None:
+        if isinstance(outcome, InternalError) and outcome.__cause__ is not None:
+            _log.error("a request could not be started", exc_info=outcome.__cause__)
         waiting = self._waiting.pop(ticket, None)
         if waiting is not None:
             on_outcome, index = waiting

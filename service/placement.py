@@ -24,6 +24,8 @@ class WorkerView:
     # Pages of operations that were sent since and may not be counted in it yet.
     blocks_queued: int = 0
     sequences: int = 0
+    # All its pages, which no sequence can exceed.
+    blocks_total: int = 1 << 31
 
     @property
     def headroom(self) -> int:
@@ -45,6 +47,12 @@ class PrefixAffinity:
             self._holders.move_to_end(digest)
         while len(self._holders) > self._capacity:
             self._holders.popitem(last=False)
+
+    def forget(self, token_ids: Sequence[int], worker: WorkerView) -> None:
+        """Takes back what `record` noted of these tokens and this worker."""
+        for digest in _prefix_digests(token_ids):
+            if self._holders.get(digest) == (worker.worker_id, worker.epoch):
+                del self._holders[digest]
 
     def longest(self, token_ids: Sequence[int]) -> tuple[tuple[str, int], int] | None:
         """The (worker id, epoch) that computed the longest known prefix, and its length in pages."""

@@ -27,7 +27,9 @@ from service.errors import (
     CacheLost,
     CacheNotFound,
     Draining,
+    InternalError,
     InvalidArgument,
+    KvExhausted,
     NoWorker,
     PositionMismatch,
     QueueFull,
@@ -98,7 +100,9 @@ class SequenceTable:
         if worker_id in self._workers:
             raise ValueError(f"worker {worker_id} is ready already")
         self._max_seq_len = max_seq_len
-        self._workers[worker_id] = WorkerView(worker_id, epoch, blocks_available)
+        self._workers[worker_id] = WorkerView(
+            worker_id, epoch, blocks_available, blocks_total=blocks_available
+        )
 
     def worker_capacity(self, worker_id: str, epoch: int, blocks_available: int) -> None:
         """A worker said how many pages it has left."""
@@ -233,6 +237,11 @@ class SequenceTable:
         if kv_missing and entry.visible:
             entry.state = State.LOST
             error = CacheLost(entry.length)
+        if isinstance(error, KvExhausted):
+            error.retry_after_s = self._pace.wait_s(len(self._operations))
+            if not entry.visible and isinstance(operation.request, Step):
+                # Its tokens were not computed there after all.
+                self._affinity.forget(operation.request.token_ids, entry.worker)
         if operation.copy_number is not None:
             # A forward that never began has not released its copy.
             self._send(entry, commands.release(self._number(), [operation.copy_number]))
@@ -307,6 +316,11 @@ class SequenceTable:
                 self._start(operation)
             except QuireError as error:
                 self._finish(operation, error)
+            except Exception as error:
+                # A bug of ours, which must not leave the cache waiting for an operation that never began.
+                internal = InternalError()
+                internal.__cause__ = error
+                self._finish(operation, internal)
         if not entry.visible and not entry.busy:
             self._discard(entry)
 
@@ -337,6 +351,9 @@ class SequenceTable:
         wanted = entry.length + len(step.token_ids)
         if wanted > self._max_seq_len:
             raise SequenceTooLong(wanted, self._max_seq_len)
+        if pages_for(wanted) > entry.worker.blocks_total:
+            # However long one waits.
+            raise KvExhausted(pages_for(wanted), entry.worker.blocks_total, retry_after_s=None)
         operation.base = entry.length
         operation.pages = pages_for(len(step.token_ids))
         entry.worker.blocks_queued += operation.pages

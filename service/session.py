@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import Message
 from quire.v1 import executor_pb2
 
-from service import caches, plans
+from service import caches, plans, validation
 from service.config import Config
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import Draining, InvalidArgument, QuireError, SlowConsumer, to_status
@@ -149,7 +149,8 @@ class Session:
         self._run(started)
 
     def _open_call(self, tag: int, kind: str, request: Any) -> _OpenCall:
-        plan = _PLANS[kind](request, self._state.limits, self._context.time_remaining())
+        timeout_s = validation.timeout_seconds(self._context.time_remaining())
+        plan = _PLANS[kind](request, self._state.limits, timeout_s)
         size = len(plan.requests)
         answer_bytes = max(plan.answer_bytes, _LEAST_CALL_BYTES)
         call = _OpenCall(tag, kind, plan, [None] * size, size, answer_bytes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,8 +36,6 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     settings["model_dir"] = Path(settings["model_dir"])
-    # Ctrl-C reaches the whole process group; the suite then ends us by closing our input.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     peer: Peer | None = None
     stillborn: dict[str, Any] = {}
     for line in sys.stdin:

@@ -65,7 +65,7 @@ class LocalPool:
         self._was_ready: set[str] = set()
         # Op ids of our own, apart from those of the state machine.
         self._last_op_id = 1 << 62
-        self._snapshot_waiters: dict[int, asyncio.Future[None]] = {}
+        self._snapshot_waiters: dict[int, asyncio.Future[worker_pb2.WorkerSnapshot]] = {}
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
@@ -83,11 +83,13 @@ class LocalPool:
 
         A worker in a long step may not answer in time: its slot keeps what the last heartbeat said.
         """
-        waiters: dict[int, asyncio.Future[None]] = {}
+        waiters: dict[int, asyncio.Future[worker_pb2.WorkerSnapshot]] = {}
+        asked: dict[int, _Incarnation] = {}
         for incarnation in list(self._live.values()):
             if incarnation.slot.ready is not None:
                 command = self._snapshot_command(ordered=True, check_integrity=check_integrity)
                 waiters[command.op_id] = asyncio.get_running_loop().create_future()
+                asked[command.op_id] = incarnation
                 incarnation.link.send(command)
         if not waiters:
             return
@@ -98,6 +100,11 @@ class LocalPool:
         finally:
             for op_id in waiters:
                 self._snapshot_waiters.pop(op_id, None)
+        # While others were waited for a heartbeat may have come, which says nothing of integrity.
+        for op_id, incarnation in asked.items():
+            slot = incarnation.slot
+            if waiters[op_id].done() and self._live.get(slot.worker_id) is incarnation:
+                slot.snapshot = waiters[op_id].result()
 
     def _snapshot_command(
         self, *, ordered: bool = False, check_integrity: bool = False
@@ -253,7 +260,7 @@ class LocalPool:
                     slot.snapshot = event.snapshot
                     waiter = self._snapshot_waiters.pop(event.op_id, None)
                     if waiter is not None and not waiter.done():
-                        waiter.set_result(None)
+                        waiter.set_result(event.snapshot)
                 case "progress":
                     self._on_progress(slot, event.progress)
                 case "ready":

@@ -233,7 +233,7 @@ def test_exhausted_pools_say_so_until_pages_are_released(weightless_gateway: Gat
     assert holdings(weightless_gateway) == before
     release(held.pop())
     assert holdings(weightless_gateway) != before
-    held.append(stub.Prefill(prefill(3), timeout=TIMEOUT_S).kv_cache.cache_id)
+    held.append(stub.Prefill(prefill(2), timeout=TIMEOUT_S).kv_cache.cache_id)
     for cache_id in held:
         release(cache_id)
     assert holdings(weightless_gateway) == at_first

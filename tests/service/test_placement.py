@@ -59,3 +59,12 @@ def test_memory_of_prefixes_is_bounded() -> None:
 
 def test_pages_are_rounded_up() -> None:
     assert [pages_for(n) for n in (0, 1, PAGE_TOKENS, PAGE_TOKENS + 1)] == [0, 1, 1, 2]
+
+
+def test_what_was_refused_is_forgotten() -> None:
+    affinity = PrefixAffinity()
+    full, empty = WorkerView("full", 1, 31), WorkerView("empty", 2, 100)
+    affinity.record(PROMPT, full)
+    assert choose_worker([full, empty], PROMPT, affinity) is full
+    affinity.forget(PROMPT, full)
+    assert choose_worker([full, empty], PROMPT, affinity) is empty
