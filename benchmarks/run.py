@@ -11,6 +11,7 @@ import datetime as dt
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -203,6 +204,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Ended by others as by Ctrl-C: the competitors are closed in order.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         sys.exit(main())
     except KeyboardInterrupt:

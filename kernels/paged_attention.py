@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from kernels.attention_batch import AttentionBatch
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
+from kernels.cpu import paged_attention as cpu
 
 # The copies of K and V that a group of several items may make. A single item may need more: its own context.
 GROUP_SCRATCH_BYTES = 64 << 20
@@ -82,7 +83,26 @@ def paged_attention(
         raise ValueError(f"block_tables: must hold {longest} positions, got {capacity}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window: must be positive or None, got {sliding_window}")
-    return paged_attention_reference(query, k_pages, v_pages, batch, scale, sliding_window)
+    if not cpu.can_attend(query, k_pages, batch):
+        return paged_attention_reference(query, k_pages, v_pages, batch, scale, sliding_window)
+    if max(batch.query_lens, default=0) > GROUP_MAX_QUERY_TOKENS:
+        # Long chunks are matrix products, which torch is good at.
+        short = [length <= GROUP_MAX_QUERY_TOKENS for length in batch.query_lens]
+        out = paged_attention_reference(query, k_pages, v_pages, batch, scale, sliding_window, skipped=short)
+    else:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [T, H, D]
+        _clear_padded(out, batch)
+    cpu.attend(
+        out,
+        query,
+        k_pages,
+        v_pages,
+        batch,
+        max_query_tokens=GROUP_MAX_QUERY_TOKENS,
+        scale=scale,
+        sliding_window=sliding_window,
+    )
+    return out
 
 
 def paged_attention_reference(
@@ -92,19 +112,22 @@ def paged_attention_reference(
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None,
+    skipped: Sequence[bool] | None = None,
 ) -> torch.Tensor:
     """Attention in plain torch: gathers the pages of similar items and attends them together.
 
-    Scores and softmax are float32 whatever the dtype of the pages.
+    Scores and softmax are float32 whatever the dtype of the pages. The rows of items in `skipped` are left to
+    the caller, unless they are padded.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [T, H, D]
+    _clear_padded(out, batch)
     starts = list(accumulate(batch.query_lens, initial=0))
-    for item, context in enumerate(batch.context_lens_host):
-        if context == 0:
-            out[starts[item] : starts[item + 1]] = 0
+    query_lens = batch.query_lens
+    if skipped is not None:
+        query_lens = [0 if skip else length for skip, length in zip(skipped, query_lens, strict=True)]
     bytes_per_token = 2 * k_pages.shape[2] * k_pages.shape[3] * k_pages.element_size()
     max_tokens = GROUP_SCRATCH_BYTES // bytes_per_token
-    for group in _groups(batch.query_lens, batch.context_lens_host, max_tokens):
+    for group in _groups(query_lens, batch.context_lens_host, max_tokens):
         keys, values, lengths = _gather(group, k_pages, v_pages, batch.block_tables, sliding_window)
         if len(group.items) == 1:
             rows = slice(starts[group.items[0]], starts[group.items[0] + 1])
@@ -117,6 +140,16 @@ def paged_attention_reference(
         mask = _group_mask(lengths, group.query_len, sliding_window, query.device)
         out.index_copy_(0, indices, _attend(picked, keys, values, mask, scale).flatten(0, 1))
     return out
+
+
+def _clear_padded(out: torch.Tensor, batch: AttentionBatch) -> None:
+    """Write zeros to the rows of items without context."""
+    if 0 not in batch.context_lens_host:
+        return
+    starts = list(accumulate(batch.query_lens, initial=0))
+    for item, context in enumerate(batch.context_lens_host):
+        if context == 0:
+            out[starts[item] : starts[item + 1]] = 0
 
 
 def _groups(query_lens: Sequence[int], contexts: Sequence[int], max_tokens: int) -> Iterator[_Group]:

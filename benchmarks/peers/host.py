@@ -14,8 +14,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks.peers.base import Peer, PeerConfig, Unavailable, end_descendants
 
@@ -36,20 +37,27 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     settings["model_dir"] = Path(settings["model_dir"])
+    try:
+        _serve(name, PeerConfig(**settings), answers)
+    except BrokenPipeError:
+        pass  # The suite was killed while we worked: nobody wants the answer.
+    finally:
+        end_descendants(os.getpid())
+
+
+def _serve(name: str, config: PeerConfig, answers: TextIO) -> None:
     peer: Peer | None = None
+    # Why there is no peer. Making one is not tried again: loading may take minutes to fail.
     stillborn: dict[str, Any] = {}
     for line in sys.stdin:
         call = json.loads(line)
         if peer is None and not stillborn:
-            made = _answer(lambda: _make(name, PeerConfig(**settings)))
-            peer = made.get("result")
-            # Not tried again: loading may take minutes to fail.
-            stillborn = {} if peer else made
-        answer = stillborn or _answer(lambda: getattr(peer, call["method"])(**call["arguments"]))  # noqa: B023
+            made = _answer(partial(_make, name, config))
+            peer, stillborn = made.get("result"), {} if "result" in made else made
+        answer = stillborn or _answer(partial(_call, peer, call))
         answers.write(json.dumps(answer, default=asdict) + "\n")
     if peer is not None:
         peer.close()
-    end_descendants(os.getpid())
 
 
 def _answer(work: Callable[[], Any]) -> dict[str, Any]:
@@ -60,6 +68,10 @@ def _answer(work: Callable[[], Any]) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def _call(peer: Peer | None, call: dict[str, Any]) -> Any:
+    return getattr(peer, call["method"])(**call["arguments"])
 
 
 def _make(name: str, config: PeerConfig) -> Peer:

@@ -60,7 +60,14 @@ def map_tensor(entry: Entry) -> torch.Tensor:
     dtype = DTYPES[entry.dtype]
     end = entry.begin + entry.nbytes
     storage = torch.UntypedStorage.from_file(str(entry.file), shared=False, nbytes=end)
-    return torch.empty(0, dtype=dtype).set_(storage, entry.begin // dtype.itemsize, entry.shape)
+    return torch.empty(0, dtype=dtype).set_(
+        storage.untyped(), entry.begin // dtype.itemsize, entry.shape, _strides(entry.shape)
+    )
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Of a row-major tensor, in elements."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def read_entries(directory: Path) -> dict[str, Entry]:

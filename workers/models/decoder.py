@@ -163,16 +163,14 @@ class Decoder:
             embedding: Another copy of a tied embedding [V, C], such as a mapped file: the one in memory then
                 becomes the packed head. Without it a tied head stays plain, so that it is held once.
         """
-        for index, layer in enumerate(self.layers):
+        if self.lm_head is not self.embedding or embedding is not None:
+            self.embedding = self.embedding if embedding is None else embedding
+            self.lm_head = pack_weight(self.lm_head)
+        for index in range(len(self.layers)):
             # One at a time: each plain matrix is freed before the next one is packed.
             for name in ("qkv", "output", "gate_up", "down"):
-                packed = pack_weight(getattr(layer, name))
+                packed = pack_weight(getattr(self.layers[index], name))
                 self.layers[index] = dataclasses.replace(self.layers[index], **{name: packed})
-        if self.lm_head is not self.embedding:
-            self.lm_head = pack_weight(self.lm_head)
-        elif embedding is not None:
-            self.embedding = embedding
-            self.lm_head = pack_weight(self.lm_head)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:

@@ -85,6 +85,8 @@ def load_model(
     num_parameters = sum(math.prod(target.shape) for target in targets)
     weight_bytes = sum(target.tensor.nbytes for target in targets)
     if pack:
+        # They keep the plain parameters alive, which are to go one by one.
+        del targets
         decoder.pack(_embedding_in_file(decoder, entries[_EMBEDDING]))
     return LoadedModel(decoder, config, digest, num_parameters, weight_bytes)
 

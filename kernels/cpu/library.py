@@ -1,0 +1,205 @@
+"""Builds and loads the compiled kernels of the CPU, one shared library made of this directory's C++ files.
+
+`python -m kernels.cpu.library` builds it, once for a version of the sources, of torch and of the instruction
+set; a second call finds it there. Everything else only loads what has been built. Where there is no build that
+fits, `available` is false and the wrappers compute in plain torch: nothing here is needed for a right answer.
+
+The library has a C interface and knows nothing of torch, but for the OpenMP runtime, which it takes from the
+running process: with a second one the threads of the two would fight for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_SOURCES = Path(__file__).resolve().parent
+# Beside the sources, so that it belongs to one checkout or installation and to whoever owns that.
+BUILD_DIR = _SOURCES / "build"
+_CPU_INFO = Path("/proc/cpuinfo")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-mtune=native",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-Wno-psabi",
+)
+_BUILD_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """What the compiler may use. Named in full and not "native", so that it is known what a build needs.
+
+    Attributes:
+        name: As reported to users and in the name of a build.
+        compiler_flags: Allow these instructions.
+        cpu_flags: Of /proc/cpuinfo; all of them are needed to run what those flags produce.
+    """
+
+    name: str
+    compiler_flags: tuple[str, ...]
+    cpu_flags: frozenset[str]
+
+
+_V3_FLAGS = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"))
+_V4_FLAGS = _V3_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# The best first.
+INSTRUCTION_SETS = (
+    InstructionSet("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4_FLAGS | {"avx512_bf16"}),
+    InstructionSet("avx512", ("-march=x86-64-v4",), _V4_FLAGS),
+    InstructionSet("avx2", ("-march=x86-64-v3",), _V3_FLAGS),
+)
+
+
+class BuildError(Exception):
+    """The library cannot be built here; the message says why."""
+
+
+def available() -> bool:
+    """Whether the compiled kernels are in use."""
+    return load() is not None
+
+
+def kernel_name() -> str | None:
+    """What the compiled kernels are called, such as "cpu-avx512bf16"; None where they are not in use."""
+    instructions = instruction_set()
+    return f"cpu-{instructions.name}" if instructions is not None and available() else None
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, loaded on the first call; None where no build fits. Never builds."""
+    instructions = instruction_set()
+    if instructions is None:
+        return None
+    # Several were built by different compilers: any would do.
+    for path in sorted(BUILD_DIR.glob(f"{_prefix(instructions)}-*.so")):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            continue
+    return None
+
+
+def build() -> Path:
+    """Compile the library, unless this very build is there already.
+
+    Safe to run at the same time in several processes: a finished file appears at once, under its final name.
+
+    Returns:
+        The file.
+
+    Raises:
+        BuildError: This machine has not what it takes.
+    """
+    instructions = instruction_set()
+    if instructions is None:
+        raise BuildError("needs Linux on x86-64 with AVX2")
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        raise BuildError("needs g++, or another GCC named by CXX")
+    version = _run([compiler, "--version"])
+    target = BUILD_DIR / f"{_prefix(instructions)}-{_digest(version.encode())}.so"
+    if target.exists():
+        return target
+    sources = sorted(str(path) for path in _SOURCES.glob("*.cpp"))
+    try:
+        BUILD_DIR.mkdir(exist_ok=True)
+        # In the same directory: only within a file system is a rename one step.
+        with tempfile.TemporaryDirectory(dir=BUILD_DIR) as scratch:
+            made = Path(scratch) / target.name
+            _run([compiler, *_FLAGS, *instructions.compiler_flags, *sources, *_openmp(), "-o", str(made)])
+            made.replace(target)
+    except OSError as error:
+        raise BuildError(f"cannot write to {BUILD_DIR}: {error}") from error
+    return target
+
+
+@functools.cache
+def instruction_set() -> InstructionSet | None:
+    """The best one that this CPU has; None where there is none for it."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    try:
+        lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
+    return next((known for known in INSTRUCTION_SETS if known.cpu_flags <= flags), None)
+
+
+def _prefix(instructions: InstructionSet) -> str:
+    """How the names of all builds begin that may be loaded here, whatever compiler made them."""
+    parts = [torch.__version__.encode(), *(flag.encode() for flag in (*_FLAGS, *instructions.compiler_flags))]
+    for path in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
+        parts += [path.name.encode(), path.read_bytes()]
+    return f"quire-{instructions.name}-{_digest(*parts)}"
+
+
+def _digest(*parts: bytes) -> str:
+    """A short name for these bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
+
+
+def _openmp() -> list[str]:
+    """Link options for the OpenMP runtime that torch has loaded.
+
+    Raises:
+        BuildError: It uses another threading library.
+    """
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith("libgomp"):
+            # The compiler adds its own for -fopenmp; having found all names in this one, the linker drops that.
+            return [path, "-Wl,--as-needed"]
+    raise BuildError("needs a torch that uses GNU OpenMP")
+
+
+def _run(command: list[str]) -> str:
+    """Run a compiler.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        BuildError: It failed.
+    """
+    try:
+        done = subprocess.run(  # noqa: S603 - the compiler that the user named
+            command, capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed:\n{done.stderr.strip()}")
+    return done.stdout
+
+
+def main() -> None:
+    """Build. A machine where that is impossible is no error: torch stands in."""
+    try:
+        print(f"Compiled kernels: {build()}")
+    except BuildError as error:
+        print(f"No compiled kernels, plain torch will be used: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
