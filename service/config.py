@@ -111,6 +111,12 @@ class Config:
     max_batch_tokens: int = _setting(
         512, "most tokens in one step of a worker; longer prompts run in chunks", minimum=1, maximum=1 << 20
     )
+    max_mixed_prefill_tokens: int | None = _setting(
+        None,
+        "most prompt tokens in a step that also decodes: bounds what a prompt adds between others' tokens",
+        minimum=1,
+        maximum=1 << 20,
+    )
     max_batch_items: int = _setting(256, "most items in one step of a worker", minimum=1, maximum=65_536)
     max_queued_operations: int = _setting(
         4096, "operations that may wait or run before calls are refused", minimum=1, maximum=1 << 24

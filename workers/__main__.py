@@ -44,6 +44,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-batch-tokens", type=int, required=True)
     parser.add_argument("--max-batch-items", type=int, required=True)
+    parser.add_argument("--max-mixed-prefill-tokens", type=int)
     parser.add_argument("--max-request-bytes", type=int, required=True)
     parser.add_argument("--max-response-bytes", type=int, required=True)
     parser.add_argument("--log-level", default="info")
@@ -118,7 +119,10 @@ async def _serve(arguments: argparse.Namespace) -> int:
     worker = WorkerServer(
         lambda progress: _make_executor(arguments, progress),
         lambda: Scheduler(
-            arguments.max_batch_tokens, arguments.max_batch_items, max_rows=arguments.max_batch_items
+            arguments.max_batch_tokens,
+            arguments.max_batch_items,
+            max_rows=arguments.max_batch_items,
+            max_mixed_prefill_tokens=arguments.max_mixed_prefill_tokens,
         ),
     )
     server = grpc.aio.server(

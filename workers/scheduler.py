@@ -21,10 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from workers.forward_queue import Entry, ForwardQueue
-from workers.operations import Forward, Rows
+from workers.operations import Forward, Kind, Rows
 
 # One n-th of a step is held back for the oldest long forward.
 LONG_SHARE = 4
+
+
+# Their callers wait for every single token.
+_DECODES = (Kind.DECODE, Kind.VERIFY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +87,24 @@ class Scheduler:
     """
 
     def __init__(
-        self, max_batch_tokens: int, max_batch_items: int, max_rows: int, page_size: int = 16
+        self,
+        max_batch_tokens: int,
+        max_batch_items: int,
+        max_rows: int,
+        page_size: int = 16,
+        max_mixed_prefill_tokens: int | None = None,
     ) -> None:
+        """Set the bounds of a step.
+
+        `max_mixed_prefill_tokens` bounds the tokens of long forwards in a step that also decodes, and so what
+        a prefill adds to the time between two tokens of the others. None: only the step's own bound.
+        """
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
             ("max_batch_items", max_batch_items),
             ("max_rows", max_rows),
             ("page_size", page_size),
+            ("max_mixed_prefill_tokens", max_mixed_prefill_tokens or max_batch_tokens),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -97,6 +112,7 @@ class Scheduler:
         self.max_batch_items = max_batch_items
         self.max_rows = max_rows
         self.page_size = page_size
+        self.max_mixed_prefill_tokens = max_mixed_prefill_tokens or max_batch_tokens
         self._queue = ForwardQueue()
         self._steps = 0
         self._long_goes_first = False
@@ -153,7 +169,12 @@ class Scheduler:
         long_had_turn = self._long_goes_first and self._fill(self._queue.long, held_back, begin, chunks)
         self._fill(self._queue.short, left, begin, chunks)
         left.add(held_back)
+        spare_tokens = 0
+        if any(chunk.op.kind in _DECODES for _, chunk in chunks):
+            spare_tokens = max(0, left.tokens - self.max_mixed_prefill_tokens)
+            left.tokens -= spare_tokens
         long_had_turn |= self._fill(self._queue.long, left, begin, chunks)
+        left.tokens += spare_tokens
         # What was held back and not used after all.
         self._fill(self._queue.short, left, begin, chunks)
         self._long_goes_first = bool(self._queue.long) and not long_had_turn

@@ -201,6 +201,8 @@ class LocalPool:
         }
         if config.kv_blocks is not None:
             options["--kv-blocks"] = str(config.kv_blocks)
+        if config.max_mixed_prefill_tokens is not None:
+            options["--max-mixed-prefill-tokens"] = str(config.max_mixed_prefill_tokens)
         for name, value in options.items():
             command += [name, value]
         return command

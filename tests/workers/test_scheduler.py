@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from workers import scheduler as scheduler_module
 from workers.forward_queue import SHORT_TOKENS, ForwardQueue
-from workers.operations import Forward, Rows
+from workers.operations import Forward, Kind, Rows
 from workers.scheduler import Batch, Chunk, Scheduler
 
 # A class may be passed over this often in a row where a step is too small for both.
@@ -525,3 +525,15 @@ def test_wrong_calls_are_refused() -> None:
         Scheduler(1, 1, 0)
     assert scheduler.remove(7) is None
     assert len(scheduler) == 1
+
+
+def test_a_prefill_beside_decodes_is_bounded() -> None:
+    scheduler = Scheduler(512, 64, 64, max_mixed_prefill_tokens=32)
+    scheduler.add(Forward(1, 1, 0, range(1000), kind=Kind.PREFILL))
+    scheduler.add(Forward(2, 2, 40, [7], kind=Kind.DECODE))
+    mixed = scheduler.next_batch(0, lambda _: True)
+    assert [(chunk.op.op_id, chunk.count) for chunk in mixed.chunks] == [(2, 1), (1, 32)]
+    for chunk in mixed.chunks:
+        scheduler.advance(chunk)
+    alone = scheduler.next_batch(0, lambda _: True)
+    assert [(chunk.op.op_id, chunk.count) for chunk in alone.chunks] == [(1, 512)]

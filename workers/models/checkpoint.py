@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -59,9 +60,12 @@ def map_tensor(entry: Entry) -> torch.Tensor:
     """
     dtype = DTYPES[entry.dtype]
     end = entry.begin + entry.nbytes
-    storage = torch.UntypedStorage.from_file(str(entry.file), shared=False, nbytes=end)
+    storage = cast(
+        torch.UntypedStorage,
+        torch.UntypedStorage.from_file(str(entry.file), shared=False, nbytes=end),
+    )
     return torch.empty(0, dtype=dtype).set_(
-        storage.untyped(), entry.begin // dtype.itemsize, entry.shape, _strides(entry.shape)
+        storage, entry.begin // dtype.itemsize, entry.shape, _strides(entry.shape)
     )
 
 
