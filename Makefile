@@ -14,7 +14,7 @@ TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell unam
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup serve test check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup bench serve test check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,7 @@ $(INSTALLED):
 	@rm -f .venv/installed-*
 	$(PIP) setuptools $(TORCH)
 	$(PIP) --no-build-isolation --editable clients/python --editable '.[dev]'
+	$(BIN)/python -m kernels.cpu.library
 	@touch $@
 
 serve: setup ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
@@ -37,6 +38,15 @@ serve: setup ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --
 
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 	$(BIN)/python -m pytest $(ARGS)
+
+# llama.cpp takes minutes to build, and is one competitor of several: without it its rows say so.
+BENCH_INSTALLED := .venv/bench-$(notdir $(INSTALLED))
+$(BENCH_INSTALLED): $(INSTALLED)
+	@CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PIP) --editable '.[bench]' && touch $@ \
+	  || echo 'llama.cpp could not be built' >&2
+
+bench: $(BENCH_INSTALLED) ## Measure against transformers and llama.cpp, 15 minutes (ARGS="--rows decode-32 --minutes 5")
+	@$(BIN)/python -m benchmarks.run $(ARGS)
 
 check: check-code check-types check-protos check-imports ## Check style, types, protos and import rules; changes nothing
 

@@ -32,7 +32,7 @@ def print_result(result: Result, console: Console) -> None:
             rich_table.add_row(*(escape(cell) for cell in row))
         console.print(rich_table)
     for note in result["notes"]:
-        console.print(f"- {escape(note)}")
+        console.print(f"- {escape(note)}", highlight=False)
 
 
 def markdown(result: Result) -> str:

@@ -11,6 +11,7 @@ import datetime as dt
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -200,6 +201,8 @@ def main() -> int:
         console.print(f"failed: {failure}", markup=False, highlight=False)
     if suite.failures:
         console.print(f"logs of the competitors: {suite.log_dir}", highlight=False)
+    else:
+        shutil.rmtree(suite.log_dir, ignore_errors=True)
     return int(bool(suite.failures))
 
 

@@ -14,8 +14,9 @@ from benchmarks.workloads import Entry, Workload
 
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 20
-# An entry whose turn takes longer takes part in these rounds only.
+# An entry whose turn takes longer than this, and than that of others, takes part in these rounds only.
 _LONG_TURN_S = 8.0
+_LONG_TURN_FACTOR = 2.0
 _LONG_TURN_ROUNDS = (0, 2)
 
 GetPeer = Callable[[str], PeerProcess]
@@ -34,10 +35,6 @@ class _Contestant:
     first_tokens: list[int] = field(default_factory=list)
     problem: str = ""
     failed: bool = False
-
-    @property
-    def takes_long(self) -> bool:
-        return self.turn_s > _LONG_TURN_S
 
 
 class WorkloadRun:
@@ -135,7 +132,12 @@ class WorkloadRun:
 
     def _round_s(self, index: int) -> float:
         """What a round will take, from what the turns took last."""
-        return sum(c.turn_s for c in self._racing() if not c.takes_long or index in _LONG_TURN_ROUNDS)
+        return sum(c.turn_s for c in self._racing() if not self._sits_out(c, index))
+
+    def _sits_out(self, contestant: _Contestant, index: int) -> bool:
+        shortest_s = min(other.turn_s for other in self._racing())
+        takes_long = contestant.turn_s > max(_LONG_TURN_S, _LONG_TURN_FACTOR * shortest_s)
+        return takes_long and index not in _LONG_TURN_ROUNDS
 
     def _left_s(self, index: int, end_s: float) -> float:
         """What the workload still takes from the beginning of a round, about."""
@@ -143,7 +145,7 @@ class WorkloadRun:
         return min(max(left_s, self._round_s(index)), self._round_s(index) * (_MAX_ROUNDS - index))
 
     def _turn(self, contestant: _Contestant, index: int) -> None:
-        if contestant.takes_long and index not in _LONG_TURN_ROUNDS:
+        if self._sits_out(contestant, index):
             contestant.rounds.append(None)
             return
         began_s = time.monotonic()

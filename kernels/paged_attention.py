@@ -90,18 +90,9 @@ def paged_attention(
         short = [length <= GROUP_MAX_QUERY_TOKENS for length in batch.query_lens]
         out = paged_attention_reference(query, k_pages, v_pages, batch, scale, sliding_window, skipped=short)
     else:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [T, H, D]
-        _clear_padded(out, batch)
-    cpu.attend(
-        out,
-        query,
-        k_pages,
-        v_pages,
-        batch,
-        max_query_tokens=GROUP_MAX_QUERY_TOKENS,
-        scale=scale,
-        sliding_window=sliding_window,
-    )
+        allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # padded rows are not written
+        out = allocate(query.shape, dtype=query.dtype)  # [T, H, D]
+    cpu.attend(out, query, k_pages, v_pages, batch, GROUP_MAX_QUERY_TOKENS, scale, sliding_window)
     return out
 
 
@@ -120,8 +111,10 @@ def paged_attention_reference(
     the caller, unless they are padded.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [T, H, D]
-    _clear_padded(out, batch)
     starts = list(accumulate(batch.query_lens, initial=0))
+    for item, context in enumerate(batch.context_lens_host):
+        if context == 0:
+            out[starts[item] : starts[item + 1]] = 0
     query_lens = batch.query_lens
     if skipped is not None:
         query_lens = [0 if skip else length for skip, length in zip(skipped, query_lens, strict=True)]
@@ -140,16 +133,6 @@ def paged_attention_reference(
         mask = _group_mask(lengths, group.query_len, sliding_window, query.device)
         out.index_copy_(0, indices, _attend(picked, keys, values, mask, scale).flatten(0, 1))
     return out
-
-
-def _clear_padded(out: torch.Tensor, batch: AttentionBatch) -> None:
-    """Write zeros to the rows of items without context."""
-    if 0 not in batch.context_lens_host:
-        return
-    starts = list(accumulate(batch.query_lens, initial=0))
-    for item, context in enumerate(batch.context_lens_host):
-        if context == 0:
-            out[starts[item] : starts[item + 1]] = 0
 
 
 def _groups(query_lens: Sequence[int], contexts: Sequence[int], max_tokens: int) -> Iterator[_Group]:

@@ -1,8 +1,8 @@
 """Builds and loads the compiled kernels of the CPU, one shared library made of this directory's C++ files.
 
 `python -m kernels.cpu.library` builds it, once for a version of the sources, of torch and of the instruction
-set; a second call finds it there. Everything else only loads what has been built. Where there is no build that
-fits, `available` is false and the wrappers compute in plain torch: nothing here is needed for a right answer.
+set; a second call finds it there. Everything else only loads what has been built. Where no build fits,
+`available` is false and the wrappers compute in plain torch: nothing here is needed for a right answer.
 
 The library has a C interface and knows nothing of torch, but for the OpenMP runtime, which it takes from the
 running process: with a second one the threads of the two would fight for the cores.
@@ -168,7 +168,7 @@ def _openmp() -> list[str]:
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith("libgomp"):
-            # The compiler adds its own for -fopenmp; having found all names in this one, the linker drops that.
+            # The compiler adds its own for -fopenmp; the linker, with all names found in this, drops that.
             return [path, "-Wl,--as-needed"]
     raise BuildError("needs a torch that uses GNU OpenMP")
 

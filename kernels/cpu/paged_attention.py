@@ -57,7 +57,6 @@ def attend(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     batch: AttentionBatch,
-    *,
     max_query_tokens: int,
     scale: float,
     sliding_window: int | None,
@@ -69,13 +68,11 @@ def attend(
     """
     loaded = library.load()
     assert loaded is not None
-    # Kept in variables: the kernel reads their memory. For int32 nothing is copied.
+    # Kept in variables: the kernel reads their memory. int32 tensors are not copied.
     tables = batch.block_tables.to(torch.int32)
     starts, contexts = (
         numbers.to(torch.int32).contiguous() for numbers in (batch.query_starts, batch.context_lens)
     )
-    if tables.stride(1) != 1:
-        tables = tables.contiguous()
     arguments = _Arguments(
         out.data_ptr(),
         query.data_ptr(),

@@ -13,6 +13,7 @@ from workers.executors.info import ExecutorInfo
 from workers.kv.sequence import SequenceTable
 from workers.kv.sizing import choose_num_pages
 from workers.kv.tensors import KvTensors
+from workers.models.backends import active_kernels
 from workers.models.weights import LoadedModel, load_model
 from workers.runners.eager import EagerRunner
 
@@ -63,7 +64,7 @@ def _describe(directory: Path, loaded: LoadedModel, runner: str, device: torch.d
     return ExecutorInfo(
         executor="llm",
         runner=runner,
-        kernels=("torch",),
+        kernels=active_kernels(dtype, device),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         model_id=directory.name,

@@ -13,6 +13,7 @@ from workers.executors.info import ExecutorInfo
 from workers.kv.sequence import SequenceTable
 from workers.kv.sizing import choose_num_pages
 from workers.kv.tensors import KvTensors
+from workers.models.backends import active_kernels
 from workers.models.paged_attention import EmbeddingAttention
 from workers.runners.eager import EagerRunner
 
@@ -45,7 +46,7 @@ class PagedAttentionExecutor(ModelExecutor):
         info = ExecutorInfo(
             executor="paged-attention",
             runner=runner.name,
-            kernels=("torch",),
+            kernels=active_kernels(torch.float32, device),
             device=str(device),
             dtype="float32",
             model_id="paged-attention",

@@ -1,0 +1,195 @@
+"""The compiled attention of the CPU against float64, its fallback, and its build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import paged_attention as module
+from kernels.attention_batch import AttentionBatch
+from kernels.cpu import library
+from kernels.cpu import paged_attention as cpu
+from kernels.paged_attention import paged_attention
+from tests.kernels.test_paged_attention import Case, make_case
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Compiled kernels, built here if they are not yet."""
+    try:
+        library.build()
+    except library.BuildError as error:
+        pytest.skip(f"no compiled kernels: {error}")
+    library.load.cache_clear()
+    assert library.available()
+
+
+@pytest.fixture
+def unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine without a build."""
+    monkeypatch.setattr(library, "BUILD_DIR", tmp_path / "build")
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch, compiled: None) -> None:
+    """Fail where the reference would stand in for the kernel."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("not computed by the kernel")
+
+    monkeypatch.setattr(module, "paged_attention_reference", refuse)
+
+
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("window", [None, 1, 15, 16, 17, 40, 600])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decodes_of_every_length_around_a_page(dtype: torch.dtype, window: int | None) -> None:
+    lengths = (0, 1, 2, 15, 16, 17, 31, 32, 33, 100, 511, 512, 513, 1100)
+    make_case([(1, length) for length in lengths], dtype=dtype).check(window)
+
+
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("width", [16, 48, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_shapes(dtype: torch.dtype, width: int, group_size: int) -> None:
+    items = [(1, 20), (1, 33), (3, 18), (5, 5), (16, 40), (0, 7), (2, 0)]
+    make_case(items, heads=2 * group_size, width=width, dtype=dtype).check(scale=width**-0.5)
+
+
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 33, 520])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_to_verify(dtype: torch.dtype, window: int | None) -> None:
+    items = [(length, start + length) for length in (2, 5, 15, 16) for start in (0, 1, 15, 16, 17, 505, 512)]
+    make_case(items, dtype=dtype).check(window)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_chunks_beside_decodes(dtype: torch.dtype) -> None:
+    make_case([(1, 30), (40, 50), (1, 0), (17, 17), (16, 16)], dtype=dtype).check()
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_large_scores_do_not_overflow() -> None:
+    case = make_case([(1, 600), (5, 40)])
+    case.query.mul_(1000)
+    assert torch.isfinite(run(case)).all()
+
+
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_row_depend_on_its_sequence_only(dtype: torch.dtype) -> None:
+    """Alone or among others, with one thread or several, decoded or verified: the same bits."""
+    items = [(4, 1100), (1, 33), (16, 700), (3, 90)]
+    case = make_case(items, width=128, dtype=dtype)
+    together = run(case)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(run(case), together)
+    finally:
+        torch.set_num_threads(threads)
+    row = 0
+    for index, (query_len, context) in enumerate(items):
+        for token in range(query_len):
+            alone = Case(
+                case.query[row : row + 1],
+                case.k_pages,
+                case.v_pages,
+                AttentionBatch(
+                    case.batch.block_tables[index : index + 1],
+                    torch.tensor([0, 1], dtype=torch.int32),
+                    torch.tensor([context - query_len + token + 1], dtype=torch.int32),
+                    [1],
+                    [context - query_len + token + 1],
+                ),
+                [],
+                [],
+            )
+            assert torch.equal(run(alone)[0], together[row])
+            row += 1
+
+
+@pytest.mark.usefixtures("compiled")
+def test_wide_indices() -> None:
+    case = make_case([(1, 20), (3, 18)])
+    expected = run(case)
+    batch = case.batch
+    wide = AttentionBatch(
+        batch.block_tables.long(),
+        batch.query_starts.long(),
+        batch.context_lens.long(),
+        batch.query_lens,
+        batch.context_lens_host,
+    )
+    case.batch = wide
+    assert torch.equal(run(case), expected)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(40, torch.float32), (272, torch.bfloat16), (64, torch.float16)]
+)
+def test_other_shapes_and_dtypes_are_left_to_torch(width: int, dtype: torch.dtype) -> None:
+    case = make_case([(1, 20), (3, 18)], width=width, dtype=dtype)
+    assert not cpu.can_attend(case.query, case.k_pages, case.batch)
+    case.check(scale=width**-0.5)
+
+
+@pytest.mark.usefixtures("unavailable")
+def test_without_a_build_torch_stands_in() -> None:
+    assert not library.available()
+    assert library.kernel_name() is None
+    make_case([(1, 20), (3, 18), (1, 0), (40, 50)], dtype=torch.bfloat16).check()
+
+
+@pytest.mark.usefixtures("unavailable")
+def test_a_damaged_build_is_not_used() -> None:
+    instructions = library.instruction_set()
+    if instructions is None:
+        pytest.skip("no instruction set that kernels are built for")
+    library.BUILD_DIR.mkdir()
+    (library.BUILD_DIR / f"{library._prefix(instructions)}-0.so").write_bytes(b"not a library")
+    assert not library.available()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_build_for_another_cpu_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text("flags : fpu sse2\n")
+    monkeypatch.setattr(library, "_CPU_INFO", cpu_info)
+    library.instruction_set.cache_clear()
+    library.load.cache_clear()
+    try:
+        assert library.instruction_set() is None and not library.available()
+        with pytest.raises(library.BuildError, match="AVX2"):
+            library.build()
+    finally:
+        library.instruction_set.cache_clear()
+        library.load.cache_clear()
+
+
+@pytest.mark.usefixtures("unavailable")
+def test_building_needs_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if library.instruction_set() is None:
+        pytest.skip("no instruction set that kernels are built for")
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    library.main()
+    assert "plain torch will be used: /no/such/compiler" in capsys.readouterr().err
+    assert not library.BUILD_DIR.exists()
+
+
+def run(case: Case) -> torch.Tensor:
+    return paged_attention(case.query, case.k_pages, case.v_pages, case.batch, scale=0.3)

@@ -1,0 +1,17 @@
+"""Which implementations of the kernels are in use, by name."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu.library import kernel_name
+from kernels.linear import can_pack
+
+
+def active_kernels(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
+    """What a model of this dtype on this device runs on, such as ("torch", "onednn-packed", "cpu-avx512")."""
+    names = ["torch"]
+    if can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
+        names.append("onednn-packed")
+    compiled = kernel_name() if device.type == "cpu" else None
+    return (*names, compiled) if compiled else tuple(names)
