@@ -79,6 +79,6 @@ proto-image: setup ## Accept the protos as they are as the base of the breaking-
 	$(BIN)/python protos/generate.py --image protos/image.binpb --without-comments
 
 clean: ## Remove build outputs and caches; keeps .venv
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info clients/python/*.egg-info \
+	rm -rf build dist kernels/cpu/build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info clients/python/*.egg-info \
 	  clients/python/build
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

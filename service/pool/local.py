@@ -36,6 +36,7 @@ _MAX_BACKOFF_S = 10.0
 # So often in a row a worker may fail to start before the gateway gives up, if none has ever been ready.
 _MAX_START_FAILURES = 5
 _TERMINATE_GRACE_S = 2.0
+_SPIN_COUNT = "20000"
 _REFRESH_TIMEOUT_S = 0.5
 _CHECK_TIMEOUT_S = 10.0
 
@@ -212,6 +213,9 @@ class LocalPool:
         """The gateway's environment, with its import path, since the worker runs in another directory."""
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        # How long compute threads spin when they have nothing to do. By default it is long enough to take the cores
+        # from the gateway and its callers between two steps; see docs/performance.md.
+        environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
         return environment
 
     async def _watch(self, incarnation: _Incarnation, exited: asyncio.Task[int]) -> str:
