@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--model", default="adder")
     arguments = parser.parse_args()
     starts, answered, whole = [], [], []
+    memory_bytes = 0
     for _ in range(3):
         began_s = time.monotonic()
         with GatewayProcess(model=arguments.model, workers=1) as gateway:

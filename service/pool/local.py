@@ -213,8 +213,8 @@ class LocalPool:
         """The gateway's environment, with its import path, since the worker runs in another directory."""
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        # How long compute threads spin when they have nothing to do. By default it is long enough to take the cores
-        # from the gateway and its callers between two steps; see docs/performance.md.
+        # How long compute threads spin when they have nothing to do. The default is long enough to take the
+        # cores from the gateway and its callers between two steps; see docs/performance.md.
         environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
         return environment
 
