@@ -88,7 +88,9 @@ def test_every_call_is_answered_as_its_unary_twin(gateway: GatewayProcess) -> No
         first = lane.take(1)[1].prefill
         cache_id = first.kv_cache.cache_id
         twin = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT, output=options))
-        assert first.output == twin.output
+        # The twin finds its first page computed: float32 sums in another order.
+        assert first.output.top.token_ids == twin.output.top.token_ids
+        assert list(first.output.top.logprobs) == pytest.approx(list(twin.output.top.logprobs), abs=1e-5)
         # In one message, on one cache: in this order.
         lane.send(
             pb.SessionCall(tag=2, decode=pb.DecodeRequest(cache_id=cache_id, token_id=5, position=20)),
