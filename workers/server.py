@@ -158,6 +158,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         capacity = executor.kv_capacity()
         ready = wire.to_ready(
             executor.info(),
+            executor.capabilities(),
             executor.cache_metrics_snapshot(),
             pid=os.getpid(),
             page_size=capacity.page_size_tokens,

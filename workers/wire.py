@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
-from workers.executors.info import ExecutorInfo, StepCounters
+from workers.executors.info import Capabilities, ExecutorInfo, StepCounters
 from workers.kv.sequence import KvStats
 from workers.operations import (
     GREEDY,
@@ -177,6 +177,7 @@ def _row(row: RowOutput) -> types_pb2.StepOutput:
 
 def to_ready(
     info: ExecutorInfo,
+    capabilities: Capabilities,
     stats: KvStats,
     *,
     pid: int,
@@ -207,8 +208,8 @@ def to_ready(
         executor=info.executor,
         runner=info.runner,
         kernels=info.kernels,
-        supports_native_unified_decode=True,
-        supports_lora=False,
+        supports_native_unified_decode=capabilities.native_unified_decode,
+        supports_lora=capabilities.lora,
         page_size_tokens=page_size,
         bytes_per_page=bytes_per_page,
         blocks_total=stats.blocks_total,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +49,7 @@ class LlmExecutor(ModelExecutor):
             "kv_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
         }
-        bytes_per_page = 2 * math.prod(shape.values()) * weights_dtype.itemsize
+        bytes_per_page = KvTensors.page_bytes(dtype=weights_dtype, **shape)
         num_pages = choose_num_pages(kv_blocks, bytes_per_page, device.type)
         kv = KvTensors(num_pages=num_pages, dtype=weights_dtype, device=device, **shape)
         runner = EagerRunner(loaded.decoder, kv)

@@ -31,22 +31,20 @@ class PagedAttentionExecutor(ModelExecutor):
         device = torch.device(device)
         model = EmbeddingAttention(device=device)
         config = model.config
-        bytes_per_page = 2 * PAGE_SIZE * config.num_key_value_heads * config.head_dim * torch.float32.itemsize
+        shape = {
+            "num_layers": config.num_hidden_layers,
+            "page_size": PAGE_SIZE,
+            "kv_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+        }
+        bytes_per_page = KvTensors.page_bytes(dtype=model.dtype, **shape)
         num_pages = choose_num_pages(kv_blocks, bytes_per_page, device.type)
-        kv = KvTensors(
-            num_layers=1,
-            num_pages=num_pages,
-            page_size=PAGE_SIZE,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=torch.float32,
-            device=device,
-        )
+        kv = KvTensors(num_pages=num_pages, dtype=model.dtype, device=device, **shape)
         runner = EagerRunner(model, kv)
         info = ExecutorInfo(
             executor="paged-attention",
             runner=runner.name,
-            kernels=active_kernels(torch.float32, device),
+            kernels=active_kernels(model.dtype, device),
             device=str(device),
             dtype="float32",
             model_id="paged-attention",
