@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.cpu import linear as cpu
 
 # A hint for the layout. Measured: it makes no difference to the speed at other numbers of rows.
 _TYPICAL_ROWS = 32
@@ -63,5 +64,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     check_tensor("x", x, (None, weight.shape[1]), FLOAT_DTYPES)
     if not weight.is_mkldnn or not len(x):
         return linear_reference(x, weight, bias) if len(x) else x.new_empty(0, weight.shape[0])
+    if cpu.can_multiply(x, weight):
+        return cpu.multiply(x, weight, bias)
     projected: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return projected

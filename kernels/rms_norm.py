@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
+from kernels.cpu import rms_norm as cpu
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -77,4 +78,6 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     check_same("residual", residual, "x", x)
     check_tensor("weight", weight, x.shape[1:], FLOAT_DTYPES)
     check_same("weight", weight, "x", x)
+    if cpu.can_add_rms_norm(x):
+        return cpu.add_rms_norm(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)

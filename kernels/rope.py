@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.checks import FLOAT_DTYPES, check_tensor
-
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -148,7 +146,17 @@ def rope_table(
 
 
 def apply_rope_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate in plain torch; see `apply_rope`."""
+    """Turn the heads of each token to its position, in plain torch.
+
+    `kernels.rope_kv_write` is what models use.
+
+    Args:
+        x: [T, H, D] queries, keys, or both side by side.
+        cos_sin: [T, D] float32, the rows of `rope_table` at the positions of the tokens.
+
+    Returns:
+        A new contiguous tensor [T, H, D] with the dtype of x.
+    """
     half = x.shape[-1] // 2
     cos = cos_sin[:, None, :half]  # [T, 1, D / 2]
     sin = cos_sin[:, None, half:]  # [T, 1, D / 2]
@@ -157,25 +165,3 @@ def apply_rope_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor
     out[..., :half] = first * cos - second * sin
     out[..., half:] = second * cos + first * sin
     return out
-
-
-def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Turn the heads of each token to its position.
-
-    Args:
-        x: [T, H, D] queries, keys, or both side by side; float32, bfloat16 or float16; heads contiguous.
-        cos_sin: [T, D] float32, the rows of `rope_table` at the positions of the tokens.
-
-    Returns:
-        A new contiguous tensor [T, H, D] with the dtype of x.
-
-    Raises:
-        ValueError, TypeError: An argument does not fit, by name.
-    """
-    check_tensor("x", x, (None, None, None), FLOAT_DTYPES)
-    if x.shape[2] % 2:
-        raise ValueError(f"x: head width must be even, got {x.shape[2]}")
-    check_tensor("cos_sin", cos_sin, (x.shape[0], x.shape[2]), (torch.float32,))
-    if cos_sin.device != x.device:
-        raise TypeError(f"cos_sin: must be on the device of x ({x.device}), got {cos_sin.device}")
-    return apply_rope_reference(x, cos_sin)

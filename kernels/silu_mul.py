@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.cpu import silu_mul as cpu
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -33,4 +34,4 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     check_tensor("gate_up", gate_up, (None, None), FLOAT_DTYPES)
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up: width must be even, got {gate_up.shape[1]}")
-    return silu_mul_reference(gate_up)
+    return cpu.silu_mul(gate_up) if cpu.can_silu_mul(gate_up) else silu_mul_reference(gate_up)

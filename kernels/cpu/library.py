@@ -19,8 +19,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -94,6 +96,24 @@ def load() -> ctypes.CDLL | None:
         except OSError:
             continue
     return None
+
+
+def has_function(name: str) -> bool:
+    """Whether the library is there and has this function; some need instructions that not every CPU has."""
+    loaded = load()
+    return loaded is not None and hasattr(loaded, name)
+
+
+@functools.cache
+def function(
+    name: str, argument_types: tuple[type, ...], result_type: type | None = None
+) -> Callable[..., object]:
+    """A function of the library, which is available and has it. Types are those of ctypes."""
+    loaded = load()
+    assert loaded is not None
+    found = getattr(loaded, name)
+    found.argtypes, found.restype = argument_types, result_type
+    return cast(Callable[..., object], found)
 
 
 def build() -> Path:

@@ -12,14 +12,13 @@
 #include <vector>
 
 #include "attention_block.h"
+#include "threads.h"
 
 namespace quire {
 namespace {
 
 // Long enough that merging costs nothing, short enough that one long sequence occupies many cores.
 constexpr int64_t kChunkKeys = 512;
-// Below this many bytes of keys and values waking the other threads costs more than they save.
-constexpr int64_t kBytesPerThread = 64 << 10;
 
 }  // namespace
 
@@ -199,7 +198,7 @@ void attend(const Arguments& a) {
   const std::vector<Task>& tasks = plan.tasks;
   std::vector<float> partials(plan.partial_floats);
   const int64_t bytes = 2 * plan.positions * a.kv_heads * a.width * static_cast<int64_t>(sizeof(T));
-  const int threads = static_cast<int>(std::clamp<int64_t>(bytes / kBytesPerThread, 1, a.threads));
+  const int threads = threads_for(bytes, a.threads);
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> own(plan.heads_per_task * Rows::size(plan.most_rows, a.width));

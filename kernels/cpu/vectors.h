@@ -18,6 +18,8 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 
 constexpr int kLanes = 16;
 constexpr int kPair = 2 * kLanes;
+// The widest head that any kernel here takes, in elements.
+constexpr int64_t kMaxHeadWidth = 256;
 constexpr float kHidden = -__builtin_inff();
 
 struct Bf16 {
@@ -65,6 +67,46 @@ inline void store_pair(Bf16* to, Pair value, int count) {
 inline void store_pair(float* to, Pair value, int count) {
   std::memcpy(to, &value.first, sizeof(Floats));
   if (count == kPair) std::memcpy(to + kLanes, &value.second, sizeof(Floats));
+}
+
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+// Up to 16 elements in their order in memory; the rest zero.
+inline Floats load_lanes(const Bf16* from, int count) {
+  Halves raw{};
+  if (count == kLanes) std::memcpy(&raw, from, sizeof(raw));
+  else std::memcpy(&raw, from, count * sizeof(Bf16));
+  return (Floats)(__builtin_convertvector(raw, Words) << 16);
+}
+
+inline Floats load_lanes(const float* from, int count) {
+  Floats value{};
+  if (count == kLanes) std::memcpy(&value, from, sizeof(value));
+  else std::memcpy(&value, from, count * sizeof(float));
+  return value;
+}
+
+inline void store_lanes(Bf16* to, Floats value, int count) {
+  const Halves raw = __builtin_convertvector(to_bf16(value), Halves);
+  if (count == kLanes) std::memcpy(to, &raw, sizeof(raw));
+  else std::memcpy(to, &raw, count * sizeof(Bf16));
+}
+
+inline void store_lanes(float* to, Floats value, int count) {
+  if (count == kLanes) std::memcpy(to, &value, sizeof(value));
+  else std::memcpy(to, &value, count * sizeof(float));
+}
+
+// The value as it is once it has been stored: rounded to the type of the elements.
+inline Floats rounded(Floats value, const Bf16*) { return (Floats)(to_bf16(value) << 16); }
+inline Floats rounded(Floats value, const float*) { return value; }
+
+// Calls body(first, count) for each run of up to 16 of `width` elements; `count` is a constant but in the last.
+template <typename Body>
+inline void for_lanes(int64_t width, Body body) {
+  int64_t first = 0;
+  for (; first + kLanes <= width; first += kLanes) body(first, kLanes);
+  if (first < width) body(first, static_cast<int>(width - first));
 }
 
 // sum + the products of 32 (or 16) elements, summed in 16 lanes. Products of bf16 are exact in float.

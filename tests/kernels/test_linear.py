@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.cpu import linear as cpu
 from kernels.linear import can_pack, linear, linear_reference, pack_weight
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 32, 129])
-@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 80), (1, 48), (1024, 257)])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 8, 9, 32, 129])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 80), (1, 48), (1024, 257), (200, 1030)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_packed_bfloat16_is_as_exact_as_plain(rows: int, outputs: int, inputs: int, biased: bool) -> None:
     generator = torch.Generator().manual_seed(rows * 1000 + outputs)
@@ -21,6 +22,36 @@ def test_packed_bfloat16_is_as_exact_as_plain(rows: int, outputs: int, inputs: i
     assert actual.shape == (rows, outputs) and actual.dtype is torch.bfloat16
     # One rounding to bfloat16, and sums in float32 in another order.
     torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-4 * inputs**0.5)
+
+
+def test_few_rows_are_multiplied_by_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cpu.understands_layout():
+        pytest.skip("no compiled kernel for packed weights")
+    weight = pack_weight(torch.randn(200, 96).bfloat16())
+    x = torch.randn(cpu.MOST_ROWS + 1, 192).bfloat16()[:, 96:]  # strided
+    multiplied: list[int] = []
+    multiply = cpu.multiply
+
+    def record(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        multiplied.append(len(x))
+        return multiply(x, weight, bias)
+
+    monkeypatch.setattr(cpu, "multiply", record)
+    alone = torch.cat([linear(row[None], weight) for row in x])
+    assert torch.equal(linear(x[:-1], weight), alone[:-1]), "bits of a row depend on the rows beside it"
+    linear(x, weight)
+    assert multiplied == [1] * len(x) + [cpu.MOST_ROWS]
+
+
+def test_a_layout_that_is_not_understood_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_packed_bytes", lambda values: values.flatten())
+    cpu.understands_layout.cache_clear()
+    try:
+        assert not cpu.understands_layout()
+        weight, x = torch.randn(64, 32).bfloat16(), torch.randn(2, 32).bfloat16()
+        torch.testing.assert_close(linear(x, pack_weight(weight)), linear(x, weight))
+    finally:
+        cpu.understands_layout.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

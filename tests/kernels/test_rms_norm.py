@@ -46,13 +46,36 @@ def test_a_strided_view_is_read_correctly() -> None:
     )
 
 
+@pytest.mark.parametrize("width", [1, 15, 96, 1024])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fused_add_is_add_then_norm(dtype: torch.dtype) -> None:
-    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((6, 96), (6, 96), (96,)))
+def test_fused_add_is_add_then_norm(dtype: torch.dtype, width: int) -> None:
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((6, width), (6, width), (width,)))
     total = residual + x
     normed = add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(residual, total)
-    assert torch.equal(normed, rms_norm(total, weight, 1e-5))
+    # Sums of squares may be added up in another order, which can move each of the two roundings by one place.
+    torch.testing.assert_close(
+        normed, rms_norm(total, weight, 1e-5), rtol=2.01 * torch.finfo(dtype).eps, atol=0
+    )
+    if dtype is torch.float32:
+        assert_close(normed, rms_norm64(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_add_reads_strided_rows_and_keeps_what_is_between(dtype: torch.dtype) -> None:
+    wide, weight = torch.randn(5, 100).to(dtype), torch.randn(40).to(dtype)
+    residual = torch.randn(5, 64).to(dtype)
+    expected = residual.clone()
+    expected[:, :40] += wide[:, 30:70]
+    normed = add_rms_norm(wide[:, 30:70], residual[:, :40], weight, 1e-6)
+    assert torch.equal(residual, expected)
+    again = add_rms_norm(torch.zeros(5, 40).to(dtype), expected[:, :40].contiguous(), weight, 1e-6)
+    assert torch.equal(normed, again)
+
+
+def test_no_rows() -> None:
+    empty = torch.zeros(0, 32)
+    assert add_rms_norm(empty, empty.clone(), torch.ones(32), 1e-6).shape == (0, 32)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -18,11 +18,11 @@ import torch
 from torch.nn import functional
 
 from kernels.attention_batch import AttentionBatch
-from kernels.kv_write import kv_write
 from kernels.linear import linear, pack_weight
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rope import apply_rope, rope_table
+from kernels.rope import rope_table
+from kernels.rope_kv_write import rope_kv_write
 from kernels.silu_mul import silu_mul
 from workers.kv.tensors import KvTensors
 from workers.models.config import ModelConfig
@@ -245,17 +245,11 @@ class Decoder:
         Returns:
             The queries [T, H, D].
         """
-        config, layer = self.config, self.layers[index]
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        layer = self.layers[index]
         projected = linear(normed, layer.qkv, layer.qkv_bias)  # [T, (H + 2 * K) * D]
-        by_head = projected.view(-1, heads + 2 * kv_heads, config.head_dim)  # [T, H + 2 * K, D]
-        # Queries and keys, side by side, are normalised and turned as one.
-        rotated, value = by_head[:, : heads + kv_heads], by_head[:, heads + kv_heads :]
-        if layer.qk_norm is not None:
-            rotated = rms_norm(rotated, layer.qk_norm, config.rms_norm_eps)
-        rotated = apply_rope(rotated, cos_sin)  # [T, H + K, D]
-        kv_write(rotated[:, heads:], value, *kv.layer(index), slots)
-        return rotated[:, :heads]
+        return rope_kv_write(
+            projected, layer.qk_norm, cos_sin, slots, *kv.layer(index), self.config.rms_norm_eps
+        )
 
 
 def _whole(tensor: torch.Tensor) -> Target:

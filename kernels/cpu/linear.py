@@ -1,0 +1,84 @@
+"""Multiplies a few rows by a weight in oneDNN's packed layout: compiled in linear.cpp.
+
+oneDNN's own product of few rows leaves a fifth to a third of the memory's bandwidth unused. The layout that
+it packs bfloat16 weights into on AVX-512 is opaque by contract, so it is not assumed: `understands_layout`
+packs a small matrix whose elements say where they came from, once in a process, and looks where they went.
+Any other layout, in another version or on another CPU, is left to oneDNN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from kernels.cpu import library
+
+# Above this many rows oneDNN is faster: measured.
+MOST_ROWS = 8
+_BLOCK_OUTPUTS = 64
+
+
+class _Arguments(ctypes.Structure):
+    """The struct of the same name in linear.cpp: the fields must agree."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "x", "weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "padded_inputs")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "threads")),
+    )
+
+
+def can_multiply(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel takes these rows [T, I] and this packed weight [O, I], and is there."""
+    return 0 < x.shape[0] <= MOST_ROWS and x.shape[1] % 2 == 0 and weight.is_mkldnn and understands_layout()
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `kernels.linear.linear`, which has checked the arguments; `can_multiply` is true."""
+    outputs, inputs = weight.shape
+    out = torch.empty(x.shape[0], outputs, dtype=x.dtype)  # [T, O]
+    padded_outputs = -(-outputs // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS
+    arguments = _Arguments(
+        out.data_ptr(),
+        x.data_ptr(),
+        torch.ops.mkldnn.data_ptr(weight),
+        None if bias is None else bias.data_ptr(),
+        x.shape[0],
+        inputs,
+        outputs,
+        torch.ops.mkldnn._nbytes(weight) // x.element_size() // padded_outputs,
+        x.stride(0),
+        torch.get_num_threads(),
+    )
+    library.function("quire_linear_bf16", (ctypes.c_void_p,))(ctypes.addressof(arguments))
+    return out
+
+
+@functools.cache
+def understands_layout() -> bool:
+    """Whether packed weights are laid out as linear.cpp reads them, and this library has that kernel."""
+    if not library.has_function("quire_linear_bf16"):
+        return False
+    # Neither size is a multiple of a block, so that the filling of the last ones is seen too.
+    outputs, inputs = 200, 144
+    places = torch.arange(outputs * inputs).view(outputs, inputs)
+    seen = sum(_packed_bytes((places >> shift) & 0xFF) << shift for shift in (0, 8))
+    assert isinstance(seen, torch.Tensor)
+    blocks = -(-outputs // _BLOCK_OUTPUTS)
+    padded_inputs, rest = divmod(len(seen), blocks * _BLOCK_OUTPUTS)
+    if rest or padded_inputs < inputs or padded_inputs % 2:
+        return False
+    expected = torch.zeros(blocks * _BLOCK_OUTPUTS, padded_inputs, dtype=torch.int64)
+    expected[:outputs, :inputs] = places
+    by_block = expected.view(blocks, _BLOCK_OUTPUTS, padded_inputs // 2, 2).transpose(1, 2)
+    return torch.equal(seen.view(by_block.shape), by_block)
+
+
+def _packed_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Numbers below 256 in the order in which packing them as a weight [O, I] puts them, as [n] int64."""
+    weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(values.bfloat16(), 32)
+    size = torch.ops.mkldnn._nbytes(weight)
+    raw = ctypes.string_at(torch.ops.mkldnn.data_ptr(weight), size)
+    return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).long()

@@ -1,0 +1,80 @@
+"""Calls the compiled QK-norm, rotation and KV write of rope_kv_write.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.cpu import library
+
+_ENTRY_POINTS = {torch.bfloat16: "quire_rope_kv_write_bf16", torch.float32: "quire_rope_kv_write_f32"}
+_MAX_WIDTH = 256
+
+
+class _Arguments(ctypes.Structure):
+    """The struct of the same name in rope_kv_write.cpp: the fields must agree."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("query", "qkv", "qk_norm", "cos_sin", "slots", "k_pages", "v_pages")
+        ),
+        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "width", "num_slots")),
+        *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "threads")),
+        ("eps", ctypes.c_double),
+    )
+
+
+def can_rope_kv_write(qkv: torch.Tensor, k_pages: torch.Tensor) -> bool:
+    """Whether the kernel takes tensors of these shapes, device and dtype, and is there."""
+    return (
+        qkv.device.type == "cpu"
+        and qkv.dtype in _ENTRY_POINTS
+        and k_pages.shape[3] <= _MAX_WIDTH
+        and library.available()
+    )
+
+
+def rope_kv_write(
+    qkv: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """See `kernels.rope_kv_write.rope_kv_write`, which has checked the arguments.
+
+    `can_rope_kv_write` is true. Raises IndexError for a slot beyond the last page, with nothing written.
+    """
+    tokens = qkv.shape[0]
+    kv_heads, width = k_pages.shape[2:]
+    heads = qkv.shape[1] // width - 2 * kv_heads
+    query = torch.empty(tokens, heads, width, dtype=qkv.dtype)  # [T, H, D]
+    # Kept in variables: the kernel reads their memory. What fits already is not copied.
+    slots = slots.to(torch.int64).contiguous()
+    qk_norm = None if qk_norm is None else qk_norm.contiguous()
+    arguments = _Arguments(
+        query.data_ptr(),
+        qkv.data_ptr(),
+        None if qk_norm is None else qk_norm.data_ptr(),
+        cos_sin.data_ptr(),
+        slots.data_ptr(),
+        k_pages.data_ptr(),
+        v_pages.data_ptr(),
+        tokens,
+        heads,
+        kv_heads,
+        width,
+        k_pages.shape[0] * k_pages.shape[1],
+        qkv.stride(0),
+        cos_sin.stride(0),
+        torch.get_num_threads(),
+        eps,
+    )
+    entry = library.function(_ENTRY_POINTS[qkv.dtype], (ctypes.c_void_p,), ctypes.c_bool)
+    if not entry(ctypes.addressof(arguments)):
+        raise IndexError("slots: a slot is beyond the last page")
+    return query

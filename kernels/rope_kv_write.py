@@ -1,0 +1,92 @@
+"""What happens between the fused q, k and v projection and attention: QK-norm, rotation, and the KV write.
+
+Each query and key head is RMS-normalised (in models that do so) and turned to its token's position; keys and
+values are written to the token's slot. Roundings are those of the three operations one after the other: the
+normalised head before and after its weight, the rotated one once.
+
+Dimension letters: T tokens; H query heads; K key-value heads; D head width; P pages; S tokens a page.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_same, check_tensor
+from kernels.cpu import rope_kv_write as cpu
+from kernels.kv_write import kv_write_reference
+from kernels.rms_norm import rms_norm_reference
+from kernels.rope import apply_rope_reference
+
+
+def rope_kv_write_reference(
+    qkv: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """The three operations in plain torch; see `rope_kv_write`."""
+    kv_heads, width = k_pages.shape[2:]
+    by_head = qkv.view(len(qkv), qkv.shape[1] // width, width)  # [T, H + 2 * K, D]
+    # Queries and keys, side by side, are normalised and turned as one.
+    rotated, value = by_head[:, :-kv_heads], by_head[:, -kv_heads:]
+    if qk_norm is not None:
+        rotated = rms_norm_reference(rotated, qk_norm, eps)
+    rotated = apply_rope_reference(rotated, cos_sin)  # [T, H + K, D]
+    kv_write_reference(rotated[:, -kv_heads:], value, k_pages, v_pages, slots)
+    return rotated[:, :-kv_heads]
+
+
+def rope_kv_write(
+    qkv: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Normalise and turn queries and keys, and write keys and values to their slots.
+
+    Mutates `k_pages` and `v_pages`: exactly the slots named, nothing else. Two tokens must not share a slot.
+
+    Args:
+        qkv: [T, (H + 2 * K) * D], the query heads, then the key heads, then the value heads; float32,
+            bfloat16 or float16.
+        qk_norm: [H + K, D], the norm weight of each query and key head; None: they are not normalised.
+        cos_sin: [T, D] float32, the rows of `rope_table` at the positions of the tokens.
+        slots: [T] int32 or int64, page * S + offset; negative for a padded token, which is not written.
+        k_pages: [P, S, K, D] contiguous; dtype of qkv.
+        v_pages: [P, S, K, D] contiguous; dtype of qkv.
+        eps: Of the norm; positive.
+
+    Returns:
+        The queries [T, H, D], heads contiguous.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit, by name.
+        IndexError, RuntimeError: A slot is beyond the last page (on the CPU).
+    """
+    kv_heads, width = k_pages.shape[2:]
+    check_tensor("qkv", qkv, (None, None), FLOAT_DTYPES)
+    tokens, columns = qkv.shape
+    heads = columns // width - 2 * kv_heads
+    if width % 2:
+        raise ValueError(f"k_pages: head width must be even, got {width}")
+    if columns % width or heads < 1 or heads % kv_heads:
+        raise ValueError(f"qkv: {columns} columns are not the heads of {kv_heads} key-value heads of {width}")
+    if qk_norm is not None:
+        check_tensor("qk_norm", qk_norm, (heads + kv_heads, width), FLOAT_DTYPES)
+        check_same("qk_norm", qk_norm, "qkv", qkv)
+    check_tensor("cos_sin", cos_sin, (tokens, width), (torch.float32,))
+    check_tensor("slots", slots, (tokens,), INDEX_DTYPES)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        check_tensor(name, pages, (k_pages.shape[0], k_pages.shape[1], kv_heads, width), FLOAT_DTYPES)
+        check_same(name, pages, "qkv", qkv)
+        if not pages.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, got strides {pages.stride()}")
+    if cpu.can_rope_kv_write(qkv, k_pages):
+        return cpu.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
+    return rope_kv_write_reference(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
