@@ -85,8 +85,9 @@ def paged_attention(
         raise ValueError(f"sliding_window: must be positive or None, got {sliding_window}")
     if not cpu.can_attend(query, k_pages, batch):
         return paged_attention_reference(query, k_pages, v_pages, batch, scale, sliding_window)
-    if max(batch.query_lens, default=0) > GROUP_MAX_QUERY_TOKENS:
-        # Long chunks are matrix products, which torch is good at.
+    long_items = max(batch.query_lens, default=0) > GROUP_MAX_QUERY_TOKENS
+    if long_items and not cpu.can_attend_chunks(query, k_pages, batch):
+        # Long chunks are matrix products: torch is good at them where the kernel has no instructions for it.
         short = [length <= GROUP_MAX_QUERY_TOKENS for length in batch.query_lens]
         out = paged_attention_reference(query, k_pages, v_pages, batch, scale, sliding_window, skipped=short)
     else:

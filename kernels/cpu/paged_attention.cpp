@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "attention_arguments.h"
 #include "attention_block.h"
 #include "threads.h"
 
@@ -20,41 +21,11 @@ namespace {
 // Long enough that merging costs nothing, short enough that one long sequence occupies many cores.
 constexpr int64_t kChunkKeys = 512;
 
-}  // namespace
-
-// Plain data, filled by kernels/cpu/paged_attention.py: the fields must agree. Strides are in elements.
-struct Arguments {
-  void* out;          // [T, H, D] contiguous
-  const void* query;  // [T, H, D]
-  const void* keys;   // [pages, S, K, D] contiguous
-  const void* values;
-  const int32_t* tables;    // [N, P]
-  const int32_t* starts;    // [N + 1]
-  const int32_t* contexts;  // [N]
-  int64_t items, table_stride, query_stride, head_stride;
-  int64_t heads, kv_heads, width, page_size;
-  int64_t max_query;  // longer items are left alone
-  int64_t window;     // 0: unlimited
-  int64_t threads;
-  double scale;
-};
-
-namespace {
+using Arguments = AttentionArguments;
 
 struct Task {
   int64_t item, kv_head, num_heads, chunk;  // heads kv_head and following
   int64_t partial;  // where its unmerged rows are, in floats; -1: the only chunk, written to `out`
-};
-
-// One item as a task sees it.
-struct Item {
-  int64_t start, query_len, context, oldest;  // `oldest`: first position that any of its queries sees
-  Item(const Arguments& a, int64_t index) {
-    start = a.starts[index];
-    query_len = a.starts[index + 1] - start;
-    context = a.contexts[index];
-    oldest = a.window ? std::max<int64_t>(0, context - query_len - a.window + 1) : 0;
-  }
 };
 
 // What a task reads, resolved.

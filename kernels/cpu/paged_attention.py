@@ -1,7 +1,7 @@
-"""Calls the compiled attention of paged_attention.cpp, for decoding and verifying on the CPU.
+"""Calls the compiled attention: paged_attention.cpp for few new tokens, chunk_attention.cpp for many.
 
-The result of a row has the same bits in any batch, with any number of threads, and whether its token is
-decoded alone or verified with others.
+The result of a row has the same bits in any batch and with any number of threads. For few new tokens it also
+does not matter whether a token is decoded alone or verified with others.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ _ENTRY_POINTS = {
     torch.bfloat16: "quire_paged_attention_bf16",
     torch.float32: "quire_paged_attention_f32",
 }
+# Only this dtype has instructions for products that are worth more than torch's own attention.
+_CHUNK_ENTRY_POINT, _CHUNK_DTYPE, _CHUNK_STEP = "quire_chunk_attention_bf16", torch.bfloat16, 32
 # Elements that the kernel reads at once; heads and pages consist of whole ones.
 _STEP = 16
 _MAX_WIDTH = 256
 
 
 class _Arguments(ctypes.Structure):
-    """The struct of the same name in paged_attention.cpp: the fields must agree."""
+    """AttentionArguments of attention_arguments.h: the fields must agree."""
 
     _fields_ = (
         *(
@@ -51,23 +53,33 @@ def can_attend(query: torch.Tensor, k_pages: torch.Tensor, batch: AttentionBatch
     )
 
 
+def can_attend_chunks(query: torch.Tensor, k_pages: torch.Tensor, batch: AttentionBatch) -> bool:
+    """Whether `attend` takes items of any number of new tokens."""
+    return (
+        can_attend(query, k_pages, batch)
+        and query.dtype is _CHUNK_DTYPE
+        and k_pages.shape[3] % _CHUNK_STEP == 0
+        and library.has_function(_CHUNK_ENTRY_POINT)
+    )
+
+
 def attend(
     out: torch.Tensor,
     query: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     batch: AttentionBatch,
-    max_query_tokens: int,
+    few_tokens: int,
     scale: float,
     sliding_window: int | None,
 ) -> None:
-    """Attend the items of at most `max_query_tokens` tokens; `can_attend` is true.
+    """Attend the items of at most `few_tokens` tokens and, where `can_attend_chunks`, the others.
+
+    `can_attend` is true.
 
     Mutates `out`, contiguous and shaped like query: the rows of those items that have context. All other rows
     are left as they are. Further arguments are as in `kernels.paged_attention.paged_attention`, and checked.
     """
-    loaded = library.load()
-    assert loaded is not None
     # Kept in variables: the kernel reads their memory. int32 tensors are not copied.
     tables = batch.block_tables.to(torch.int32)
     starts, contexts = (
@@ -88,9 +100,12 @@ def attend(
         query.shape[1],
         *k_pages.shape[2:],
         k_pages.shape[1],
-        max_query_tokens,
+        few_tokens,
         sliding_window or 0,
         torch.get_num_threads(),
         scale,
     )
-    getattr(loaded, _ENTRY_POINTS[query.dtype])(ctypes.byref(arguments))
+    address = ctypes.addressof(arguments)
+    library.function(_ENTRY_POINTS[query.dtype], (ctypes.c_void_p,))(address)
+    if max(batch.query_lens, default=0) > few_tokens and can_attend_chunks(query, k_pages, batch):
+        library.function(_CHUNK_ENTRY_POINT, (ctypes.c_void_p,))(address)

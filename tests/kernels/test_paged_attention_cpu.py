@@ -79,6 +79,53 @@ def test_long_chunks_beside_decodes(dtype: torch.dtype) -> None:
     make_case([(1, 30), (40, 50), (1, 0), (17, 17), (16, 16)], dtype=dtype).check()
 
 
+@pytest.fixture
+def chunks_compiled(no_torch: None) -> None:
+    """Compiled attention of long items too, which needs AVX512-BF16."""
+    if not library.has_function("quire_chunk_attention_bf16"):
+        pytest.skip("no instructions for products of bfloat16")
+
+
+@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.parametrize("window", [None, 1, 17, 63, 64, 65, 130])
+@pytest.mark.parametrize("start", [0, 1, 15, 16, 63, 64, 65, 130])
+def test_chunks_that_start_anywhere(start: int, window: int | None) -> None:
+    make_case([(length, start + length) for length in (17, 33, 64, 70)], dtype=torch.bfloat16).check(window)
+
+
+@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.parametrize("group_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("width", [32, 64, 96, 128, 256])
+def test_head_shapes_of_chunks(width: int, group_size: int) -> None:
+    items = [(1, 20), (40, 75), (16, 40), (0, 7), (20, 0), (101, 101)]
+    make_case(items, heads=2 * group_size, width=width, dtype=torch.bfloat16).check(scale=width**-0.5)
+
+
+@pytest.mark.usefixtures("chunks_compiled")
+def test_bits_of_a_chunk_depend_on_nothing_beside_it() -> None:
+    case = make_case([(40, 300), (20, 20)], dtype=torch.bfloat16)
+    together = run(case)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(run(case), together)
+    finally:
+        torch.set_num_threads(threads)
+    batch = case.batch
+    case.batch = AttentionBatch(
+        batch.block_tables[:1], batch.query_starts[:2], batch.context_lens[:1], [40], [300]
+    )
+    case.query = case.query[:40]
+    assert torch.equal(run(case), together[:40])
+
+
+@pytest.mark.usefixtures("chunks_compiled")
+def test_large_scores_of_chunks_do_not_overflow() -> None:
+    case = make_case([(40, 600)], dtype=torch.bfloat16)
+    case.query.mul_(1000)
+    assert torch.isfinite(run(case)).all()
+
+
 @pytest.mark.usefixtures("no_torch")
 def test_large_scores_do_not_overflow() -> None:
     case = make_case([(1, 600), (5, 40)])

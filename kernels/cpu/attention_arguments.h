@@ -1,0 +1,37 @@
+// What both attention kernels are told, and how one of its items looks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace quire {
+
+// Plain data, filled by kernels/cpu/paged_attention.py: the fields must agree. Strides are in elements.
+struct AttentionArguments {
+  void* out;          // [T, H, D] contiguous
+  const void* query;  // [T, H, D]
+  const void* keys;   // [pages, S, K, D] contiguous
+  const void* values;
+  const int32_t* tables;    // [N, P]
+  const int32_t* starts;    // [N + 1]
+  const int32_t* contexts;  // [N]
+  int64_t items, table_stride, query_stride, head_stride;
+  int64_t heads, kv_heads, width, page_size;
+  int64_t max_query;  // items of up to this many tokens are for one kernel, longer ones for the other
+  int64_t window;     // 0: unlimited
+  int64_t threads;
+  double scale;
+};
+
+// One item, resolved.
+struct Item {
+  int64_t start, query_len, context, oldest;  // `oldest`: first position that any of its queries sees
+  Item(const AttentionArguments& a, int64_t index) {
+    start = a.starts[index];
+    query_len = a.starts[index + 1] - start;
+    context = a.contexts[index];
+    oldest = a.window ? std::max<int64_t>(0, context - query_len - a.window + 1) : 0;
+  }
+};
+
+}  // namespace quire

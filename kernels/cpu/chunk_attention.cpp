@@ -1,0 +1,268 @@
+// Causal attention of items with many new tokens (chunks of a prompt) over paged keys and values, as matrix products
+// of 64 keys with 6 rows whose sums stay in registers. kernels/paged_attention.py has the formula and the checks;
+// nothing is checked here.
+//
+// The keys and values of one key-value head are first copied into the order in which the products read them, once for
+// all rows of the item. Then each task goes through them for some rows with a running maximum (online softmax).
+// Weights are rounded to bfloat16 before they meet the values, as in torch's own attention; sums are float32.
+//
+// Letters as in kernels/paged_attention.py. A row is a token and one of the G query heads: row = token * G + head.
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "attention_arguments.h"
+#include "threads.h"
+#include "vectors.h"
+
+#if defined(__AVX512BF16__)
+
+namespace quire {
+namespace {
+
+constexpr int kBlockKeys = 64;
+constexpr int kKeyVectors = kBlockKeys / kLanes;
+constexpr int kTileRows = 6;
+// Rows of a task: their sums stay in the second cache while keys and values pass through the first.
+constexpr int64_t kTaskRows = 16 * kTileRows;
+// Copies of keys and values that exist at a time, over several heads; one head of a long sequence may need more.
+constexpr int64_t kScratchBytes = 32 << 20;
+
+inline __m512bh pairs_at(const void* from) { return (__m512bh)_mm512_loadu_si512(from); }
+inline __m512bh pair_everywhere(const Bf16* from) {
+  int32_t both;
+  std::memcpy(&both, from, sizeof(both));
+  return (__m512bh)_mm512_set1_epi32(both);
+}
+
+// The keys and values of one head of one item, from `begin` (a multiple of 64) on, in blocks of 64 positions.
+struct Packed {
+  uint32_t* keys;    // [blocks, D / 2, 64] pairs of elements of a key
+  uint32_t* values;  // [blocks, 32, D] an element of two neighbouring keys' values
+};
+
+// One head of one item: what its tasks share.
+struct Head {
+  const AttentionArguments& a;
+  int64_t index, kv_head;
+  Item item;
+  int64_t begin, blocks, group;
+
+  Head(const AttentionArguments& arguments, int64_t an_index, int64_t a_kv_head)
+      : a(arguments), index(an_index), kv_head(a_kv_head), item(a, an_index) {
+    begin = item.oldest / kBlockKeys * kBlockKeys;
+    blocks = (item.context - begin + kBlockKeys - 1) / kBlockKeys;
+    group = a.heads / a.kv_heads;
+  }
+
+  int64_t rows() const { return item.query_len * group; }
+  int64_t position(int64_t row) const { return item.context - item.query_len + row / group; }
+
+  // A row of a page, or null where no query may see it: such a slot may hold anything.
+  const Bf16* at(const void* pages, int64_t position) const {
+    if (position < item.oldest || position >= item.context) return nullptr;
+    const int64_t page = a.tables[index * a.table_stride + position / a.page_size];
+    const int64_t slot = page * a.page_size + position % a.page_size;
+    return static_cast<const Bf16*>(pages) + (slot * a.kv_heads + kv_head) * a.width;
+  }
+
+  const Bf16* query(int64_t row) const {
+    const int64_t token = item.start + row / group, head = kv_head * group + row % group;
+    return static_cast<const Bf16*>(a.query) + token * a.query_stride + head * a.head_stride;
+  }
+};
+
+void pack_block(const Head& head, int64_t block, const Packed& packed) {
+  const int64_t width = head.a.width, first = head.begin + block * kBlockKeys;
+  uint32_t* keys = packed.keys + block * kBlockKeys * width / 2;
+  for (int64_t i = 0; i < kBlockKeys; i++) {
+    const Bf16* key = head.at(head.a.keys, first + i);
+    for (int64_t pair = 0; pair < width / 2; pair++) {
+      uint32_t both = 0;
+      if (key != nullptr) std::memcpy(&both, key + 2 * pair, sizeof(both));
+      keys[pair * kBlockKeys + i] = both;
+    }
+  }
+  uint32_t* values = packed.values + block * kBlockKeys * width / 2;
+  for (int64_t i = 0; i < kBlockKeys; i += 2) {
+    const Bf16 *low = head.at(head.a.values, first + i), *high = head.at(head.a.values, first + i + 1);
+    for (int64_t d = 0; d < width; d++)
+      values[i / 2 * width + d] =
+          (low == nullptr ? 0u : low[d].bits) | (high == nullptr ? 0u : static_cast<uint32_t>(high[d].bits) << 16);
+  }
+}
+
+// The unnormalised rows of a task.
+struct Sums {
+  float* values;  // [kTaskRows, D]
+  float maxima[kTaskRows], totals[kTaskRows];
+};
+
+// Scores of one block against some rows, in powers of two.
+template <int kRows>
+void block_scores(Floats (&scores)[kRows][kKeyVectors], const Head& head, int64_t row, const uint32_t* keys) {
+  const Bf16* queries[kRows];
+  for (int r = 0; r < kRows; r++) queries[r] = head.query(row + r);
+  __m512 sums[kRows][kKeyVectors] = {};
+  for (int64_t pair = 0; pair < head.a.width / 2; pair++) {
+    __m512bh block[kKeyVectors];
+    for (int v = 0; v < kKeyVectors; v++) block[v] = pairs_at(keys + pair * kBlockKeys + v * kLanes);
+    for (int r = 0; r < kRows; r++) {
+      const __m512bh both = pair_everywhere(queries[r] + 2 * pair);
+      for (int v = 0; v < kKeyVectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], block[v], both);
+    }
+  }
+  const float scale = static_cast<float>(head.a.scale * 1.4426950408889634);
+  for (int r = 0; r < kRows; r++)
+    for (int v = 0; v < kKeyVectors; v++) scores[r][v] = (Floats)sums[r][v] * scale;
+}
+
+// Hides what a row does not see of the block at `first`.
+inline void hide(Floats (&scores)[kKeyVectors], const Head& head, int64_t row, int64_t first) {
+  const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int64_t own = head.position(row), oldest = head.a.window ? own - head.a.window + 1 : 0;
+  for (int v = 0; v < kKeyVectors; v++) {
+    const int64_t base = first + v * kLanes;
+    const int32_t low = static_cast<int32_t>(std::clamp<int64_t>(oldest - base, 0, kLanes));
+    const int32_t high = static_cast<int32_t>(std::clamp<int64_t>(own + 1 - base, 0, kLanes));
+    scores[v] = (lanes >= low) & (lanes < high) ? scores[v] : splat(kHidden);
+  }
+}
+
+// Turns a row's scores into weights against its running maximum, and returns what its sums must shrink by.
+inline float block_weights(Bf16* weights, Floats (&scores)[kKeyVectors], Sums& sums, int64_t row) {
+  const float before = sums.maxima[row];
+  const float highest = std::max(
+      before, reduce(larger(larger(scores[0], scores[1]), larger(scores[2], scores[3])), larger));
+  if (highest == kHidden) {  // nothing visible yet: there is no maximum to subtract
+    std::memset(weights, 0, kBlockKeys * sizeof(Bf16));
+    return 1.0f;
+  }
+  Floats total{};
+  for (int v = 0; v < kKeyVectors; v++) {
+    const Floats weight = power_of_two(scores[v] - highest);
+    total += weight;
+    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)weight);
+    std::memcpy(weights + v * kLanes, &narrow, sizeof(narrow));
+  }
+  const float shrink = highest > before ? std::exp2(before - highest) : 1.0f;  // 0 for the first visible block
+  sums.totals[row] = sums.totals[row] * shrink + reduce(total, [](Floats a, Floats b) { return a + b; });
+  sums.maxima[row] = highest;
+  return shrink;
+}
+
+// sums = sums * shrink + weights * values, for `kVectors` vectors of columns from `column` on.
+template <int kRows, int kVectors>
+void add_values(float* sums, const float* shrink, const Bf16* weights, const uint32_t* values, int64_t width,
+                int64_t column) {
+  __m512 totals[kRows][kVectors];
+  for (int r = 0; r < kRows; r++)
+    for (int v = 0; v < kVectors; v++)
+      totals[r][v] = _mm512_mul_ps(_mm512_loadu_ps(sums + r * width + column + v * kLanes), _mm512_set1_ps(shrink[r]));
+  for (int64_t pair = 0; pair < kBlockKeys / 2; pair++) {
+    __m512bh block[kVectors];
+    for (int v = 0; v < kVectors; v++) block[v] = pairs_at(values + pair * width + column + v * kLanes);
+    for (int r = 0; r < kRows; r++) {
+      const __m512bh both = pair_everywhere(weights + r * kBlockKeys + 2 * pair);
+      for (int v = 0; v < kVectors; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], block[v], both);
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int v = 0; v < kVectors; v++) _mm512_storeu_ps(sums + r * width + column + v * kLanes, totals[r][v]);
+}
+
+// One block of keys against rows row..row + kRows of the item, which are `into` and following of the task.
+template <int kRows>
+void attend_tile(const Head& head, int64_t row, const Packed& packed, int64_t block, Sums& sums, int64_t into) {
+  const int64_t width = head.a.width, first = head.begin + block * kBlockKeys;
+  Floats scores[kRows][kKeyVectors];
+  block_scores<kRows>(scores, head, row, packed.keys + block * kBlockKeys * width / 2);
+  Bf16 weights[kRows * kBlockKeys];
+  float shrink[kRows];
+  for (int r = 0; r < kRows; r++) {
+    const int64_t own = head.position(row + r);
+    if (own < first + kBlockKeys - 1 || (head.a.window && own - head.a.window + 1 > first))
+      hide(scores[r], head, row + r, first);
+    shrink[r] = block_weights(weights + r * kBlockKeys, scores[r], sums, into + r);
+  }
+  const uint32_t* values = packed.values + block * kBlockKeys * width / 2;
+  float* to = sums.values + into * width;
+  int64_t column = 0;
+  for (; column + 4 * kLanes <= width; column += 4 * kLanes)
+    add_values<kRows, 4>(to, shrink, weights, values, width, column);
+  if (column < width) add_values<kRows, 2>(to, shrink, weights, values, width, column);
+}
+
+using AttendTile = void (*)(const Head&, int64_t, const Packed&, int64_t, Sums&, int64_t);
+constexpr AttendTile kAttendTile[kTileRows] = {attend_tile<1>, attend_tile<2>, attend_tile<3>,
+                                               attend_tile<4>, attend_tile<5>, attend_tile<6>};
+
+// Rows first..last of a head, over all blocks that one of them sees; the result goes to `out`.
+void attend_rows(const Head& head, int64_t first, int64_t last, const Packed& packed, Sums& sums) {
+  const int64_t width = head.a.width;
+  std::fill(sums.values, sums.values + (last - first) * width, 0.0f);
+  std::fill(sums.maxima, sums.maxima + kTaskRows, kHidden);
+  std::fill(sums.totals, sums.totals + kTaskRows, 0.0f);
+  const int64_t oldest = head.a.window ? std::max<int64_t>(0, head.position(first) - head.a.window + 1) : 0;
+  const int64_t begin = std::max<int64_t>(0, oldest - head.begin) / kBlockKeys;
+  const int64_t end = (head.position(last - 1) - head.begin) / kBlockKeys + 1;
+  for (int64_t block = begin; block < end; block++)
+    for (int64_t row = first; row < last; row += kTileRows) {
+      const int64_t count = std::min<int64_t>(kTileRows, last - row);
+      if (head.position(row + count - 1) < head.begin + block * kBlockKeys) continue;  // all of it is later
+      kAttendTile[count - 1](head, row, packed, block, sums, row - first);
+    }
+  for (int64_t row = first; row < last; row++) {
+    const int64_t token = head.item.start + row / head.group, q_head = head.kv_head * head.group + row % head.group;
+    Bf16* out = static_cast<Bf16*>(head.a.out) + (token * head.a.heads + q_head) * width;
+    const float factor = 1.0f / sums.totals[row - first];
+    for_lanes(width, [&](int64_t d, int count) {
+      store_lanes(out + d, load_lanes(sums.values + (row - first) * width + d, count) * factor, count);
+    });
+  }
+}
+
+// Attends some heads of one item: copies their keys and values, then shares out their rows.
+void attend_heads(const AttentionArguments& a, int64_t index, int64_t first_head, int64_t num_heads,
+                  uint32_t* scratch) {
+  const Head shape(a, index, first_head);
+  const int64_t size = shape.blocks * kBlockKeys * a.width / 2;
+  const int64_t tasks = (shape.rows() + kTaskRows - 1) / kTaskRows;
+  auto packed_of = [&](int64_t head) { return Packed{scratch + 2 * head * size, scratch + (2 * head + 1) * size}; };
+#pragma omp parallel num_threads(static_cast<int>(std::max<int64_t>(1, a.threads)))
+  {
+    std::vector<float> memory(kTaskRows * a.width);
+    Sums sums{memory.data(), {}, {}};
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < num_heads * shape.blocks; task++)
+      pack_block(Head(a, index, first_head + task / shape.blocks), task % shape.blocks, packed_of(task / shape.blocks));
+    // The last rows see the most keys: they come first, so that the threads end together.
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = num_heads * tasks - 1; task >= 0; task--) {
+      const int64_t head = task % num_heads, first = task / num_heads * kTaskRows;
+      attend_rows(Head(a, index, first_head + head), first, std::min(first + kTaskRows, shape.rows()),
+                  packed_of(head), sums);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quire
+
+extern "C" void quire_chunk_attention_bf16(const quire::AttentionArguments* arguments) {
+  using namespace quire;
+  const AttentionArguments& a = *arguments;
+  for (int64_t index = 0; index < a.items; index++) {
+    const Head shape(a, index, 0);
+    if (shape.item.query_len <= a.max_query || shape.item.context == 0) continue;
+    const int64_t bytes = 2 * shape.blocks * kBlockKeys * a.width * static_cast<int64_t>(sizeof(Bf16));
+    const int64_t heads = std::clamp<int64_t>(kScratchBytes / bytes, 1, a.kv_heads);
+    const std::unique_ptr<uint32_t[]> scratch(new uint32_t[heads * bytes / sizeof(uint32_t)]);
+    for (int64_t head = 0; head < a.kv_heads; head += heads)
+      attend_heads(a, index, head, std::min(heads, a.kv_heads - head), scratch.get());
+  }
+}
+
+#endif
