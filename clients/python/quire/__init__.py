@@ -7,8 +7,9 @@
         while token not in stop:
             token = cache.decode(token).token_id
 
-`AsyncClient` is the same with `await`. The generated stubs are in `quire.v1`; importing them loads none of
-the client, so what stands here is loaded when it is first used.
+`AsyncClient` is the same with `await`; `client.session()` has the same operations, many at once on a stream.
+The generated stubs are in `quire.v1`; importing them loads none of the client, so what stands here is loaded
+when it is first used.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.aio import AsyncCache, AsyncClient
-    from quire.client import Cache, Client
+    from quire.aio import AsyncCache, AsyncClient, AsyncSession
+    from quire.client import Cache, Client, Session
     from quire.errors import (
         CacheLost,
         CacheNotFound,
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
         ResourceExhausted,
         Unavailable,
     )
+    from quire.session import SessionEnded
     from quire.v1.types_pb2 import OutputOptions, SamplingParams, StepOutput, TokenMask
 
 _HOME = {
-    "quire.aio": ("AsyncCache", "AsyncClient"),
-    "quire.client": ("Cache", "Client"),
+    "quire.aio": ("AsyncCache", "AsyncClient", "AsyncSession"),
+    "quire.client": ("Cache", "Client", "Session"),
     "quire.errors": (
         "CacheLost",
         "CacheNotFound",
@@ -52,6 +54,7 @@ _HOME = {
         "ResourceExhausted",
         "Unavailable",
     ),
+    "quire.session": ("SessionEnded",),
     "quire.v1.types_pb2": ("OutputOptions", "SamplingParams", "StepOutput", "TokenMask"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -59,6 +62,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "AsyncCache",
     "AsyncClient",
+    "AsyncSession",
     "Cache",
     "CacheLost",
     "CacheNotFound",
@@ -74,6 +78,8 @@ __all__ = [
     "QuireError",
     "ResourceExhausted",
     "SamplingParams",
+    "Session",
+    "SessionEnded",
     "StepOutput",
     "TokenMask",
     "Unavailable",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 from quire.errors import QuireError, from_status
 from quire.v1 import executor_pb2, types_pb2
 
@@ -38,6 +39,10 @@ _SERVICE_CONFIG = json.dumps(
         ]
     }
 )
+
+
+# Begins the request ids that were made here, so that no caller knows them.
+_OWN_REQUEST_ID = "auto-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,19 @@ def prefill_request(
         output=output,
         lease=duration(lease_s),
         adapter_id=adapter_id,
-        request_id=request_id or uuid.uuid4().hex,
+        request_id=request_id or _OWN_REQUEST_ID + uuid.uuid4().hex,
     )
+
+
+def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str]:
+    """Ids of the caches that a call has made and that only its answer tells of."""
+    if isinstance(request, executor_pb2.PrefillRequest):
+        # With a request id of its own choice, a caller can ask for the cache again.
+        is_secret = not request.cache_id and request.request_id.startswith(_OWN_REQUEST_ID)
+        handles = [result.prefill.kv_cache] if is_secret and result.HasField("prefill") else []
+    else:
+        handles = list(result.fork_cache.kv_caches)
+    return [handle.cache_id for handle in handles]
 
 
 class CacheState:

@@ -2,29 +2,70 @@
 
 from __future__ import annotations
 
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 import grpc
-from quire import _calls
+from google.protobuf.message import Message
+from quire import _calls, _methods
 from quire._calls import CacheState, Verified
+from quire._methods import Method
 from quire.errors import QuireError, from_rpc_error
+from quire.session import DEFAULT_CLOSE_TIMEOUT_S, DEFAULT_MAX_IN_FLIGHT, SessionStream
 from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
-_Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
 
 
 class _Call(Protocol):
     """Makes one call with the client's time limit. Raises QuireError."""
 
-    def __call__(
-        self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, /
-    ) -> _Response: ...
+    def __call__(self, method: Method[_Request, _Response], request: _Request, /) -> _Response: ...
 
 
-class Client:
+class _Caller(ABC):
+    """What can be done without a cache, whichever way the calls go."""
+
+    @abstractmethod
+    def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
+        """As _Call."""
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        *,
+        output: types_pb2.OutputOptions | None = None,
+        lease_s: float | None = None,
+        adapter_id: str = "",
+        request_id: str = "",
+    ) -> Cache:
+        """Makes a cache of `token_ids`; its `output` says what follows them. The caller releases it."""
+        request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id)
+        return Cache(self._call, self._call(_methods.PREFILL, request))
+
+    def batch_decode(
+        self, steps: Sequence[tuple[Cache, int]], *, output: types_pb2.OutputOptions | None = None
+    ) -> list[types_pb2.StepOutput | QuireError]:
+        """Appends one token to each cache in one call. Failed items are returned as exceptions, in place."""
+        request = _calls.batch_decode_request(steps, output)
+        return _calls.batch_decoded(steps, self._call(_methods.BATCH_DECODE, request))
+
+    def forward(
+        self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
+    ) -> executor_pb2.ForwardResponse:
+        """Scores `token_ids`: what follows each of them. Keeps no cache."""
+        return self._call(_methods.FORWARD, executor_pb2.ForwardRequest(token_ids=token_ids, output=output))
+
+    def adopt(self, cache: Cache) -> None:
+        """Lets the calls of `cache` go this way from now on. Nothing is sent."""
+        cache._call = self._call  # noqa: SLF001 - a class of this module
+
+
+class Client(_Caller):
     """A connection to a Quire server. Safe for use by several threads; close it, or use it in a `with`."""
 
     def __init__(
@@ -43,44 +84,37 @@ class Client:
         else:
             self._channel = grpc.secure_channel(target, credentials, options=options)
         self._timeout_s = timeout_s
+        self._max_request_bytes = max_request_bytes
         # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: a step
         # without `position` could be applied twice.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
 
-    def prefill(
+    def session(
         self,
-        token_ids: Sequence[int],
         *,
-        output: types_pb2.OutputOptions | None = None,
-        lease_s: float | None = None,
-        adapter_id: str = "",
-        request_id: str = "",
-    ) -> Cache:
-        """Makes a cache of `token_ids`; its `output` says what follows them. The caller releases it."""
-        request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id)
-        return Cache(self.stub, self._call, self._call(self.stub.Prefill, request))
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        close_timeout_s: float = DEFAULT_CLOSE_TIMEOUT_S,
+    ) -> Session:
+        """Opens a stream for many calls at once: less work for each, and what is sent together runs together.
 
-    def batch_decode(
-        self, steps: Sequence[tuple[Cache, int]], *, output: types_pb2.OutputOptions | None = None
-    ) -> list[types_pb2.StepOutput | QuireError]:
-        """Appends one token to each cache in one call. Failed items are returned as exceptions, in place."""
-        request = _calls.batch_decode_request(steps, output)
-        return _calls.batch_decoded(steps, self._call(self.stub.BatchDecode, request))
-
-    def forward(
-        self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
-    ) -> executor_pb2.ForwardResponse:
-        """Scores `token_ids`: what follows each of them. Keeps no cache."""
-        return self._call(self.stub.Forward, executor_pb2.ForwardRequest(token_ids=token_ids, output=output))
+        Calls beyond `max_in_flight` wait. `close_timeout_s` bounds how long closing lets calls be answered.
+        """
+        stream = SessionStream(
+            self.stub.Session,
+            timeout_s=self._timeout_s,
+            max_in_flight=max_in_flight,
+            max_request_bytes=self._max_request_bytes,
+        )
+        return Session(stream, close_timeout_s)
 
     def model_info(self, *, include_tokenizer: bool = False) -> executor_pb2.GetModelInfoResponse:
         """Describes the model; with tokenizer.json if asked for."""
         request = executor_pb2.GetModelInfoRequest(include_tokenizer=include_tokenizer)
-        return self._call(self.stub.GetModelInfo, request)
+        return self._call(_methods.GET_MODEL_INFO, request)
 
     def status(self) -> executor_pb2.GetStatusResponse:
         """How the gateway and its workers are."""
-        return self._call(self.stub.GetStatus, executor_pb2.GetStatusRequest())
+        return self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest())
 
     def close(self) -> None:
         """Ends the connection and every call on it. Caches stay until their leases run out."""
@@ -94,40 +128,68 @@ class Client:
     ) -> None:
         self.close()
 
-    def _call(
-        self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
-    ) -> _Response:
+    def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         try:
-            return method(request, timeout=self._timeout_s)
+            response: _Response = getattr(self.stub, method.rpc)(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+        return response
+
+
+class Session(_Caller):
+    """A stream of many calls. Safe for use by several threads; close it, or use it in a `with`.
+
+    Caches that are made here make their calls here; `adopt` moves one to another session or back to the
+    client. Calls raise what the client's raise, with three differences. None is retried. A stream that breaks
+    raises SessionEnded from every call of it. And a call that was given up (its time limit passed) may still
+    be applied: a step can be repeated, and `truncate` undoes it.
+    """
+
+    def __init__(self, stream: SessionStream, close_timeout_s: float) -> None:
+        """Made by `Client.session`."""
+        self._stream = stream
+        self._close_timeout_s = close_timeout_s
+        # The stream's threads do not know the session, so that one that is forgotten ends.
+        weakref.finalize(self, stream.cancel).atexit = False
+
+    def close(self) -> None:
+        """Takes no more calls, lets those in flight be answered for a bounded time, and ends the stream.
+
+        Caches stay until their leases run out.
+        """
+        self._stream.close(self._close_timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
+        return self._stream.call(method, request)
 
 
 class Cache(CacheState):
     """A sequence that the server remembers. Release it, or use it in a `with`."""
 
-    def __init__(
-        self,
-        stub: executor_pb2_grpc.ModelExecutorServiceStub,
-        call: _Call,
-        prefilled: executor_pb2.PrefillResponse,
-    ) -> None:
-        """Made by `Client.prefill` and `Cache.fork`."""
+    def __init__(self, call: _Call, prefilled: executor_pb2.PrefillResponse) -> None:
+        """Made by `prefill` and `fork`."""
         super().__init__(prefilled)
-        self._stub = stub
         self._call = call
 
     def decode(self, token_id: int, *, output: types_pb2.OutputOptions | None = None) -> types_pb2.StepOutput:
         """Appends a token; says what follows it."""
         request = _calls.decode_request(self, token_id, output)
-        return self._stepped(self._call(self._stub.Decode, request))
+        return self._stepped(self._call(_methods.DECODE, request))
 
     def extend(
         self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
     ) -> types_pb2.StepOutput:
         """Appends several tokens; says what follows the last one."""
         request = self._extend_request(token_ids, output)
-        return self._stepped(self._call(self._stub.Prefill, request))
+        return self._stepped(self._call(_methods.PREFILL, request))
 
     def verify(
         self,
@@ -138,28 +200,28 @@ class Cache(CacheState):
     ) -> Verified:
         """Appends the last accepted token and drafts in one forward; keeps what `accept` accepts."""
         request = self._verify_request(token_ids, output, accept)
-        return self._verified(self._call(self._stub.ForwardVerify, request))
+        return self._verified(self._call(_methods.FORWARD_VERIFY, request))
 
     def truncate(self, new_len: int) -> None:
         """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next step."""
         request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len)
-        self.seq_len = self._call(self._stub.TruncateKV, request).kv_cache.seq_len
+        self.seq_len = self._call(_methods.TRUNCATE_KV, request).kv_cache.seq_len
 
     def fork(self, count: int = 1) -> list[Cache]:
         """Makes copies that share pages with this cache. The caller releases them. Never retried."""
         request = executor_pb2.ForkCacheRequest(cache_id=self.cache_id, count=count)
-        response = self._call(self._stub.ForkCache, request)
-        return [Cache(self._stub, self._call, copy) for copy in self._forked(response)]
+        response = self._call(_methods.FORK_CACHE, request)
+        return [Cache(self._call, copy) for copy in self._forked(response)]
 
     def renew(self, lease_s: float | None = None) -> None:
         """Lets the cache live for `lease_s` seconds from now without being used; None: its lease anew."""
         request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id, lease=_calls.duration(lease_s))
-        self._call(self._stub.RenewCache, request)
+        self._call(_methods.RENEW_CACHE, request)
 
     def release(self) -> bool:
         """Forgets the cache. False if it was not there any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.cache_id)
-        return self._call(self._stub.ReleaseCache, request).released
+        return self._call(_methods.RELEASE_CACHE, request).released
 
     def __enter__(self) -> Self:
         return self

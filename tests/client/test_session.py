@@ -1,0 +1,313 @@
+"""A session for threads, against a real gateway: the client's results, many at once, and every way to end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from quire import (
+    Cache,
+    CacheNotFound,
+    Client,
+    DeadlineExceeded,
+    InvalidRequest,
+    PositionMismatch,
+    QuireError,
+    ResourceExhausted,
+    Session,
+    SessionEnded,
+    Unavailable,
+)
+
+from tests.client.session_gateway import (
+    FLAGS,
+    TOP,
+    clean_up,
+    held_back,
+    in_flight,
+    prompt_of,
+    token_of,
+    top_of,
+    unary_answers,
+    wait_until,
+)
+from tests.gateway_process import ROOT, GatewayProcess
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[GatewayProcess]:
+    with GatewayProcess(model="paged-attention", flags=FLAGS) as process:
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(gateway: GatewayProcess) -> Iterator[None]:
+    yield
+    clean_up(gateway)
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess) -> Iterator[Client]:
+    with Client(gateway.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def session(client: Client) -> Iterator[Session]:
+    with client.session() as opened:
+        yield opened
+
+
+def everything(caller: Client | Session) -> list[object]:
+    """What each operation says, in an order in which each depends on those before it."""
+    said: list[object] = []
+    with caller.prefill(prompt_of(0), output=TOP, lease_s=60) as cache:
+        said += [cache.output.token_id, top_of(cache.output), cache.seq_len]
+        said += [top_of(cache.decode(5, output=TOP)), cache.seq_len]
+        said += [cache.extend([6, 7, 8]).token_id, cache.seq_len]
+        verified = cache.verify([cache.output.token_id, 1, 2])
+        said += [verified.accepted, [output.token_id for output in verified.outputs], cache.seq_len]
+        cache.truncate(21)
+        said += [cache.decode(9).token_id, cache.seq_len]
+        left, right = cache.fork(2)
+        right.release()
+        for result in caller.batch_decode([(cache, 3), (left, 3), (right, 3)]):
+            said.append(type(result) if isinstance(result, QuireError) else result.token_id)
+        cache.renew(30)
+        said += [left.seq_len, right.seq_len, left.decode(4).token_id, left.release(), left.release()]
+    said += [output.token_id for output in caller.forward([1, 2, 3]).outputs]
+    return said
+
+
+def test_a_session_says_what_the_client_says(client: Client, session: Session) -> None:
+    assert everything(session) == everything(client)
+
+
+def test_many_threads_share_a_session(gateway: GatewayProcess, session: Session) -> None:
+    def loop(caller: int) -> list[list[int]]:
+        with session.prefill(prompt_of(caller)) as cache:
+            return [top_of(cache.decode(token_of(caller, step), output=TOP)) for step in range(12)]
+
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(loop, range(32)))
+
+    assert found == [unary_answers(gateway.address, caller, 12) for caller in range(32)]
+
+
+def test_an_error_is_the_calls_own(session: Session) -> None:
+    cache = session.prefill(prompt_of(0))
+    with pytest.raises(InvalidRequest) as invalid:
+        session.prefill([])
+    assert invalid.value.reason == "EMPTY_TOKENS" and invalid.value.violations
+    (copy,) = cache.fork()
+    copy.release()
+    with pytest.raises(CacheNotFound):
+        copy.decode(1)
+    cache.seq_len = 7
+    with pytest.raises(PositionMismatch) as mismatch:
+        cache.decode(1)
+    assert mismatch.value.seq_len == 20
+    cache.seq_len = 20
+    cache.decode(1)
+    assert cache.seq_len == 21
+
+
+def test_a_request_that_is_too_large_hurts_only_its_caller(gateway: GatewayProcess) -> None:
+    with Client(gateway.address, max_request_bytes=4096) as client, client.session() as session:
+        with pytest.raises(ResourceExhausted):
+            session.prefill([999] * 4096)
+        assert session.prefill(prompt_of(0)).seq_len == 20
+
+
+def test_calls_beyond_the_bound_wait(gateway: GatewayProcess, client: Client) -> None:
+    with client.session(max_in_flight=3) as session, ThreadPoolExecutor(8) as threads:
+        with held_back(gateway):
+            calls = [threads.submit(session.forward, [caller, 1]) for caller in range(8)]
+            wait_until(in_flight(gateway, 3))
+            time.sleep(0.1)
+            assert in_flight(gateway, 3)()
+        assert [len(call.result().outputs) for call in calls] == [2] * 8
+    with pytest.raises(ValueError, match="max_in_flight"):
+        client.session(max_in_flight=0)
+
+
+def test_a_step_that_took_too_long_can_be_repeated(gateway: GatewayProcess) -> None:
+    with Client(gateway.address, timeout_s=0.3) as hasty, hasty.session(max_in_flight=1) as session:
+        cache = session.prefill(prompt_of(0))
+        with held_back(gateway):
+            for _ in range(2):  # The second does not even get its turn.
+                with pytest.raises(DeadlineExceeded):
+                    cache.decode(token_of(0, 0), output=TOP)
+        wait_until(in_flight(gateway, 0))
+        again = cache.decode(token_of(0, 0), output=TOP)
+        assert [top_of(again)] == unary_answers(gateway.address, 0, 1)
+        assert cache.seq_len == 21
+
+
+def test_a_prefill_that_nobody_waited_for_leaves_no_cache(gateway: GatewayProcess) -> None:
+    with Client(gateway.address, timeout_s=0.2) as hasty, hasty.session() as session:
+        with held_back(gateway):
+            with pytest.raises(DeadlineExceeded):
+                session.prefill(prompt_of(0))
+            with pytest.raises(DeadlineExceeded):
+                session.prefill(prompt_of(1), request_id="mine")
+        # The second can be asked for again, so it stays.
+        wait_until(in_flight(gateway, 0))
+        wait_until(lambda: gateway.status().sequences == 1)
+        assert session.prefill(prompt_of(1), request_id="mine").seq_len == 20
+        assert gateway.status().sequences == 1
+
+
+def decoding(cache: Cache, token_id: int, errors: list[QuireError]) -> threading.Thread:
+    """A thread that decodes once, and keeps what it raises."""
+
+    def decode() -> None:
+        try:
+            cache.decode(token_id)
+        except QuireError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    return thread
+
+
+def test_closing_waits_for_answers(gateway: GatewayProcess, client: Client) -> None:
+    errors: list[QuireError] = []
+    session = client.session()
+    caches = [session.prefill(prompt_of(caller)) for caller in range(4)]
+    with held_back(gateway):
+        threads = [decoding(cache, 1, errors) for cache in caches]
+        wait_until(in_flight(gateway, 4))
+        closing = threading.Thread(target=session.close)
+        closing.start()
+        time.sleep(0.05)
+    for thread in [*threads, closing]:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert errors == [] and [cache.seq_len for cache in caches] == [21] * 4
+    with pytest.raises(SessionEnded, match="closed"):
+        caches[0].decode(2)
+    session.close()
+
+
+def test_closing_does_not_wait_for_good(gateway: GatewayProcess, client: Client) -> None:
+    """And what was in flight is repeated on another session, once."""
+    errors: list[QuireError] = []
+    session = client.session(close_timeout_s=0.2)
+    cache = session.prefill(prompt_of(0))
+    with held_back(gateway):
+        thread = decoding(cache, token_of(0, 0), errors)
+        wait_until(in_flight(gateway, 1))
+        session.close()
+        thread.join(30)
+    assert [type(error) for error in errors] == [SessionEnded]
+    with client.session() as another:
+        another.adopt(cache)
+        again = cache.decode(token_of(0, 0), output=TOP)
+        assert [top_of(again)] == unary_answers(gateway.address, 0, 1)
+        assert cache.seq_len == 21
+    client.adopt(cache)
+    assert cache.release()
+
+
+def test_closing_the_client_ends_its_sessions(gateway: GatewayProcess) -> None:
+    errors: list[QuireError] = []
+    client = Client(gateway.address)
+    session = client.session()
+    cache = session.prefill(prompt_of(0))
+    with held_back(gateway):
+        thread = decoding(cache, 1, errors)
+        wait_until(in_flight(gateway, 1))
+        client.close()
+        thread.join(30)
+    assert [type(error) for error in errors] == [SessionEnded]
+    session.close()
+
+
+def test_a_killed_gateway_ends_every_call() -> None:
+    errors: list[QuireError] = []
+    with GatewayProcess(model="paged-attention") as doomed, Client(doomed.address) as client:
+        session = client.session()
+        caches = [session.prefill(prompt_of(caller)) for caller in range(8)]
+        with held_back(doomed):
+            threads = [decoding(cache, 1, errors) for cache in caches]
+            wait_until(in_flight(doomed, 8))
+            doomed.process.kill()
+            for thread in threads:
+                thread.join(30)
+                assert not thread.is_alive()
+        assert [type(error) for error in errors] == [SessionEnded] * 8
+        assert isinstance(errors[0].__cause__, Unavailable)
+        assert len({id(error) for error in errors}) == 8, "each has a traceback of its own"
+        with pytest.raises(SessionEnded):
+            session.forward([1])
+        session.close()
+        with client.session() as another, pytest.raises(SessionEnded):
+            another.forward([1])
+
+
+def decode_for_ever(cache: Cache) -> None:
+    while True:
+        cache.decode(1)
+
+
+def test_draining_is_told() -> None:
+    with GatewayProcess(model="paged-attention") as leaving, Client(leaving.address) as client:
+        session = client.session()
+        cache = session.prefill(prompt_of(0))
+        leaving.process.terminate()
+        with pytest.raises(SessionEnded) as ended:
+            decode_for_ever(cache)
+        assert ended.value.reason == "DRAINING"
+        session.close()
+
+
+def readers() -> int:
+    return sum(thread.name == "quire-session" for thread in threading.enumerate())
+
+
+def test_a_session_that_is_forgotten_ends(gateway: GatewayProcess, client: Client) -> None:
+    before = readers()
+    session = client.session()
+    cache = session.prefill(prompt_of(0))
+    assert readers() == before + 1
+    del session
+    cache.decode(1)
+    assert cache.seq_len == 21, "its caches keep it"
+    del cache
+    wait_until(lambda: readers() == before)
+
+
+_FORGETS = """
+import quire, sys
+client = quire.Client(sys.argv[1])
+session = client.session()
+cache = session.prefill([1, 2, 3])
+cache.decode(4)
+print(cache.seq_len)
+"""
+_FORGETS_ALSO = """
+import asyncio, quire, sys
+async def main():
+    global client, session, cache
+    client = quire.AsyncClient(sys.argv[1])
+    session = client.session()
+    cache = await session.prefill([1, 2, 3])
+    await cache.decode(4)
+    print(cache.seq_len)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("program", [_FORGETS, _FORGETS_ALSO])
+def test_a_program_that_closes_nothing_ends(gateway: GatewayProcess, program: str) -> None:
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'clients' / 'python')!r})\n"
+    command = [sys.executable, "-c", path + program, gateway.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "4", "")

@@ -1,0 +1,335 @@
+"""A session for tasks, against a real gateway: what `test_session.py` shows for threads, and cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import random
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+from quire import (
+    AsyncCache,
+    AsyncClient,
+    AsyncSession,
+    CacheNotFound,
+    DeadlineExceeded,
+    PositionMismatch,
+    QuireError,
+    ResourceExhausted,
+    Session,
+    SessionEnded,
+    Unavailable,
+)
+
+from tests.client.session_gateway import (
+    FLAGS,
+    TOP,
+    clean_up,
+    held_back,
+    in_flight,
+    prompt_of,
+    token_of,
+    top_of,
+    unary_answers,
+)
+from tests.gateway_process import ROOT, GatewayProcess
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[GatewayProcess]:
+    with GatewayProcess(model="paged-attention", flags=FLAGS) as process:
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(gateway: GatewayProcess) -> Iterator[None]:
+    yield
+    clean_up(gateway)
+
+
+@pytest.fixture
+async def client(gateway: GatewayProcess) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(gateway.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def session(client: AsyncClient) -> AsyncIterator[AsyncSession]:
+    async with client.session() as opened:
+        yield opened
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Polls, while the loop goes on."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def everything(caller: AsyncClient | AsyncSession) -> list[object]:
+    """What each operation says, in an order in which each depends on those before it."""
+    said: list[object] = []
+    async with await caller.prefill(prompt_of(0), output=TOP, lease_s=60) as cache:
+        said += [top_of(cache.output), cache.seq_len]
+        said += [top_of(await cache.decode(5, output=TOP)), cache.seq_len]
+        said += [(await cache.extend([6, 7, 8])).token_id, cache.seq_len]
+        verified = await cache.verify([cache.output.token_id, 1, 2])
+        said += [verified.accepted, [output.token_id for output in verified.outputs], cache.seq_len]
+        await cache.truncate(21)
+        said += [(await cache.decode(9)).token_id, cache.seq_len]
+        left, right = await cache.fork(2)
+        await right.release()
+        for result in await caller.batch_decode([(cache, 3), (left, 3), (right, 3)]):
+            said.append(type(result) if isinstance(result, QuireError) else result.token_id)
+        await cache.renew(30)
+        said += [left.seq_len, (await left.decode(4)).token_id, await left.release(), await left.release()]
+    said += [output.token_id for output in (await caller.forward([1, 2, 3])).outputs]
+    return said
+
+
+async def test_a_session_says_what_the_client_says(client: AsyncClient, session: AsyncSession) -> None:
+    assert await everything(session) == await everything(client)
+
+
+async def test_many_tasks_share_a_session(gateway: GatewayProcess, client: AsyncClient) -> None:
+    async def loop(session: AsyncSession, caller: int) -> list[list[int]]:
+        async with await session.prefill(prompt_of(caller)) as cache:
+            return [top_of(await cache.decode(token_of(caller, step), output=TOP)) for step in range(12)]
+
+    # More callers than calls that may be in flight.
+    async with client.session(max_in_flight=10) as session:
+        found = await asyncio.gather(*(loop(session, caller) for caller in range(32)))
+
+    assert found == [unary_answers(gateway.address, caller, 12) for caller in range(32)]
+
+
+async def test_calls_made_together_run_together(gateway: GatewayProcess, session: AsyncSession) -> None:
+    caches = await asyncio.gather(*(session.prefill(prompt_of(caller)) for caller in range(8)))
+    (before,) = gateway.status().workers
+    await asyncio.gather(*(cache.decode(1) for cache in caches))
+    (after,) = gateway.status().workers
+    assert after.batch_items - before.batch_items == 8
+    assert after.steps - before.steps == 1
+
+
+async def test_errors(gateway: GatewayProcess) -> None:
+    async with AsyncClient(gateway.address, max_request_bytes=4096) as client, client.session() as session:
+        cache = await session.prefill(prompt_of(0))
+        (copy,) = await cache.fork()
+        await copy.release()
+        with pytest.raises(CacheNotFound):
+            await copy.decode(1)
+        with pytest.raises(ResourceExhausted):
+            await cache.extend([999] * 4096)
+        cache.seq_len = 7
+        with pytest.raises(PositionMismatch) as mismatch:
+            await cache.decode(1)
+        assert mismatch.value.seq_len == 20
+        cache.seq_len = 20
+        await cache.decode(1)
+        assert cache.seq_len == 21
+
+
+async def test_calls_beyond_the_bound_wait(gateway: GatewayProcess, client: AsyncClient) -> None:
+    async with client.session(max_in_flight=3) as session:
+        with held_back(gateway):
+            calls = [asyncio.create_task(session.forward([caller, 1])) for caller in range(8)]
+            await until(in_flight(gateway, 3))
+            # One that waits for its turn can go, and so can one that is in flight: its place stays taken.
+            calls[0].cancel()
+            calls[7].cancel()
+            await asyncio.sleep(0.1)
+            assert in_flight(gateway, 3)()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(answer).__name__ for answer in answers] == (
+        ["CancelledError", *["ForwardResponse"] * 6, "CancelledError"]
+    )
+
+
+async def test_cancelling_one_call_leaves_the_others(gateway: GatewayProcess, session: AsyncSession) -> None:
+    caches = await asyncio.gather(*(session.prefill(prompt_of(caller)) for caller in range(6)))
+    with held_back(gateway):
+        steps = [
+            asyncio.create_task(cache.decode(token_of(caller, 0), output=TOP))
+            for caller, cache in enumerate(caches)
+        ]
+        await until(in_flight(gateway, 6))
+        steps[2].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await steps[2]
+    others = [caller for caller in range(6) if caller != 2]
+    for caller in others:
+        assert [top_of(await steps[caller])] == unary_answers(gateway.address, caller, 1)
+    # The cancelled step may have been applied: it can be repeated, or undone.
+    again = await caches[2].decode(token_of(2, 0), output=TOP)
+    assert [top_of(again)] == unary_answers(gateway.address, 2, 1)
+    assert caches[2].seq_len == 21
+    with held_back(gateway), pytest.raises(TimeoutError):
+        await asyncio.wait_for(caches[2].decode(1), 0.1)
+    await caches[2].truncate(21)
+    await caches[2].decode(2)
+    assert caches[2].seq_len == 22
+
+
+async def test_a_cancelled_prefill_leaves_no_cache(gateway: GatewayProcess, client: AsyncClient) -> None:
+    async def prefills() -> None:
+        async with client.session() as session:
+            await asyncio.gather(*(session.prefill(prompt_of(caller)) for caller in range(4)))
+
+    task = asyncio.create_task(prefills())
+    with held_back(gateway):
+        await until(in_flight(gateway, 4))
+        task.cancel()
+        await asyncio.sleep(0.05)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gateway.status().sequences == 0
+
+
+async def test_cancelling_at_any_moment_leaves_no_cache(gateway: GatewayProcess, client: AsyncClient) -> None:
+    rng = random.Random(3)
+
+    async def turn(session: AsyncSession, caller: int) -> None:
+        async with await session.prefill(prompt_of(caller)) as cache:
+            (copy,) = await cache.fork()
+            async with copy:
+                for step in range(5):
+                    await asyncio.gather(*(c.decode(token_of(caller, step)) for c in (cache, copy)))
+
+    async with client.session() as session:
+        for _ in range(15):
+            turns = [asyncio.create_task(turn(session, caller)) for caller in range(20)]
+            for task in turns:
+                asyncio.get_running_loop().call_later(rng.uniform(0, 0.1), task.cancel)
+            await asyncio.wait(turns)
+            assert {task.exception() for task in turns if not task.cancelled()} <= {None}
+        # What was cancelled at last is still being undone.
+        await until(lambda: gateway.status().sequences == 0)
+
+
+async def test_time_limit(gateway: GatewayProcess) -> None:
+    async with AsyncClient(gateway.address, timeout_s=0.3) as client, client.session() as session:
+        cache = await session.prefill(prompt_of(0))
+        with held_back(gateway), pytest.raises(DeadlineExceeded):
+            await cache.decode(1)
+        await until(in_flight(gateway, 0))
+        await cache.decode(1)
+        assert cache.seq_len == 21
+
+
+async def outcomes(steps: list[asyncio.Task[object]]) -> list[str]:
+    async with asyncio.timeout(30):
+        return [type(outcome).__name__ for outcome in await asyncio.gather(*steps, return_exceptions=True)]
+
+
+def decode_each(caches: list[AsyncCache]) -> list[asyncio.Task[object]]:
+    async def decode(cache: AsyncCache) -> object:
+        return await cache.decode(1)
+
+    return [asyncio.create_task(decode(cache)) for cache in caches]
+
+
+async def test_closing_waits_for_answers(gateway: GatewayProcess, client: AsyncClient) -> None:
+    session = client.session()
+    caches = [await session.prefill(prompt_of(caller)) for caller in range(4)]
+    with held_back(gateway):
+        steps = decode_each(caches)
+        await until(in_flight(gateway, 4))
+        closing = asyncio.create_task(session.close())
+        await asyncio.sleep(0.05)
+    assert await outcomes([*steps, closing]) == ["StepOutput"] * 4 + ["NoneType"]
+    with pytest.raises(SessionEnded, match="closed"):
+        await caches[0].decode(2)
+    await session.close()
+
+
+async def test_closing_does_not_wait_for_good(gateway: GatewayProcess, client: AsyncClient) -> None:
+    """And what was in flight is repeated on another session, once."""
+    async with client.session(close_timeout_s=0.2) as session:
+        caches = [await session.prefill(prompt_of(caller)) for caller in range(4)]
+        with held_back(gateway):
+            steps = decode_each(caches)
+            await until(in_flight(gateway, 4))
+            await session.close()
+            assert await outcomes(steps) == ["SessionEnded"] * 4
+    async with client.session() as another:
+        for cache in caches:
+            another.adopt(cache)
+        await asyncio.gather(*(cache.decode(1) for cache in caches))
+        assert [cache.seq_len for cache in caches] == [21] * 4
+    client.adopt(caches[0])
+    assert await caches[0].release()
+
+
+async def test_closing_the_client_ends_its_sessions(gateway: GatewayProcess) -> None:
+    client = AsyncClient(gateway.address)
+    session = client.session()
+    caches = [await session.prefill(prompt_of(0))]
+    with held_back(gateway):
+        steps = decode_each(caches)
+        await until(in_flight(gateway, 1))
+        await client.close()
+        assert await outcomes(steps) == ["SessionEnded"]
+    await session.close()
+
+
+async def test_a_killed_gateway_ends_every_call() -> None:
+    with GatewayProcess(model="paged-attention") as doomed:
+        async with AsyncClient(doomed.address) as client, client.session() as session:
+            caches = [await session.prefill(prompt_of(caller)) for caller in range(8)]
+            with held_back(doomed):
+                steps = decode_each(caches)
+                await until(in_flight(doomed, 8))
+                doomed.process.kill()
+                assert await outcomes(steps) == ["SessionEnded"] * 8
+            with pytest.raises(SessionEnded) as ended:
+                await session.forward([1])
+            assert isinstance(ended.value.__cause__, Unavailable)
+            async with client.session() as another:
+                with pytest.raises(SessionEnded):
+                    await another.forward([1])
+
+
+def readers() -> int:
+    return sum(task.get_name() == "quire-session" for task in asyncio.all_tasks())
+
+
+async def test_a_session_that_is_forgotten_ends(gateway: GatewayProcess, client: AsyncClient) -> None:
+    session = client.session()
+    cache = await session.prefill(prompt_of(0))
+    del session
+    gc.collect()
+    await cache.decode(1)
+    assert readers() == 1, "its caches keep it"
+    del cache
+    gc.collect()
+    await until(lambda: readers() == 0)
+
+
+def test_the_readmes_example(gateway: GatewayProcess) -> None:
+    (code,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    program = (
+        f"import asyncio, sys; sys.path.insert(0, {str(ROOT / 'clients' / 'python')!r})\n"
+        "from quire import AsyncClient\nprompts = [[1, 2], [3, 4]]\nasync def main():\n"
+        + textwrap.indent(code.replace("127.0.0.1:50051", gateway.address), "    ")
+        + "    print([cache.seq_len for cache in caches])\nasyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[3, 3]", "")
+
+
+def test_both_sessions_offer_the_same() -> None:
+    def offered(kind: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(member).parameters)
+            for name, member in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_")
+        }
+
+    assert offered(Session) == offered(AsyncSession)
