@@ -24,6 +24,8 @@ EXIT_FAILED = 1
 _HOP_SLACK_BYTES = 16 << 20
 _STOP_TIMEOUT_S = 1.0
 WEIGHTLESS_MODEL = "paged-attention"
+# A step of a smaller model is over before another thread is awake, and idle threads spin for a while.
+_LEAST_PARAMETERS_PER_THREAD = 2_000_000
 
 _log = structlog.get_logger("workers")
 
@@ -101,16 +103,21 @@ def _make_executor(arguments: argparse.Namespace, progress: Progress) -> ModelEx
     if arguments.model == WEIGHTLESS_MODEL:
         from workers.executors.paged_attention import PagedAttentionExecutor
 
+        # Its operations are over before another thread is awake, which then only takes a core from the gateway.
+        torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_blocks=arguments.kv_blocks)
     from workers.executors.llm import LlmExecutor
 
-    return LlmExecutor.load(
+    executor = LlmExecutor.load(
         Path(arguments.model),
         dtype=arguments.dtype,
         device=device,
         kv_blocks=arguments.kv_blocks,
         progress=lambda done, total: progress("weights", done, total),
     )
+    useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)
+    torch.set_num_threads(min(arguments.threads, useful))
+    return executor
 
 
 async def _serve(arguments: argparse.Namespace) -> int:

@@ -86,6 +86,8 @@ class StepLoop:
         """
         commands = None if len(self._scheduler) else self._inbox.get()
         while True:
+            if any(isinstance(command, Forward) for command in commands or ()):
+                self._window.message(time.monotonic_ns())
             for command in commands or ():
                 self._carry_out(command)
             wait_ns = 0

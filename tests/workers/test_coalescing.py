@@ -76,3 +76,51 @@ def test_a_released_sequence_is_not_expected() -> None:
     window.arrived(0, 101 * MS)
     window.forget(1)
     assert window.remaining_ns(101 * MS, waiting=1) == 0
+
+
+def busy_window(gap_ns: int, sequences: range = range(8)) -> CoalescingWindow:
+    """A window to which messages of one operation each come `gap_ns` apart; all were answered just now."""
+    window = CoalescingWindow()
+    for message in range(40):
+        window.message(message * gap_ns)
+        window.arrived(sequences[message % len(sequences)], message * gap_ns)
+    window.opened(sequences, 40 * gap_ns, MS // 2)
+    return window
+
+
+def test_messages_that_follow_each_other_closely_are_waited_for() -> None:
+    window = busy_window(MS // 2)
+    window.arrived(0, 20 * MS)
+    assert window.remaining_ns(20 * MS, waiting=1) == 2 * MS, (
+        "though nobody came back within a share of a step"
+    )
+    for sequence in range(1, 8):
+        window.arrived(sequence, 21 * MS)
+    assert window.remaining_ns(21 * MS, waiting=8) == 0, "all are here"
+
+
+def test_messages_far_apart_are_not_waited_for() -> None:
+    window = busy_window(3 * MS)
+    window.arrived(0, 120 * MS)
+    assert window.remaining_ns(120 * MS, waiting=1) == 0
+
+
+def test_a_lone_caller_does_not_wait_however_fast_it_is() -> None:
+    window = busy_window(MS // 2, range(1))
+    window.arrived(0, 20 * MS)
+    assert window.remaining_ns(20 * MS, waiting=1) == 0
+
+
+def test_callers_who_stay_away_are_forgotten() -> None:
+    window = busy_window(MS // 2)
+    window.opened([0], 60 * MS, MS // 2)
+    window.arrived(0, 60 * MS)
+    assert window.remaining_ns(60 * MS, waiting=1) == 0, "nobody was answered in the last 20 ms but 0"
+
+
+def test_after_a_pause_nobody_is_waited_for() -> None:
+    window = busy_window(MS // 2)
+    for sequence, now_ns in ((0, 500 * MS), (1, 503 * MS)):
+        window.message(now_ns)
+        window.arrived(sequence, now_ns)
+        assert window.remaining_ns(now_ns, waiting=1) == 0
