@@ -103,7 +103,7 @@ def _make_executor(arguments: argparse.Namespace, progress: Progress) -> ModelEx
     if arguments.model == WEIGHTLESS_MODEL:
         from workers.executors.paged_attention import PagedAttentionExecutor
 
-        # Its operations are over before another thread is awake, which then only takes a core from the gateway.
+        # Its operations are over before another thread is awake, which would only take a core from others.
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_blocks=arguments.kv_blocks)
     from workers.executors.llm import LlmExecutor
