@@ -24,6 +24,8 @@ from kernels.attention_batch import AttentionBatch
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
 from kernels.cpu import paged_attention as cpu
 
+# Head widths that the kernels of CUDA devices are made and checked for; others are left to torch there.
+CUDA_WIDTHS = (64, 80, 96, 128, 256)
 # The copies of K and V that a group of several items may make. A single item may need more: its own context.
 GROUP_SCRATCH_BYTES = 64 << 20
 # Items with more tokens than this are attended one by one: they fill the cores alone.
@@ -83,6 +85,12 @@ def paged_attention(
         raise ValueError(f"block_tables: must hold {longest} positions, got {capacity}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window: must be positive or None, got {sliding_window}")
+    if query.is_cuda and width in CUDA_WIDTHS:
+        from kernels.cuda import paged_attention as cuda
+
+        return cuda.paged_attention(
+            query, k_pages, v_pages, batch, scale=scale, sliding_window=sliding_window
+        )
     if not cpu.can_attend(query, k_pages, batch):
         return paged_attention_reference(query, k_pages, v_pages, batch, scale, sliding_window)
     long_items = max(batch.query_lens, default=0) > GROUP_MAX_QUERY_TOKENS

@@ -45,6 +45,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if weight.dim() >= x.dim():
         raise ValueError(f"weight: must have fewer dimensions than x, got {weight.dim()} and {x.dim()}")
     check_same("weight", weight, "x", x)
+    if x.is_cuda:
+        from kernels.cuda import rms_norm as cuda
+
+        return cuda.rms_norm(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -78,6 +82,10 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     check_same("residual", residual, "x", x)
     check_tensor("weight", weight, x.shape[1:], FLOAT_DTYPES)
     check_same("weight", weight, "x", x)
+    if x.is_cuda:
+        from kernels.cuda import rms_norm as cuda
+
+        return cuda.add_rms_norm(x, residual, weight, eps)
     if cpu.can_add_rms_norm(x):
         return cpu.add_rms_norm(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)

@@ -87,6 +87,10 @@ def rope_kv_write(
         check_same(name, pages, "qkv", qkv)
         if not pages.is_contiguous():
             raise ValueError(f"{name}: must be contiguous, got strides {pages.stride()}")
+    if qkv.is_cuda:
+        from kernels.cuda import rope_kv_write as cuda
+
+        return cuda.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
     if cpu.can_rope_kv_write(qkv, k_pages):
         return cpu.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
     return rope_kv_write_reference(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)

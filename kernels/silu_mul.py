@@ -34,4 +34,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     check_tensor("gate_up", gate_up, (None, None), FLOAT_DTYPES)
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up: width must be even, got {gate_up.shape[1]}")
+    if gate_up.is_cuda:
+        from kernels.cuda import silu_mul as cuda
+
+        return cuda.silu_mul(gate_up)
     return cpu.silu_mul(gate_up) if cpu.can_silu_mul(gate_up) else silu_mul_reference(gate_up)

@@ -108,6 +108,12 @@ class Config:
     kv_blocks: int | None = _setting(
         None, "KV pages of 16 tokens in each worker; auto fits them to memory", minimum=1, maximum=1 << 30
     )
+    gpu_memory_utilization: float = _setting(
+        0.9,
+        "share of a GPU's memory that may be taken in all, which sizes its KV pages",
+        minimum=0.05,
+        maximum=1,
+    )
     max_batch_tokens: int = _setting(
         512, "most tokens in one step of a worker; longer prompts run in chunks", minimum=1, maximum=1 << 20
     )

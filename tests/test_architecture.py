@@ -21,7 +21,8 @@ WORKER_LAYERS = (
     {"step_loop"},
     {"scheduler", "forward_queue", "coalescing", "batch", "executors"},
     {"runners"},
-    {"models", "row_outputs", "sampling", "counter_rng"},
+    {"models", "row_outputs", "device_sampling"},
+    {"sampling", "counter_rng"},
     {"kv"},
     {"operations"},
 )
@@ -101,8 +102,18 @@ def test_only_the_servers_of_workers_know_the_wire() -> None:
     assert offenders("workers", ("quire",), ("workers.server", "workers.__main__", "workers.wire")) == []
 
 
-def test_only_models_and_kv_use_kernels() -> None:
-    assert offenders("workers", ("kernels",), ("workers.models", "workers.kv")) == []
+def test_only_models_kv_and_what_runs_on_a_gpu_use_kernels() -> None:
+    allowed = ("workers.models", "workers.kv")
+    on_a_gpu = ("workers.device_sampling", "workers.runners")
+    assert offenders("workers", ("kernels",), (*allowed, *on_a_gpu)) == []
+    assert [
+        found for found in offenders("workers", ("kernels",), allowed) if " kernels.cuda" not in found
+    ] == []
+
+
+def test_a_worker_on_the_cpu_never_loads_triton() -> None:
+    modules_of_a_cpu_worker = "workers.executors.llm, workers.executors.paged_attention, workers.step_loop"
+    assert "triton" not in loaded_after(f"import {modules_of_a_cpu_worker}")
 
 
 def test_accounting_is_without_torch() -> None:

@@ -43,6 +43,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device-index", type=int, default=0)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-blocks", type=int)
+    parser.add_argument("--gpu-memory-utilization", type=float, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-batch-tokens", type=int, required=True)
     parser.add_argument("--max-batch-items", type=int, required=True)
@@ -88,31 +89,45 @@ def _end_with_the_gateway() -> None:
     threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
 
 
+def _choose_device(arguments: argparse.Namespace) -> str:
+    """The device as torch names it. With "auto" a GPU, if there is one and it has kernels for the model."""
+    import torch
+
+    if arguments.device == "cpu" or (arguments.device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigurationError("device = cuda was asked for, and this machine has no CUDA device")
+    if arguments.device == "auto" and arguments.model != WEIGHTLESS_MODEL:
+        from workers.executors.llm import runs_on_cuda
+
+        if not runs_on_cuda(Path(arguments.model)):
+            _log.info("the GPU has no kernels for this model's head_dim, which is run on the CPU")
+            return "cpu"
+    return f"cuda:{arguments.device_index % torch.cuda.device_count()}"
+
+
 def _make_executor(arguments: argparse.Namespace, progress: Progress) -> ModelExecutor:
     # Imported here, on the compute thread: torch takes seconds, and the stream should answer meanwhile.
     import torch
 
     torch.set_num_threads(arguments.threads)
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("device = cuda was asked for, and this machine has no CUDA device")
-    if device == "cuda":
-        device = f"cuda:{arguments.device_index % torch.cuda.device_count()}"
+    device = _choose_device(arguments)
     if arguments.model == WEIGHTLESS_MODEL:
         from workers.executors.paged_attention import PagedAttentionExecutor
 
         # Its operations are over before another thread is awake, which would only take a core from others.
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_blocks=arguments.kv_blocks)
-    from workers.executors.llm import LlmExecutor
+    from workers.executors.llm import LlmExecutor, StepLimits
 
     executor = LlmExecutor.load(
         Path(arguments.model),
         dtype=arguments.dtype,
         device=device,
         kv_blocks=arguments.kv_blocks,
+        limits=StepLimits(
+            arguments.max_batch_tokens, arguments.max_batch_items, arguments.gpu_memory_utilization
+        ),
         progress=lambda done, total: progress("weights", done, total),
     )
     useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)

@@ -41,8 +41,8 @@ class BatchItem:
         return range(0)
 
 
-def pack(items: Sequence[BatchItem], page_size: int, device: torch.device) -> ForwardInputs:
-    """Builds the inputs of one forward over `items`, in their order."""
+def pack(items: Sequence[BatchItem], page_size: int) -> ForwardInputs:
+    """Builds the inputs of one forward over `items`, in their order, on the host."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -62,13 +62,13 @@ def pack(items: Sequence[BatchItem], page_size: int, device: torch.device) -> Fo
         query_starts.append(len(token_ids))
         context_lens.append(end)
     return ForwardInputs(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),  # [T]
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),  # [T]
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),  # [T]
-        query_starts=torch.tensor(query_starts, dtype=torch.int32, device=device),  # [N + 1]
-        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),  # [N]
-        block_tables=_block_tables(items, context_lens, page_size).to(device),  # [N, P]
-        wanted_rows=torch.tensor(wanted_rows, dtype=torch.int64, device=device),  # [R]
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),  # [T]
+        positions=torch.tensor(positions, dtype=torch.int64),  # [T]
+        slots=torch.tensor(slots, dtype=torch.int64),  # [T]
+        query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [N + 1]
+        context_lens=torch.tensor(context_lens, dtype=torch.int32),  # [N]
+        block_tables=_block_tables(items, context_lens, page_size),  # [N, P]
+        wanted_rows=torch.tensor(wanted_rows, dtype=torch.int64),  # [R]
         query_lens=[item.chunk.count for item in items],
         context_lens_host=context_lens,
     )

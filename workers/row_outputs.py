@@ -34,7 +34,7 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
     (two logits may differ by less than their log-probabilities resolve). There are V of them at most.
 
     Args:
-        logits: [R, V] float32, the model's own, rows accepted by `choose_tokens`. Not modified.
+        logits: [R, V] floating point, the model's own, rows accepted by `choose_tokens`. Not modified.
         chosen: [R] int64 in [0, V), any device.
         specs: R of them.
 
@@ -67,7 +67,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> list[float]:
     """The log-probability of one given token in each row.
 
     Args:
-        logits: [R, V] float32. Not modified.
+        logits: [R, V] floating point. Not modified.
         targets: [R] int64 in [0, V), any device.
 
     Returns:
@@ -83,7 +83,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> list[float]:
     scores: list[float] = []
     for start in range(0, logits.shape[0], _ROWS_AT_A_TIME):
         end = start + _ROWS_AT_A_TIME
-        logprobs = torch.log_softmax(logits[start:end], dim=-1)
+        logprobs = torch.log_softmax(logits[start:end].float(), dim=-1)
         scores += logprobs.gather(1, targets[start:end].unsqueeze(1)).flatten().tolist()
     bad = [row for row, score in enumerate(scores) if math.isnan(score)]
     if bad:
@@ -92,7 +92,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> list[float]:
 
 
 def encode_logits(row: Tensor, number_format: LogitsFormat) -> bytes:
-    """One row ([V] float32) as little-endian numbers, rounded to nearest. F16 makes inf of 65520 and more."""
+    """One row ([V]) as little-endian numbers, rounded to nearest. F16 makes inf of 65520 and more."""
     dtype, same_size, little_endian = _ENCODINGS[number_format]
     bits = row.to(dtype).contiguous().view(same_size).cpu().numpy()
     return bits.astype(little_endian, copy=False).tobytes()
@@ -105,12 +105,12 @@ def _log_softmax_rows(logits: Tensor, rows: Sequence[int]) -> Iterator[tuple[int
         first, end = group[0], group[-1] + 1
         # The usual case is every row: a slice of them is not copied.
         block = logits[first:end] if end - first == len(group) else logits[group]
-        yield from zip(group, torch.log_softmax(block, dim=-1), strict=True)
+        yield from zip(group, torch.log_softmax(block.float(), dim=-1), strict=True)
 
 
 def _add_logprobs(output: RowOutput, spec: OutputSpec, logits: Tensor, logprobs: Tensor) -> None:
     """Fill in the log-probabilities `spec` asks for. logits, logprobs: [V]."""
-    top_ids = best_k(logits.cpu().numpy(), spec.top_logprobs).tolist() if spec.top_logprobs else []
+    top_ids = best_k(logits.float().cpu().numpy(), spec.top_logprobs).tolist() if spec.top_logprobs else []
     ids = [output.token_id, *top_ids, *spec.logprob_token_ids]
     values: list[float] = logprobs[torch.tensor(ids, device=logprobs.device)].tolist()
     if spec.logprob or spec.top_logprobs:

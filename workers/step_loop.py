@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from workers.coalescing import CoalescingWindow
-from workers.executors.base import KvExhausted, KvMissing, ModelExecutor
+from workers.executors.base import DeviceLostError, KvExhausted, KvMissing, ModelExecutor
 from workers.operations import (
     Abort,
     CheckIntegrity,
@@ -189,6 +189,9 @@ class StepLoop:
         """Runs the chunks together; if that fails, each alone, so that only the cause of it fails."""
         try:
             self._executor.execute(chunks)
+        except DeviceLostError:
+            # Nothing on the device can be used any more: the process ends, and another takes its place.
+            raise
         except Exception as error:
             if len(chunks) == 1:
                 self._scheduler.remove(chunks[0].op.op_id)

@@ -192,6 +192,7 @@ class LocalPool:
             "--device": config.device,
             "--device-index": str(self._slots.index(slot)),
             "--dtype": config.dtype,
+            "--gpu-memory-utilization": str(config.gpu_memory_utilization),
             "--threads": str(threads),
             "--max-batch-tokens": str(config.max_batch_tokens),
             "--max-batch-items": str(config.max_batch_items),

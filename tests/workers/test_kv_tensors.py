@@ -54,12 +54,10 @@ def test_copy_refuses_what_depends_on_order() -> None:
             kv.copy_pages(pairs)
 
 
-def test_bytes_and_budget() -> None:
+def test_bytes_of_a_page() -> None:
     kv = new_kv(dtype=torch.bfloat16)
-    assert kv.bytes_per_page == 3 * 2 * 16 * 2 * 8 * 2
     shape = {"num_layers": 3, "page_size": 16, "kv_heads": 2, "head_dim": 8}
-    for budget, pages in ((-1, 0), (0, 0), (kv.bytes_per_page - 1, 0), (kv.bytes_per_page * 7 + 5, 7)):
-        assert KvTensors.pages_in_budget(budget, dtype=torch.bfloat16, **shape) == pages
+    assert kv.bytes_per_page == 3 * 2 * 16 * 2 * 8 * 2 == KvTensors.page_bytes(dtype=torch.bfloat16, **shape)
 
 
 def test_sizes_are_checked() -> None:

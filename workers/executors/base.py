@@ -35,8 +35,7 @@ from workers.operations import (
     Rows,
 )
 from workers.row_outputs import build_outputs, score_tokens
-from workers.runners.base import Runner
-from workers.sampling import choose_tokens
+from workers.runners.base import DeviceLostError, Runner
 from workers.scheduler import Chunk
 
 
@@ -82,9 +81,11 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         On an exception nothing has been appended: the step may be run again, or its operations rolled back.
         """
         items = [BatchItem(chunk, self._sequence(chunk.op.sequence)) for chunk in chunks]
-        inputs = pack(items, self._kv.page_size, self._kv.device)
-        logits = self._runner.forward(inputs)  # [R, vocab]
-        outputs = self._choose(items, logits)
+        inputs = pack(items, self._kv.page_size)
+        result = self._runner.step(inputs, sampling_rows(items))
+        logits = result.logits  # [R, vocab]
+        specs = [item.chunk.op.output for item in items for _ in item.wanted]
+        outputs = build_outputs(logits, result.chosen, specs)
         first = 0
         for item in items:
             last = first + len(item.wanted)
@@ -136,14 +137,6 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         if sequence is None:
             raise KvMissing(f"sequence {key} is not known")
         return sequence
-
-    def _choose(self, items: Sequence[BatchItem], logits: torch.Tensor) -> list[RowOutput]:
-        rows = sampling_rows(items)
-        if not rows:
-            return []
-        chosen = choose_tokens(logits, rows)  # [R]
-        specs = [item.chunk.op.output for item in items for _ in item.wanted]
-        return build_outputs(logits, chosen, specs)
 
     @staticmethod
     def _score(item: BatchItem, logits: torch.Tensor) -> list[float]:
@@ -341,4 +334,4 @@ def _accepted_drafts(op: Forward) -> int:
     return accepted
 
 
-__all__ = ["KvExhausted", "KvMissing", "ModelExecutor"]
+__all__ = ["DeviceLostError", "KvExhausted", "KvMissing", "ModelExecutor"]

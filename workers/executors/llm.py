@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,13 +11,27 @@ import torch
 from workers.executors.base import ModelExecutor
 from workers.executors.info import ExecutorInfo
 from workers.kv.sequence import SequenceTable
-from workers.kv.sizing import choose_num_pages
+from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.tensors import KvTensors
-from workers.models.backends import active_kernels
+from workers.models.backends import active_kernels, cuda_head_widths
+from workers.models.config import ModelConfig
+from workers.models.errors import ModelError
 from workers.models.weights import LoadedModel, load_model
+from workers.runners.base import Runner
+from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
+from workers.runners.working_memory import measure_working_bytes
 
 PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step that will be asked for, and the share of a GPU's memory that may be taken in all."""
+
+    max_tokens: int = 512
+    max_items: int = 256
+    gpu_memory_utilization: float = 0.9
 
 
 class LlmExecutor(ModelExecutor):
@@ -30,31 +45,101 @@ class LlmExecutor(ModelExecutor):
         dtype: str = "auto",
         device: torch.device | str = "cpu",
         kv_blocks: int | None = None,
+        limits: StepLimits | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> LlmExecutor:
         """Loads the weights and allocates the pool.
 
         dtype: "auto" (the model's own), "bfloat16", "float16" or "float32", for weights and KV.
         kv_blocks: pages of 16 tokens; None sizes the pool from free memory.
+        limits: the largest step; on a GPU it decides what memory is left for the pool.
         progress: called with (done_bytes, total_bytes) while weights are read.
 
-        Raises ModelError for a directory that cannot be served, KvSizingError for a pool that does not fit.
+        Raises ModelError for a directory that cannot be served, KvSizingError for what does not fit.
         """
         device = torch.device(device)
+        limits = limits or StepLimits()
+        if device.type == "cuda":
+            _check_fits_a_gpu(directory, device)
         loaded = load_model(directory, dtype, device, progress, pack=True)
-        config, weights_dtype = loaded.config, loaded.decoder.dtype
-        shape = {
-            "num_layers": config.num_hidden_layers,
-            "page_size": PAGE_SIZE,
-            "kv_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-        }
-        bytes_per_page = KvTensors.page_bytes(dtype=weights_dtype, **shape)
-        num_pages = choose_num_pages(kv_blocks, bytes_per_page, device.type)
-        kv = KvTensors(num_pages=num_pages, dtype=weights_dtype, device=device, **shape)
-        runner = EagerRunner(loaded.decoder, kv)
+        kv, runner = (
+            _on_gpu(loaded, kv_blocks, limits) if device.type == "cuda" else _on_cpu(loaded, kv_blocks)
+        )
         info = _describe(directory, loaded, runner.name, device)
-        return cls(info, SequenceTable(num_pages, PAGE_SIZE), kv, runner)
+        return cls(info, SequenceTable(kv.num_pages, PAGE_SIZE), kv, runner)
+
+
+def _on_cpu(loaded: LoadedModel, kv_blocks: int | None) -> tuple[KvTensors, Runner]:
+    kv = _pages(loaded, choose_num_pages(kv_blocks, _page_bytes(loaded)))
+    return kv, EagerRunner(loaded.decoder, kv)
+
+
+def _on_gpu(loaded: LoadedModel, kv_blocks: int | None, limits: StepLimits) -> tuple[KvTensors, Runner]:
+    """A pool in what the weights and the largest step leave, and the runner with CUDA graphs."""
+    config, decoder = loaded.config, loaded.decoder
+    try:
+        trial = _pages(loaded, -(-limits.max_tokens // PAGE_SIZE))
+        working_bytes = measure_working_bytes(
+            decoder,
+            trial,
+            max_step_tokens=min(limits.max_tokens, config.max_position_embeddings),
+            max_rows=limits.max_items,
+            vocab_size=config.vocab_size,
+        )
+        del trial
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(decoder.device)
+        memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
+        kv = _pages(loaded, choose_num_gpu_pages(kv_blocks, _page_bytes(loaded), memory))
+    except torch.OutOfMemoryError as error:
+        raise KvSizingError(
+            f"a step of {limits.max_tokens} tokens does not fit into the memory that the weights leave:"
+            f" lower max_batch_tokens or max_batch_items"
+        ) from error
+    return kv, CudaGraphRunner(
+        decoder, kv, max_rows=limits.max_items, max_seq_len=config.max_position_embeddings
+    )
+
+
+def runs_on_cuda(directory: Path) -> bool:
+    """Whether there are CUDA kernels for a directory's model. Raises ModelError if it cannot be read."""
+    return ModelConfig.from_directory(directory).head_dim in cuda_head_widths()
+
+
+def _check_fits_a_gpu(directory: Path, device: torch.device) -> None:
+    """Raises ModelError for a model without kernels, KvSizingError for one that is too large."""
+    config = ModelConfig.from_directory(directory)
+    widths = cuda_head_widths()
+    if config.head_dim not in widths:
+        known = ", ".join(map(str, widths))
+        raise ModelError(f"head_dim: must be one of {known} on a CUDA device, got {config.head_dim}")
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    # What the files hold is what will be in memory, but for a conversion, which the allocation then shows.
+    weight_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    if weight_bytes > free_bytes:
+        raise KvSizingError(
+            f"{directory.name} has {weight_bytes >> 20} MiB of weights,"
+            f" {free_bytes >> 20} of {total_bytes >> 20} MiB are free on {device}"
+        )
+
+
+def _shape(loaded: LoadedModel) -> dict[str, int]:
+    config = loaded.config
+    return {
+        "num_layers": config.num_hidden_layers,
+        "page_size": PAGE_SIZE,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+    }
+
+
+def _page_bytes(loaded: LoadedModel) -> int:
+    return KvTensors.page_bytes(dtype=loaded.decoder.dtype, **_shape(loaded))
+
+
+def _pages(loaded: LoadedModel, num_pages: int) -> KvTensors:
+    decoder = loaded.decoder
+    return KvTensors(num_pages=num_pages, dtype=decoder.dtype, device=decoder.device, **_shape(loaded))
 
 
 def _describe(directory: Path, loaded: LoadedModel, runner: str, device: torch.device) -> ExecutorInfo:

@@ -38,7 +38,7 @@ class PagedAttentionExecutor(ModelExecutor):
             "head_dim": config.head_dim,
         }
         bytes_per_page = KvTensors.page_bytes(dtype=model.dtype, **shape)
-        num_pages = choose_num_pages(kv_blocks, bytes_per_page, device.type)
+        num_pages = choose_num_pages(kv_blocks, bytes_per_page)
         kv = KvTensors(num_pages=num_pages, dtype=model.dtype, device=device, **shape)
         runner = EagerRunner(model, kv)
         info = ExecutorInfo(

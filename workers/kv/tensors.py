@@ -71,23 +71,6 @@ class KvTensors:
         """Bytes that one page of this shape takes: K and V of all layers."""
         return 2 * num_layers * page_size * kv_heads * head_dim * dtype.itemsize
 
-    @classmethod
-    def pages_in_budget(
-        cls,
-        budget_bytes: int,
-        *,
-        num_layers: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-    ) -> int:
-        """How many pages fit in a number of bytes; 0 where none does."""
-        page_bytes = cls.page_bytes(
-            num_layers=num_layers, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
-        )
-        return max(0, budget_bytes) // page_bytes
-
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, each [P, S, K, D] contiguous. Views: writing to them writes the cache."""
         return self._layers[index]

@@ -6,12 +6,20 @@ import torch
 
 from kernels.cpu.library import kernel_name
 from kernels.linear import can_pack
+from kernels.paged_attention import CUDA_WIDTHS
 
 
 def active_kernels(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
     """What a model of this dtype on this device runs on, such as ("torch", "onednn-packed", "cpu-avx512")."""
+    if device.type == "cuda":
+        return ("torch", "triton")
     names = ["torch"]
     if can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
         names.append("onednn-packed")
-    compiled = kernel_name() if device.type == "cpu" else None
+    compiled = kernel_name()
     return (*names, compiled) if compiled else tuple(names)
+
+
+def cuda_head_widths() -> tuple[int, ...]:
+    """Head widths that a model may have on a CUDA device."""
+    return CUDA_WIDTHS

@@ -226,9 +226,9 @@ class Decoder:
             hidden: [R, C] from `forward`.
 
         Returns:
-            [R, V] float32, owned by the caller.
+            [R, V] in the model's dtype, owned by the caller.
         """
-        return linear(hidden, self.lm_head).float()
+        return linear(hidden, self.lm_head)
 
     def _project(
         self, index: int, normed: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor, kv: KvTensors

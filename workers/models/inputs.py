@@ -1,10 +1,13 @@
 """The tensors of one forward over a mixed batch. Built by `workers/batch.py`, read by models and kernels.
 
+They are built on the host; the runner takes them to its device.
+
 Dimension letters: T tokens of all items; N items; R wanted rows; P pages in the longest block table.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,3 +32,14 @@ class ForwardInputs:
     wanted_rows: torch.Tensor  # [R] int64, rows of T whose logits are wanted
     query_lens: Sequence[int]  # [N] tokens appended by each item
     context_lens_host: Sequence[int]  # [N]
+
+    def to(self, device: torch.device) -> ForwardInputs:
+        """The same on a device; itself if it is there."""
+        if self.token_ids.device == device:
+            return self
+        tensors = {
+            field.name: getattr(self, field.name).to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if isinstance(getattr(self, field.name), torch.Tensor)
+        }
+        return dataclasses.replace(self, **tensors)

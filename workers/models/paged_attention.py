@@ -121,8 +121,8 @@ class EmbeddingAttention:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] float32 of rows [R, H * D] from `forward`; owned by the caller."""
-        return (hidden @ self._head.T).float()
+        """Logits [R, V] in the model's dtype of rows [R, H * D] from `forward`; owned by the caller."""
+        return hidden @ self._head.T
 
 
 def embedding_table(config: EmbeddingConfig) -> torch.Tensor:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
+from workers.sampling import SamplingRow
+
+
+class DeviceLostError(Exception):
+    """The device has failed, and nothing on it can be used any more: the process has to end."""
 
 
 class Model(Protocol):
@@ -17,7 +24,20 @@ class Model(Protocol):
         """Writes the batch's K and V into their slots; returns the wanted hidden rows [R, hidden]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden rows [R, hidden] to logits [R, vocab], float32."""
+        """Hidden rows [R, hidden] to logits [R, vocab], in the model's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave for each wanted row. Valid until the runner's next step.
+
+    Attributes:
+        logits: [R, vocab] in the model's dtype or float32, on the runner's device.
+        chosen: [R] int64, the chosen token of each row, on any device.
+    """
+
+    logits: torch.Tensor
+    chosen: torch.Tensor
 
 
 class Runner(Protocol):
@@ -25,5 +45,14 @@ class Runner(Protocol):
 
     name: str
 
-    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Runs the batch; returns the logits of its wanted rows, [R, vocab] float32, the caller's own."""
+    def step(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
+        """Runs the batch and chooses a token for each of its wanted rows.
+
+        Args:
+            inputs: The batch, on the host.
+            rows: How to choose, one for each of `inputs.wanted_rows`.
+
+        Raises:
+            SamplingError: A row has no usable logits, or nothing that it may choose; see `workers.sampling`.
+            DeviceLostError: See there.
+        """

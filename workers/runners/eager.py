@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from workers import device_sampling, sampling
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
-from workers.runners.base import Model
+from workers.runners.base import Model, StepResult
+from workers.sampling import SamplingRow
 
 
 class EagerRunner:
@@ -18,8 +22,20 @@ class EagerRunner:
         self._model = model
         self._kv = kv
 
-    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Runs the batch; returns the logits of its wanted rows, [R, vocab] float32, the caller's own."""
+    def step(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
+        """See `Runner.step`. The logits are the caller's own."""
         with torch.inference_mode():
-            hidden = self._model.forward(inputs, self._kv)  # [R, hidden]
-            return self._model.logits(hidden)  # [R, vocab]
+            hidden = self._model.forward(inputs.to(self._kv.device), self._kv)  # [R, hidden]
+            logits = self._model.logits(hidden)  # [R, vocab]
+            if not logits.is_cuda:
+                logits = logits.float()  # what numpy can compute with, once for all that follows
+            return StepResult(logits, choose_tokens(logits, rows))
+
+
+def choose_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Choose on the device where the logits are; see `workers.sampling.choose_tokens`."""
+    if not rows:
+        return torch.empty(0, dtype=torch.int64)
+    if logits.is_cuda:
+        return device_sampling.choose_tokens(logits, rows)
+    return sampling.choose_tokens(logits, rows)

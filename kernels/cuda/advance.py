@@ -1,0 +1,107 @@
+"""Turns the inputs of one decode step into those of the next, on the device.
+
+Each sequence takes the token that was just chosen for it and moves on by one position. So a host that goes on
+with the chosen tokens has nothing to send.
+
+Dimension letters: N items; P pages in the longest block table; S tokens a page.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.cuda.compile_spec import CompileSpec
+
+BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["items", "table_stride", "table_pages"])
+def advance_kernel(
+    token_ids,  # [N]
+    positions,  # [N]
+    slots,  # [N]
+    context_lens,  # [N]
+    chosen,  # [N]
+    block_tables,  # [N, P]
+    items,
+    table_stride,
+    table_pages,  # P
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK items."""
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = item < items
+    length = tl.load(context_lens + item, mask=inside, other=0)
+    live = inside & (length > 0)  # a padded item stays one
+    position = tl.load(positions + item, mask=live, other=0) + 1
+    column = position // PAGE_SIZE
+    has_page = live & (column < table_pages)
+    # Where the table has no page for the position yet, the slot is that of some other page: such a step must
+    # not be run before the host has sent the longer table, and the slots with it.
+    page = tl.load(block_tables + item.to(tl.int64) * table_stride + column, mask=has_page, other=0)
+    slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+    tl.store(token_ids + item, tl.load(chosen + item, mask=live, other=0), mask=live)
+    tl.store(positions + item, position, mask=live)
+    tl.store(slots + item, tl.where(has_page, slot, -1), mask=live)
+    tl.store(context_lens + item, length + 1, mask=live)
+
+
+def advance(
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    context_lens: torch.Tensor,
+    chosen: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    page_size: int,
+) -> None:
+    """Launch `advance_kernel`. Checks nothing; launches what follows from the shapes alone.
+
+    Mutates the first four.
+
+    Args:
+        token_ids: [N] int64, the token of each item.
+        positions: [N] int64, its index in its sequence.
+        slots: [N] int64, where its keys and values are written.
+        context_lens: [N] int32, the length of the sequence with it; 0: a padded item, which is left alone.
+        chosen: [N] int64, the token that follows.
+        block_tables: [N, P] int32, the pages of each sequence.
+        page_size: S.
+    """
+    items, table_pages = block_tables.shape
+    if items == 0:
+        return
+    advance_kernel[(triton.cdiv(items, BLOCK),)](
+        token_ids,
+        positions,
+        slots,
+        context_lens,
+        chosen,
+        block_tables,
+        items,
+        block_tables.stride(0),
+        table_pages,
+        PAGE_SIZE=page_size,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def compile_specs() -> list[CompileSpec]:
+    """The one configuration."""
+    pointers = ("token_ids", "positions", "slots", "context_lens", "chosen", "block_tables")
+    signature = dict.fromkeys(pointers, "*i64") | {"context_lens": "*i32", "block_tables": "*i32"}
+    signature |= {"items": "i32", "table_stride": "i32", "table_pages": "i32"}
+    return [
+        CompileSpec(
+            advance_kernel,
+            "advance",
+            signature | {"PAGE_SIZE": "constexpr", "BLOCK": "constexpr"},
+            {"PAGE_SIZE": 16, "BLOCK": BLOCK},
+            divisible_by_16=pointers,
+        )
+    ]

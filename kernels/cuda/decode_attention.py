@@ -1,0 +1,250 @@
+"""Paged attention of one token per item, the keys of an item split over several programs.
+
+A program reads some of the keys of one key-value head and attends the G query heads that share it, padded to
+the 16 rows that a matrix instruction takes. The result of an item depends on nothing but the item and the
+number of splits.
+
+Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4, several splits; nothing spills:
+
+    width     keys a tile   warps   stages   registers   shared memory   buffers each of K and V
+    64        64            4       4        62          52 KiB          3
+    80, 96    64            4       3        96          70 KiB          2
+    128       64            4       3        96          70 KiB          2
+    256       32            4       3        126         73 KiB          2
+
+Three programs fit on a multiprocessor. With a width of 256, 64 keys a tile take 212 registers and 138 KiB.
+float32 has no matrix instruction without loss: 32 keys and a width of 128 spill, 16 keys do not.
+
+Dimension letters: N items; H query heads; K key-value heads; G = H / K; D head width; E the power of two not
+below it; P pages in the longest block table; S tokens a page; C splits; M rows (G and padding).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.cuda.attention_tiles import LOWEST, TileConfig, attend_keys
+from kernels.cuda.combine_splits import combine_splits
+from kernels.cuda.compile_spec import CompileSpec, Expectations
+
+# Programs that a multiprocessor holds at once, by their shared memory; more splits would only queue.
+PROGRAMS_A_MULTIPROCESSOR = 3
+# A split of fewer keys reads little more than what it costs to start it and to add its result.
+MIN_SPLIT_KEYS = 128
+MAX_SPLITS = 128
+
+
+def config_for(dtype: torch.dtype, width: int) -> TileConfig:
+    """The configuration for a dtype and head width."""
+    if dtype is torch.float32:
+        return TileConfig(block_m=16, tile=16, num_warps=4, num_stages=3)
+    if width <= 64:
+        return TileConfig(block_m=16, tile=64, num_warps=4, num_stages=4)
+    return TileConfig(block_m=16, tile=64 if width <= 128 else 32, num_warps=4, num_stages=3)
+
+
+def num_splits_for(batch: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
+    """How many splits the keys of each item are given.
+
+    As many as the multiprocessors hold at once, but none of less than MIN_SPLIT_KEYS keys if all items were
+    as long as the longest may be.
+
+    Args:
+        batch: Items of the bucket, padded ones included.
+        kv_heads: Key-value heads.
+        max_context: Tokens that an item of the bucket may have.
+        multiprocessors: Of the device.
+
+    Returns:
+        1 .. MAX_SPLITS.
+    """
+    room = PROGRAMS_A_MULTIPROCESSOR * multiprocessors // max(batch * kv_heads, 1)
+    return max(1, min(room, -(-max_context // MIN_SPLIT_KEYS), MAX_SPLITS))
+
+
+# Slices of a batch begin at any address, and table widths change: neither may compile another variant.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_splits"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+)
+def decode_kernel(
+    out,  # [N, H, D]; written when there is one split
+    partials,  # [N, H, C, D] float32; written when there are several
+    partial_lse,  # [N, H, C] float32, base 2
+    query,  # [N, H, D]
+    k_pages,  # [pages, S, K, D]
+    v_pages,
+    block_tables,  # [N, P]
+    context_lens,  # [N]
+    query_stride,
+    head_stride,
+    table_stride,
+    num_splits,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One split of one key-value head of one item."""
+    item = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    rows = tl.arange(0, BLOCK_M)  # [M]
+    columns = tl.arange(0, E)
+    mask = (rows < GROUP)[:, None] & (columns < D)[None, :]  # [M, E]
+    heads = kv_head * GROUP + rows
+
+    context = tl.load(context_lens + item).to(tl.int32)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(context - WINDOW, 0)
+    tiles_a_split = tl.cdiv(tl.cdiv(context - oldest, TILE), num_splits)
+    begin = oldest + split * tiles_a_split * TILE
+    end = tl.minimum(begin + tiles_a_split * TILE, context)
+
+    query_tile = tl.load(
+        query + item * query_stride + heads[:, None] * head_stride + columns[None, :], mask=mask, other=0.0
+    )  # [M, E]
+    attended = tl.zeros([BLOCK_M, E], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    attended, total, highest = attend_keys(
+        attended,
+        total,
+        highest,
+        query_tile,
+        tl.full([BLOCK_M], 0, tl.int32) + (context - 1),
+        k_pages + kv_head * D,
+        v_pages + kv_head * D,
+        block_tables + item * table_stride,
+        begin,
+        end,
+        scale_log2,
+        0,  # begin is the oldest key in the window: no further mask
+        True,
+        PAGE_SIZE,
+        KV_HEADS * D,
+        D,
+        E,
+        TILE,
+    )
+    empty = begin >= end
+    result = attended / tl.where(empty, 1.0, total)[:, None]  # [M, E]
+    lines = item * KV_HEADS * GROUP + heads  # [M], of [N, H]
+    if SPLIT:
+        parts = lines * num_splits + split  # [M], of [N, H, C]
+        lse = tl.where(empty, float("-inf"), highest + tl.log2(total))
+        tl.store(partial_lse + parts, lse, mask=rows < GROUP)
+        if begin < end:
+            tl.store(partials + parts[:, None] * D + columns[None, :], result, mask=mask)
+    else:
+        tl.store(out + lines[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def decode_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    num_splits: int,
+) -> None:
+    """Attend one token of each item to its own sequence, whose last token it is.
+
+    Checks nothing, reads no device tensor, and launches what follows from the shapes and `num_splits` alone,
+    so that it can be captured in a CUDA graph. Mutates `out`.
+
+    Args:
+        out: [N, H, D] contiguous, dtype of query. The rows of items without context become zeros.
+        query: [N, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
+        k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
+        v_pages: As k_pages.
+        block_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
+        context_lens: [N] int32 or int64. 0: a padded item, for which no page is read.
+        scale: Multiplies the scores.
+        sliding_window: Positions a token sees, its own included; None: all of them.
+        num_splits: Parts that the keys of an item are read in, at least 1; see `num_splits_for`.
+    """
+    items, heads, width = query.shape
+    kv_heads = k_pages.shape[2]
+    if items == 0:
+        return
+    partials = partial_lse = None
+    if num_splits > 1:
+        shape = (items, heads, num_splits)
+        partials = torch.empty((*shape, width), dtype=torch.float32, device=query.device)
+        partial_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    config = config_for(query.dtype, width)
+    decode_kernel[(items, kv_heads, num_splits)](
+        out,
+        partials,
+        partial_lse,
+        query,
+        k_pages,
+        v_pages,
+        block_tables,
+        context_lens,
+        query.stride(0),
+        query.stride(1),
+        block_tables.stride(0),
+        num_splits,
+        scale * math.log2(math.e),
+        SPLIT=num_splits > 1,
+        **config.constexprs(heads, k_pages.shape, sliding_window),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if partials is not None and partial_lse is not None:
+        combine_splits(out, partials, partial_lse)
+
+
+def compile_specs() -> list[CompileSpec]:
+    """Each dtype and head width, with and without splits, and a sliding window."""
+    shapes: list[tuple[str, int, bool, int | None]] = [
+        ("bf16", width, True, None) for width in (64, 80, 96, 128, 256)
+    ]
+    shapes += [("bf16", 128, False, None), ("bf16", 128, True, 4096), ("fp16", 128, True, None)]
+    shapes += [("fp32", width, True, None) for width in (64, 128, 256)]
+    return [_compile_spec(*shape) for shape in shapes]
+
+
+def _compile_spec(dtype: str, width: int, split: bool, window: int | None) -> CompileSpec:
+    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    config = config_for(element, width)
+    pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
+    constexprs: dict[str, object] = {"SPLIT": split, **config.constexprs(32, (1, 16, 8, width), window)}
+    if split:
+        pointers |= {"partials": "*fp32", "partial_lse": "*fp32"}
+    else:
+        constexprs |= {"partials": None, "partial_lse": None}
+    types = {
+        **pointers,
+        **dict.fromkeys(("block_tables", "context_lens"), "*i32"),
+        **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_splits"), "i32"),
+        "scale_log2": "fp32",
+        **dict.fromkeys(constexprs, "constexpr"),
+    }
+    return CompileSpec(
+        kernel=decode_kernel,
+        name=f"decode_attention {dtype} D={width}{' split' if split else ''} window={window}",
+        signature={name: types[name] for name in decode_kernel.arg_names},
+        constexprs=constexprs,
+        divisible_by_16=(*pointers, "query_stride", "head_stride"),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        expects=Expectations(kv_buffers=config.num_stages - 1),
+    )

@@ -1,0 +1,89 @@
+"""Attention of a mixed batch on the GPU: which kernel attends which items.
+
+Items of one token go to the kernel that splits their keys, as far as they come first, which is how the worker
+packs a batch. All others go to the kernel for many tokens, which attends single tokens too.
+
+Nothing here depends on the lengths of contexts, neither on the device nor on the host: a CUDA graph that was
+captured with short ones is right for long ones.
+
+Dimension letters: T tokens; N items; H query heads; K key-value heads; D head width; S tokens a page.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from kernels.attention_batch import AttentionBatch
+from kernels.cuda.decode_attention import decode_attention, num_splits_for
+from kernels.cuda.prefill_attention import prefill_attention
+
+# Of an H100 or H200; assumed where there is no GPU, in Triton's interpreter.
+DEFAULT_MULTIPROCESSORS = 132
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Attend every item to its own sequence. Checks nothing: see `kernels.paged_attention.paged_attention`.
+
+    The bits of an item's rows depend on how many items of one token come first and on the width of the block
+    tables, which decide the splits, but on nothing in the other items.
+
+    Args:
+        query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
+        k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
+        v_pages: As k_pages.
+        batch: Rows and pages of the items, on the device of query; rows of block_tables are contiguous.
+        scale: Multiplies the scores.
+        sliding_window: Positions a token sees, its own included; None: all of them.
+
+    Returns:
+        A new contiguous tensor [T, H, D] with the dtype of query. Rows of items without context are zeros.
+    """
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [T, H, D]
+    items = len(batch.query_lens)
+    page_size, kv_heads = k_pages.shape[1:3]
+    decodes = next((item for item, length in enumerate(batch.query_lens) if length != 1), items)
+    if decodes:
+        capacity = batch.block_tables.shape[1] * page_size
+        decode_attention(
+            out[:decodes],
+            query[:decodes],
+            k_pages,
+            v_pages,
+            batch.block_tables[:decodes],
+            batch.context_lens[:decodes],
+            scale=scale,
+            sliding_window=sliding_window,
+            num_splits=num_splits_for(
+                decodes, kv_heads, min(capacity, sliding_window or capacity), _multiprocessors(query.device)
+            ),
+        )
+    if decodes < items:
+        prefill_attention(
+            out[decodes:],
+            query[decodes:],
+            k_pages,
+            v_pages,
+            batch.block_tables[decodes:],
+            batch.query_starts[decodes:],
+            batch.context_lens[decodes:],
+            scale=scale,
+            sliding_window=sliding_window,
+        )
+    return out

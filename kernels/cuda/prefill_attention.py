@@ -1,0 +1,271 @@
+"""Causal paged attention of items with any number of new tokens, from prefill chunks to single tokens.
+
+A program attends a block of rows: some tokens of one item, each with the G query heads that share a key-value
+head, so that keys are read once for the group. All rows see most of its keys; the loop over those has no
+masks and is apart from the loop over the rest.
+
+Which item a program works on is found on the device, by binary search, and the grid depends on T and N alone:
+the blocks of item i begin at start[i] // Q + i. That leaves room for each item's ceil(tokens / Q) blocks, and
+programs behind them return.
+
+Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4; nothing spills, and wgmma is used:
+
+    width     rows   keys a tile   warps   stages   registers   shared memory   buffers each of K and V
+    64        128    64            8       3        117         64 KiB          3
+    80, 96    128    64            8       3        190         128 KiB         3
+    128       128    64            8       3        188         128 KiB         3
+    256       128    32            8       3        240         160 KiB         3
+
+With a width of 128, 4 warps take 255 registers and spill; so does a width of 256 with 64 keys a tile.
+float32 has no matrix instruction without loss: 32 rows and a width of 128 spill, 16 do not.
+
+Dimension letters: T tokens; N items; H query heads; K key-value heads; G = H / K; D head width; E the power
+of two not below it; P pages in the longest block table; S tokens a page; M rows of a block; Q = M // G.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.cuda.attention_tiles import LOWEST, TileConfig, attend_keys
+from kernels.cuda.compile_spec import CompileSpec, Expectations
+
+
+def config_for(dtype: torch.dtype, width: int) -> TileConfig:
+    """The configuration for a dtype and head width."""
+    if dtype is torch.float32:
+        return TileConfig(block_m=16, tile=16, num_warps=4, num_stages=3)
+    return TileConfig(block_m=128, tile=64 if width <= 128 else 32, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def find_item(query_starts, first_row, block, num_items, BLOCK_Q: tl.constexpr):
+    """The item that a block belongs to: the last one whose blocks begin at or before it."""
+    low = 0
+    high = num_items
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = (tl.load(query_starts + middle).to(tl.int32) - first_row) // BLOCK_Q + middle
+        if begins <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# Slices of a batch begin at any address, and table widths change: neither may compile another variant.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_items"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lens"],
+)
+def prefill_kernel(
+    out,  # [T, H, D]
+    query,  # [T, H, D]
+    k_pages,  # [pages, S, K, D]
+    v_pages,
+    block_tables,  # [N, P]
+    query_starts,  # [N + 1]
+    context_lens,  # [N]
+    query_stride,
+    head_stride,
+    table_stride,
+    num_items,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One block of one key-value head."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # noqa: N806
+    # The last blocks of an item have the most keys. They start first, and short ones fill the end.
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+    first_row = tl.load(query_starts).to(tl.int32)
+    item = find_item(query_starts, first_row, block, num_items, BLOCK_Q)
+    item_row = tl.load(query_starts + item).to(tl.int32) - first_row
+    query_len = tl.load(query_starts + item + 1).to(tl.int32) - first_row - item_row
+    first_token = (block - (item_row // BLOCK_Q + item)) * BLOCK_Q
+    if first_token >= query_len:
+        return
+
+    rows = tl.arange(0, BLOCK_M)  # [M]
+    columns = tl.arange(0, E)
+    # rows // GROUP, exact where rows * GROUP < 2^16. With a division, for a group that is no power of two,
+    # ptxas puts instructions among the wgmma that make it run them one by one (its warning C7515).
+    row_tokens = (rows * (65536 // GROUP + 1)) >> 16  # [M]
+    tokens = first_token + row_tokens
+    heads = kv_head * GROUP + rows % GROUP
+    present = (tokens < query_len) & (rows < BLOCK_Q * GROUP)
+    mask = present[:, None] & (columns < D)[None, :]  # [M, E]
+    token_rows = (item_row + tokens).to(tl.int64)
+
+    context = tl.load(context_lens + item).to(tl.int32)
+    start_position = context - query_len  # of the first new token
+    first_position = start_position + first_token
+    last_token = tl.minimum(first_token + BLOCK_Q, query_len) - 1
+    end = start_position + last_token + 1
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
+
+    query_tile = tl.load(
+        query + token_rows[:, None] * query_stride + heads[:, None] * head_stride + columns[None, :],
+        mask=mask,
+        other=0.0,
+    )  # [M, E]
+    attended = tl.zeros([BLOCK_M, E], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    positions = start_position + tokens
+    k_head = k_pages + kv_head * D
+    v_head = v_pages + kv_head * D
+    table = block_tables + item.to(tl.int64) * table_stride
+    if WINDOW == 0:
+        # What the first token sees, every row does. A padded item begins at a negative position.
+        bulk_end = tl.maximum(first_position + 1, 0) // TILE * TILE
+        attended, total, highest = attend_keys(
+            attended,
+            total,
+            highest,
+            query_tile,
+            positions,
+            k_head,
+            v_head,
+            table,
+            begin,
+            bulk_end,
+            scale_log2,
+            WINDOW,
+            False,
+            PAGE_SIZE,
+            KV_HEADS * D,
+            D,
+            E,
+            TILE,
+        )
+        begin = bulk_end
+    attended, total, highest = attend_keys(
+        attended,
+        total,
+        highest,
+        query_tile,
+        positions,
+        k_head,
+        v_head,
+        table,
+        begin,
+        end,
+        scale_log2,
+        WINDOW,
+        True,
+        PAGE_SIZE,
+        KV_HEADS * D,
+        D,
+        E,
+        TILE,
+    )
+    result = attended / tl.where(total > 0, total, 1.0)[:, None]  # a padded item saw nothing: zeros
+    lines = token_rows * (KV_HEADS * GROUP) + heads  # [M], of [T, H]
+    tl.store(out + lines[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> None:
+    """Attend the new tokens of each item to its own sequence, whose last tokens they are.
+
+    Checks nothing, reads no device tensor, and launches what follows from the shapes alone, so that it can be
+    captured in a CUDA graph. Mutates `out`.
+
+    Args:
+        out: [T, H, D] contiguous, dtype of query. The rows of items without context become zeros.
+        query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
+        k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
+        v_pages: As k_pages.
+        block_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
+        query_starts: [N + 1] int32 or int64, ascending: the first row of each item, and the end. Counted from
+            the first entry, so that slices of a batch are a batch. Rows behind the end are left as they are.
+        context_lens: [N] int32 or int64, new tokens included. 0: a padded item, for which no page is read.
+        scale: Multiplies the scores.
+        sliding_window: Positions a token sees, its own included; None: all of them.
+    """
+    rows, heads, width = query.shape
+    kv_heads = k_pages.shape[2]
+    items = len(context_lens)
+    if rows == 0:
+        return
+    config = config_for(query.dtype, width)
+    constexprs = config.constexprs(heads, k_pages.shape, sliding_window)
+    tokens_a_block = constexprs["BLOCK_M"] // constexprs["GROUP"]
+    blocks = rows // tokens_a_block + items
+    prefill_kernel[(blocks * kv_heads,)](
+        out,
+        query,
+        k_pages,
+        v_pages,
+        block_tables,
+        query_starts,
+        context_lens,
+        query.stride(0),
+        query.stride(1),
+        block_tables.stride(0),
+        items,
+        scale * math.log2(math.e),
+        **constexprs,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def compile_specs() -> list[CompileSpec]:
+    """Each dtype and head width, a sliding window, and a group that is no power of two."""
+    shapes: list[tuple[str, int, int, int | None]] = [
+        ("bf16", width, 4, None) for width in (64, 80, 96, 128, 256)
+    ]
+    shapes += [("bf16", 128, 4, 4096), ("bf16", 128, 7, None), ("fp16", 128, 4, None)]
+    shapes += [("fp32", width, 4, None) for width in (64, 128, 256)]
+    return [_compile_spec(*shape) for shape in shapes]
+
+
+def _compile_spec(dtype: str, width: int, group: int, window: int | None) -> CompileSpec:
+    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    config = config_for(element, width)
+    # The registers of these do not suffice on sm_80, which has no wgmma: they work there, more slowly.
+    spills_on_sm_80 = dtype != "fp32" and (width == 256 or window is not None or group == 7)
+    constexprs = config.constexprs(8 * group, (1, 16, 8, width), window)
+    pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
+    return CompileSpec(
+        kernel=prefill_kernel,
+        name=f"prefill_attention {dtype} D={width} G={group} window={window}",
+        signature={
+            **pointers,
+            **dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32"),
+            **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_items"), "i32"),
+            "scale_log2": "fp32",
+            **dict.fromkeys(constexprs, "constexpr"),
+        },
+        constexprs=constexprs,
+        divisible_by_16=(*pointers, "query_stride", "head_stride"),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        architectures=(90,) if spills_on_sm_80 else (90, 80),
+        expects=Expectations(wgmma=dtype != "fp32", kv_buffers=2),
+    )

@@ -1,0 +1,226 @@
+"""Choosing one token from each row of logits: the most likely, or the winner of a race with Gumbel noise.
+
+Two kernels: one program for each block of the vocabulary names its winner, then one program for each row
+takes the best of them. Nothing is sorted, and no probability is computed.
+
+The race is the one of `workers/counter_rng.py`, in float64 as there: the score of a token is
+(logit - best) / temperature + noise, where noise is a function of the row's key and the token's id. Devices
+whose logarithms differ in the last bit name different winners only where two scores are as close as that.
+
+Dimension letters: R rows; V vocabulary; B blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.cuda.compile_spec import CompileSpec
+
+# Tokens a program: one row of 152k gives 149 programs, enough for the 132 multiprocessors.
+BLOCK = 1024
+
+
+@triton.jit
+def gumbel(key, ids):
+    """Noise of each token id, in float64: -log(-log1p(-uniform))."""
+    # A uniform of 0 stands for [0, 2**-31): its middle, 2**-32, is taken.
+    uniform = tl.maximum(tl.rand(key, ids).to(tl.float64), 2.3283064365386963e-10)
+    # 1 - uniform is exact in float64 but for the two next smallest, of which 1e-7 is lost: log1p is not needed.
+    return -tl.log(-tl.log(1.0 - uniform))
+
+
+@triton.jit
+def choose_block_kernel(
+    logits,  # [R, V]
+    logits_stride,
+    vocab,
+    temperatures,  # [R]
+    keys,  # [R]
+    cut_values,  # [R], or None
+    cut_ids,  # [R], or None
+    block_ids,  # [R, B] the winner of each block
+    block_logits,  # [R, B] its logit
+    block_noise,  # [R, B] its noise
+    block_best,  # [R, B] the largest logit, cut or not; NaN where one is NaN or +inf
+    BLOCK: tl.constexpr,
+):
+    """The winner of one block."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    lanes = tl.arange(0, BLOCK)  # [BLOCK]
+    ids = first + lanes
+    values = tl.load(
+        logits + row * logits_stride + ids,
+        mask=ids < vocab,
+        other=float("-inf"),
+    ).to(tl.float32)
+    usable = values < float("inf")  # NaN is not less either
+    all_usable = tl.min(usable.to(tl.int32), 0) == 1
+    values = tl.where(usable, values, float("-inf"))
+    best = tl.max(values, 0)
+    if cut_values is not None:
+        value = tl.load(cut_values + row)
+        kept = (values > value) | ((values == value) & (ids <= tl.load(cut_ids + row)))
+        values = tl.where(kept, values, float("-inf"))
+
+    # Relative to the block's best, so that large logits leave room for the noise; never -inf - -inf.
+    origin = tl.where(best > float("-inf"), best, 0.0).to(tl.float64)
+    scores = values.to(tl.float64) - origin  # [BLOCK]
+    noise = tl.zeros([BLOCK], tl.float64)
+    temperature = tl.load(temperatures + row).to(tl.float64)
+    if temperature > 0:
+        noise = gumbel(tl.load(keys + row), ids)
+        scores = scores / temperature + noise
+    winner = tl.argmax(scores, 0)  # the lowest of equals
+    tl.store(block_ids + out, first + winner)
+    tl.store(block_logits + out, tl.sum(tl.where(lanes == winner, values, 0.0), 0))
+    tl.store(block_noise + out, tl.sum(tl.where(lanes == winner, noise, 0.0), 0))
+    tl.store(block_best + out, tl.where(all_usable, best, float("nan")))
+
+
+@triton.jit
+def choose_row_kernel(
+    out_ids,  # [R]
+    out_best,  # [R]
+    temperatures,  # [R]
+    block_ids,  # [R, B]
+    block_logits,  # [R, B]
+    block_noise,  # [R, B]
+    block_best,  # [R, B]
+    num_blocks,
+    WIDTH: tl.constexpr,  # the power of two from B up
+):
+    """The winner of one row, among those of its blocks."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, WIDTH)  # [WIDTH]
+    within = blocks < num_blocks
+    at = row * num_blocks + blocks
+    bests = tl.load(block_best + at, mask=within, other=float("-inf"))
+    usable = bests < float("inf")
+    all_usable = tl.min(usable.to(tl.int32), 0) == 1
+    best = tl.max(tl.where(usable, bests, float("-inf")), 0)
+
+    # As in the blocks, but relative to the row's best: the very numbers the definition compares.
+    origin = tl.where(best > float("-inf"), best, 0.0).to(tl.float64)
+    scores = tl.load(block_logits + at, mask=within, other=float("-inf")).to(tl.float64) - origin
+    temperature = tl.load(temperatures + row).to(tl.float64)
+    if temperature > 0:
+        scores = scores / temperature + tl.load(block_noise + at, mask=within, other=0.0)
+    winner = tl.argmax(scores, 0)  # the lowest of equals, and so the lowest id
+    tl.store(out_ids + row, tl.load(block_ids + row * num_blocks + winner).to(tl.int64))
+    tl.store(out_best + row, tl.where(all_usable, best, float("nan")))
+
+
+def choose(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    keys: torch.Tensor,
+    out_ids: torch.Tensor,
+    out_best: torch.Tensor,
+    cut_values: torch.Tensor | None = None,
+    cut_ids: torch.Tensor | None = None,
+) -> None:
+    """Choose one token for each row.
+
+    Checks nothing, reads no device tensor, and launches what follows from the shapes alone: it can be
+    captured in a CUDA graph. Mutates `out_ids` and `out_best`. Of equals, in logits or in scores, the lowest
+    id is chosen.
+
+    Args:
+        logits: [R, V] float32, bfloat16 or float16, V >= 1; rows at any stride, tokens contiguous.
+        temperatures: [R] float32 or float64. 0 or less: the most likely token.
+        keys: [R] int64, the bits of the uint64 from `workers.counter_rng.mix_key`; not read for greedy rows.
+        out_ids: [R] int64. Meaningless where `out_best` is not finite, but inside the vocabulary.
+        out_best: [R] float32, the largest logit, whatever is cut off: -inf where all are, NaN where one is
+            NaN or +infinity.
+        cut_values: [R] float32, None to keep all tokens. Kept are tokens with a larger logit, and
+        cut_ids: [R] int32, those with this very logit and an id up to this one.
+    """
+    rows, vocab = logits.shape
+    if rows == 0:
+        return
+    num_blocks = triton.cdiv(vocab, BLOCK)
+    block_ids = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
+    block_logits = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
+    block_noise = torch.empty((rows, num_blocks), dtype=torch.float64, device=logits.device)
+    block_best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
+    choose_block_kernel[(rows, num_blocks)](
+        logits,
+        logits.stride(0),
+        vocab,
+        temperatures,
+        keys,
+        cut_values,
+        cut_ids,
+        block_ids,
+        block_logits,
+        block_noise,
+        block_best,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    choose_row_kernel[(rows,)](
+        out_ids,
+        out_best,
+        temperatures,
+        block_ids,
+        block_logits,
+        block_noise,
+        block_best,
+        num_blocks,
+        WIDTH=triton.next_power_of_2(num_blocks),
+        num_warps=4,
+    )
+
+
+def compile_specs() -> list[CompileSpec]:
+    """The configurations that are shipped, for the check without a GPU."""
+    specs = [_block_spec(dtype, cut=False) for dtype in ("bf16", "fp16", "fp32")]
+    return [*specs, _block_spec("fp32", cut=True), *(_row_spec(width) for width in (32, 256, 512))]
+
+
+def _block_spec(dtype: str, *, cut: bool) -> CompileSpec:
+    pointers = {
+        "logits": f"*{dtype}",
+        "temperatures": "*fp32",
+        "keys": "*i64",
+        "block_ids": "*i32",
+        "block_logits": "*fp32",
+        "block_noise": "*fp64",
+        "block_best": "*fp32",
+    }
+    constexprs: dict[str, object] = {"BLOCK": BLOCK}
+    if cut:
+        pointers |= {"temperatures": "*fp64", "cut_values": "*fp32", "cut_ids": "*i32"}
+    else:
+        constexprs |= {"cut_values": None, "cut_ids": None}
+    types = {**pointers, "logits_stride": "i32", "vocab": "i32", **dict.fromkeys(constexprs, "constexpr")}
+    return CompileSpec(
+        kernel=choose_block_kernel,
+        name=f"choose_block {dtype} cut={cut}",
+        signature={name: types[name] for name in choose_block_kernel.arg_names},
+        constexprs=constexprs,
+        divisible_by_16=(*pointers, "logits_stride"),
+    )
+
+
+def _row_spec(width: int) -> CompileSpec:
+    pointers = {
+        "out_ids": "*i64",
+        "out_best": "*fp32",
+        "temperatures": "*fp32",
+        "block_ids": "*i32",
+        "block_logits": "*fp32",
+        "block_noise": "*fp64",
+        "block_best": "*fp32",
+    }
+    return CompileSpec(
+        kernel=choose_row_kernel,
+        name=f"choose_row B<={width}",
+        signature={**pointers, "num_blocks": "i32", "WIDTH": "constexpr"},
+        constexprs={"WIDTH": width},
+        divisible_by_16=tuple(pointers),
+    )

@@ -1,0 +1,87 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# ruff: noqa: N803, PLR0917
+"""Kernels with the faults that the compile gate has to find, and one without.
+
+Dimension letters: M rows; L keys of a tile; D head width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.cuda.compile_spec import CompileSpec, Expectations
+
+
+@triton.jit
+def spilling_kernel(out, a, b, N: tl.constexpr):
+    """A product whose operands and result are too much for the registers of one warp."""
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+
+
+@triton.jit
+def attention_kernel(
+    out, query, k_slots, table, length, M: tl.constexpr, L: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Attention in outline. Without AHEAD, slots are loaded in the iteration that loads their keys."""
+    columns = tl.arange(0, D)
+    at = tl.arange(0, M)[:, None] * D + columns[None, :]
+    rows = tl.load(query + at)
+    result = tl.zeros([M, D], tl.float32)
+    ahead = tl.load(table + tl.arange(0, L)).to(tl.int64)
+    for start in range(0, length, L):
+        if AHEAD:
+            slots = ahead
+            ahead = tl.load(table + start + L + tl.arange(0, L)).to(tl.int64)
+        else:
+            slots = tl.load(table + start + tl.arange(0, L)).to(tl.int64)
+        keys = tl.load(k_slots + slots[:, None] * D + columns[None, :])  # [L, D]
+        scores = tl.dot(rows, tl.trans(keys))  # [M, L]
+        values = tl.load(k_slots + (slots[:, None] + L) * D + columns[None, :])  # [L, D]
+        result = tl.dot(tl.exp2(scores).to(values.dtype), values, result)
+    tl.store(out + at, result.to(out.dtype.element_ty))
+
+
+def _attention(name: str, rows: int, *, ahead: bool, expects: Expectations) -> CompileSpec:
+    pointers = {"out": "*bf16", "query": "*bf16", "k_slots": "*bf16", "table": "*i32"}
+    constexprs = {"M": rows, "L": 64, "D": 128, "AHEAD": ahead}
+    return CompileSpec(
+        attention_kernel,
+        name,
+        pointers | {"length": "i32"} | dict.fromkeys(constexprs, "constexpr"),
+        constexprs,
+        divisible_by_16=tuple(pointers),
+        num_stages=3,
+        expects=expects,
+        architectures=(90,),
+    )
+
+
+def compile_specs() -> list[CompileSpec]:
+    """Named by the fault that has to be found."""
+    pipelined = Expectations(kv_buffers=2)
+    spilling = CompileSpec(
+        spilling_kernel,
+        "spills",
+        dict.fromkeys(("out", "a", "b"), "*fp32") | {"N": "constexpr"},
+        {"N": 128},
+        divisible_by_16=("out", "a", "b"),
+        num_warps=1,
+        architectures=(90,),
+    )
+    return [
+        _attention("well", 16, ahead=True, expects=pipelined),
+        _attention("one buffer", 16, ahead=False, expects=pipelined),
+        _attention("no wgmma", 16, ahead=True, expects=Expectations(wgmma=True)),
+        _attention("too much shared memory", 16, ahead=True, expects=Expectations(max_shared_bytes=1024)),
+        spilling,
+        CompileSpec(spilling_kernel, "signature", {"out": "*fp32"}, {}, architectures=(90,)),
+        CompileSpec(
+            spilling_kernel,
+            "does not compile",
+            spilling.signature,
+            {"N": 100},  # tl.arange needs a power of two
+            architectures=(90,),
+        ),
+    ]

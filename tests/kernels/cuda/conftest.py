@@ -1,0 +1,86 @@
+"""Runs the kernels of `kernels.cuda`: on the GPU where there is one, else in Triton's interpreter on the CPU.
+
+Whether a kernel is interpreted is decided when its module is imported, so this file decides it first. On a
+machine with a GPU, TRITON_INTERPRET=1 in the environment of pytest chooses the interpreter. Without a GPU
+nothing needs to be set, and nothing is set that processes started by other tests would inherit. There are no
+tests here without Triton, as on a Mac.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
+
+
+def _interpret_library() -> None:
+    """Make the functions of Triton's own library interpreted, `tl.sum` for one.
+
+    They are compiled ones by now: Triton was imported without TRITON_INTERPRET, maybe by what torch imports.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    interpreted: dict[object, object] = {}  # One for each function: the interpreter compares identities.
+    for name in [name for name in sys.modules if name.startswith("triton.language")]:
+        for attribute, value in list(vars(sys.modules[name]).items()):
+            if isinstance(value, JITFunction):
+                replacement = interpreted.setdefault(value.fn, InterpretedFunction(value.fn))
+                setattr(sys.modules[name], attribute, replacement)
+
+
+def _interpret() -> None:
+    """Interpret, in this process, every kernel that is imported from now on."""
+    import triton
+
+    compiled = [name for name in sys.modules if name.startswith("kernels.cuda.")]
+    assert not compiled, f"imported before tests/kernels/cuda/conftest.py, and not interpreted: {compiled}"
+    triton.knobs.propagate_env = False
+    triton.knobs.runtime.interpret = True
+    _interpret_library()
+    from tests.kernels.cuda import interpreter_bf16
+
+    interpreter_bf16.install()
+
+
+if not HAS_TRITON:
+    collect_ignore_glob = ["*.py"]
+elif INTERPRETED:
+    _interpret()
+
+
+@pytest.fixture
+def device() -> str:
+    """Where tensors that a kernel is given have to be: "cuda", or "cpu" for the interpreter."""
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write stays NaN. `torch.empty_strided` is left as it is, for huge tensors."""
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, _filled_with_nan(getattr(torch, name)))
+
+
+def _filled_with_nan(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate_nan(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = allocate(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    return allocate_nan
+
+
+@pytest.fixture(autouse=True)
+def _silent_numpy() -> Iterator[None]:
+    """As on the GPU, NaN and overflow in the interpreter are values and not warnings."""
+    with np.errstate(all="ignore"):
+        yield

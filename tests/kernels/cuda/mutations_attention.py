@@ -1,0 +1,111 @@
+"""Mistakes in paged attention: masks, windows, splits, and who attends what."""
+
+from __future__ import annotations
+
+from tests.kernels.cuda.mutation import Mutation
+
+TESTS = "tests/kernels/cuda"
+DECODE = f"{TESTS}/test_decode_attention_cuda.py"
+PREFILL = f"{TESTS}/test_prefill_attention_cuda.py"
+MIXED = f"{TESTS}/test_paged_attention_cuda.py"
+
+MUTATIONS = [
+    Mutation(
+        "slots behind the end are read",
+        "kernels.cuda.attention_tiles",
+        "rows = tl.load(addresses, mask=present[:, None], other=0.0)",
+        "rows = tl.load(addresses)",
+        f"{DECODE}::test_lengths_around_pages_and_tiles[bf16-None-1]",
+    ),
+    Mutation(
+        "a token does not see itself",
+        "kernels.cuda.attention_tiles",
+        "keys[None, :] <= row_positions[:, None]",
+        "keys[None, :] < row_positions[:, None]",
+        f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-None]",
+    ),
+    Mutation(
+        "a window is one key too long in prefill",
+        "kernels.cuda.attention_tiles",
+        "keys[None, :] > row_positions[:, None] - WINDOW",
+        "keys[None, :] >= row_positions[:, None] - WINDOW",
+        f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-5]",
+    ),
+    Mutation(
+        "the page numbers of the tile before are used",
+        "kernels.cuda.attention_tiles",
+        "following = keys + TILE",
+        "following = keys",
+        f"{DECODE}::test_lengths_around_pages_and_tiles[bf16-None-1]",
+    ),
+    Mutation(
+        "what was summed is not scaled to the new maximum",
+        "kernels.cuda.attention_tiles",
+        "attended = attended * correction[:, None]",
+        "attended = attended * 1.0",
+        f"{DECODE}::test_lengths_around_pages_and_tiles[fp32-None-1]",
+    ),
+    Mutation(
+        "page addresses have 32 bits",
+        "kernels.cuda.attention_tiles",
+        "mask=keys < end, other=0).to(tl.int64)",
+        "mask=keys < end, other=0).to(tl.int32)",
+        f"{DECODE}::test_pages_past_two_to_the_31_elements",
+    ),
+    Mutation(
+        "a window is one key too long in decode",
+        "kernels.cuda.decode_attention",
+        "tl.maximum(context - WINDOW, 0)",
+        "tl.maximum(context - WINDOW - 1, 0)",
+        f"{DECODE}::test_lengths_around_pages_and_tiles[bf16-16-1]",
+    ),
+    Mutation(
+        "splits overlap",
+        "kernels.cuda.decode_attention",
+        "tl.minimum(begin + tiles_a_split * TILE, context)",
+        "context",
+        f"{DECODE}::test_lengths_around_pages_and_tiles[bf16-None-2]",
+    ),
+    Mutation(
+        "partial results of empty splits are read",
+        "kernels.cuda.combine_splits",
+        '(lse > float("-inf"))[:, None]',
+        "(splits < num_splits)[:, None]",
+        f"{DECODE}::test_more_splits_than_tiles[17]",
+    ),
+    Mutation(
+        "future keys are in the part without masks",
+        "kernels.cuda.prefill_attention",
+        "tl.maximum(first_position + 1, 0) // TILE * TILE",
+        "tl.cdiv(tl.maximum(first_position + 1, 0), TILE) * TILE",
+        f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-None]",
+    ),
+    Mutation(
+        "the first block of an item goes to the one before",
+        "kernels.cuda.prefill_attention",
+        "if begins <= block:",
+        "if begins < block:",
+        f"{PREFILL}::test_many_items_find_their_blocks",
+    ),
+    Mutation(
+        "rows that a group leaves unused are written",
+        "kernels.cuda.prefill_attention",
+        "(tokens < query_len) & (rows < BLOCK_Q * GROUP)",
+        "(tokens < query_len)",
+        f"{PREFILL}::test_groups[fp32-3]",
+    ),
+    Mutation(
+        "padded items are divided by nothing",
+        "kernels.cuda.prefill_attention",
+        "tl.where(total > 0, total, 1.0)",
+        "total",
+        f"{PREFILL}::test_padded_and_empty_items[bf16]",
+    ),
+    Mutation(
+        "the others of a mixed batch have the pages of the first",
+        "kernels.cuda.paged_attention",
+        "batch.block_tables[decodes:]",
+        "batch.block_tables",
+        f"{MIXED}::test_mixed_batches[decodes first-bf16-None]",
+    ),
+]

@@ -1,0 +1,225 @@
+"""The decode runner against the eager one, with launches repeated in place of CUDA graphs.
+
+Here the graphs' own kernels run in Triton's interpreter, the model on the CPU; on a GPU everything runs
+there, and graphs are real.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.workers.packing import HandPacker, HandSequence, Item
+from workers.kv.tensors import KvTensors
+from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+from workers.operations import Sampling, TokenMask
+from workers.runners.cuda_graph import CudaGraphRunner, buckets_up_to
+from workers.runners.decode_buffers import DecodeBuffers
+from workers.runners.eager import EagerRunner
+from workers.sampling import BadLogitsError, SamplingRow
+
+PAGES = 120
+VOCAB = 97
+CONFIG = ModelConfig.from_settings(
+    {
+        "model_type": "qwen3",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    }
+)
+
+
+def repeat_launches(run: Callable[[], None]) -> Callable[[], None]:
+    """In place of a CUDA graph."""
+    run()
+    return run
+
+
+def make_kv(device: str) -> KvTensors:
+    """Unused slots hold NaN."""
+    kv = KvTensors(
+        num_layers=2,
+        num_pages=PAGES,
+        page_size=16,
+        kv_heads=2,
+        head_dim=64,
+        dtype=torch.float32,
+        device=device,
+    )
+    for layer in range(2):
+        for pages in kv.layer(layer):
+            pages.fill_(torch.nan)
+    return kv
+
+
+@pytest.fixture
+def decoder(device: str) -> Decoder:
+    made = Decoder.from_config(CONFIG, torch.float32, device)
+    generator = torch.Generator().manual_seed(1)
+    for target in made.targets().values():
+        values = torch.randn(target.tensor.shape, generator=generator)
+        target.tensor.copy_(values * (0.3 if values.dim() > 1 else 0.1) + (values.dim() == 1))
+    return made
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step, whether anything was sent to the device."""
+    seen: list[bool] = []
+    load = DecodeBuffers.load
+
+    def record(self: DecodeBuffers, *arguments: object) -> bool:
+        seen.append(load(self, *arguments))  # type: ignore[arg-type]
+        return seen[-1]
+
+    monkeypatch.setattr(DecodeBuffers, "load", record)
+    return seen
+
+
+class Twins:
+    """The same sequences in two pools: one for each runner."""
+
+    def __init__(self, decoder: Decoder, device: str, max_rows: int = 6) -> None:
+        capture = repeat_launches if device == "cpu" else None
+        kvs = make_kv(device), make_kv(device)
+        self.graph = CudaGraphRunner(decoder, kvs[0], max_rows=max_rows, max_seq_len=256, capture=capture)
+        self.eager = EagerRunner(decoder, kvs[1])
+        self.packer = HandPacker(16, range(1, PAGES))
+
+    def step(self, items: list[Item], rows: list[SamplingRow] | None = None) -> list[int]:
+        """Run both, compare, and return the chosen tokens."""
+        inputs = self.packer.pack(items)
+        rows = rows or [SamplingRow() for item in items for _ in item.wanted]
+        ours, theirs = self.graph.step(inputs, rows), self.eager.step(inputs, rows)
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+        assert ours.chosen.tolist() == theirs.chosen.tolist()
+        return [int(token) for token in ours.chosen]
+
+
+def test_buckets() -> None:
+    assert buckets_up_to(1) == (1,)
+    assert buckets_up_to(5) == (1, 2, 4, 5)
+    assert buckets_up_to(1000)[-1] == 256 and len(buckets_up_to(1000)) == 15
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_schedule_of_decodes_prefills_and_settings(decoder: Decoder, device: str, seed: int) -> None:
+    random_ = random.Random(seed)
+    twins = Twins(decoder, device)
+    sequences = [HandSequence() for _ in range(8)]
+    tokens = [random_.randrange(VOCAB) for _ in sequences]
+    prompts = [[random_.randrange(VOCAB) for _ in range(random_.randint(1, 40))] for _ in sequences]
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        twins.step([Item(sequence, prompt)])
+    allowed = TokenMask(allowed=tuple(range(0, VOCAB, 3)))
+    for _ in range(12):
+        picked = random_.sample(range(8), random_.choice([1, 2, 3, 5, 6, 7]))
+        items, rows = [], []
+        for index in picked:
+            long = random_.random() < 0.05
+            items.append(Item(sequences[index], [tokens[index]] * (3 if long else 1)))
+            spec = random_.choice(
+                [None, Sampling(temperature=0.8, seed=7), Sampling(temperature=1.5, top_k=5, seed=-1)]
+            )
+            mask = allowed if random_.random() < 0.2 else None
+            rows.append(SamplingRow(spec, mask, position=sequences[index].length + len(items[-1].tokens)))
+        chosen = twins.step(items, rows)
+        for index, token in zip(picked, chosen, strict=True):
+            tokens[index] = token if random_.random() < 0.8 else random_.randrange(VOCAB)
+
+
+def test_callers_who_take_the_chosen_tokens_send_nothing(
+    decoder: Decoder, device: str, sent: list[bool]
+) -> None:
+    twins = Twins(decoder, device)
+    sequences = [HandSequence() for _ in range(3)]
+    for length, sequence in zip((3, 9, 12), sequences, strict=True):
+        twins.step([Item(sequence, range(length))])
+    tokens = [1, 2, 3]
+    for _ in range(10):
+        tokens = twins.step([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
+    # The first batch, and where the third sequence (at 16 tokens) and the second get another page. The first
+    # sequence does not get that far.
+    assert [step for step, was_sent in enumerate(sent) if was_sent] == [0, 4, 7]
+
+
+def test_another_token_another_batch_and_another_draw_are_sent(
+    decoder: Decoder, device: str, sent: list[bool]
+) -> None:
+    twins = Twins(decoder, device)
+    first, second = HandSequence(), HandSequence()
+    for sequence in (first, second):
+        twins.step([Item(sequence, [5, 6])])
+    (token,) = twins.step([Item(first, [1])])
+    twins.step([Item(first, [token + 1 if token < 50 else token - 1])])
+    tokens = twins.step([Item(first, [1]), Item(second, [1])])
+    twins.step([Item(second, [tokens[1]]), Item(first, [tokens[0]])])
+    drawn = SamplingRow(Sampling(temperature=1.0, seed=3), position=first.length + 1)
+    (token,) = twins.step([Item(first, [2])], [drawn])
+    drawn = SamplingRow(Sampling(temperature=1.0, seed=3), position=first.length + 1)
+    (token,) = twins.step([Item(first, [token])], [drawn])
+    masked = SamplingRow(mask=TokenMask(allowed=(4,)))
+    assert twins.step([Item(first, [token])], [masked]) == [4]
+    twins.step([Item(first, [4])])
+    assert all(sent) and len(sent) == 8
+
+
+def test_a_step_ahead_uses_the_tokens_on_the_device(decoder: Decoder, device: str) -> None:
+    twins = Twins(decoder, device)
+    sequence = HandSequence()
+    twins.step([Item(sequence, range(5))])
+    (token,) = twins.step([Item(sequence, [1])])
+    twins.graph.run_ahead(3, count=1)
+    kv_ahead = twins.graph._kv.layer(1)[0].clone()
+    for _ in range(3):
+        inputs = twins.packer.pack([Item(sequence, [token])])
+        token = int(twins.eager.step(inputs, [SamplingRow()]).chosen)
+    torch.testing.assert_close(kv_ahead, twins.eager._kv.layer(1)[0], equal_nan=True, rtol=1e-4, atol=1e-4)
+    twins.step([Item(sequence, [token])])
+
+
+def test_unusable_logits_name_their_rows(decoder: Decoder, device: str) -> None:
+    twins = Twins(decoder, device)
+    sequences = [HandSequence() for _ in range(3)]
+    for sequence in sequences:
+        twins.step([Item(sequence, [5, 6])])
+    page = sequences[1].pages[0]
+    for layer in range(2):
+        for pages in twins.graph._kv.layer(layer):
+            pages[page, 0] = torch.nan
+    inputs = twins.packer.pack([Item(sequence, [1]) for sequence in sequences])
+    with pytest.raises(BadLogitsError) as caught:
+        twins.graph.step(inputs, [SamplingRow()] * 3)
+    assert caught.value.rows == (1,)
+    for sequence in sequences:
+        sequence.length -= 1
+    for kept in (sequences[0], sequences[2]):
+        twins.step([Item(kept, [1])])
+
+
+def test_larger_batches_and_longer_sequences_run_eagerly(
+    decoder: Decoder, device: str, sent: list[bool]
+) -> None:
+    twins = Twins(decoder, device, max_rows=2)
+    sequences = [HandSequence() for _ in range(3)]
+    twins.step([Item(sequence, [1, 2]) for sequence in sequences])
+    twins.step([Item(sequence, [1]) for sequence in sequences])
+    twins.step([Item(sequences[0], [1], wanted=()), Item(sequences[1], [1])])
+    assert not sent
+    twins.step([Item(sequence, [1]) for sequence in sequences[:2]])
+    assert len(sent) == 1

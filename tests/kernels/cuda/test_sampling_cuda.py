@@ -1,0 +1,313 @@
+"""Races, cuts, masks and penalties on the GPU or in the interpreter, against their definitions in numpy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kernels.cuda.sampling import choose
+from kernels.cuda.sampling_adjust import apply_masks, apply_penalties
+from kernels.cuda.sampling_cut import find_cuts
+from tests.kernels.cuda.poison import far_apart, same_bits, surrounded
+from workers.counter_rng import gumbel, mix_key
+
+torch.set_num_threads(1)
+
+INF = float("inf")
+NAN = float("nan")
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Scores below 64 are rounded to multiples of 2**-47, a few times on the way; logarithms may be a bit off.
+SCORE_ERROR = 1e-12
+KEYS = [0, 2**63, 2**64 - 1, mix_key(0, 0), mix_key(2**64 - 1, 2**63 - 1), mix_key(2**63, 2**31)]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launch functions allocate holds NaN, or the largest integer."""
+    allocate = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
+        tensor = allocate(*size, **options)
+        return tensor.fill_(NAN if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+class Cuts(NamedTuple):
+    values: torch.Tensor  # [R]
+    ids: torch.Tensor  # [R]
+
+
+def chosen(
+    logits: torch.Tensor, temperatures: list[float] | torch.Tensor, keys: list[int], cuts: Cuts | None = None
+) -> tuple[list[int], list[float]]:
+    """Tokens and largest logits of rows that are on the device already, as their temperatures may be."""
+    device, rows = logits.device, len(logits)
+    ids = torch.full((rows,), -7, device=device)
+    best = torch.full((rows,), 77.0, device=device)
+    bits = torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64)).to(device)
+    if not isinstance(temperatures, torch.Tensor):
+        temperatures = torch.tensor(temperatures, device=device)
+    choose(logits, temperatures, bits, ids, best, *(cuts or (None, None)))
+    return ids.tolist(), best.tolist()
+
+
+def assert_wins(token: int, logits: torch.Tensor, temperature: float, key: int) -> None:
+    """The token must win the race in float64, unless rounding decides it."""
+    values = logits.cpu().double().numpy()
+    if temperature <= 0:
+        assert token == values.argmax()
+        return
+    scores = (values - values.max()) / float(np.float32(temperature)) + gumbel(key, np.arange(len(values)))
+    assert scores[token] >= scores.max() - SCORE_ERROR
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 7, 1024, 2500])
+def test_draws_are_those_of_the_definition(vocab: int, dtype: torch.dtype, device: str) -> None:
+    temperatures = [0.0, 1.0, 0.7, 100.0, 1e-30, 2.0]
+    values = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    values[5] += 30_000  # leaves bits for the noise only if the best is subtracted first
+    logits = surrounded(values.to(dtype), device)
+    ids, best = chosen(logits, temperatures, KEYS)
+    for row, (token, key) in enumerate(zip(ids, KEYS, strict=True)):
+        assert_wins(token, logits[row], temperatures[row], key)
+    assert best == logits.max(dim=1).values.tolist()
+
+
+def test_a_draw_spreads_over_all_blocks(device: str) -> None:
+    logits = torch.zeros(16, 2500, device=device)
+    keys = [mix_key(3, position) for position in range(16)]
+    ids, _ = chosen(logits, [1.0] * 16, keys)
+    assert ids == [int(gumbel(key, np.arange(2500)).argmax()) for key in keys]
+    assert {token // 1024 for token in ids} == {0, 1, 2}
+
+
+def test_noise_has_the_digits_of_float64(device: str) -> None:
+    # The best two tokens of a race get logits by which they differ in the 13th digit, one way and the other.
+    for key in KEYS[3:]:
+        noise = gumbel(key, np.arange(20_000))
+        second, first = np.argsort(noise)[-2:].tolist()
+        logits = torch.full((2, 20_000), -INF, device=device)
+        logits[:, second], logits[:, first] = 0.0, -1.0
+        lead = float(noise[first] - noise[second])
+        temperatures = torch.tensor(
+            [1 / (lead - 1e-13), 1 / (lead + 1e-13)], dtype=torch.float64, device=device
+        )
+        ids, _ = chosen(logits, temperatures, [key] * 2)
+        assert ids == [first, second]
+
+
+def test_the_lowest_of_equals_is_chosen(device: str) -> None:
+    logits = torch.zeros(3, 2500)
+    logits[1, [2300, 1100, 1900]] = 2.0
+    logits[2] = -0.0
+    logits[2, 5] = 0.0
+    assert chosen(logits.to(device), [0.0] * 3, [0] * 3)[0] == [0, 1100, 0]
+
+
+def test_the_ends_of_float32(device: str) -> None:
+    logits = torch.full((3, 1100), -FLOAT32_MAX)
+    logits[0, [3, 4, 1050]] = FLOAT32_MAX
+    logits[1] = -INF
+    logits[1, 1077] = -FLOAT32_MAX
+    ids, best = chosen(logits.to(device), [0.01, 1.0, 0.5], [5, 6, 7])
+    noise = gumbel(5, np.arange(1100))
+    assert ids == [
+        max([3, 4, 1050], key=lambda token: noise[token]),
+        1077,
+        gumbel(7, np.arange(1100)).argmax(),
+    ]
+    assert best == [FLOAT32_MAX, -FLOAT32_MAX, -FLOAT32_MAX]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unusable_rows_are_marked_and_spare_the_others(dtype: torch.dtype, device: str) -> None:
+    logits = torch.zeros(6, 1100)
+    for row, token, value in [(0, 1099, NAN), (1, 0, NAN), (2, 1030, INF), (3, 7, 2.0), (4, 3, -INF)]:
+        logits[row, token] = value
+    logits[5] = -INF
+    ids, best = chosen(surrounded(logits.to(dtype), device), [0.0, 1.0, 0.0, 0.0, 1.0, 1.0], [9] * 6)
+    assert [str(value) for value in best] == ["nan", "nan", "nan", "2.0", "0.0", "-inf"]
+    assert ids[3] == 7 and all(0 <= token < 1100 for token in ids)
+    assert_wins(ids[4], logits[4], 1.0, 9)
+
+
+def test_only_what_a_cut_keeps_races(device: str) -> None:
+    logits = torch.arange(1100.0).remainder(10).repeat(3, 1).to(device)
+    cuts = Cuts(
+        torch.tensor([9.0, 9.0, 8.0], device=device),
+        torch.tensor([19, 2**31 - 1, 8], dtype=torch.int32, device=device),
+    )
+    ids, best = chosen(logits, [100.0] * 3, [1, 2, 3], cuts)
+    kept = [[9, 19], range(9, 1100, 10), [8, *range(9, 1100, 10)]]
+    for token, allowed, key in zip(ids, kept, [1, 2, 3], strict=True):
+        only = torch.full((1100,), -INF)
+        only[list(allowed)] = logits[0, list(allowed)].cpu()
+        assert_wins(token, only, 100.0, key)
+    assert best == [9.0] * 3
+
+
+def test_rows_beyond_2_to_the_31_elements(device: str) -> None:
+    values = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    logits = far_apart(values, device)
+    ids, _ = chosen(logits, [0.0] * 3, [0] * 3)
+    assert ids == values.argmax(dim=1).tolist()
+
+
+def test_no_rows(device: str) -> None:
+    none = torch.zeros(0, 5, device=device)
+    assert chosen(none, [], []) == ([], [])
+    apply_masks(none, torch.zeros(0, dtype=torch.int32), torch.zeros(0, 1, dtype=torch.int32))
+
+
+class Limits(NamedTuple):
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+def cuts_of(logits: torch.Tensor, limits: list[Limits]) -> Cuts:
+    rows, device = len(limits), logits.device
+    columns = torch.tensor(limits, dtype=torch.float64, device=device)
+    temperatures, top_ks, top_ps, min_ps = columns.T.contiguous().unbind()
+    cuts = Cuts(torch.full((rows,), NAN, device=device), torch.zeros(rows, dtype=torch.int32, device=device))
+    find_cuts(logits, temperatures, top_ks.int(), top_ps, min_ps, *cuts)
+    return cuts
+
+
+def kept_by(logits: torch.Tensor, cuts: Cuts) -> list[list[int]]:
+    """The tokens that each row's cut keeps, forbidden ones left out."""
+    values, ids = logits.cpu(), torch.arange(logits.shape[1])
+    last, last_id = cuts.values.cpu()[:, None], cuts.ids.cpu()[:, None]
+    kept = ((values > last) | ((values == last) & (ids <= last_id))) & (values > -INF)
+    return [row.nonzero().flatten().tolist() for row in kept]
+
+
+def expected(values: NDArray[np.float32], limits: Limits) -> list[int]:
+    """By sorting everything. Fails where rounding would decide."""
+    order = np.lexsort((np.arange(len(values)), -values))
+    order = order[values[order] > -INF][: limits.top_k or None]
+    weight = np.exp((values[order].astype(np.float64) - float(values.max())) / limits.temperature)
+    before = np.cumsum(weight) - weight
+    limit = limits.top_p * weight.sum() if limits.top_p < 1 else INF
+    rounding = len(values) * 2.0**-53 * weight.sum()
+    assert (abs(before - limit) > rounding).all(), "another seed, please"
+    return sorted(order[(before < limit) & (weight >= limits.min_p)].tolist())
+
+
+ALONE = [
+    Limits(top_k=1),
+    Limits(top_k=50),
+    Limits(top_k=4999),
+    Limits(top_p=0.9),
+    Limits(0.5, top_p=0.123),
+    Limits(30.0, top_p=0.99),
+    Limits(min_p=0.05),
+    Limits(min_p=1.0),
+    Limits(),
+]
+TOGETHER = [
+    Limits(top_k=50, top_p=0.8),
+    Limits(2.0, top_k=3000, top_p=0.95),
+    Limits(1.5, top_k=20, min_p=0.1),
+    Limits(0.7, top_p=0.9, min_p=0.02),
+    Limits(1.0, top_k=400, top_p=0.97, min_p=0.001),
+    Limits(1.0, top_k=9999, top_p=1e-6),
+]
+
+
+@pytest.mark.parametrize("limits", [ALONE, TOGETHER], ids=["alone", "together"])
+@pytest.mark.parametrize("spread", [0.01, 4.0])
+def test_cuts_keep_what_sorting_keeps(limits: list[Limits], spread: float, device: str) -> None:
+    values = torch.randn(len(limits), 5003, generator=torch.Generator().manual_seed(8)) * spread
+    logits = surrounded(values, device)
+    kept = kept_by(logits, cuts_of(logits, limits))
+    assert kept == [expected(row.numpy(), limit) for row, limit in zip(values, limits, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "limits", [[*ALONE, Limits(top_k=900)], TOGETHER], ids=["alone", "together"]
+)  # The 900 most likely of 1800 end among the zeros of either sign.
+def test_cuts_among_many_equals(limits: list[Limits], device: str) -> None:
+    values = torch.randn(len(limits), 2100, generator=torch.Generator().manual_seed(9)).mul(2).round()
+    values[:, ::7] = -INF
+    values[:, 1::97] = -0.0
+    logits = surrounded(values, device)
+    kept = kept_by(logits, cuts_of(logits, limits))
+    assert kept == [expected(row.numpy(), limit) for row, limit in zip(values, limits, strict=True)]
+
+
+def test_cuts_at_exact_shares_of_equals(device: str) -> None:
+    # Weights of 1 and their sums are exact: the token that reaches p is the last one kept.
+    logits = torch.full((6, 2300), -INF)
+    logits[:, [4, 8, 2100, 2299]] = 3.0
+    limits = [Limits(top_p=p) for p in (0.25, 0.5, 0.500001, 0.75)]
+    limits += [Limits(top_k=3, top_p=0.5), Limits(top_k=3, top_p=1 / 3)]
+    kept = kept_by(logits, cuts_of(logits.to(device), limits))
+    assert [len(row) for row in kept] == [1, 2, 3, 3, 2, 1]
+    assert all(row == [4, 8, 2100, 2299][: len(row)] for row in kept)
+
+
+def test_cuts_of_one_token_of_one_that_is_left_and_of_none(device: str) -> None:
+    everything = Limits(1.0, 3, 0.5, 0.5)
+    one = torch.tensor([[-2.0]], device=device)
+    assert kept_by(one, cuts_of(one, [everything])) == [[0]]
+    left = torch.full((2, 9), -INF, device=device)
+    left[0, 6] = -FLOAT32_MAX
+    assert kept_by(left, cuts_of(left, [everything] * 2)) == [[6], []]
+
+
+def test_garbage_rows_do_not_disturb_their_neighbours(device: str) -> None:
+    logits = torch.arange(30.0).repeat(3, 1)
+    logits[0, ::2], logits[2, ::3] = NAN, INF
+    cuts = cuts_of(logits.to(device), [Limits(1.0, 5, 0.9, 0.1), Limits(top_k=2), Limits(top_p=0.5)])
+    assert kept_by(logits, cuts)[1] == [28, 29]
+
+
+@pytest.mark.parametrize("vocab", [1, 32, 33, 1100])
+def test_masks_forbid_what_they_do_not_name(vocab: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    values, allowed = (
+        torch.randn(3, vocab, generator=generator),
+        torch.rand(2, vocab, generator=generator) < 0.5,
+    )
+    padded = np.ones((2, (vocab + 31) // 32 * 32), dtype=np.bool_)  # bits beyond the vocabulary mean nothing
+    padded[:, :vocab] = allowed.numpy()
+    words = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32)).to(device)
+    logits = surrounded(values, device)
+    whole = logits._base
+    assert whole is not None
+    apply_masks(logits, torch.tensor([2, 0], dtype=torch.int32, device=device), words)
+    expected_rows = [values[0].where(allowed[1], -INF), values[1], values[2].where(allowed[0], -INF)]
+    assert torch.equal(logits.cpu(), torch.stack(expected_rows))
+    assert int(whole.isnan().sum()) == whole.numel() - values.numel(), "written beside the logits"
+
+
+def test_penalties_round_once_each_and_stay_finite(device: str) -> None:
+    values = torch.randn(3, 700, generator=torch.Generator().manual_seed(2)) * 5
+    values[0, :4] = torch.tensor([FLOAT32_MAX, -INF, -FLOAT32_MAX, 1.0])
+    random = np.random.default_rng(4)
+    rows = np.repeat(np.array([2, 0]), [300, 4])
+    ids = np.concatenate([random.permutation(700)[:300], np.arange(4)])
+    bias, divisor, loss = random.normal(0, 3, 304), random.uniform(0.1, 9, 304), random.normal(0, 2, 304)
+    bias[300:], divisor[300:], loss[300:] = [FLOAT32_MAX, 5.0, 0.0, -INF], 1e-30, 0.0
+    logits = surrounded(values, device)
+    columns = [torch.from_numpy(column).to(device) for column in (rows, ids, bias, divisor, loss)]
+    apply_penalties(logits, *columns)
+
+    def rounded(exact: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.clip(exact, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32).astype(np.float64)
+
+    value = rounded(values.numpy()[rows, ids] + bias)
+    value = rounded(rounded(np.where(value > 0, value / divisor, value * divisor)) - loss)
+    wanted = values.clone()
+    wanted[rows, ids] = torch.from_numpy(value).float()
+    wanted[0, [1, 3]] = -INF
+    assert same_bits(logits.cpu(), wanted)

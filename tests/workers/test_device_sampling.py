@@ -1,0 +1,103 @@
+"""What the host prepares for choosing tokens on a device; tests/kernels/cuda compares the tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from workers.counter_rng import mix_key
+from workers.device_sampling import Columns, _send, _settings, choose_tokens, is_simple
+from workers.operations import Sampling, TokenMask
+from workers.sampling import SamplingRow
+
+torch.set_num_threads(1)
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("row", "simple"),
+    [
+        (SamplingRow(), True),
+        (SamplingRow(Sampling(0.7, seed=2**64 - 1), position=2**40, history=[1, 2], prompt_len=1), True),
+        (SamplingRow(Sampling(0.0, top_k=5, top_p=0.5, min_p=0.5)), True),  # the most likely is never cut off
+        (SamplingRow(mask=TokenMask(allowed=[1])), False),
+        (SamplingRow(mask=TokenMask()), False),
+        (SamplingRow(Sampling(1.0, top_k=1)), False),
+        (SamplingRow(Sampling(1.0, top_p=0.5)), False),
+        (SamplingRow(Sampling(1.0, min_p=0.5)), False),
+        (SamplingRow(Sampling(logit_bias={3: 0.5})), False),
+        (SamplingRow(Sampling(repetition_penalty=1.1)), False),
+        (SamplingRow(Sampling(frequency_penalty=0.1)), False),
+        (SamplingRow(Sampling(presence_penalty=0.1)), False),
+    ],
+)
+def test_which_rows_need_a_temperature_and_a_key_only(row: SamplingRow, simple: bool) -> None:
+    assert is_simple(row) is simple
+
+
+def test_settings_that_no_row_has_are_left_out() -> None:
+    rows = [SamplingRow(), SamplingRow(Sampling(1.0, seed=2**64 - 1), position=2**63)]
+    columns = _settings(rows, [1], vocab=10)
+    assert set(columns) == {"where", "temperatures", "keys"}
+    assert columns["where"].tolist() == [1]
+    assert columns["keys"].view(np.uint64).tolist() == [mix_key(2**64 - 1, 2**63)]
+
+
+def test_penalties_count_each_token_once_and_pass_over_what_is_none() -> None:
+    spec = Sampling(
+        repetition_penalty=1.5,
+        frequency_penalty=0.25,
+        presence_penalty=1.0,
+        logit_bias={7: 2.0, 3: -INF, 10: 1.0},
+    )
+    rows = [SamplingRow(spec, history=[4, 3, 4, 9, 4, 2**32], prompt_len=1), SamplingRow(), SamplingRow(spec)]
+    columns = _settings(rows, [0, 1, 2], vocab=10)
+    assert columns["rows"].tolist() == [0, 0, 0, 0, 2, 2]
+    assert columns["ids"].tolist() == [3, 4, 7, 9, 3, 7]
+    assert columns["biases"].tolist() == [-INF, 0.0, 2.0, 0.0, -INF, 2.0]
+    assert columns["divisors"].tolist() == [1.5, 1.5, 1.0, 1.5, 1.0, 1.0]
+    assert columns["losses"].tolist() == [1.25, 1.5, 0.0, 1.25, 0.0, 0.0]
+
+
+def test_masks_become_words_and_what_they_lack_is_forbidden() -> None:
+    masks = [
+        TokenMask(packed=b"\x01\x02\x03\x84\xff\xff"),
+        TokenMask(packed=b"\x80"),
+        TokenMask(allowed=[0, 33, 34]),
+    ]
+    rows = [SamplingRow(), *(SamplingRow(mask=mask) for mask in masks)]
+    columns = _settings(rows, [0, 1, 2, 3], vocab=34)
+    assert columns["mask_rows"].tolist() == [1, 2, 3]
+    words = columns["words"].view(np.uint32)
+    assert words.tolist() == [[0x84030201, 0xFFFF], [0x80, 0], [1, 2]]
+
+
+def test_limits_of_greedy_rows_are_left_out() -> None:
+    greedy, drawn = Sampling(0.0, 5, 0.5, 0.5), Sampling(1.0, 2**32 - 1, 0.5, 0.25)
+    columns = _settings([SamplingRow(greedy), SamplingRow(drawn)], [0, 1], vocab=10)
+    limits = [columns[name].tolist() for name in ("top_ks", "top_ps", "min_ps")]
+    assert limits == [[0, 2**31 - 1], [1.0, 0.5], [0.0, 0.25]]
+
+
+def test_what_is_sent_arrives_aligned() -> None:
+    tables: list[Columns] = [
+        {"a": np.arange(3, dtype=np.int32), "b": np.array([0.5])},
+        {},
+        {"c": np.arange(6, dtype=np.int64).reshape(2, 3).T, "d": np.zeros((0, 4), dtype=np.int32)},
+    ]
+    sent = _send(tables, torch.device("cpu"))
+    assert [list(table) for table in sent] == [list(table) for table in tables]
+    for arrays, tensors in zip(tables, sent, strict=True):
+        for array, tensor in zip(arrays.values(), tensors.values(), strict=True):
+            assert np.array_equal(tensor.numpy(), array) and tensor.numpy().dtype == array.dtype
+            assert tensor.data_ptr() % 16 == 0
+
+
+def test_shapes_and_types_are_checked() -> None:
+    for logits in (torch.zeros(2, 5), torch.zeros(5), torch.zeros(1, 0), torch.zeros(1, 5).double()):
+        with pytest.raises(ValueError, match="logits torch"):
+            choose_tokens(logits, [SamplingRow()])
+    with pytest.raises(ValueError, match="stride of 3"):
+        choose_tokens(torch.zeros(5, 3).T, [SamplingRow()] * 3)

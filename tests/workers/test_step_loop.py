@@ -1,0 +1,76 @@
+"""The step loop when steps fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from workers.executors.base import DeviceLostError
+from workers.executors.paged_attention import PagedAttentionExecutor
+from workers.operations import Failed, FailureReason, Forward, ForwardDone, Kind, Result, Rows
+from workers.scheduler import Chunk, Scheduler
+from workers.step_loop import StepLoop
+
+
+def forward(op_id: int) -> Forward:
+    return Forward(
+        op_id=op_id,
+        sequence=op_id,
+        position=0,
+        token_ids=[1, 2],
+        rows=Rows.LAST,
+        kind=Kind.PREFILL,
+        prompt_len=2,
+    )
+
+
+def run(loop: StepLoop, results: list[Result], count: int) -> None:
+    """Until there are so many results."""
+    while len(results) < count:
+        loop._take()
+        loop._step()
+        loop._flush()
+
+
+def make_loop(executor: PagedAttentionExecutor, results: list[Result]) -> StepLoop:
+    return StepLoop(executor, Scheduler(64, 16, max_rows=16), results.extend)
+
+
+def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = PagedAttentionExecutor.create(kv_blocks=16)
+    execute = executor.execute
+
+    def fail_with_two(chunks: Sequence[Chunk]) -> None:
+        if any(chunk.op.op_id == 2 for chunk in chunks):
+            raise RuntimeError("planted")
+        execute(chunks)
+
+    monkeypatch.setattr(executor, "execute", fail_with_two)
+    results: list[Result] = []
+    loop = make_loop(executor, results)
+    loop.submit([forward(op_id) for op_id in (1, 2, 3)])
+    run(loop, results, 3)
+    done = {result.op_id for result in results if isinstance(result, ForwardDone)}
+    assert done == {1, 3}
+    (failed,) = (result for result in results if isinstance(result, Failed))
+    assert failed.op_id == 2 and failed.reason is FailureReason.FAULT
+    executor.check_integrity()
+
+
+def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing on it can be used any more, so no operation is tried on its own, and none is answered."""
+    executor = PagedAttentionExecutor.create(kv_blocks=16)
+    tried = []
+
+    def lose(chunks: Sequence[Chunk]) -> None:
+        tried.append(len(chunks))
+        raise DeviceLostError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(executor, "execute", lose)
+    results: list[Result] = []
+    loop = make_loop(executor, results)
+    loop.submit([forward(op_id) for op_id in (1, 2, 3)])
+    with pytest.raises(DeviceLostError):
+        loop.run()
+    assert tried == [3] and not results

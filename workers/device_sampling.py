@@ -1,0 +1,235 @@
+"""Logits to tokens on the device they are on: what `workers.sampling` does on the CPU, by its contract.
+
+One pass over all rows judges their raw logits, and chooses for greedy rows and plain draws. Rows with other
+settings are then copied, since masks, biases and penalties change logits in place, and chosen from the copy.
+What the rows need goes to the device in one transfer; one comes back, to say for which rows nothing can be
+chosen. Tokens stay on the device.
+
+Against the CPU: greedy choices are the same, with whatever settings, and so are the logits after bias and
+penalties, bit by bit. Draws are the same unless float64 rounding decides: two scores within about 1e-14 of
+each other, or a token at the very edge of top_p or min_p (see `kernels.cuda.sampling_cut`).
+
+Dimension letters: R rows; V vocabulary; C rows that are copied; M masks; W words of a mask; N changed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.counter_rng import mix_key
+from workers.operations import Sampling, TokenMask
+from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
+
+_GREEDY = Sampling()
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Rows copied at a time: copy and scratch take 8 bytes a token, 160 MB for 128 rows of 152k. One program works
+# on a row, so much fewer would leave multiprocessors idle.
+_ROWS_AT_ONCE = 128
+
+# Every array of a transfer begins at a multiple of this many bytes, for which kernels are specialised.
+_ALIGNMENT = 16
+
+_INT32_MAX = 2**31 - 1
+
+Ids = NDArray[np.int64]
+Reals = NDArray[np.float64]
+Columns = dict[str, NDArray[Any]]  # what some rows need, by the name of a kernel's argument
+
+
+def is_simple(row: SamplingRow) -> bool:
+    """Whether a temperature and a key are all that a row's choice needs: it is made without a copy."""
+    spec = row.spec or _GREEDY
+    return row.mask is None and not _changes_logits(spec) and not _cuts(spec)
+
+
+def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Choose one token for each row.
+
+    Args:
+        logits: [R, V] float32, bfloat16 or float16, on a CUDA device, V >= 1; tokens contiguous. Not
+            modified.
+        rows: R of them.
+
+    Returns:
+        [R] int64 on the device of `logits`.
+
+    Raises:
+        ValueError: shapes, strides or dtype do not fit.
+        BadLogitsError: names all unusable rows, whether or not their bad values would be chosen from.
+        NothingAllowedError: names all rows without an allowed token, once no row has bad logits.
+    """
+    if logits.ndim != 2 or len(logits) != len(rows) or not logits.shape[1] or logits.dtype not in _DTYPES:
+        raise ValueError(f"logits {logits.dtype} {tuple(logits.shape)} for {len(rows)} rows")
+    if logits.stride(1) != 1:
+        raise ValueError(f"logits with a stride of {logits.stride(1)} between tokens")
+    from kernels.cuda import sampling  # noqa: PLC0415 - a worker without a GPU never loads triton
+
+    others = [index for index, row in enumerate(rows) if not is_simple(row)]
+    chunks = [others[first : first + _ROWS_AT_ONCE] for first in range(0, len(others), _ROWS_AT_ONCE)]
+    # The others are judged with the rest, and need no noise yet.
+    plain = [row if is_simple(row) else SamplingRow() for row in rows]
+    settings = [_draws(plain), *(_settings(rows, chunk, logits.shape[1]) for chunk in chunks)]
+    draws, *adjusted = _send(settings, logits.device)
+
+    chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    best = torch.empty(len(rows) + len(others), dtype=torch.float32, device=logits.device)
+    sampling.choose(logits, draws["temperatures"], draws["keys"], chosen, best[: len(rows)])
+    judged = len(rows)
+    for columns in adjusted:
+        where = columns["where"]  # [C]
+        ids = torch.empty_like(where)
+        copy = logits.index_select(0, where).float()  # [C, V]
+        _choose_adjusted(copy, columns, ids, best[judged : judged + len(ids)])
+        chosen.index_copy_(0, where, ids)
+        judged += len(ids)
+
+    usable = best.isfinite().tolist()  # the one wait for the device
+    if not all(usable[: len(rows)]):
+        raise BadLogitsError([index for index in range(len(rows)) if not usable[index]])
+    if not all(usable):
+        raise NothingAllowedError(
+            [row for row, ok in zip(others, usable[len(rows) :], strict=True) if not ok]
+        )
+    return chosen
+
+
+def _choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best: Tensor) -> None:
+    """Choose by all settings. Mutates copy [C, V], and ids [C] and best [C] as `choose` does."""
+    from kernels.cuda import sampling, sampling_adjust, sampling_cut  # noqa: PLC0415 - as in choose_tokens
+
+    if "words" in columns:
+        sampling_adjust.apply_masks(copy, columns["mask_rows"], columns["words"])
+    if "biases" in columns:
+        places = columns["rows"], columns["ids"]
+        sampling_adjust.apply_penalties(
+            copy, *places, columns["biases"], columns["divisors"], columns["losses"]
+        )
+    temperatures = columns["temperatures"]
+    cut_values = cut_ids = None
+    if "top_ks" in columns:
+        cut_values, cut_ids = torch.empty_like(best), torch.empty_like(best, dtype=torch.int32)
+        limits = columns["top_ks"], columns["top_ps"], columns["min_ps"]
+        sampling_cut.find_cuts(copy, temperatures, *limits, cut_values, cut_ids)
+    sampling.choose(copy, temperatures, columns["keys"], ids, best, cut_values, cut_ids)
+
+
+def _changes_logits(spec: Sampling) -> bool:
+    penalties = (spec.repetition_penalty, spec.frequency_penalty, spec.presence_penalty)
+    return bool(spec.logit_bias) or penalties != (1.0, 0.0, 0.0)
+
+
+def _cuts(spec: Sampling) -> bool:
+    """Whether top_k, top_p or min_p may matter: the most likely token is never cut off."""
+    return spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1.0 or spec.min_p > 0.0)
+
+
+def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> Columns:
+    """What the rows with these indices need; the columns of settings that none of them has are left out."""
+    some = [rows[index] for index in where]
+    columns = {"where": np.array(where, dtype=np.int64), **_draws(some)}
+    return columns | _masks(some, vocab) | _penalties(some, vocab) | _limits(some)
+
+
+def _draws(rows: Sequence[SamplingRow]) -> Columns:
+    """[C] temperatures and keys."""
+    specs = [row.spec or _GREEDY for row in rows]
+    keys = [mix_key(spec.seed, row.position) for spec, row in zip(specs, rows, strict=True)]
+    return {
+        "temperatures": np.array([spec.temperature for spec in specs], dtype=np.float64),
+        "keys": np.array(keys, dtype=np.uint64).view(
+            np.int64
+        ),  # torch computes with none but signed integers
+    }
+
+
+def _limits(rows: Sequence[SamplingRow]) -> Columns:
+    """[C] top_ks, top_ps and min_ps."""
+    if not any(_cuts(row.spec or _GREEDY) for row in rows):
+        return {}
+    specs = [row.spec if row.spec is not None and _cuts(row.spec) else _GREEDY for row in rows]
+    return {
+        "top_ks": np.array([min(spec.top_k, _INT32_MAX) for spec in specs], dtype=np.int32),
+        "top_ps": np.array([spec.top_p for spec in specs], dtype=np.float64),
+        "min_ps": np.array([spec.min_p for spec in specs], dtype=np.float64),
+    }
+
+
+def _masks(rows: Sequence[SamplingRow], vocab: int) -> Columns:
+    """[M] mask_rows and [M, W] words."""
+    masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
+    if not masks:
+        return {}
+    words = np.stack([_mask_words(mask, vocab) for mask in masks.values()])
+    return {"mask_rows": np.array(list(masks), dtype=np.int32), "words": words}
+
+
+def _mask_words(mask: TokenMask, vocab: int) -> NDArray[np.int32]:
+    """[W]. Bits and ids beyond the vocabulary are ignored; bits that are missing forbid."""
+    size = (vocab + 31) // 32 * 4  # in bytes
+    if mask.packed is not None:
+        packed = np.frombuffer(mask.packed[:size].ljust(size, b"\0"), dtype=np.uint8)
+    else:
+        allowed = np.zeros(size * 8, dtype=np.bool_)
+        allowed[_in_vocabulary(mask.allowed or (), vocab)] = True
+        packed = np.packbits(allowed, bitorder="little")
+    return packed.view("<i4")
+
+
+def _penalties(rows: Sequence[SamplingRow], vocab: int) -> Columns:
+    """[N] rows, ids, biases, divisors and losses."""
+    tables = [_row_penalties(row, row.spec or _GREEDY, vocab) for row in rows]
+    owners = np.repeat(np.arange(len(rows), dtype=np.int32), [len(table["ids"]) for table in tables])
+    if not len(owners):
+        return {}
+    return {"rows": owners} | {name: np.concatenate([t[name] for t in tables]) for name in tables[0]}
+
+
+def _row_penalties(row: SamplingRow, spec: Sampling, vocab: int) -> Columns:
+    """The tokens that bias or penalties of one row name, ascending, and what each of them does to it."""
+    biased = _in_vocabulary(spec.logit_bias, vocab)
+    seen = _in_vocabulary(row.history if spec.repetition_penalty != 1.0 else (), vocab)
+    counted = spec.frequency_penalty != 0.0 or spec.presence_penalty != 0.0
+    since = _in_vocabulary(row.history[row.prompt_len :] if counted else (), vocab)
+    recent, counts = np.unique(since, return_counts=True)
+    ids: Ids = np.unique(np.concatenate([biased, seen, recent]))
+    biases, divisors, losses = np.zeros(len(ids)), np.ones(len(ids)), np.zeros(len(ids))
+    biases[np.searchsorted(ids, biased)] = [spec.logit_bias[token] for token in biased.tolist()]
+    divisors[np.searchsorted(ids, seen)] = spec.repetition_penalty
+    losses[np.searchsorted(ids, recent)] = counts * spec.frequency_penalty + spec.presence_penalty
+    return {"ids": ids.astype(np.int32), "biases": biases, "divisors": divisors, "losses": losses}
+
+
+def _in_vocabulary(ids: Sequence[int] | Mapping[int, float], vocab: int) -> Ids:
+    listed = np.fromiter(ids, dtype=np.int64, count=len(ids))
+    return listed[(listed >= 0) & (listed < vocab)]
+
+
+def _send(tables: Sequence[Columns], device: torch.device) -> list[dict[str, Tensor]]:
+    """The same arrays as tensors on the device, all in one transfer. They are views of one buffer."""
+    starts, size = [], 0
+    arrays = [array for table in tables for array in table.values()]
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    pinned = device.type == "cuda"  # so that the host need not wait for the transfer
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    bytes_of = buffer.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        bytes_of[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    sent = buffer.to(device, non_blocking=pinned)
+
+    offsets = iter(starts)
+    return [{name: _view(sent, next(offsets), array) for name, array in table.items()} for table in tables]
+
+
+def _view(buffer: Tensor, start: int, array: NDArray[Any]) -> Tensor:
+    """The bytes from start on, as a tensor of the array's shape and type."""
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    return buffer[start : start + array.nbytes].view(dtype).view(array.shape)

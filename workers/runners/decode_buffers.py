@@ -1,0 +1,184 @@
+"""The inputs of decode steps in fixed device memory, where a CUDA graph finds them.
+
+The first rows are those of the batch; the others, up to the bucket, are padded: context 0, slot -1. After a
+step the device has moved each row on by the token it chose (`kernels.cuda.advance`). If the next batch is
+just that, which it is while callers take the chosen tokens and need no other pages, nothing is sent.
+
+Dimension letters: B rows of the largest bucket; N rows of a batch; P pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from workers.counter_rng import mix_key
+from workers.device_sampling import is_simple
+from workers.models.inputs import ForwardInputs
+from workers.sampling import BadLogitsError, SamplingRow
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """One number for each row, [B]. The host's and the device's are two of these over equal bytes."""
+
+    token_ids: torch.Tensor  # int64
+    positions: torch.Tensor  # int64
+    slots: torch.Tensor  # int64; -1: nothing is written
+    keys: torch.Tensor  # int64, the bits of the uint64 from `mix_key`
+    temperatures: torch.Tensor  # float64; 0: the most likely token
+    context_lens: torch.Tensor  # int32; 0: a padded row
+
+    @classmethod
+    def over(cls, memory: torch.Tensor, rows: int) -> _Columns:
+        """Views of `memory`, [44 * B] uint8."""
+        token_ids, positions, slots, keys, last = memory[: 40 * rows].view(torch.int64).view(5, rows)
+        context_lens = memory[40 * rows :].view(torch.int32)
+        return cls(token_ids, positions, slots, keys, last.view(torch.float64), context_lens)
+
+
+_COLUMN_BYTES = 44
+
+
+class DecodeBuffers:
+    """Owner of the device memory that decode graphs read and write. Tensors never move."""
+
+    def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
+        """Allocate for buckets of up to `max_rows`, and block tables of up to `max_pages`."""
+        self.max_rows, self.max_pages = max_rows, max_pages
+        self._device = device
+        pinned = device.type == "cuda"  # without that the host would wait for each transfer
+        self._host_memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
+        self._memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, device=device)
+        self._host = _Columns.over(self._host_memory, max_rows)
+        self._columns = _Columns.over(self._memory, max_rows)
+        self._block_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
+        self._table_staging = torch.empty(max_rows * max_pages, dtype=torch.int32, pin_memory=pinned)
+        self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
+        self._query_starts = self._row_numbers.to(torch.int32)
+        # What a step writes: chosen tokens, and the largest logit of each row to judge it by.
+        self.chosen = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [B]
+        self.best = torch.zeros(max_rows, dtype=torch.float32, device=device)  # [B]
+        self._host_chosen = torch.zeros(max_rows, dtype=torch.int64, pin_memory=pinned)
+        self._host_best = torch.zeros(max_rows, dtype=torch.float32, pin_memory=pinned)
+        self.clear()
+
+    def clear(self) -> None:
+        """Pad all rows."""
+        self._pad(0)
+        self._memory.copy_(self._host_memory)
+        self._block_tables.zero_()
+        # What the device would run next if nothing were sent; None: unknown.
+        self._next_tokens: list[int] | None = None
+        self._next_positions: list[int] = []
+        self._tables = torch.zeros(0, 0, dtype=torch.int32)  # [N, P]
+        self._greedy = True
+
+    def inputs(self, bucket: int) -> ForwardInputs:
+        """What a forward over the first `bucket` rows reads. The numbers for the host are upper bounds."""
+        return ForwardInputs(
+            token_ids=self._columns.token_ids[:bucket],
+            positions=self._columns.positions[:bucket],
+            slots=self._columns.slots[:bucket],
+            query_starts=self._query_starts[: bucket + 1],
+            context_lens=self._columns.context_lens[:bucket],
+            block_tables=self._block_tables[:bucket],
+            wanted_rows=self._row_numbers[:bucket],
+            query_lens=[1] * bucket,
+            context_lens_host=[1] * bucket,
+        )
+
+    def draws(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Temperatures and keys of the first `bucket` rows."""
+        return self._columns.temperatures[:bucket], self._columns.keys[:bucket]
+
+    def load(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
+        """Make the buffers hold this batch of one token each.
+
+        Rows whose choice needs more than a temperature and a key are given a greedy one.
+
+        Returns:
+            Whether anything had to be sent.
+        """
+        count = len(rows)
+        greedy = all(row.spec is None or row.spec.temperature <= 0 or not is_simple(row) for row in rows)
+        same_tables = torch.equal(inputs.block_tables, self._tables)
+        if (
+            same_tables
+            and greedy
+            and self._greedy
+            and inputs.token_ids.tolist() == self._next_tokens
+            and inputs.positions.tolist() == self._next_positions
+        ):
+            return False
+        host = self._host
+        host.token_ids[:count] = inputs.token_ids
+        host.positions[:count] = inputs.positions
+        host.slots[:count] = inputs.slots
+        host.context_lens[:count] = inputs.context_lens
+        self._set_draws(rows, greedy=greedy)
+        self._pad(count)
+        self._memory.copy_(self._host_memory, non_blocking=True)
+        if not same_tables:
+            self._send_tables(inputs.block_tables)
+        self._greedy = greedy
+        return True
+
+    def read(self, count: int) -> torch.Tensor:
+        """Wait for the step, and move on.
+
+        Returns:
+            [N] int64 on the host, the tokens chosen for the first `count` rows; overwritten by the next call.
+
+        Raises:
+            BadLogitsError: Rows with NaN or +infinity, or nothing but -infinity.
+        """
+        self._host_chosen.copy_(self.chosen, non_blocking=True)
+        self._host_best.copy_(self.best, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        usable = self._host_best[:count].isfinite()
+        if not usable.all():
+            self.forget()
+            raise BadLogitsError((~usable).nonzero().flatten().tolist())
+        return self._host_chosen[:count]
+
+    def moved_on(self, inputs: ForwardInputs, chosen: torch.Tensor) -> None:
+        """The step with these inputs has run, and the device has gone on with these tokens."""
+        self._next_tokens = chosen.tolist()
+        self._next_positions = [position + 1 for position in inputs.positions.tolist()]
+
+    def forget(self) -> None:
+        """What the device would run next is not known, or not what anybody wants."""
+        self._next_tokens = None
+
+    def _set_draws(self, rows: Sequence[SamplingRow], *, greedy: bool) -> None:
+        temperatures, keys = self._host.temperatures, self._host.keys
+        temperatures[: len(rows)] = 0.0
+        if greedy:
+            return
+        drawn = [
+            (index, row.spec.temperature, mix_key(row.spec.seed, row.position))
+            for index, row in enumerate(rows)
+            if row.spec is not None and row.spec.temperature > 0 and is_simple(row)
+        ]
+        where, values, bits = (list(column) for column in zip(*drawn, strict=True))
+        temperatures[where] = torch.tensor(values, dtype=torch.float64)
+        keys[where] = torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64))
+
+    def _pad(self, count: int) -> None:
+        """On the host."""
+        for column in (self._host.token_ids, self._host.positions, self._host.context_lens):
+            column[count:] = 0
+        self._host.temperatures[count:] = 0.0
+        self._host.slots[count:] = -1
+
+    def _send_tables(self, tables: torch.Tensor) -> None:
+        staged = self._table_staging[: tables.numel()].view(tables.shape)
+        staged.copy_(tables)
+        rows, pages = tables.shape
+        self._block_tables[:rows, :pages].copy_(staged.to(self._device, non_blocking=True))
+        self._tables = tables
