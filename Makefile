@@ -14,7 +14,7 @@ TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell unam
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench serve test check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup bench gpu-test gpu-bench serve test check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,18 @@ $(BENCH_INSTALLED): $(INSTALLED)
 
 bench: $(BENCH_INSTALLED) ## Measure against transformers and llama.cpp, 15 minutes (ARGS="--rows decode-32 --minutes 5")
 	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+# On a machine with a GPU: nothing is installed, and of Quire's dependencies only those of kernels and models are
+# needed. A copy without history is told its commit: make gpu-test COMMIT=...
+OUT ?= build/gpu
+GPU_PYTHON := PYTHONPATH=.:clients/python $(PYTHON)
+GPU_ARGS = --out $(OUT) $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
+
+gpu-test: ## Test kernels and runner on a GPU, 8 minutes at most (OUT=DIR ARGS="--parts graphs,executor")
+	$(GPU_PYTHON) -m tests.gpu.run $(GPU_ARGS)
+
+gpu-bench: ## Measure them there, 8 minutes at most (OUT=DIR ARGS="--parts qwen3-8b")
+	$(GPU_PYTHON) -m benchmarks.gpu.run $(GPU_ARGS)
 
 check: check-code check-types check-protos check-imports ## Check style, types, protos and import rules; changes nothing
 

@@ -17,11 +17,11 @@ from service.cli_channel import CONTROL_TIMEOUT_S, open_channel, print_error
 # Where there is no terminal whose width counts, every column is shown in full.
 _WIDTH_WITHOUT_TERMINAL = 240
 _COLUMNS = (
-    "worker", "pid", "epoch", "device", "state", "seqs", "used", "free", "cached", "blocks", "running",
+    "worker", "pid", "epoch", "device", "runner", "state", "seqs", "used", "free", "cached", "blocks", "running",
     "prefills", "decodes", "prefill ms", "decode ms", "batch", "memory",
 )  # fmt: skip
 _RATE_COLUMNS = ("tokens/s", "prefills/s", "decodes/s", "steps/s")
-_TEXT_COLUMNS = frozenset({"worker", "device", "state"})
+_TEXT_COLUMNS = frozenset({"worker", "device", "runner", "state"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,7 @@ def worker_cells(worker: executor_pb2.WorkerStatus) -> list[str]:
         str(worker.pid),
         str(worker.epoch),
         worker.device,
+        worker.runner,
         state,
         str(worker.sequences),
         str(used),

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.entries import Entry
+from service.entries import Operation
 from service.steps import Step
 
 
 def forward(
-    op_id: int, number: int, position: int, step: Step, entry: Entry, *, replay: bool = False
+    operation: Operation, step: Step, number: int, position: int, *, replay: bool = False
 ) -> worker_pb2.WorkerCommand:
-    """Append the step's tokens to the worker's sequence `number` at `position`.
+    """Append the operation's tokens to the worker's sequence `number` at `position`.
 
     replay: compute the answer again on a temporary copy, which keeps all tokens and is then released.
     """
-    command = worker_pb2.WorkerCommand(op_id=op_id)
+    entry = operation.entry
+    command = worker_pb2.WorkerCommand(op_id=operation.ticket)
     body = command.forward
     body.sequence = number
     body.position = position
@@ -26,6 +27,7 @@ def forward(
     if step.output is not None:
         _fill_output(body.output, step.output, entry.seed)
     body.kind = step.kind.value
+    body.caller = operation.caller
     body.prompt_len = entry.prompt_len if replay else entry.prompt_len_after(step)
     body.ephemeral = replay or entry.ephemeral
     if not replay:

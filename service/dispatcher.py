@@ -7,6 +7,7 @@ journal, replies to the callers that wait. Nothing is decided here.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -62,15 +63,23 @@ class Dispatcher:
         self._waiting: dict[int, tuple[OnOutcome, int]] = {}
         # Caches that the journal knows less of than the table: until released, nothing of them is answered.
         self._unwritten: set[str] = set()
+        self._callers = itertools.count(1)
 
     # Callers.
 
+    def new_caller(self) -> int:
+        """A number for one who asks: a session, or a single call. Workers let callers take turns."""
+        return next(self._callers)
+
     async def run(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Runs requests together and returns one outcome for each, in order. Cancelling it undoes them."""
+        """Runs requests together and returns one outcome for each, in order. Cancelling it undoes them.
+
+        They are all of one caller, of which no other call is.
+        """
         if not requests:
             return []
         gathering = _Gathering(len(requests), asyncio.get_running_loop())
-        tickets = self.start(requests, gathering)
+        tickets = self.start(requests, gathering, self.new_caller())
         try:
             await gathering.done
         except asyncio.CancelledError:
@@ -78,15 +87,15 @@ class Dispatcher:
             raise
         return [outcome for outcome in gathering.outcomes if outcome is not None]
 
-    def start(self, requests: Sequence[Request], on_outcome: OnOutcome) -> list[int]:
+    def start(self, requests: Sequence[Request], on_outcome: OnOutcome, caller: int) -> list[int]:
         """Starts requests together; `on_outcome` is called once for each, maybe before this returns.
 
-        Returns their tickets, with which they can be cancelled.
+        `caller` is a number from `new_caller`. Returns their tickets, with which they can be cancelled.
         """
         now_s = time.monotonic()
         tickets = []
         for index, request in enumerate(requests):
-            ticket = self._table.submit(request, now_s)
+            ticket = self._table.submit(request, now_s, caller)
             tickets.append(ticket)
             self._waiting[ticket] = (on_outcome, index)
         self._carry_out()

@@ -107,6 +107,8 @@ def worker_status(slot: WorkerSlot) -> executor_pb2.WorkerStatus:
         batch_items=snapshot.batch_items,
         operations_in_flight=snapshot.operations_in_flight,
         load_progress=slot.load_progress,
+        runner=slot.ready.runner if slot.ready else "",
+        kernels=slot.ready.kernels if slot.ready else (),
     )
 
 

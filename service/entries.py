@@ -71,6 +71,8 @@ class Operation:
     ticket: int
     request: Request
     entry: Entry
+    # Whose it is, see `ForwardCommand.caller`. Means nothing to the state machine.
+    caller: int
     # Tokens the cache had when the step began.
     base: int = 0
     # The number of a temporary copy on which the last step's answer is computed again; applies nothing.

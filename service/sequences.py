@@ -127,8 +127,11 @@ class SequenceTable:
 
     # Callers ask.
 
-    def submit(self, request: Request, now_s: float) -> int:
-        """Takes a request and returns its ticket. Its one Reply is among the effects, now or later."""
+    def submit(self, request: Request, now_s: float, caller: int = 0) -> int:
+        """Takes a request and returns its ticket. Its one Reply is among the effects, now or later.
+
+        `caller` is handed on to the worker, where callers take turns. 0: a caller of its own.
+        """
         ticket = self._number()
         try:
             self._admit()
@@ -136,7 +139,7 @@ class SequenceTable:
         except QuireError as error:
             self._effects.append(Reply(ticket, error))
             return ticket
-        operation = Operation(ticket, request, entry)
+        operation = Operation(ticket, request, entry, caller)
         self._operations[ticket] = operation
         entry.waiting.append(operation)
         self._touch(entry, now_s)
@@ -357,7 +360,7 @@ class SequenceTable:
         operation.base = entry.length
         operation.pages = pages_for(len(step.token_ids))
         entry.worker.blocks_queued += operation.pages
-        self._send(entry, commands.forward(operation.ticket, entry.number, entry.length, step, entry))
+        self._send(entry, commands.forward(operation, step, entry.number, entry.length))
 
     def _answer_again(self, operation: Operation, step: Step, last: AppliedStep) -> None:
         """Answers a repeated step without applying it: from memory, or computed on a copy of the cache."""
@@ -370,10 +373,7 @@ class SequenceTable:
         _require_kv(entry)
         operation.copy_number = self._number()
         self._send(entry, commands.fork(self._number(), entry.number, [operation.copy_number]))
-        self._send(
-            entry,
-            commands.forward(operation.ticket, operation.copy_number, last.base, step, entry, replay=True),
-        )
+        self._send(entry, commands.forward(operation, step, operation.copy_number, last.base, replay=True))
 
     def _start_truncate(self, operation: Operation, request: TruncateRequest) -> None:
         entry = operation.entry

@@ -78,6 +78,8 @@ class Session:
         self._state = state
         self._config: Config = state.config
         self._context = context
+        # However many calls it has in flight, in a worker's queue it is one caller among others.
+        self._caller = dispatcher.new_caller()
         self._open: dict[int, _OpenCall] = {}
         # What the answers of open calls may weigh, and what those that wait to be written do.
         self._open_bytes = 0
@@ -162,7 +164,9 @@ class Session:
         """Hands the requests of all calls over at once, so that they share steps."""
         places = [(call, index) for call in calls for index in range(len(call.plan.requests))]
         everything = [request for call in calls for request in call.plan.requests]
-        tickets = self._dispatcher.start(everything, lambda i, outcome: self._on_outcome(*places[i], outcome))
+        tickets = self._dispatcher.start(
+            everything, lambda i, outcome: self._on_outcome(*places[i], outcome), self._caller
+        )
         for (call, _), ticket in zip(places, tickets, strict=True):
             call.tickets.append(ticket)
         for call in calls:

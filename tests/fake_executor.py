@@ -177,6 +177,7 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
                 pid=4711,
                 epoch=3,
                 device="cpu",
+                runner="eager",
                 state=executor_pb2.WORKER_STATE_READY,
                 sequences=5,
                 blocks_total=100,

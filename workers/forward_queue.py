@@ -4,7 +4,8 @@
     sequence 8   [ op 4 ]                long   [ op 5 ]         the others
     sequence 9   [ op 5 | op 6 ]
 
-Lanes and queues are in order of arrival. This module does not decide what runs; `scheduler` does.
+Queues are in order of arrival; in a lane callers take turns, by start-time fair queueing of operations
+(Goyal, Vin and Cheng, 1996). This module does not decide what runs; `scheduler` does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 
 from workers.operations import Forward
@@ -27,26 +29,130 @@ class Entry:
 
     arrival: int
     op: Forward
+    # Below 0: of a caller of its own.
+    caller: int
+    # Where it stands, or will once the earlier forwards of its sequence are done; at (tag, arrival).
+    lane: Lane
+    tag: int
+    in_line: bool = False
     begun: bool = False
-    # Where it stands; None while an earlier forward of its sequence is not done.
-    lane: list[Entry] | None = field(default=None, repr=False)
     # The last step it was put in: the scheduler's note.
     step: int = -1
 
 
 by_arrival = attrgetter("arrival")
+by_place = attrgetter("tag", "arrival")
 
 
-class ForwardQueue:
-    """Owns the entries from `add` until `leave` or `expire`. Only the scheduler calls it.
+@dataclass(slots=True)
+class _Backlog:
+    """What a caller has in a lane, in line or behind another forward of its sequence."""
 
-    Lanes are sorted lists: a memmove of thousands of pointers, once for each forward that enters or
-    leaves, is cheaper than any tree.
+    last_tag: int
+    held: int = 0
+
+
+class Lane:
+    """One class of forwards in order of (tag, arrival), and the virtual time from which tags are given.
+
+    The forwards of a caller have one tag after the other, from the virtual time on, and that follows the
+    largest tag that had its turn. So who has one forward stands before the second of another's thousand, and
+    a caller who is alone is served in order of arrival.
+
+    Nothing starves. A tag that was given stays, and who comes once virtual time has passed it stands behind.
+    It does pass: when it has stood still for more turns than there are callers, it moves on by one. Without
+    that, callers who are always new would always go first.
+
+    A caller is known as long as it has a forward here: who comes back starts at the virtual time.
     """
 
     def __init__(self) -> None:
-        self.short: list[Entry] = []
-        self.long: list[Entry] = []
+        # A sorted list: a memmove of thousands of pointers, once for each forward that enters or leaves, is
+        # cheaper than any tree.
+        self.line: list[Entry] = []
+        self.virtual_time = 0
+        # Since virtual time last moved: turns, and the most callers there were at once.
+        self._turns = 0
+        self._most_callers = 0
+        self._callers: dict[int, _Backlog] = {}
+
+    def join(self, caller: int) -> int:
+        """Count one more forward of `caller` and return its tag: behind its others."""
+        backlog = self._count(caller)
+        backlog.last_tag = max(backlog.last_tag + 1, self.virtual_time)
+        return backlog.last_tag
+
+    def take_over(self, caller: int) -> int:
+        """Count a forward that has begun in the other lane and return its tag.
+
+        It had its turn there, so it stands before what its caller has waiting here. It counts as a turn here
+        too: forwards that always take over cannot hold virtual time.
+        """
+        self._count(caller)
+        tag = self.virtual_time
+        self.turn(tag)
+        return tag
+
+    def quit(self, caller: int) -> None:
+        """Count one forward of `caller` less."""
+        backlog = self._callers[caller]
+        backlog.held -= 1
+        if backlog.held == 0:
+            del self._callers[caller]
+
+    def turn(self, tag: int) -> None:
+        """Note that a forward with this tag has its turn. Moves virtual time, and nobody's place."""
+        self._turns += 1
+        if tag > self.virtual_time:
+            self._move_to(tag)
+        elif self._turns > self._most_callers:
+            self._move_to(self.virtual_time + 1)
+
+    def line_up(self, entry: Entry) -> None:
+        """Put `entry` into its place."""
+        insort(self.line, entry, key=by_place)
+        entry.in_line = True
+
+    def step_out(self, entry: Entry) -> None:
+        """Take `entry` out of line, if it is in it."""
+        if entry.in_line:
+            del self.line[bisect_left(self.line, by_place(entry), key=by_place)]
+            entry.in_line = False
+
+    def _count(self, caller: int) -> _Backlog:
+        backlog = self._callers.setdefault(caller, _Backlog(self.virtual_time - 1))
+        backlog.held += 1
+        self._most_callers = max(self._most_callers, len(self._callers))
+        return backlog
+
+    def _move_to(self, virtual_time: int) -> None:
+        self.virtual_time = virtual_time
+        self._turns = 0
+        self._most_callers = len(self._callers)
+
+    def check_invariants(self, held: list[Entry]) -> None:
+        """Assert that line, tags and callers agree. `held`: the lane's entries in order of arrival."""
+        assert self.line == sorted((entry for entry in held if entry.in_line), key=by_place)
+        assert all(entry.tag <= self.virtual_time for entry in held if entry.begun)
+        by_caller: dict[int, list[Entry]] = {}
+        for entry in held:
+            by_caller.setdefault(entry.caller, []).append(entry)
+        assert {caller: len(entries) for caller, entries in by_caller.items()} == {
+            caller: backlog.held for caller, backlog in self._callers.items()
+        }
+        assert self._most_callers >= len(self._callers)
+        for caller, entries in by_caller.items():
+            waiting = [entry.tag for entry in entries if not entry.begun]
+            assert all(earlier < later for earlier, later in pairwise(waiting))
+            assert all(tag <= self._callers[caller].last_tag for tag in waiting)
+
+
+class ForwardQueue:
+    """Owns the entries from `add` until `leave` or `expire`. Only the scheduler calls it."""
+
+    def __init__(self) -> None:
+        self.short = Lane()
+        self.long = Lane()
         self.begun = 0
         self._entries: dict[int, Entry] = {}
         self._by_sequence: dict[int, OrderedDict[int, Entry]] = {}
@@ -63,13 +169,15 @@ class ForwardQueue:
 
     def add(self, op: Forward) -> None:
         """Queue `op` behind the others of its sequence. Its op_id must be new, and tokens remain."""
-        entry = Entry(self._arrivals, op)
+        caller = op.caller or -1 - self._arrivals
+        lane = self._lane_of(op)
+        entry = Entry(self._arrivals, op, caller, lane, tag=lane.join(caller))
         self._arrivals += 1
         self._entries[op.op_id] = entry
         queue = self._by_sequence.setdefault(op.sequence, OrderedDict())
         queue[op.op_id] = entry
         if len(queue) == 1:
-            self.classify(entry)
+            lane.line_up(entry)
         if op.deadline_ns is not None:
             heapq.heappush(self._deadlines, (op.deadline_ns, entry.arrival, op.op_id))
             if len(self._deadlines) > 2 * len(self._entries) + 64:
@@ -81,24 +189,28 @@ class ForwardQueue:
         entry.begun = True
         self.begun += 1
 
-    def classify(self, entry: Entry) -> None:
-        """Put the first forward of a sequence into the lane of its class, out of the other one."""
-        lane = self.short if entry.op.remaining <= SHORT_TOKENS else self.long
+    def reclassify(self, entry: Entry) -> None:
+        """Move a forward in line to the lane of its class, if what it has computed made that another one."""
+        lane = self._lane_of(entry.op)
         if entry.lane is not lane:
-            self._leave_lane(entry)
-            insort(lane, entry, key=by_arrival)
-            entry.lane = lane
+            entry.lane.step_out(entry)
+            entry.lane.quit(entry.caller)
+            entry.lane, entry.tag = lane, lane.take_over(entry.caller)
+            lane.line_up(entry)
 
     def leave(self, entry: Entry) -> None:
-        """Drop `entry`; the next of its sequence takes its place, at its own arrival."""
+        """Drop `entry`; the next of its sequence takes its own place in line."""
         op = entry.op
-        self._leave_lane(entry)
+        entry.lane.step_out(entry)
+        entry.lane.quit(entry.caller)
         self.begun -= entry.begun
         del self._entries[op.op_id]
         queue = self._by_sequence[op.sequence]
         del queue[op.op_id]
         if queue:
-            self.classify(next(iter(queue.values())))
+            first = next(iter(queue.values()))
+            if not first.in_line:
+                first.lane.line_up(first)
         else:
             del self._by_sequence[op.sequence]
 
@@ -113,15 +225,13 @@ class ForwardQueue:
                 expired.append(entry.op)
         return expired
 
+    def _lane_of(self, op: Forward) -> Lane:
+        return self.short if op.remaining <= SHORT_TOKENS else self.long
+
     def _is_watched(self, deadline: tuple[int, int, int]) -> bool:
         _, arrival, op_id = deadline
         entry = self._entries.get(op_id)
         return entry is not None and entry.arrival == arrival and not entry.begun
-
-    def _leave_lane(self, entry: Entry) -> None:
-        if entry.lane is not None:
-            del entry.lane[bisect_left(entry.lane, entry.arrival, key=by_arrival)]
-            entry.lane = None
 
     def check_invariants(self) -> None:
         """Assert that lanes, queues, counts and deadlines agree. For tests; O(held)."""
@@ -129,12 +239,10 @@ class ForwardQueue:
         held = sorted(self._entries.values(), key=by_arrival)
         assert sorted((entry for queue in queues for entry in queue), key=by_arrival) == held
         assert all(queue == sorted(queue, key=by_arrival) for queue in queues)
-        first = sorted((queue[0] for queue in queues), key=by_arrival)
-        assert sorted(self.short + self.long, key=by_arrival) == first
+        assert all(entry.in_line == (entry is queue[0]) for queue in queues for entry in queue)
+        assert all(entry.lane is self._lane_of(entry.op) for entry in held)
         for lane in (self.short, self.long):
-            assert lane == sorted(lane, key=by_arrival)
-            assert all(entry.lane is lane for entry in lane)
-            assert all((entry.op.remaining <= SHORT_TOKENS) == (lane is self.short) for entry in lane)
+            lane.check_invariants([entry for entry in held if entry.lane is lane])
         assert not any(entry.begun for queue in queues for entry in queue[1:])
         assert self.begun == sum(entry.begun for entry in held)
         watched = {op_id for _, arrival, op_id in filter(self._is_watched, self._deadlines)}

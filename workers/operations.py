@@ -113,6 +113,8 @@ class Forward:
     output: OutputSpec = GREEDY
     accept: Accept = Accept.ALL
     kind: Kind = Kind.PREFILL
+    # Operations of one caller queue behind each other. 0: a caller of its own.
+    caller: int = 0
     prompt_len: int = 0
     ephemeral: bool = False
     # time.monotonic_ns() after which it is not started any more. None: no limit.

@@ -1,11 +1,13 @@
 """Which forwards run in the next step, and how many tokens of each.
 
-Two classes, each in order of arrival. *Short* forwards (decodes, verifies, the end of a prefill) go first,
-because a caller waits for every one of their tokens; *long* forwards (prefills) are cut into chunks that
-fill what is left of the step. Neither class can starve the other:
+Two classes. *Short* forwards (decodes, verifies, the end of a prefill) go first, because a caller waits for
+every one of their tokens; *long* forwards (prefills) are cut into chunks that fill what is left of the step.
+In each class callers take turns, operation by operation, so that it does not matter to the others how many
+one of them has queued; see `forward_queue.Lane`. A step that has room for all takes all. Neither class can
+starve the other:
 
 - While a long forward waits, short ones may use only three quarters of the step: a quarter of the tokens
-  and rows, and one item, are held back for the oldest long one, as far as it can use them. A quarter
+  and rows, and one item, are held back for the first long one, as far as it can use them. A quarter
   bounds what a prefill costs running decodes, and still finishes a prefill under permanent overload.
 - A step too small to be divided (a quarter of it is nothing) is taken in turns: a long forward that
   got nothing goes first in the next step.
@@ -20,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workers.forward_queue import Entry, ForwardQueue
+from workers.forward_queue import Entry, ForwardQueue, Lane
 from workers.operations import Forward, Kind, Rows
 
-# One n-th of a step is held back for the oldest long forward.
+# One n-th of a step is held back for the first long forward.
 LONG_SHARE = 4
 
 
@@ -124,7 +126,7 @@ class Scheduler:
     @property
     def has_long(self) -> bool:
         """Whether a long forward (a prefill) has something to run."""
-        return bool(self._queue.long)
+        return bool(self._queue.long.line)
 
     @property
     def in_flight(self) -> int:
@@ -177,7 +179,7 @@ class Scheduler:
         left.tokens += spare_tokens
         # What was held back and not used after all.
         self._fill(self._queue.short, left, begin, chunks)
-        self._long_goes_first = bool(self._queue.long) and not long_had_turn
+        self._long_goes_first = bool(self._queue.long.line) and not long_had_turn
 
         chunks.sort(key=lambda pair: (pair[0].lane is self._queue.long, pair[0].arrival))
         return Batch([chunk for _, chunk in chunks], expired)
@@ -195,18 +197,18 @@ class Scheduler:
         if op.remaining == 0:
             self._queue.leave(entry)
             return True
-        self._queue.classify(entry)
+        self._queue.reclassify(entry)
         return False
 
     def _hold_back(self, step: _Budget) -> _Budget:
         """Split off what long forwards are sure of: some of a step, or all of a tiny one in their turn."""
-        if not self._queue.long:
+        if not self._queue.long.line:
             return _Budget(0, 0, 0)
-        oldest = self._queue.long[0].op
+        first = self._queue.long.line[0].op
         least = int(self._long_goes_first)
-        wanted_rows = min(step.rows // LONG_SHARE, oldest.remaining) if oldest.rows is Rows.ALL else 0
+        wanted_rows = min(step.rows // LONG_SHARE, first.remaining) if first.rows is Rows.ALL else 0
         part = _Budget(
-            tokens=max(least, min(step.tokens // LONG_SHARE, oldest.remaining)),
+            tokens=max(least, min(step.tokens // LONG_SHARE, first.remaining)),
             items=max(least, int(step.items > 1)),
             rows=max(least, wanted_rows),
         )
@@ -217,7 +219,7 @@ class Scheduler:
 
     def _fill(
         self,
-        lane: list[Entry],
+        lane: Lane,
         budget: _Budget,
         begin: Callable[[Forward], bool],
         chunks: list[tuple[Entry, Chunk]],
@@ -226,13 +228,13 @@ class Scheduler:
 
         Takes from `budget`, adds to `chunks`, moves to the short lane what `begin` made short.
 
-        Those behind one that does not fit wait, even if they would: the order of arrival holds, and the
-        cost stays that of the batch.
+        Those behind one that does not fit wait, even if they would: the lane's order holds, and the cost
+        stays that of the batch.
         """
         placed_before = len(chunks)
         i = 0
-        while i < len(lane):
-            entry = lane[i]
+        while i < len(lane.line):
+            entry = lane.line[i]
             if entry.step == self._steps:
                 i += 1
                 continue
@@ -240,6 +242,8 @@ class Scheduler:
             if self._fit(op, budget) == 0:
                 break
             if not entry.begun:
+                # Also of one that fails to begin.
+                lane.turn(entry.tag)
                 if not begin(op):
                     self._queue.leave(entry)
                     continue
@@ -247,7 +251,7 @@ class Scheduler:
                     self._queue.leave(entry)
                     raise ValueError(f"operation {op.op_id} was begun with no tokens left to compute")
                 self._queue.mark_begun(entry)
-                self._queue.classify(entry)  # Reuse may have made it short: then it is out of this lane.
+                self._queue.reclassify(entry)  # Reuse may have made it short: then it is out of this lane.
             count = self._fit(op, budget)
             if count == 0:
                 break  # Only its last token is left, and no row for that.

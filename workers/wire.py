@@ -94,6 +94,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand) -> Forward:
         output=_to_output(message.output) if message.HasField("output") else GREEDY,
         accept=Accept.CHOSEN if message.accept else Accept.ALL,
         kind=_KINDS[message.kind],
+        caller=message.caller,
         prompt_len=message.prompt_len,
         ephemeral=message.ephemeral,
         deadline_ns=now_ns + message.timeout_ns if message.timeout_ns else None,

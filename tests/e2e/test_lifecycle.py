@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import executor_pb2 as pb
 
@@ -63,6 +64,7 @@ def test_a_second_server_on_the_same_port_fails(shipped_gateway: GatewayProcess)
         (["--workers", "0"], "workers"),
         (["--model", "/nowhere"], "model"),
         (["--kv-blocks", "-1"], "kv_blocks"),
+        (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
     ],
 )
 def test_a_bad_setting_is_refused_at_start(flags: list[str], said: str) -> None:
@@ -84,6 +86,20 @@ def test_a_pool_that_does_not_fit_ends_the_server() -> None:
     done = serve_until_it_ends("--listen", "127.0.0.1:0", "--kv-blocks", "1000000000")
     assert done.returncode == 1
     assert "kv_blocks" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_not_there_ends_the_server() -> None:
+    done = serve_until_it_ends("--listen", "127.0.0.1:0", "--device", "cuda")
+    assert done.returncode == 1
+    assert "no CUDA device" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_status_and_capabilities_say_what_runs(shipped_gateway: GatewayProcess) -> None:
+    capabilities = shipped_gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest())
+    assert capabilities.runner == "eager" and "torch" in capabilities.kernels
+    for worker in shipped_gateway.status().workers:
+        assert worker.runner == capabilities.runner and worker.kernels == capabilities.kernels
 
 
 def test_draining_finishes_what_has_begun() -> None:

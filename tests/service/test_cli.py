@@ -180,8 +180,9 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
     assert summary.startswith("serving  version 9.9.9  up 1m01s")
     cells = dict(zip(split(header), split(worker), strict=True))
     assert cells == {
-        "worker": "worker-0", "pid": "4711", "epoch": "3", "device": "cpu", "state": "ready", "seqs": "5",
-        "used": "25", "free": "60", "cached": "15", "blocks": "100", "running": "2", "prefills": "10",
+        "worker": "worker-0", "pid": "4711", "epoch": "3", "device": "cpu", "runner": "eager",
+        "state": "ready", "seqs": "5", "used": "25", "free": "60", "cached": "15", "blocks": "100",
+        "running": "2", "prefills": "10",
         "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
     }  # fmt: skip
     assert "starting 42%" in starting

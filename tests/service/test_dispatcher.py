@@ -97,6 +97,27 @@ async def test_a_call_is_answered_when_all_of_it_is_done(bench: Bench) -> None:
     assert [handle.cache_id for handle in handles if handle] == [a, b], "in the order of the requests"
 
 
+async def test_a_call_is_a_caller_of_its_own(bench: Bench) -> None:
+    """All items of a batch are of one caller, and no other call's are."""
+    caches = [await bench.create(n) for n in range(4)]
+    for pair in (caches[:2], caches[2:]):
+        await bench.start(*(decode(cache, 7) for cache in pair))
+    numbers = [command.forward.caller for command in bench.sent]
+    assert 0 not in numbers
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+
+
+async def test_an_answer_that_is_computed_again_is_of_who_asks_again(bench: Bench) -> None:
+    cache = await bench.create(1)
+    first = await bench.start(decode(cache, 7, position=1))
+    bench.answer(bench.sent[0])
+    await first
+    output = types_pb2.OutputOptions(top_logprobs=1)
+    await bench.start(decode(cache, 7, position=1, output=output))
+    assert kinds(bench.sent) == ["forward", "fork", "forward"]
+    assert 0 != bench.sent[2].forward.caller != bench.sent[0].forward.caller
+
+
 async def test_no_requests_are_no_call(bench: Bench) -> None:
     assert await bench.dispatcher.run([]) == []
 

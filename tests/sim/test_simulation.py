@@ -126,8 +126,10 @@ def steps_lost_after_verify(patch: pytest.MonkeyPatch) -> None:
 def wrong_position_sent(patch: pytest.MonkeyPatch) -> None:
     forward = commands.forward
 
-    def one_early(op_id: int, number: int, position: int, *rest: object, **options: object) -> object:
-        return forward(op_id, number, max(0, position - 1), *rest, **options)  # type: ignore[arg-type]
+    def one_early(
+        operation: Operation, step: Step, number: int, position: int, *, replay: bool = False
+    ) -> object:
+        return forward(operation, step, number, max(0, position - 1), replay=replay)
 
     patch.setattr(commands, "forward", one_early)
 

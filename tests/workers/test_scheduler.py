@@ -1,4 +1,7 @@
-"""The scheduler against a plain model: who is in line, what ran, and what a step may hold."""
+"""The scheduler against a plain model: who is in line, what ran, and what a step may hold.
+
+Who of several callers goes first is in `test_fair_queueing`.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ def forward(
     rows: Rows = Rows.LAST,
     deadline_ns: int | None = None,
     position: int = 0,
+    caller: int = 0,
 ) -> Forward:
     return Forward(
         op_id,
@@ -40,6 +44,7 @@ def forward(
         list(range(tokens)),
         rows=rows,
         deadline_ns=deadline_ns,
+        caller=caller,
     )
 
 
@@ -78,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reusable=st.sampled_from([0, 0, 0, 16, 1000]),
         fails=st.sampled_from([False, False, False, True]),
         position=st.integers(0, 40),
+        caller=st.integers(0, 3),
     )
     def add(
         self,
@@ -88,10 +94,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         reusable: int,
         fails: bool,
         position: int,
+        caller: int,
     ) -> None:
         deadline_ns = None if patience_ns is None else self.now_ns + patience_ns
         op = forward(
-            self.next_id, tokens, sequence=sequence, rows=rows, deadline_ns=deadline_ns, position=position
+            self.next_id,
+            tokens,
+            sequence=sequence,
+            rows=rows,
+            deadline_ns=deadline_ns,
+            position=position,
+            caller=caller,
         )
         self.next_id += 1
         self.scheduler.add(op)
@@ -144,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         for op_id in late:
             del self.held[op_id]
-        waiting = {op.op_id: op.remaining for op in self.heads()}
+        short_line, long_line = self.lines()
         failures = 0
 
         def begin(op: Forward) -> bool:
@@ -163,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {op.op_id for op in batch.expired} == late
         assert batch.chunks or failures or not self.held
         self.check_chunks(batch)
-        self.check_shares(batch, waiting)
+        self.check_shares(batch, short_line, long_line)
         return batch
 
     def check_chunks(self, batch: Batch) -> None:
@@ -188,24 +201,29 @@ class SchedulerMachine(RuleBasedStateMachine):
     def is_long(self, op_id: int) -> bool:
         return self.held[op_id].remaining > SHORT_TOKENS
 
-    def check_shares(self, batch: Batch, waiting: dict[int, int]) -> None:
+    def lines(self) -> tuple[list[int], list[int]]:
+        """Who stands in line and is not late, short and long. Their order is the queue's own invariant."""
+        queue = self.scheduler._queue
+        short, long = (
+            [entry.op.op_id for entry in lane.line if entry.op.op_id in self.held]
+            for lane in (queue.short, queue.long)
+        )
+        return short, long
+
+    def check_shares(self, batch: Batch, short_line: list[int], long_line: list[int]) -> None:
         """Nobody first in line is passed over for long; short ones only for lack of their share.
 
-        `waiting`: the heads before the step, and what remained of each. A forward that `begin` made short
-        changed lines and is not judged.
+        The lines are those before the step. A forward that `begin` made short changed lines: not judged.
         """
         ran = {chunk.op.op_id for chunk in batch.chunks}
-        lines: dict[bool, list[int]] = {False: [], True: []}
-        for op_id, remaining in waiting.items():
-            lines[remaining > SHORT_TOKENS].append(op_id)
         stuck = {
             line[0]
-            for is_long, line in lines.items()
+            for is_long, line in ((False, short_line), (True, long_line))
             if line and line[0] in self.held.keys() - ran and is_long == self.is_long(line[0])
         }
         self.passed_over = {op_id: self.passed_over.get(op_id, 0) + 1 for op_id in stuck}
         assert all(steps <= PATIENCE_STEPS for steps in self.passed_over.values())
-        if (self.held.keys() - ran).intersection(lines[False]):
+        if (self.held.keys() - ran).intersection(short_line):
             short = [chunk for chunk in batch.chunks if chunk.op.remaining <= SHORT_TOKENS]
             limits = self.scheduler
             assert (
@@ -283,9 +301,16 @@ def drive(machine: SchedulerMachine, tokens: int, items: int, rows: int) -> None
     machine.start(tokens, items, rows)
     for n in range(30):
         machine.add(
-            n % 7, 40 if n % 3 == 0 else 1 + n % 5, list(Rows)[n % 3], None, 0, fails=False, position=n
+            n % 7,
+            40 if n % 3 == 0 else 1 + n % 5,
+            list(Rows)[n % 3],
+            None,
+            0,
+            False,
+            position=n,
+            caller=n % 2,
         )
-    machine.add(8, 1, Rows.LAST, 0, 0, fails=False, position=0)
+    machine.add(8, 1, Rows.LAST, 0, 0, fails=False, position=0, caller=0)
     machine.wait(1)
     machine.teardown()
 

@@ -60,8 +60,12 @@ class LlmExecutor(ModelExecutor):
         device = torch.device(device)
         limits = limits or StepLimits()
         if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels are launched on the thread's current device
             _check_fits_a_gpu(directory, device)
-        loaded = load_model(directory, dtype, device, progress, pack=True)
+        try:
+            loaded = load_model(directory, dtype, device, progress, pack=True)
+        except torch.OutOfMemoryError as error:
+            raise KvSizingError(f"the weights of {directory.name} do not fit on {device}") from error
         kv, runner = (
             _on_gpu(loaded, kv_blocks, limits) if device.type == "cuda" else _on_cpu(loaded, kv_blocks)
         )

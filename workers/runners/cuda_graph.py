@@ -27,6 +27,9 @@ from workers.sampling import SamplingRow
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
+# How errors of the device begin that are no AcceleratorError: of the libraries, and of Triton's launcher.
+_DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]")
+
 # Makes a function that repeats the launches of a function given to it.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -191,6 +194,9 @@ def _device_errors() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
+        raise  # Nothing was done to the device: the step may be run again, in smaller parts.
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, torch.AcceleratorError) or any(marker in text for marker in _DEVICE_ERRORS):
+            raise DeviceLostError(text.partition("\n")[0]) from error
         raise
-    except torch.AcceleratorError as error:
-        raise DeviceLostError(str(error).partition("\n")[0]) from error

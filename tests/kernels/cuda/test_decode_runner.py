@@ -17,6 +17,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.operations import Sampling, TokenMask
+from workers.runners.base import DeviceLostError
 from workers.runners.cuda_graph import CudaGraphRunner, buckets_up_to
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.eager import EagerRunner
@@ -223,3 +224,38 @@ def test_larger_batches_and_longer_sequences_run_eagerly(
     assert not sent
     twins.step([Item(sequence, [1]) for sequence in sequences[:2]])
     assert len(sent) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ],
+)
+def test_an_error_of_the_device_is_told_apart(
+    decoder: Decoder, device: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise error
+
+    twins = Twins(decoder, device)
+    monkeypatch.setattr(Decoder, "forward", fail)
+    inputs = twins.packer.pack([Item(HandSequence(), [1, 2])])
+    with pytest.raises(DeviceLostError, match="CUDA"):
+        twins.graph.step(inputs, [SamplingRow()])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("planted")])
+def test_other_errors_stay_what_they_are(
+    decoder: Decoder, device: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise error
+
+    twins = Twins(decoder, device)
+    monkeypatch.setattr(Decoder, "forward", fail)
+    inputs = twins.packer.pack([Item(HandSequence(), [1, 2])])
+    with pytest.raises(type(error)):
+        twins.graph.step(inputs, [SamplingRow()])

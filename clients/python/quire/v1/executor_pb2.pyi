@@ -467,7 +467,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., sequences: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pid", "epoch", "device", "state", "sequences", "blocks_total", "blocks_free", "blocks_cached", "prefill_operations", "decode_operations", "avg_prefill_ms", "avg_decode_ms", "memory_bytes", "steps", "step_tokens", "batch_items", "operations_in_flight", "load_progress")
+    __slots__ = ("worker_id", "pid", "epoch", "device", "state", "sequences", "blocks_total", "blocks_free", "blocks_cached", "prefill_operations", "decode_operations", "avg_prefill_ms", "avg_decode_ms", "memory_bytes", "steps", "step_tokens", "batch_items", "operations_in_flight", "load_progress", "runner", "kernels")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -487,6 +487,8 @@ class WorkerStatus(_message.Message):
     BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     LOAD_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RUNNER_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     epoch: int
@@ -506,7 +508,9 @@ class WorkerStatus(_message.Message):
     batch_items: int
     operations_in_flight: int
     load_progress: float
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., sequences: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_operations: _Optional[int] = ..., decode_operations: _Optional[int] = ..., avg_prefill_ms: _Optional[float] = ..., avg_decode_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., load_progress: _Optional[float] = ...) -> None: ...
+    runner: str
+    kernels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., sequences: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_operations: _Optional[int] = ..., decode_operations: _Optional[int] = ..., avg_prefill_ms: _Optional[float] = ..., avg_decode_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., load_progress: _Optional[float] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetCacheMetricsRequest(_message.Message):
     __slots__ = ("check_integrity",)

@@ -25,51 +25,51 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import types_pb2 as quire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\";\n\x0e\x43onnectRequest\x12)\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x17.quire.v1.WorkerCommand\"\xb1\x02\n\rWorkerCommand\x12\r\n\x05op_id\x18\x01 \x01(\x04\x12+\n\x07\x66orward\x18\x02 \x01(\x0b\x32\x18.quire.v1.ForwardCommandH\x00\x12%\n\x04\x66ork\x18\x03 \x01(\x0b\x32\x15.quire.v1.ForkCommandH\x00\x12-\n\x08truncate\x18\x04 \x01(\x0b\x32\x19.quire.v1.TruncateCommandH\x00\x12+\n\x07release\x18\x05 \x01(\x0b\x32\x18.quire.v1.ReleaseCommandH\x00\x12\'\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x16.quire.v1.AbortCommandH\x00\x12-\n\x08snapshot\x18\x07 \x01(\x0b\x32\x19.quire.v1.SnapshotCommandH\x00\x42\t\n\x07\x63ommand\"\xa0\x02\n\x0e\x46orwardCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12$\n\x04rows\x18\x04 \x01(\x0e\x32\x16.quire.v1.RowSelection\x12\'\n\x06output\x18\x05 \x01(\x0b\x32\x17.quire.v1.OutputOptions\x12&\n\x06\x61\x63\x63\x65pt\x18\x06 \x01(\x0e\x32\x16.quire.v1.VerifyAccept\x12\x12\n\nprompt_len\x18\x07 \x01(\r\x12\x11\n\tephemeral\x18\x08 \x01(\x08\x12\x12\n\ntimeout_ns\x18\t \x01(\x04\x12%\n\x04kind\x18\n \x01(\x0e\x32\x17.quire.v1.OperationKind\"1\n\x0b\x46orkCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08\x63hildren\x18\x02 \x03(\x04\"4\n\x0fTruncateCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07new_len\x18\x02 \x01(\r\"#\n\x0eReleaseCommand\x12\x11\n\tsequences\x18\x01 \x03(\x04\"$\n\x0c\x41\x62ortCommand\x12\x14\n\x0ctarget_op_id\x18\x01 \x01(\x04\";\n\x0fSnapshotCommand\x12\x0f\n\x07ordered\x18\x01 \x01(\x08\x12\x17\n\x0f\x63heck_integrity\x18\x02 \x01(\x08\"R\n\x0f\x43onnectResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.quire.v1.WorkerEvent\x12\x18\n\x10\x62locks_available\x18\x02 \x01(\r\"\xa0\x02\n\x0bWorkerEvent\x12\r\n\x05op_id\x18\x01 \x01(\x04\x12(\n\x07\x66orward\x18\x02 \x01(\x0b\x32\x15.quire.v1.ForwardDoneH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.quire.v1.ControlDoneH\x00\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.WorkerErrorH\x00\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x16.quire.v1.LoadProgressH\x00\x12&\n\x05ready\x18\x06 \x01(\x0b\x32\x15.quire.v1.WorkerReadyH\x00\x12,\n\x08snapshot\x18\x07 \x01(\x0b\x32\x18.quire.v1.WorkerSnapshotH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x0b\x46orwardDone\x12%\n\x07outputs\x18\x01 \x03(\x0b\x32\x14.quire.v1.StepOutput\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x15\n\rreused_tokens\x18\x03 \x01(\r\x12$\n\x06timing\x18\x04 \x01(\x0b\x32\x14.quire.v1.StepTiming\x12\x16\n\x0etoken_logprobs\x18\x05 \x03(\x02\"\r\n\x0b\x43ontrolDone\"{\n\x0bWorkerError\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.quire.v1.WorkerErrorReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rblocks_needed\x18\x03 \x01(\r\x12\x18\n\x10\x62locks_available\x18\x04 \x01(\r\"F\n\x0cLoadProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x12\n\ndone_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"\xee\x04\n\x0bWorkerReady\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bmax_seq_len\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x13\n\x0bhidden_size\x18\x08 \x01(\r\x12\x1b\n\x13num_attention_heads\x18\t \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\n \x01(\r\x12\x10\n\x08head_dim\x18\x0b \x01(\r\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x16\n\x0enum_parameters\x18\r \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x0e \x01(\x04\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0etokenizer_json\x18\x11 \x01(\x0c\x12\x10\n\x08\x65xecutor\x18\x12 \x01(\t\x12\x0e\n\x06runner\x18\x13 \x01(\t\x12\x0f\n\x07kernels\x18\x14 \x03(\t\x12&\n\x1esupports_native_unified_decode\x18\x15 \x01(\x08\x12\x15\n\rsupports_lora\x18\x16 \x01(\x08\x12\x18\n\x10page_size_tokens\x18\x17 \x01(\r\x12\x16\n\x0e\x62ytes_per_page\x18\x18 \x01(\x04\x12\x14\n\x0c\x62locks_total\x18\x19 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x1a \x01(\r\x12\x17\n\x0fmax_batch_items\x18\x1b \x01(\rB\x0f\n\r_bos_token_id\"\x81\x04\n\x0eWorkerSnapshot\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x03 \x01(\r\x12\x15\n\rblocks_cached\x18\x04 \x01(\r\x12\x19\n\x11\x62locks_referenced\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x15\n\rcopied_blocks\x18\n \x01(\x04\x12\x1a\n\x12prefill_operations\x18\x0b \x01(\x04\x12\x19\n\x11\x64\x65\x63ode_operations\x18\x0c \x01(\x04\x12\x12\n\nprefill_ns\x18\r \x01(\x04\x12\x11\n\tdecode_ns\x18\x0e \x01(\x04\x12\r\n\x05steps\x18\x0f \x01(\x04\x12\x13\n\x0bstep_tokens\x18\x10 \x01(\x04\x12\x13\n\x0b\x62\x61tch_items\x18\x11 \x01(\x04\x12\x1c\n\x14operations_in_flight\x18\x12 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x13 \x01(\x04\x12\x13\n\x0bstep_age_ns\x18\x14 \x01(\x04\x12\x18\n\x0bpool_intact\x18\x15 \x01(\x08H\x00\x88\x01\x01\x42\x0e\n\x0c_pool_intact*\\\n\x0cRowSelection\x12\x1d\n\x19ROW_SELECTION_UNSPECIFIED\x10\x00\x12\x16\n\x12ROW_SELECTION_LAST\x10\x01\x12\x15\n\x11ROW_SELECTION_ALL\x10\x02*\x9b\x01\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_KIND_PREFILL\x10\x01\x12\x19\n\x15OPERATION_KIND_DECODE\x10\x02\x12\x19\n\x15OPERATION_KIND_VERIFY\x10\x03\x12\x18\n\x14OPERATION_KIND_SCORE\x10\x04*\xe7\x01\n\x11WorkerErrorReason\x12#\n\x1fWORKER_ERROR_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1eWORKER_ERROR_REASON_KV_MISSING\x10\x01\x12$\n WORKER_ERROR_REASON_KV_EXHAUSTED\x10\x02\x12\x1d\n\x19WORKER_ERROR_REASON_FAULT\x10\x03\x12\x1f\n\x1bWORKER_ERROR_REASON_TIMEOUT\x10\x04\x12#\n\x1fWORKER_ERROR_REASON_UNSUPPORTED\x10\x05\x32S\n\rWorkerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\";\n\x0e\x43onnectRequest\x12)\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x17.quire.v1.WorkerCommand\"\xb1\x02\n\rWorkerCommand\x12\r\n\x05op_id\x18\x01 \x01(\x04\x12+\n\x07\x66orward\x18\x02 \x01(\x0b\x32\x18.quire.v1.ForwardCommandH\x00\x12%\n\x04\x66ork\x18\x03 \x01(\x0b\x32\x15.quire.v1.ForkCommandH\x00\x12-\n\x08truncate\x18\x04 \x01(\x0b\x32\x19.quire.v1.TruncateCommandH\x00\x12+\n\x07release\x18\x05 \x01(\x0b\x32\x18.quire.v1.ReleaseCommandH\x00\x12\'\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x16.quire.v1.AbortCommandH\x00\x12-\n\x08snapshot\x18\x07 \x01(\x0b\x32\x19.quire.v1.SnapshotCommandH\x00\x42\t\n\x07\x63ommand\"\xb0\x02\n\x0e\x46orwardCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12$\n\x04rows\x18\x04 \x01(\x0e\x32\x16.quire.v1.RowSelection\x12\'\n\x06output\x18\x05 \x01(\x0b\x32\x17.quire.v1.OutputOptions\x12&\n\x06\x61\x63\x63\x65pt\x18\x06 \x01(\x0e\x32\x16.quire.v1.VerifyAccept\x12\x12\n\nprompt_len\x18\x07 \x01(\r\x12\x11\n\tephemeral\x18\x08 \x01(\x08\x12\x12\n\ntimeout_ns\x18\t \x01(\x04\x12%\n\x04kind\x18\n \x01(\x0e\x32\x17.quire.v1.OperationKind\x12\x0e\n\x06\x63\x61ller\x18\x0b \x01(\x04\"1\n\x0b\x46orkCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08\x63hildren\x18\x02 \x03(\x04\"4\n\x0fTruncateCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07new_len\x18\x02 \x01(\r\"#\n\x0eReleaseCommand\x12\x11\n\tsequences\x18\x01 \x03(\x04\"$\n\x0c\x41\x62ortCommand\x12\x14\n\x0ctarget_op_id\x18\x01 \x01(\x04\";\n\x0fSnapshotCommand\x12\x0f\n\x07ordered\x18\x01 \x01(\x08\x12\x17\n\x0f\x63heck_integrity\x18\x02 \x01(\x08\"R\n\x0f\x43onnectResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.quire.v1.WorkerEvent\x12\x18\n\x10\x62locks_available\x18\x02 \x01(\r\"\xa0\x02\n\x0bWorkerEvent\x12\r\n\x05op_id\x18\x01 \x01(\x04\x12(\n\x07\x66orward\x18\x02 \x01(\x0b\x32\x15.quire.v1.ForwardDoneH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.quire.v1.ControlDoneH\x00\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.WorkerErrorH\x00\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x16.quire.v1.LoadProgressH\x00\x12&\n\x05ready\x18\x06 \x01(\x0b\x32\x15.quire.v1.WorkerReadyH\x00\x12,\n\x08snapshot\x18\x07 \x01(\x0b\x32\x18.quire.v1.WorkerSnapshotH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x0b\x46orwardDone\x12%\n\x07outputs\x18\x01 \x03(\x0b\x32\x14.quire.v1.StepOutput\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x15\n\rreused_tokens\x18\x03 \x01(\r\x12$\n\x06timing\x18\x04 \x01(\x0b\x32\x14.quire.v1.StepTiming\x12\x16\n\x0etoken_logprobs\x18\x05 \x03(\x02\"\r\n\x0b\x43ontrolDone\"{\n\x0bWorkerError\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.quire.v1.WorkerErrorReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rblocks_needed\x18\x03 \x01(\r\x12\x18\n\x10\x62locks_available\x18\x04 \x01(\r\"F\n\x0cLoadProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x12\n\ndone_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"\xee\x04\n\x0bWorkerReady\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bmax_seq_len\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x13\n\x0bhidden_size\x18\x08 \x01(\r\x12\x1b\n\x13num_attention_heads\x18\t \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\n \x01(\r\x12\x10\n\x08head_dim\x18\x0b \x01(\r\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x16\n\x0enum_parameters\x18\r \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x0e \x01(\x04\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0etokenizer_json\x18\x11 \x01(\x0c\x12\x10\n\x08\x65xecutor\x18\x12 \x01(\t\x12\x0e\n\x06runner\x18\x13 \x01(\t\x12\x0f\n\x07kernels\x18\x14 \x03(\t\x12&\n\x1esupports_native_unified_decode\x18\x15 \x01(\x08\x12\x15\n\rsupports_lora\x18\x16 \x01(\x08\x12\x18\n\x10page_size_tokens\x18\x17 \x01(\r\x12\x16\n\x0e\x62ytes_per_page\x18\x18 \x01(\x04\x12\x14\n\x0c\x62locks_total\x18\x19 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x1a \x01(\r\x12\x17\n\x0fmax_batch_items\x18\x1b \x01(\rB\x0f\n\r_bos_token_id\"\x81\x04\n\x0eWorkerSnapshot\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x03 \x01(\r\x12\x15\n\rblocks_cached\x18\x04 \x01(\r\x12\x19\n\x11\x62locks_referenced\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x15\n\rcopied_blocks\x18\n \x01(\x04\x12\x1a\n\x12prefill_operations\x18\x0b \x01(\x04\x12\x19\n\x11\x64\x65\x63ode_operations\x18\x0c \x01(\x04\x12\x12\n\nprefill_ns\x18\r \x01(\x04\x12\x11\n\tdecode_ns\x18\x0e \x01(\x04\x12\r\n\x05steps\x18\x0f \x01(\x04\x12\x13\n\x0bstep_tokens\x18\x10 \x01(\x04\x12\x13\n\x0b\x62\x61tch_items\x18\x11 \x01(\x04\x12\x1c\n\x14operations_in_flight\x18\x12 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x13 \x01(\x04\x12\x13\n\x0bstep_age_ns\x18\x14 \x01(\x04\x12\x18\n\x0bpool_intact\x18\x15 \x01(\x08H\x00\x88\x01\x01\x42\x0e\n\x0c_pool_intact*\\\n\x0cRowSelection\x12\x1d\n\x19ROW_SELECTION_UNSPECIFIED\x10\x00\x12\x16\n\x12ROW_SELECTION_LAST\x10\x01\x12\x15\n\x11ROW_SELECTION_ALL\x10\x02*\x9b\x01\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_KIND_PREFILL\x10\x01\x12\x19\n\x15OPERATION_KIND_DECODE\x10\x02\x12\x19\n\x15OPERATION_KIND_VERIFY\x10\x03\x12\x18\n\x14OPERATION_KIND_SCORE\x10\x04*\xe7\x01\n\x11WorkerErrorReason\x12#\n\x1fWORKER_ERROR_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1eWORKER_ERROR_REASON_KV_MISSING\x10\x01\x12$\n WORKER_ERROR_REASON_KV_EXHAUSTED\x10\x02\x12\x1d\n\x19WORKER_ERROR_REASON_FAULT\x10\x03\x12\x1f\n\x1bWORKER_ERROR_REASON_TIMEOUT\x10\x04\x12#\n\x1fWORKER_ERROR_REASON_UNSUPPORTED\x10\x05\x32S\n\rWorkerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROWSELECTION']._serialized_start=2840
-  _globals['_ROWSELECTION']._serialized_end=2932
-  _globals['_OPERATIONKIND']._serialized_start=2935
-  _globals['_OPERATIONKIND']._serialized_end=3090
-  _globals['_WORKERERRORREASON']._serialized_start=3093
-  _globals['_WORKERERRORREASON']._serialized_end=3324
+  _globals['_ROWSELECTION']._serialized_start=2856
+  _globals['_ROWSELECTION']._serialized_end=2948
+  _globals['_OPERATIONKIND']._serialized_start=2951
+  _globals['_OPERATIONKIND']._serialized_end=3106
+  _globals['_WORKERERRORREASON']._serialized_start=3109
+  _globals['_WORKERERRORREASON']._serialized_end=3340
   _globals['_CONNECTREQUEST']._serialized_start=57
   _globals['_CONNECTREQUEST']._serialized_end=116
   _globals['_WORKERCOMMAND']._serialized_start=119
   _globals['_WORKERCOMMAND']._serialized_end=424
   _globals['_FORWARDCOMMAND']._serialized_start=427
-  _globals['_FORWARDCOMMAND']._serialized_end=715
-  _globals['_FORKCOMMAND']._serialized_start=717
-  _globals['_FORKCOMMAND']._serialized_end=766
-  _globals['_TRUNCATECOMMAND']._serialized_start=768
-  _globals['_TRUNCATECOMMAND']._serialized_end=820
-  _globals['_RELEASECOMMAND']._serialized_start=822
-  _globals['_RELEASECOMMAND']._serialized_end=857
-  _globals['_ABORTCOMMAND']._serialized_start=859
-  _globals['_ABORTCOMMAND']._serialized_end=895
-  _globals['_SNAPSHOTCOMMAND']._serialized_start=897
-  _globals['_SNAPSHOTCOMMAND']._serialized_end=956
-  _globals['_CONNECTRESPONSE']._serialized_start=958
-  _globals['_CONNECTRESPONSE']._serialized_end=1040
-  _globals['_WORKEREVENT']._serialized_start=1043
-  _globals['_WORKEREVENT']._serialized_end=1331
-  _globals['_FORWARDDONE']._serialized_start=1334
-  _globals['_FORWARDDONE']._serialized_end=1485
-  _globals['_CONTROLDONE']._serialized_start=1487
-  _globals['_CONTROLDONE']._serialized_end=1500
-  _globals['_WORKERERROR']._serialized_start=1502
-  _globals['_WORKERERROR']._serialized_end=1625
-  _globals['_LOADPROGRESS']._serialized_start=1627
-  _globals['_LOADPROGRESS']._serialized_end=1697
-  _globals['_WORKERREADY']._serialized_start=1700
-  _globals['_WORKERREADY']._serialized_end=2322
-  _globals['_WORKERSNAPSHOT']._serialized_start=2325
-  _globals['_WORKERSNAPSHOT']._serialized_end=2838
-  _globals['_WORKERSERVICE']._serialized_start=3326
-  _globals['_WORKERSERVICE']._serialized_end=3409
+  _globals['_FORWARDCOMMAND']._serialized_end=731
+  _globals['_FORKCOMMAND']._serialized_start=733
+  _globals['_FORKCOMMAND']._serialized_end=782
+  _globals['_TRUNCATECOMMAND']._serialized_start=784
+  _globals['_TRUNCATECOMMAND']._serialized_end=836
+  _globals['_RELEASECOMMAND']._serialized_start=838
+  _globals['_RELEASECOMMAND']._serialized_end=873
+  _globals['_ABORTCOMMAND']._serialized_start=875
+  _globals['_ABORTCOMMAND']._serialized_end=911
+  _globals['_SNAPSHOTCOMMAND']._serialized_start=913
+  _globals['_SNAPSHOTCOMMAND']._serialized_end=972
+  _globals['_CONNECTRESPONSE']._serialized_start=974
+  _globals['_CONNECTRESPONSE']._serialized_end=1056
+  _globals['_WORKEREVENT']._serialized_start=1059
+  _globals['_WORKEREVENT']._serialized_end=1347
+  _globals['_FORWARDDONE']._serialized_start=1350
+  _globals['_FORWARDDONE']._serialized_end=1501
+  _globals['_CONTROLDONE']._serialized_start=1503
+  _globals['_CONTROLDONE']._serialized_end=1516
+  _globals['_WORKERERROR']._serialized_start=1518
+  _globals['_WORKERERROR']._serialized_end=1641
+  _globals['_LOADPROGRESS']._serialized_start=1643
+  _globals['_LOADPROGRESS']._serialized_end=1713
+  _globals['_WORKERREADY']._serialized_start=1716
+  _globals['_WORKERREADY']._serialized_end=2338
+  _globals['_WORKERSNAPSHOT']._serialized_start=2341
+  _globals['_WORKERSNAPSHOT']._serialized_end=2854
+  _globals['_WORKERSERVICE']._serialized_start=3342
+  _globals['_WORKERSERVICE']._serialized_end=3425
 # @@protoc_insertion_point(module_scope)

@@ -70,7 +70,7 @@ class WorkerCommand(_message.Message):
     def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardCommand(_message.Message):
-    __slots__ = ("sequence", "position", "token_ids", "rows", "output", "accept", "prompt_len", "ephemeral", "timeout_ns", "kind")
+    __slots__ = ("sequence", "position", "token_ids", "rows", "output", "accept", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class ForwardCommand(_message.Message):
     EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -91,7 +92,8 @@ class ForwardCommand(_message.Message):
     ephemeral: bool
     timeout_ns: int
     kind: OperationKind
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Union[RowSelection, str]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ...) -> None: ...
+    caller: int
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Union[RowSelection, str]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ...) -> None: ...
 
 class ForkCommand(_message.Message):
     __slots__ = ("sequence", "children")

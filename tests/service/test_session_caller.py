@@ -1,0 +1,73 @@
+"""A session is one caller to the workers, however many calls it has in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import cast
+
+from quire.v1 import executor_pb2, worker_pb2
+
+from service.config import Config
+from service.dispatcher import Dispatcher
+from service.journal.memory import MemoryJournal
+from service.pool.base import WorkerSlot
+from service.sequences import Limits, SequenceTable
+from service.server_state import ServerState
+from service.session import Session, SessionContext
+
+
+class Peer:
+    """The other end of a stream, without a deadline."""
+
+    def __init__(self) -> None:
+        self.results: list[executor_pb2.SessionResult] = []
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def write(self, message: executor_pb2.SessionResponse) -> None:
+        self.results += message.results
+
+
+async def test_calls_of_a_session_are_of_one_caller() -> None:
+    sent: list[worker_pb2.WorkerCommand] = []
+    dispatcher = Dispatcher(SequenceTable(Limits()), MemoryJournal(), lambda *effect: sent.append(effect[2]))
+    ready = worker_pb2.WorkerReady(blocks_total=100, max_seq_len=100, vocab_size=100)
+    slot = WorkerSlot("worker-0", epoch=1, ready=ready)
+    dispatcher.worker_ready(slot)
+    state = ServerState(Config())
+    state.worker_became_ready(ready)
+
+    async def calls() -> AsyncIterator[executor_pb2.SessionRequest]:
+        prefill = executor_pb2.PrefillRequest(token_ids=[1])
+        batch = executor_pb2.BatchPrefillRequest(items=[prefill, prefill])
+        for tag in (1, 3):
+            yield executor_pb2.SessionRequest(
+                calls=[
+                    executor_pb2.SessionCall(tag=tag, prefill=prefill),
+                    executor_pb2.SessionCall(tag=tag + 1, batch_prefill=batch),
+                ]
+            )
+
+    peers = [Peer(), Peer()]
+    sessions = [
+        asyncio.create_task(Session(dispatcher, state, cast(SessionContext, peer)).run(calls()))
+        for peer in peers
+    ]
+    while len(sent) < 12:
+        await asyncio.sleep(0)
+    by_caller: dict[int, list[int]] = {}
+    for command in sent:
+        by_caller.setdefault(command.forward.caller, []).append(command.op_id)
+    assert 0 not in by_caller
+    assert [len(op_ids) for op_ids in by_caller.values()] == [6, 6]
+
+    # The first caller's answers are the first session's.
+    done = worker_pb2.ForwardDone(kept=1)
+    done.outputs.add(token_id=9)
+    for op_ids, peer, session in zip(by_caller.values(), peers, sessions, strict=True):
+        events = [worker_pb2.WorkerEvent(op_id=op_id, forward=done) for op_id in op_ids]
+        dispatcher.worker_response(slot, worker_pb2.ConnectResponse(events=events))
+        await session
+        assert [result.tag for result in peer.results] == [1, 2, 3, 4]

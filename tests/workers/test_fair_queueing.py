@@ -1,0 +1,248 @@
+"""Several callers in one queue: whoever has little queued does not wait for whoever has much.
+
+A step is given room for a few operations, so that it matters who goes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import combinations, count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.forward_queue import SHORT_TOKENS, ForwardQueue, Lane
+from workers.operations import Forward
+from workers.scheduler import Scheduler
+
+FLOOD, OTHER, THIRD = 1, 2, 3
+LONG = SHORT_TOKENS + 1
+
+
+class Bench:
+    """A scheduler whose every operation is of a sequence of its own, as the gateway sends them."""
+
+    def __init__(self, items: int, tokens: int = 10_000) -> None:
+        self.scheduler = Scheduler(tokens, items, 10_000)
+        self.caller_of: dict[int, int] = {}
+        self.begun: Counter[int] = Counter()
+        self._op_ids = count()
+
+    def add(self, caller: int, operations: int = 1, tokens: int = 1) -> list[int]:
+        """Queue operations of a caller; return their ids."""
+        added = []
+        for _ in range(operations):
+            op_id = next(self._op_ids)
+            self.scheduler.add(Forward(op_id, op_id, 0, range(tokens), caller=caller))
+            self.caller_of[op_id] = caller
+            added.append(op_id)
+        return added
+
+    def step(self, begin: Callable[[Forward], bool] = lambda op: True) -> list[int]:
+        """Run one step; return the ids of the operations in it."""
+        batch = self.scheduler.next_batch(0, begin)
+        for chunk in batch.chunks:
+            self.begun[self.caller_of[chunk.op.op_id]] += chunk.start == 0
+            self.scheduler.advance(chunk)
+        self.scheduler.check_invariants()
+        return [chunk.op.op_id for chunk in batch.chunks]
+
+    def callers(self, op_ids: Sequence[int]) -> Counter[int]:
+        return Counter(self.caller_of[op_id] for op_id in op_ids)
+
+
+@pytest.mark.parametrize("items", [2, 32])
+@pytest.mark.parametrize("steps_before", [0, 1, 5])
+@pytest.mark.parametrize("tokens", [1, LONG])
+def test_one_operation_beside_a_thousand_is_in_the_next_step(
+    items: int, steps_before: int, tokens: int
+) -> None:
+    bench = Bench(items)
+    bench.add(FLOOD, 1000, tokens)
+    for _ in range(steps_before):
+        bench.step()
+    (alone,) = bench.add(OTHER, 1, tokens)
+    assert alone in bench.step()
+
+
+def test_a_step_of_one_operation_goes_to_the_newcomer() -> None:
+    bench = Bench(items=1)
+    bench.add(FLOOD, 1000)
+    bench.step()
+    (alone,) = bench.add(OTHER)
+    assert bench.step() == [alone]
+
+
+def test_two_floods_share_every_step() -> None:
+    bench = Bench(items=10)
+    bench.add(FLOOD, 500)
+    bench.step()
+    bench.add(OTHER, 500)
+    for _ in range(50):
+        assert bench.callers(bench.step()) == {FLOOD: 5, OTHER: 5}
+
+
+def test_what_others_leave_goes_to_the_flood() -> None:
+    bench = Bench(items=10)
+    bench.add(FLOOD, 100)
+    bench.add(OTHER, 3)
+    bench.add(THIRD, 1)
+    assert bench.callers(bench.step()) == {FLOOD: 6, OTHER: 3, THIRD: 1}
+    assert bench.callers(bench.step()) == {FLOOD: 10}
+
+
+@pytest.mark.parametrize("caller", [0, FLOOD])
+def test_what_fits_into_a_step_runs_together(caller: int) -> None:
+    bench = Bench(items=64)
+    bench.add(OTHER, 32)
+    batch = bench.add(caller, 32)
+    assert set(batch) <= set(bench.step())
+    assert len(bench.scheduler) == 0
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=30),
+    tokens=st.sampled_from([1, LONG]),
+    items=st.integers(2, 5),
+)
+def test_a_lone_caller_is_served_in_order_of_arrival(sizes: list[int], tokens: int, items: int) -> None:
+    bench = Bench(items)
+    arrived, ran = [], []
+    for size in sizes:
+        arrived += bench.add(FLOOD, size, tokens)
+        ran += bench.step()
+    while len(bench.scheduler):
+        ran += bench.step()
+    assert ran == arrived
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40)), min_size=2, max_size=6),
+    tokens=st.sampled_from([1, LONG]),
+    items=st.integers(2, 9),
+)
+def test_callers_with_work_queued_are_served_alike(
+    arrivals: list[tuple[int, int]], tokens: int, items: int
+) -> None:
+    """While two callers both have something queued, neither gets two operations ahead of the other.
+
+    `arrivals`: the step before which each caller comes, and how many operations it brings.
+    """
+    bench = Bench(items)
+    queued: dict[int, int] = {}
+    # What each two callers had begun when the later one of them came.
+    begun_before: dict[tuple[int, int], tuple[int, int]] = {}
+    for step in range(21):
+        for caller, (when, operations) in enumerate(arrivals, start=1):
+            if when == step:
+                begun_before |= {(other, caller): (bench.begun[other], 0) for other in queued}
+                queued[caller] = operations
+                bench.add(caller, operations, tokens)
+        bench.step()
+        waiting = [caller for caller, operations in queued.items() if bench.begun[caller] < operations]
+        for pair in combinations(waiting, 2):
+            first, second = (bench.begun[c] - b for c, b in zip(pair, begun_before[pair], strict=True))
+            assert abs(first - second) <= 1
+
+
+def test_a_flood_is_not_starved_by_callers_who_are_always_new() -> None:
+    """Eight callers, half of whom fit into a step, and who come back as another one each time."""
+    loops, items, steps = 8, 4, 100
+    bench = Bench(items)
+    bench.add(FLOOD, 1000)
+    bench.add(0, loops)
+    for _ in range(steps):
+        bench.add(0, bench.callers(bench.step())[0])
+    # One turn in loops + 2: see `Lane.turn`.
+    assert bench.begun[FLOOD] >= steps * items // (loops + 2) - 1
+    assert bench.begun[0] >= bench.begun[FLOOD]
+
+
+def test_a_flood_of_prefills_is_no_burden_to_those_who_come_later() -> None:
+    """Decodes move on by hundreds of turns while few prefills do: neither is counted for the other."""
+    bench = Bench(items=16, tokens=64)
+    bench.add(FLOOD, 100, 200)
+    for _ in range(50):
+        bench.add(OTHER, 15)
+        bench.step()
+    assert bench.begun[OTHER] - bench.begun[FLOOD] > 500
+    (alone,) = bench.add(THIRD, 1, 200)
+    earlier = bench.begun[FLOOD]
+    while alone not in bench.step():
+        pass
+    assert bench.begun[FLOOD] <= earlier + 1
+
+
+def test_ends_of_prefills_do_not_starve_decodes() -> None:
+    """Every second step is a prefill's, and leaves an end that could fill the one between."""
+    bench = Bench(items=1, tokens=SHORT_TOKENS)
+    bench.add(FLOOD, 1000, LONG)
+    bench.add(OTHER, 1000)
+    for _ in range(10):
+        earlier = bench.begun[OTHER]
+        for _ in range(50):
+            bench.step()
+        assert bench.begun[OTHER] > earlier
+
+
+def test_the_end_of_a_prefill_goes_before_what_its_caller_has_queued() -> None:
+    bench = Bench(items=4, tokens=64)
+    bench.add(FLOOD, 1000)
+    # Three decodes, and three pages of it in the first step.
+    (prefill,) = bench.add(FLOOD, 1, 62)
+    steps = [bench.step() for _ in range(3)]
+    assert prefill in steps[0]
+    assert prefill in steps[1] and prefill not in steps[2]
+
+
+def test_operations_that_fail_to_begin_have_had_their_turn() -> None:
+    bench = Bench(items=2)
+    failing = set(bench.add(FLOOD, 500))
+    good = bench.add(FLOOD, 2)
+    assert bench.step(lambda op: op.op_id not in failing) == good
+    bench.add(OTHER, 100)
+    (alone,) = bench.add(FLOOD)
+    assert alone in bench.step()
+
+
+def test_callers_are_forgotten_when_they_have_nothing_queued() -> None:
+    bench = Bench(items=8)
+    for caller in range(2000):
+        added = bench.add(caller, 2, tokens=1 + LONG * (caller % 2))
+        bench.scheduler.abort(added[0])
+        bench.step()
+        bench.step()
+    known = bench.scheduler._queue.short._callers, bench.scheduler._queue.long._callers
+    assert known == ({}, {})
+
+
+def never_move(lane: Lane, tag: int) -> None:
+    lane.virtual_time = max(lane.virtual_time, tag)
+
+
+def always_join_at_once(lane: Lane, caller: int) -> int:
+    lane._count(caller)
+    return lane.virtual_time
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant", "test"),
+    [
+        ("turn", never_move, test_a_flood_is_not_starved_by_callers_who_are_always_new),
+        ("turn", never_move, test_ends_of_prefills_do_not_starve_decodes),
+        ("turn", lambda lane, tag: None, test_callers_with_work_queued_are_served_alike),
+        ("join", always_join_at_once, test_two_floods_share_every_step),
+        ("join", always_join_at_once, test_callers_with_work_queued_are_served_alike),
+        ("take_over", Lane.join, test_the_end_of_a_prefill_goes_before_what_its_caller_has_queued),
+    ],
+)
+def test_the_tests_notice_a_mutant(
+    monkeypatch: pytest.MonkeyPatch, name: str, mutant: object, test: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(Lane, name, mutant)
+    # The queue's own invariants would notice too.
+    monkeypatch.setattr(ForwardQueue, "check_invariants", lambda queue: None)
+    with pytest.raises(AssertionError):
+        test()
