@@ -17,8 +17,8 @@ from service.cli_channel import CONTROL_TIMEOUT_S, open_channel, print_error
 # Where there is no terminal whose width counts, every column is shown in full.
 _WIDTH_WITHOUT_TERMINAL = 240
 _COLUMNS = (
-    "worker", "pid", "epoch", "device", "runner", "state", "seqs", "used", "free", "cached", "blocks", "running",
-    "prefills", "decodes", "prefill ms", "decode ms", "batch", "memory",
+    "worker", "pid", "epoch", "device", "runner", "state", "seqs", "used", "free", "cached", "blocks",
+    "running", "prefills", "decodes", "prefill ms", "decode ms", "batch", "memory",
 )  # fmt: skip
 _RATE_COLUMNS = ("tokens/s", "prefills/s", "decodes/s", "steps/s")
 _TEXT_COLUMNS = frozenset({"worker", "device", "runner", "state"})
