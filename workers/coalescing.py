@@ -6,7 +6,7 @@ So the loop waits for those it has just answered, under three bounds:
 
 - never longer than a share of the last step, and never longer than a fixed time;
 - never for a caller who did not come back in time the last time (agents, people, finished loops);
-- not at all for a lone caller, nor while a prefill has work to run.
+- not at all for a lone caller. (Nor while a prefill has work to run; the step loop sees to that.)
 
 Where steps are so short that answers take longer to travel than to compute, no caller is back within such a
 share. Steps would run with whoever came first, and take the cores from those who bring the others. So when

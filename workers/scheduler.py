@@ -98,8 +98,9 @@ class Scheduler:
     ) -> None:
         """Set the bounds of a step.
 
-        `max_mixed_prefill_tokens` bounds the tokens of long forwards in a step that also decodes, and so what
-        a prefill adds to the time between two tokens of the others. None: only the step's own bound.
+        `max_mixed_prefill_tokens` bounds the tokens of long forwards in a step that also decodes, or follows
+        one that did, and so what a prefill adds to the time between two tokens of the others. None: only the
+        step's own bound.
         """
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
@@ -118,6 +119,7 @@ class Scheduler:
         self._queue = ForwardQueue()
         self._steps = 0
         self._long_goes_first = False
+        self._decoded_last = False
 
     def __len__(self) -> int:
         """Return how many forwards are held, begun or not."""
@@ -127,6 +129,11 @@ class Scheduler:
     def has_long(self) -> bool:
         """Whether a long forward (a prefill) has something to run."""
         return bool(self._queue.long.line)
+
+    @property
+    def protects_decodes(self) -> bool:
+        """Whether long forwards are bounded for the sake of those who decode."""
+        return self.max_mixed_prefill_tokens < self.max_batch_tokens
 
     @property
     def in_flight(self) -> int:
@@ -172,9 +179,12 @@ class Scheduler:
         self._fill(self._queue.short, left, begin, chunks)
         left.add(held_back)
         spare_tokens = 0
-        if any(chunk.op.kind in _DECODES for _, chunk in chunks):
+        decodes = any(chunk.op.kind in _DECODES for _, chunk in chunks)
+        # Also in the step after one that decoded: its callers are about to come back, and would wait for it.
+        if decodes or self._decoded_last:
             spare_tokens = max(0, left.tokens - self.max_mixed_prefill_tokens)
             left.tokens -= spare_tokens
+        self._decoded_last = decodes
         long_had_turn |= self._fill(self._queue.long, left, begin, chunks)
         left.tokens += spare_tokens
         # What was held back and not used after all.

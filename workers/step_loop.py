@@ -91,7 +91,8 @@ class StepLoop:
             for command in commands or ():
                 self._carry_out(command)
             wait_ns = 0
-            if not self._scheduler.has_long:
+            # A prefill does not wait for decodes, unless it was told to run beside them.
+            if not self._scheduler.has_long or self._scheduler.protects_decodes:
                 wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
             try:
                 commands = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()

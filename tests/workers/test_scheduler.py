@@ -560,5 +560,10 @@ def test_a_prefill_beside_decodes_is_bounded() -> None:
     assert [(chunk.op.op_id, chunk.count) for chunk in mixed.chunks] == [(2, 1), (1, 32)]
     for chunk in mixed.chunks:
         scheduler.advance(chunk)
+    # Who decoded is about to come back, and would wait for a whole step of the prefill.
+    after = scheduler.next_batch(0, lambda _: True)
+    assert [(chunk.op.op_id, chunk.count) for chunk in after.chunks] == [(1, 32)]
+    for chunk in after.chunks:
+        scheduler.advance(chunk)
     alone = scheduler.next_batch(0, lambda _: True)
     assert [(chunk.op.op_id, chunk.count) for chunk in alone.chunks] == [(1, 512)]

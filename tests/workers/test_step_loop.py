@@ -74,3 +74,25 @@ def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceLostError):
         loop.run()
     assert tried == [3] and not results
+
+
+def test_a_bounded_prefill_waits_for_those_who_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of their steps would be followed by one of the prefill alone."""
+    executor = PagedAttentionExecutor.create(kv_blocks=64)
+    for protected, waits in ((8, True), (None, False)):
+        results: list[Result] = []
+        loop = StepLoop(executor, Scheduler(64, 16, 16, max_mixed_prefill_tokens=protected), results.extend)
+        asked: list[int] = []
+        monkeypatch.setattr(
+            loop._window, "remaining_ns", lambda _now, waiting, asked=asked: asked.append(waiting) or 0
+        )
+        loop.submit([forward(1)])
+        loop._take()
+        loop._scheduler.add(
+            Forward(
+                op_id=9, sequence=9, position=0, token_ids=list(range(300)), kind=Kind.PREFILL, prompt_len=300
+            )
+        )
+        asked.clear()
+        loop._take()
+        assert bool(asked) is waits
