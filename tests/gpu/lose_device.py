@@ -1,0 +1,36 @@
+"""A process that breaks its device: `python -m tests.gpu.lose_device MODEL_DIR DEVICE prefill|decode`.
+
+It asks for a token beyond the vocabulary, which on a GPU is an assertion in a kernel. Nothing can be done in
+the process after that, which is why it is one of its own. Prints the type of what the executor raises.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from workers.executors.llm import LlmExecutor, StepLimits
+
+BEYOND = 1_000_000
+
+
+def main() -> None:
+    directory, device, operation = sys.argv[1:]
+    limits = StepLimits(max_tokens=64, max_items=2)
+    executor = LlmExecutor.load(Path(directory), device=device, kv_blocks=16, limits=limits)
+    executor.prefill(0, [1, 2, 3])
+    executor.decode(0, 4)
+    try:
+        if operation == "prefill":
+            executor.prefill(1, [5, BEYOND, 6])
+        else:
+            executor.decode(0, BEYOND)
+        print("nothing", flush=True)
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+    os._exit(0)  # what would be torn down otherwise is on the device
+
+
+if __name__ == "__main__":
+    main()

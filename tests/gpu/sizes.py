@@ -1,0 +1,70 @@
+"""Real sizes on a GPU, small ones in a rehearsal; and small models with the shapes of real ones."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from tests.kernels.cuda.conftest import INTERPRETED
+from workers.kv.tensors import KvTensors
+from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+
+T = TypeVar("T")
+
+# In a rehearsal torch multiplies the matrices, and on many CPUs bfloat16 is slow.
+MODEL_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+
+
+def sized(real: T, rehearsal: T) -> T:
+    """The size for where this runs."""
+    return rehearsal if INTERPRETED else real
+
+
+def layers_of_qwen3_8b(max_positions: int) -> ModelConfig:
+    """Two layers of Qwen3-8B, with a smaller vocabulary; narrow ones in a rehearsal."""
+    return ModelConfig.from_settings(
+        {
+            "model_type": "qwen3",
+            "vocab_size": sized(32_000, 97),
+            "hidden_size": sized(4096, 64),
+            "intermediate_size": sized(12_288, 96),
+            "num_hidden_layers": sized(2, 1),
+            "num_attention_heads": sized(32, 2),
+            "num_key_value_heads": sized(8, 1),
+            "head_dim": sized(128, 64),
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "max_position_embeddings": max_positions,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+def random_decoder(config: ModelConfig, device: torch.device) -> Decoder:
+    """Seeded weights under which activations keep their size."""
+    decoder = Decoder.from_config(config, MODEL_DTYPE, device)
+    generator = torch.Generator().manual_seed(1)
+    for name, target in decoder.targets().items():
+        values = torch.randn(target.shape, generator=generator)
+        scaled = 1 + 0.1 * values if name.endswith("norm.weight") else values * target.shape[-1] ** -0.5
+        target.tensor.copy_(scaled)
+    return decoder
+
+
+def nan_kv(config: ModelConfig, num_pages: int, device: torch.device) -> KvTensors:
+    """Pages whose unused slots hold NaN."""
+    kv = KvTensors(
+        num_layers=config.num_hidden_layers,
+        num_pages=num_pages,
+        page_size=16,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=MODEL_DTYPE,
+        device=device,
+    )
+    for layer in range(kv.num_layers):
+        for pages in kv.layer(layer):
+            pages.fill_(torch.nan)
+    return kv

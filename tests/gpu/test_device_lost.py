@@ -1,0 +1,30 @@
+"""A device that fails is reported as lost, by eager steps and by replayed ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model_factory import TinyModel, make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("operation", ["prefill", "decode"])
+def test_an_assertion_in_a_kernel_loses_the_device(
+    operation: str, tmp_path: Path, device: torch.device
+) -> None:
+    directory = make_model(tmp_path, TinyModel(head_dim=64))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.lose_device", str(directory), str(device), operation],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    # On the CPU, where this is only rehearsed, an index is checked before it is used.
+    assert done.stdout.split() == ["DeviceLostError" if device.type == "cuda" else "IndexError"], done.stderr

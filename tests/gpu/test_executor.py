@@ -1,0 +1,89 @@
+"""LlmExecutor on the device against transformers on the same device."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.oracle import Oracle
+from tests.model_factory import TinyModel, make_model
+from workers.executors.llm import LlmExecutor, StepLimits
+from workers.operations import GREEDY, LogitsFormat, OutputSpec, RowOutput
+
+# A width that there are CUDA kernels for.
+MODEL = TinyModel(head_dim=64, num_layers=3, hidden_size=128, vocab_size=331)
+WITH_LOGITS = OutputSpec(logits=LogitsFormat.F32)
+# float32 against float32, in another order of summation: the bound of tests/e2e/test_parity_machine.py.
+MAX_RELATIVE_ERROR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), MODEL)
+
+
+def load(directory: Path, device: torch.device, dtype: str = "float32") -> LlmExecutor:
+    return LlmExecutor.load(
+        directory, dtype=dtype, device=device, kv_blocks=128, limits=StepLimits(max_tokens=256, max_items=8)
+    )
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(MODEL.vocab_size) for _ in range(count)]
+
+
+def as_tensor(outputs: list[RowOutput]) -> torch.Tensor:
+    rows = [np.frombuffer(output.logits or b"", dtype="<f4") for output in outputs]
+    return torch.from_numpy(np.stack(rows))
+
+
+def all_rows(executor: LlmExecutor, text: list[int]) -> torch.Tensor:
+    """Logits of every position: of the first half from a verify, of the others from decodes."""
+    half = len(text) // 2
+    outputs, _ = executor.forward_verify(1, text[:half], WITH_LOGITS)
+    outputs += [executor.decode(1, token, WITH_LOGITS) for token in text[half:]]
+    executor.release_cache(1)
+    return as_tensor(outputs)
+
+
+def test_logits_in_float32(directory: Path, device: torch.device) -> None:
+    text = random_tokens(1, 120)
+    expected = Oracle(directory, device).logits(text)
+    error = (all_rows(load(directory, device), text) - expected).abs().max() / expected.abs().max()
+    assert error < MAX_RELATIVE_ERROR
+
+
+def test_bfloat16_errs_no_more_than_transformers(directory: Path, device: torch.device) -> None:
+    """Both round differently; against float32 ours may err at most twice as much."""
+    text = random_tokens(2, 120)
+    exact = Oracle(directory, device).logits(text)
+    theirs = (Oracle(directory, device, torch.bfloat16).logits(text) - exact).abs().mean()
+    ours = (all_rows(load(directory, device, "bfloat16"), text) - exact).abs().mean()
+    assert ours <= 2 * theirs
+
+
+def test_64_greedy_tokens_are_identical(directory: Path, device: torch.device) -> None:
+    oracle, executor = Oracle(directory, device), load(directory, device)
+    prompts = [random_tokens(3, 5), random_tokens(4, 33), random_tokens(5, 64)]
+    outputs = executor.batch_prefill([(key, prompt, GREEDY) for key, prompt in enumerate(prompts)])
+    texts = [[output.token_id] for output in outputs]
+    while len(texts[0]) < 64:
+        outputs = executor.batch_decode([(key, text[-1], GREEDY) for key, text in enumerate(texts)])
+        for text, output in zip(texts, outputs, strict=True):
+            text.append(output.token_id)
+    assert texts == [oracle.greedy(prompt, 64) for prompt in prompts]
+    assert len({token for text in texts for token in text}) > 8, "a model that repeats itself proves little"
+
+
+@pytest.mark.gpu
+def test_decodes_are_replayed(directory: Path, device: torch.device) -> None:
+    executor = load(directory, device)
+    info = executor.info()
+    assert (info.runner, info.kernels, info.device) == ("cuda_graph", ("torch", "triton"), "cuda:0")
+    executor.warmup()
+    assert executor.kv_capacity().available == 128

@@ -1,0 +1,113 @@
+"""CUDA graphs: the same bits as the launches they hold, and nothing compiled once they are there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels.cuda import compilations
+from tests.gpu.sizes import layers_of_qwen3_8b, nan_kv, random_decoder, sized
+from tests.kernels.cuda.conftest import INTERPRETED
+from tests.workers.packing import HandPacker, HandSequence, Item
+from workers.models.decoder import Decoder
+from workers.operations import Sampling
+from workers.runners.cuda_graph import CudaGraphRunner
+from workers.sampling import SamplingRow
+
+MAX_ROWS = sized(256, 3)
+MAX_TOKENS = sized(4096, 64)
+CONFIG = layers_of_qwen3_8b(MAX_TOKENS)
+PAGES = sized(20_000, 40)
+# A batch that is full, one that is padded, and sizes between.
+BATCHES = sized((1, 2, 3, 7, 8, 13, 24, 30, 33, 64, 100, 200, 256), (1, 3))
+# Prefill attention, and variants of the others that go by the shape of a batch.
+MOST_PREFILL_VARIANTS = 8
+
+
+def repeat_launches(run: Callable[[], None]) -> Callable[[], None]:
+    """In place of a CUDA graph."""
+    run()
+    return run
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return random_decoder(CONFIG, torch.device("cpu" if INTERPRETED else "cuda:0"))
+
+
+def make_runner(decoder: Decoder, *, launched: bool) -> CudaGraphRunner:
+    """With graphs, or with their launches."""
+    kv = nan_kv(CONFIG, PAGES, decoder.device)
+    capture = repeat_launches if launched or INTERPRETED else None
+    return CudaGraphRunner(decoder, kv, max_rows=MAX_ROWS, max_seq_len=MAX_TOKENS, capture=capture)
+
+
+def random_tokens(dice: random.Random, count: int) -> list[int]:
+    return [dice.randrange(CONFIG.vocab_size) for _ in range(count)]
+
+
+def random_rows(dice: random.Random, sequences: list[HandSequence]) -> list[SamplingRow]:
+    specs = (None, Sampling(temperature=0.7, seed=5), Sampling(temperature=1.3, seed=2**63))
+    return [SamplingRow(dice.choice(specs), position=sequence.length + 1) for sequence in sequences]
+
+
+def test_a_replay_gives_the_bits_of_its_launches(decoder: Decoder) -> None:
+    dice, packer = random.Random(1), HandPacker(16, range(1, PAGES))
+    replayed, launched = (make_runner(decoder, launched=launched) for launched in (False, True))
+    for batch in BATCHES:
+        sequences = [HandSequence() for _ in range(batch)]
+        for sequence in sequences:
+            length = dice.randint(1, sized(300, 20))
+            inputs = packer.pack([Item(sequence, random_tokens(dice, length), ())])
+            for runner in (replayed, launched):
+                runner.step(inputs, [])
+        tokens = random_tokens(dice, batch)
+        for _ in range(sized(20, 2)):
+            inputs = packer.pack([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
+            rows = random_rows(dice, sequences)
+            ours, theirs = replayed.step(inputs, rows), launched.step(inputs, rows)
+            assert torch.equal(ours.logits, theirs.logits), f"batch {batch}"
+            tokens = ours.chosen.tolist()
+            assert tokens == theirs.chosen.tolist()
+        for sequence in sequences:
+            packer.free_pages += sequence.pages
+
+
+def test_nothing_is_compiled_after_the_graphs_are_captured(decoder: Decoder) -> None:
+    compilations.watch()
+    dice, packer = random.Random(2), HandPacker(16, range(1, PAGES))
+    runner = make_runner(decoder, launched=False)
+    sequences = [HandSequence() for _ in range(MAX_ROWS)]
+    for sequence in sequences:
+        runner.step(packer.pack([Item(sequence, random_tokens(dice, dice.randint(1, 9)), ())]), [])
+    runner.step(packer.pack([Item(sequences[0], [1])]), [SamplingRow()])
+    before = compilations.count()
+    for _ in range(sized(300, 3)):
+        picked = dice.sample(sequences, dice.randint(1, MAX_ROWS))
+        inputs = packer.pack([Item(sequence, random_tokens(dice, 1)) for sequence in picked])
+        runner.step(inputs, random_rows(dice, picked))
+    assert compilations.names()[before:] == []
+
+
+def test_prefills_compile_a_few_variants_and_then_none(decoder: Decoder) -> None:
+    compilations.watch()
+    dice, packer = random.Random(3), HandPacker(16, range(1, PAGES))
+    runner = make_runner(decoder, launched=False)
+    runner.step(packer.pack([Item(HandSequence(), [1])]), [SamplingRow()])
+    before = compilations.count()
+    for _ in range(sized(60, 2)):
+        items = []
+        for _ in range(dice.randint(1, 3)):
+            count = dice.choice((1, dice.randint(2, sized(40, 8)), dice.randint(2, sized(700, 12))))
+            items.append(Item(HandSequence(), random_tokens(dice, count), dice.choice(((), (-1,)))))
+        # Decodes first, as the worker packs them.
+        items.sort(key=lambda item: len(item.tokens))
+        inputs = packer.pack(items)
+        runner.step(inputs, [SamplingRow()] * len(inputs.wanted_rows))
+        for item in items:
+            packer.free_pages += item.sequence.pages
+    new = compilations.names()[before:]
+    assert len(new) <= MOST_PREFILL_VARIANTS, new

@@ -1,0 +1,115 @@
+"""Kernels at the widths of Qwen3-0.6B, 8B and 14B, with thousands of tokens and contexts of 32k."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cuda.paged_attention import paged_attention
+from kernels.cuda.rms_norm import add_rms_norm, rms_norm
+from kernels.cuda.rope_kv_write import rope_kv_write
+from kernels.cuda.silu_mul import silu_mul
+from kernels.rope import RopeSpec, rope_table
+from kernels.rope_kv_write import rope_kv_write_reference
+from kernels.silu_mul import silu_mul_reference
+from tests.gpu.paged_case import PagedCase, make_case
+from tests.gpu.sizes import sized
+from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings
+from tests.kernels.references import rms_norm64
+
+EPS = 1e-6
+# Query and key-value heads of the three models; (1, 1) is of none.
+HEADS = sized([(16, 8), (32, 8), (40, 8)], [(2, 1)])
+WIDTH = sized(128, 32)
+LONG = sized(32_768, 70)
+TOKENS = sized(4096, 3)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+
+def attend(case: PagedCase) -> torch.Tensor:
+    return paged_attention(
+        case.query, case.k_pages, case.v_pages, case.batch, scale=case.scale, sliding_window=case.window
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, sized(4096, 20)])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_decode_attention_at_32k(
+    heads: int, kv_heads: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Long and short ones in a batch, and one that is padded."""
+    items = [(1, LONG), (1, LONG - 5), (1, 1), (1, 0), (1, LONG // 8 + 1)]
+    case = make_case(items, device, heads=heads, kv_heads=kv_heads, width=WIDTH, dtype=dtype, window=window)
+    case.check(attend(case))
+
+
+@pytest.mark.parametrize("batch", sized([64, 256], [3]))
+def test_decode_attention_of_large_batches(batch: int, device: torch.device) -> None:
+    items = [(1, 1 + 37 * index % sized(2048, 40)) for index in range(batch)]
+    heads, kv_heads = HEADS[-1]
+    case = make_case(items, device, heads=heads, kv_heads=kv_heads, width=WIDTH, dtype=torch.bfloat16)
+    case.check(attend(case))
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, sized(4096, 20)])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_prefill_attention_at_32k(
+    heads: int, kv_heads: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A chunk at the end of a long context, whole prompts, and decodes before them."""
+    tokens = sized(512 if dtype is torch.float32 else 2048, 20)
+    items = [(1, LONG // 2), (1, 3), (tokens, LONG), (sized(1000, 9), sized(1000, 9)), (7, sized(3000, 33))]
+    case = make_case(items, device, heads=heads, kv_heads=kv_heads, width=WIDTH, dtype=dtype, window=window)
+    case.check(attend(case))
+
+
+@pytest.mark.parametrize("width", sized([64, 80, 96, 256], [64]))
+def test_other_head_widths(width: int, device: torch.device) -> None:
+    longest = sized(5000, 40)
+    items = [(1, longest), (sized(300, 9), longest)]
+    case = make_case(items, device, heads=4, kv_heads=2, width=width, dtype=torch.bfloat16)
+    case.check(attend(case))
+
+
+@pytest.mark.parametrize("width", sized([1024, 4096, 5120], [64]))
+def test_norms(width: int, device: torch.device) -> None:
+    x, residual = (torch.randn(TOKENS, width).bfloat16() for _ in range(2))
+    weight = torch.randn(width).bfloat16()
+    assert_rounded(rms_norm(x.to(device), weight.to(device), EPS), rms_norm64(x, weight, EPS), 2)
+    total = residual + x
+    on_device = residual.to(device, copy=True)
+    normed = add_rms_norm(x.to(device), on_device, weight.to(device), EPS)
+    assert torch.equal(on_device.cpu(), total)
+    assert_rounded(normed, rms_norm64(total, weight, EPS), 2)
+
+
+@pytest.mark.parametrize("width", sized([3072, 12_288, 17_408], [96]))
+def test_silu_mul(width: int, device: torch.device) -> None:
+    gate_up = torch.randn(TOKENS, 2 * width).bfloat16()
+    actual = silu_mul(gate_up.to(device))
+    assert_same_roundings(actual, silu_mul_reference(gate_up))
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_rounded(actual, torch.nn.functional.silu(gate) * up, 2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_rope_kv_write(heads: int, kv_heads: int, device: torch.device) -> None:
+    pages = TOKENS // 8 + 1
+    qkv = torch.randn(TOKENS, (heads + 2 * kv_heads) * WIDTH).bfloat16()
+    qk_norm = (1 + torch.randn(heads + kv_heads, WIDTH) / 10).bfloat16()
+    table = rope_table(RopeSpec(theta=1e6), WIDTH, LONG, torch.device("cpu"))
+    cos_sin = table[torch.randint(LONG, (TOKENS,))]
+    slots = torch.randperm(16 * pages)[:TOKENS]
+    empty = torch.full((pages, 16, kv_heads, WIDTH), torch.nan).bfloat16()
+    k_expected, v_expected = empty.clone(), empty.clone()
+    query = rope_kv_write_reference(qkv, qk_norm, cos_sin, slots, k_expected, v_expected, EPS)
+    k_pages, v_pages = (empty.to(device, copy=True) for _ in range(2))
+    turned, where = cos_sin.to(device), slots.to(device)
+    ours = rope_kv_write(qkv.to(device), qk_norm.to(device), turned, where, k_pages, v_pages, EPS)
+    assert_same_roundings(ours, query)
+    for mine, theirs in ((k_pages, k_expected), (v_pages, v_expected)):
+        written = mine.cpu().flatten(0, 1)  # [slots, K, D]
+        assert_same_roundings(written[slots], theirs.flatten(0, 1)[slots])
+        assert int(written.isnan().sum()) == written.numel() - TOKENS * kv_heads * WIDTH
