@@ -27,7 +27,7 @@ def gumbel(key, ids):
     """Noise of each token id, in float64: -log(-log1p(-uniform))."""
     # A uniform of 0 stands for [0, 2**-31): its middle, 2**-32, is taken.
     uniform = tl.maximum(tl.rand(key, ids).to(tl.float64), 2.3283064365386963e-10)
-    # 1 - uniform is exact in float64 but for the two next smallest, of which 1e-7 is lost: log1p is not needed.
+    # 1 - uniform is exact but for the two next smallest, where it costs the noise 1e-7: log1p is not needed.
     return -tl.log(-tl.log(1.0 - uniform))
 
 
@@ -203,7 +203,7 @@ def _block_spec(dtype: str, *, cut: bool) -> CompileSpec:
         name=f"choose_block {dtype} cut={cut}",
         signature={name: types[name] for name in choose_block_kernel.arg_names},
         constexprs=constexprs,
-        divisible_by_16=(*pointers, "logits_stride"),
+        divisible_by_16=(*pointers, "logits_stride", "vocab"),
     )
 
 

@@ -318,7 +318,7 @@ def compile_specs() -> list[CompileSpec]:
             name="sampling_cut",
             signature={name: types[name] for name in cut_kernel.arg_names},
             constexprs={"BLOCK": BLOCK},
-            divisible_by_16=(*pointers, "logits_stride"),
+            divisible_by_16=(*pointers, "logits_stride", "vocab"),
             num_warps=NUM_WARPS,
         )
     ]

@@ -160,6 +160,28 @@ def test_rows_beyond_2_to_the_31_elements(device: str) -> None:
     assert ids == values.argmax(dim=1).tolist()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_choice_follows_its_inputs(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("interpreted")
+    logits = torch.zeros(2, 2500, device=device)
+    temperatures, keys = torch.ones(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    ids, best = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(2, device=device)
+    choose(logits, temperatures, keys, ids, best)  # compiled before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        choose(logits, temperatures, keys, ids, best)
+    logits.normal_()
+    temperatures[1] = 0.0
+    keys.fill_(77)
+    graph.replay()
+    captured = ids.tolist(), best.tolist()
+    choose(logits, temperatures, keys, ids, best)
+    assert captured == (ids.tolist(), best.tolist())
+    assert_wins(captured[0][0], logits[0], 1.0, 77)
+
+
 def test_no_rows(device: str) -> None:
     none = torch.zeros(0, 5, device=device)
     assert chosen(none, [], []) == ([], [])
