@@ -108,13 +108,6 @@ class Dispatcher:
                 self._table.cancel(ticket)
         self._carry_out()
 
-    async def run_one(self, request: Request) -> Result:
-        """Runs one request. Raises its QuireError."""
-        (outcome,) = await self.run([request])
-        if isinstance(outcome, QuireError):
-            raise outcome
-        return outcome
-
     def release(self, cache_id: str) -> bool:
         """Forgets a cache; False if it was not known."""
         released = self._table.release(cache_id)

@@ -19,7 +19,7 @@ from service.journal.memory import MemoryJournal
 from service.logging import current_request_id
 from service.pool.base import WorkerSlot
 from service.sequences import Limits, SequenceTable
-from service.steps import Kind, Step, StepResult
+from service.steps import Kind, Step
 
 SECRET = "hunter2-/home/anna/weights"
 DECODE = "/quire.v1.ModelExecutorService/Decode"
@@ -116,15 +116,15 @@ async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harnes
     dispatcher.worker_ready(slot)
 
     async def behave(_request: Any) -> executor_pb2.DecodeResponse:
-        running = asyncio.ensure_future(
-            dispatcher.run_one(Step(kind=Kind.PREFILL, cache_id="", token_ids=[1]))
-        )
+        running = asyncio.ensure_future(dispatcher.run([Step(kind=Kind.PREFILL, cache_id="", token_ids=[1])]))
         await asyncio.sleep(0)  # Lets the step reach the worker.
         event = worker_pb2.WorkerEvent(op_id=sent[0].op_id)
         event.error.reason = worker_pb2.WORKER_ERROR_REASON_FAULT
         event.error.detail = repr(RuntimeError(SECRET))
         dispatcher.worker_response(slot, worker_pb2.ConnectResponse(events=[event]))
-        assert isinstance(await running, StepResult)
+        (outcome,) = await running
+        if isinstance(outcome, errors.QuireError):
+            raise outcome
         return executor_pb2.DecodeResponse()
 
     failed = await harness.refused(behave, metadata=[("x-request-id", "r-8")])

@@ -210,9 +210,9 @@ async def test_what_a_worker_says_becomes_what_a_client_sees(
     assert list(bench.journal.token_ids(cache)) == [1]
 
 
-async def test_one_request_raises_its_error(bench: Bench) -> None:
-    with pytest.raises(CacheNotFound):
-        await bench.dispatcher.run_one(decode("unknown", 1))
+async def test_an_unknown_cache_is_an_outcome(bench: Bench) -> None:
+    (outcome,) = await bench.dispatcher.run([decode("unknown", 1)])
+    assert isinstance(outcome, CacheNotFound)
 
 
 async def test_leases_run_out_by_themselves(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
         PreconditionFailed,
         QuireError,
         ResourceExhausted,
+        SessionEnded,
         Unavailable,
     )
-    from quire.session import SessionEnded
     from quire.v1.types_pb2 import OutputOptions, SamplingParams, StepOutput, TokenMask
 
 _HOME = {
@@ -52,9 +52,9 @@ _HOME = {
         "PreconditionFailed",
         "QuireError",
         "ResourceExhausted",
+        "SessionEnded",
         "Unavailable",
     ),
-    "quire.session": ("SessionEnded",),
     "quire.v1.types_pb2": ("OutputOptions", "SamplingParams", "StepOutput", "TokenMask"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import Message
 from quire import _calls, _methods
 from quire._methods import Method
-from quire.errors import InternalError, QuireError, ResourceExhausted, Unavailable, from_status
+from quire.errors import InternalError, QuireError, ResourceExhausted, SessionEnded, from_status
 from quire.v1 import executor_pb2
 
 # A message of calls that would be larger is sent in several.
@@ -34,14 +34,6 @@ _AnyFuture = TypeVar(
     "asyncio.Future[executor_pb2.SessionResult]",
     "concurrent.futures.Future[executor_pb2.SessionResult]",
 )
-
-
-class SessionEnded(Unavailable):
-    """The session is closed or broken; what ended it is the `__cause__`, and its reason is `reason`.
-
-    Steps may be repeated on another session: see `adopt`. One that was applied is answered, never applied
-    twice.
-    """
 
 
 def _session_ended(cause: QuireError | None) -> SessionEnded:

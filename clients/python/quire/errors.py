@@ -8,7 +8,8 @@
     ├── OutOfRange            OUT_OF_RANGE
     ├── ResourceExhausted     RESOURCE_EXHAUSTED
     ├── Unavailable           UNAVAILABLE, after the retries
-    │   └── CacheLost         the worker with the cache died: release it and prefill anew
+    │   ├── CacheLost         the worker with the cache died: release it and prefill anew
+    │   └── SessionEnded      the session is closed or broken: what ended it is the __cause__
     ├── DeadlineExceeded      DEADLINE_EXCEEDED
     ├── Cancelled             CANCELLED
     └── InternalError         everything else
@@ -89,6 +90,14 @@ class Unavailable(QuireError):
 
 class CacheLost(Unavailable):
     """The worker that held the cache died."""
+
+
+class SessionEnded(Unavailable):
+    """The session is closed or broken; what ended it is the `__cause__`, and its reason is `reason`.
+
+    Steps may be repeated on another session: see `adopt`. One that was applied is answered, never applied
+    twice.
+    """
 
 
 class DeadlineExceeded(QuireError):

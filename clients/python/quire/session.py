@@ -18,12 +18,12 @@ from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from quire._ledger import Ledger, SessionEnded, response_of
+from quire._ledger import Ledger, response_of
 from quire._methods import Method
 from quire.errors import Cancelled, DeadlineExceeded, QuireError, from_rpc_error
 from quire.v1 import executor_pb2
 
-__all__ = ["AsyncSessionStream", "SessionEnded", "SessionStream"]
+__all__ = ["AsyncSessionStream", "SessionStream"]
 
 # A quarter of the calls that a server holds for one session by default.
 DEFAULT_MAX_IN_FLIGHT = 256
