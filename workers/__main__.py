@@ -90,20 +90,33 @@ def _end_with_the_gateway() -> None:
 
 
 def _choose_device(arguments: argparse.Namespace) -> str:
-    """The device as torch names it. With "auto" a GPU, if there is one and it has kernels for the model."""
+    """The device as torch names it. With "auto" a GPU, if there is one and it has kernels for the model.
+
+    Each worker has a GPU of its own: two of them would each take what the other counts on.
+    """
     import torch
 
     if arguments.device == "cpu" or (arguments.device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda was asked for, and this machine has no CUDA device")
-    if arguments.device == "auto" and arguments.model != WEIGHTLESS_MODEL:
-        from workers.executors.llm import runs_on_cuda
+    if arguments.device == "auto" and not _has_cuda_kernels(arguments.model):
+        _log.info("the GPU has no kernels for this model's head_dim, which is run on the CPU")
+        return "cpu"
+    count = torch.cuda.device_count()
+    if arguments.device_index >= count:
+        raise ConfigurationError(
+            f"workers = {arguments.device_index + 1} or more, and this machine has {count} CUDA devices:"
+            " each worker takes one of its own; set device = cpu, or fewer workers"
+        )
+    torch.cuda.set_device(arguments.device_index)  # kernels are launched on the thread's current device
+    return f"cuda:{arguments.device_index}"
 
-        if not runs_on_cuda(Path(arguments.model)):
-            _log.info("the GPU has no kernels for this model's head_dim, which is run on the CPU")
-            return "cpu"
-    return f"cuda:{arguments.device_index % torch.cuda.device_count()}"
+
+def _has_cuda_kernels(model: str) -> bool:
+    from workers.executors.llm import runs_on_cuda
+
+    return model != WEIGHTLESS_MODEL and runs_on_cuda(Path(model))
 
 
 def _make_executor(arguments: argparse.Namespace, progress: Progress) -> ModelExecutor:

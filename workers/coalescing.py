@@ -2,11 +2,12 @@
 
 After a step its callers get their tokens and most of them send the next one within a millisecond or two. They
 do not come at the same instant, and a step that starts with the first of them costs as much as one with all.
-So the loop waits for those it has just answered, under three bounds:
+So the loop waits for those it has just answered, under these bounds:
 
-- never longer than a share of the last step, and never longer than a fixed time;
+- never longer than a share of the last step (but for the next paragraph), nor than a fixed time;
 - never for a caller who did not come back in time the last time (agents, people, finished loops);
-- not at all for a lone caller. (Nor while a prefill has work to run; the step loop sees to that.)
+- not at all for a lone caller, or with a full step at hand. (The step loop sees to the latter, and does not
+  wait while a prefill has work to run.)
 
 Where steps are so short that answers take longer to travel than to compute, no caller is back within such a
 share. Steps would run with whoever came first, and take the cores from those who bring the others. So when

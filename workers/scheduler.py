@@ -52,7 +52,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: short forwards first, each class in order of arrival; and what came too late to be begun.
+    """One step, in order of arrival within its classes; and what came too late to be begun.
+
+    Short forwards come first, and among them those of a single token: a GPU has a kernel of its own for them.
 
     The expired forwards have left the scheduler. Owned by the caller.
     """
@@ -191,7 +193,7 @@ class Scheduler:
         self._fill(self._queue.short, left, begin, chunks)
         self._long_goes_first = bool(self._queue.long.line) and not long_had_turn
 
-        chunks.sort(key=lambda pair: (pair[0].lane is self._queue.long, pair[0].arrival))
+        chunks.sort(key=lambda pair: (pair[0].lane is self._queue.long, pair[1].count > 1, pair[0].arrival))
         return Batch([chunk for _, chunk in chunks], expired)
 
     def advance(self, chunk: Chunk) -> bool:

@@ -27,7 +27,6 @@ from workers.operations import (
     FailureReason,
     Fork,
     Forward,
-    ForwardDone,
     IntegrityReport,
     Release,
     Result,
@@ -49,6 +48,8 @@ class StepLoop:
         self._emit = emit
         self._inbox: queue.SimpleQueue[Sequence[Command] | None] = queue.SimpleQueue()
         self._results: list[Result] = []
+        # Sequences whose callers the running step has answered, and who may come back with the next token.
+        self._answered: list[int] = []
         self._window = CoalescingWindow()
         self._stopping = threading.Event()
         # When the running step began, in time.monotonic_ns(); 0 between steps. Read by other threads.
@@ -92,7 +93,8 @@ class StepLoop:
                 self._carry_out(command)
             wait_ns = 0
             # A prefill does not wait for decodes, unless it was told to run beside them.
-            if not self._scheduler.has_long or self._scheduler.protects_decodes:
+            may_wait = not self._scheduler.has_long or self._scheduler.protects_decodes
+            if may_wait and len(self._scheduler) < self._scheduler.max_batch_items:
                 wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
             try:
                 commands = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
@@ -160,13 +162,15 @@ class StepLoop:
         finally:
             self.step_began_ns = 0
         now_ns = time.monotonic_ns()
-        answered = [result.sequence for result in self._results if isinstance(result, ForwardDone)]
-        self._window.opened(answered, now_ns, now_ns - began_ns)
+        self._window.opened(self._answered, now_ns, now_ns - began_ns)
+        self._answered = []
 
     def _begin(self, op: Forward) -> bool:
         """Prepares an operation for its first step; answers it if that fails."""
         try:
             self._executor.begin(op)
+        except DeviceLostError:
+            raise
         except KvExhausted as error:
             self._fail(
                 op,
@@ -206,6 +210,8 @@ class StepLoop:
         for chunk in chunks:
             if self._scheduler.advance(chunk):
                 self._results.append(self._executor.complete(chunk.op, len(chunks)))
+                if not chunk.op.ephemeral:
+                    self._answered.append(chunk.op.sequence)
 
     def _fail(self, op: Forward, failure: Failed) -> None:
         self._executor.roll_back(op)

@@ -18,7 +18,7 @@ constexpr int64_t kBlockOutputs = 64;
 constexpr int kVectors = kBlockOutputs / kLanes;
 // Rows whose sums fit the registers beside a pair of inputs of a block.
 constexpr int64_t kTileRows = 6;
-constexpr int64_t kMostRows = 12;
+constexpr int64_t kMostRows = 8;  // MOST_ROWS of linear.py
 // Inputs, in pairs, that several tiles of rows go through in turn: 8 kB of the weight stay in the first cache.
 constexpr int64_t kChunkPairs = 32;
 

@@ -81,7 +81,8 @@ def choose_block_kernel(
     tl.store(block_best + out, tl.where(all_usable, best, float("nan")))
 
 
-@triton.jit
+# `out_best` may be a part of something longer, beginning anywhere: that must not compile another variant.
+@triton.jit(do_not_specialize_on_alignment=["out_best"])
 def choose_row_kernel(
     out_ids,  # [R]
     out_best,  # [R]
@@ -185,7 +186,7 @@ def compile_specs() -> list[CompileSpec]:
 def _block_spec(dtype: str, *, cut: bool) -> CompileSpec:
     pointers = {
         "logits": f"*{dtype}",
-        "temperatures": "*fp32",
+        "temperatures": "*fp64",
         "keys": "*i64",
         "block_ids": "*i32",
         "block_logits": "*fp32",
@@ -194,7 +195,7 @@ def _block_spec(dtype: str, *, cut: bool) -> CompileSpec:
     }
     constexprs: dict[str, object] = {"BLOCK": BLOCK}
     if cut:
-        pointers |= {"temperatures": "*fp64", "cut_values": "*fp32", "cut_ids": "*i32"}
+        pointers |= {"cut_values": "*fp32", "cut_ids": "*i32"}
     else:
         constexprs |= {"cut_values": None, "cut_ids": None}
     types = {**pointers, "logits_stride": "i32", "vocab": "i32", **dict.fromkeys(constexprs, "constexpr")}
@@ -211,7 +212,7 @@ def _row_spec(width: int) -> CompileSpec:
     pointers = {
         "out_ids": "*i64",
         "out_best": "*fp32",
-        "temperatures": "*fp32",
+        "temperatures": "*fp64",
         "block_ids": "*i32",
         "block_logits": "*fp32",
         "block_noise": "*fp64",

@@ -133,11 +133,11 @@ def apply_penalties(
 
 def compile_specs() -> list[CompileSpec]:
     """The configurations that are shipped, for the check without a GPU."""
-    mask = {"logits": "*fp32", "mask_rows": "*i64", "words": "*i32"}
+    mask = {"logits": "*fp32", "mask_rows": "*i32", "words": "*i32"}
     entry = {
         "logits": "*fp32",
-        "rows": "*i64",
-        "ids": "*i64",
+        "rows": "*i32",
+        "ids": "*i32",
         "biases": "*fp64",
         "divisors": "*fp64",
         "losses": "*fp64",

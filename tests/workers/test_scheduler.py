@@ -190,7 +190,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 1 <= chunk.count <= op.remaining
             assert chunk.is_last == (chunk.count == op.remaining)
         order = [
-            (chunk.op.remaining > SHORT_TOKENS, arrivals.index(chunk.op.op_id)) for chunk in batch.chunks
+            (chunk.op.remaining > SHORT_TOKENS, chunk.count > 1, arrivals.index(chunk.op.op_id))
+            for chunk in batch.chunks
         ]
         assert order == sorted(order)
         assert sum(chunk.count for chunk in batch.chunks) <= self.scheduler.max_batch_tokens

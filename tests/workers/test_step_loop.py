@@ -96,3 +96,24 @@ def test_a_bounded_prefill_waits_for_those_who_decode(monkeypatch: pytest.Monkey
         asked.clear()
         loop._take()
         assert bool(asked) is waits
+
+
+def test_a_full_step_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = PagedAttentionExecutor.create(kv_blocks=64)
+    loop = StepLoop(executor, Scheduler(64, 2, max_rows=2), lambda _: None)
+    monkeypatch.setattr(loop._window, "remaining_ns", lambda *_: pytest.fail("it asked how long to wait"))
+    loop.submit([forward(op_id) for op_id in (1, 2, 3)])
+    loop._take()
+    assert loop.operations_in_flight == 3
+
+
+def test_a_caller_who_scores_is_not_expected_back() -> None:
+    """Its sequence is gone with the answer."""
+    executor = PagedAttentionExecutor.create(kv_blocks=64)
+    results: list[Result] = []
+    loop = make_loop(executor, results)
+    scored = forward(1)
+    scored.ephemeral, scored.rows, scored.kind = True, Rows.ALL, Kind.SCORE
+    loop.submit([scored, forward(2)])
+    run(loop, results, 2)
+    assert set(loop._window._away) == {2}

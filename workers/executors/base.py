@@ -33,9 +33,11 @@ from workers.operations import (
     OutputSpec,
     RowOutput,
     Rows,
+    Sampling,
+    TokenMask,
 )
 from workers.row_outputs import build_outputs, score_tokens
-from workers.runners.base import DeviceLostError, Runner
+from workers.runners.base import DeviceLostError, Runner, device_errors
 from workers.scheduler import Chunk
 
 
@@ -73,7 +75,8 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         op.started_ns = time.monotonic_ns()
         op.reused = self._table.match_prefix(sequence, op.token_ids, _reusable_tokens(op))
         op.computed = op.reused
-        self._kv.copy_pages(self._table.reserve(sequence, op.remaining))
+        with device_errors():
+            self._kv.copy_pages(self._table.reserve(sequence, op.remaining))
 
     def execute(self, chunks: Sequence[Chunk]) -> None:
         """One forward over chunks of operations that have begun; their outputs are added to them.
@@ -82,15 +85,16 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         """
         items = [BatchItem(chunk, self._sequence(chunk.op.sequence)) for chunk in chunks]
         inputs = pack(items, self._kv.page_size)
-        result = self._runner.step(inputs, sampling_rows(items))
-        logits = result.logits  # [R, vocab]
-        specs = [item.chunk.op.output for item in items for _ in item.wanted]
-        outputs = build_outputs(logits, result.chosen, specs)
+        with device_errors():
+            result = self._runner.step(inputs, sampling_rows(items))
+            specs = [item.chunk.op.output for item in items for _ in item.wanted]
+            outputs = build_outputs(result.logits, result.chosen, specs)
+            scores = self._scores(items, result.logits)
         first = 0
-        for item in items:
+        for item, item_scores in zip(items, scores, strict=True):
             last = first + len(item.wanted)
             op = item.chunk.op
-            op.token_logprobs.extend(self._score(item, logits[first:last]))
+            op.token_logprobs.extend(item_scores)
             op.outputs.extend(outputs[first:last])
             op.steps += 1
             self._table.append(item.sequence, item.token_ids)
@@ -139,9 +143,15 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         return sequence
 
     @staticmethod
-    def _score(item: BatchItem, logits: torch.Tensor) -> list[float]:
-        targets = score_targets(item)
-        return score_tokens(logits[: len(targets)], torch.tensor(targets)) if targets else []
+    def _scores(items: Sequence[BatchItem], logits: torch.Tensor) -> list[list[float]]:
+        """For each item the log-probabilities of the tokens that follow its own, if it asks for them."""
+        scores, first = [], 0
+        for item in items:
+            targets = score_targets(item)
+            rows = logits[first : first + len(targets)]
+            scores.append(score_tokens(rows, torch.tensor(targets)) if targets else [])
+            first += len(item.wanted)
+        return scores
 
     def _count(self, op: Forward, now_ns: int) -> None:
         counters, took_ns = self._counters, now_ns - op.started_ns
@@ -263,13 +273,18 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         self._table.check_integrity()
 
     def warmup(self) -> None:
-        """A real prefill and decode, so that the first caller waits for nothing. Leaves no trace."""
-        key = -2
+        """Real steps of each kind, so that the first caller of any waits for nothing. Leaves no trace."""
+        key, other = -2, -3
         # Less than a page, so that nothing of it stays in the prefix index.
-        length = max(1, min(self._info.max_seq_len, self._kv.page_size) - 2)
+        length = max(1, min(self._info.max_seq_len, self._kv.page_size) - 5)
         self.prefill(key, [i % self._info.vocab_size for i in range(length)])
         self.decode(key, 0)
+        masked = OutputSpec(mask=TokenMask(allowed=(0, 1)))
+        self.decode(key, 0, masked)
+        drawn = OutputSpec(sampling=Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1))
+        self.unified_decode([(key, [0], Rows.LAST, drawn), (other, [0, 0], Rows.LAST, masked)])
         self.release_cache(key)
+        self.release_cache(other)
         self._counters = StepCounters()
 
     def shutdown(self) -> None:

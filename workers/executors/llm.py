@@ -60,12 +60,17 @@ class LlmExecutor(ModelExecutor):
         device = torch.device(device)
         limits = limits or StepLimits()
         if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
-            _check_fits_a_gpu(directory, device)
+            _check_has_kernels(directory)
         try:
             loaded = load_model(directory, dtype, device, progress, pack=True)
         except torch.OutOfMemoryError as error:
-            raise KvSizingError(f"the weights of {directory.name} do not fit on {device}") from error
+            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+            raise KvSizingError(
+                f"the weights of {directory.name} do not fit on {device}, which has {total_bytes >> 20} MiB;"
+                f" {free_bytes >> 20} MiB of them were left"
+            ) from error
         kv, runner = (
             _on_gpu(loaded, kv_blocks, limits) if device.type == "cuda" else _on_cpu(loaded, kv_blocks)
         )
@@ -86,19 +91,27 @@ def _on_gpu(loaded: LoadedModel, kv_blocks: int | None, limits: StepLimits) -> t
         working_bytes = measure_working_bytes(
             decoder,
             trial,
-            max_step_tokens=min(limits.max_tokens, config.max_position_embeddings),
+            max_step_tokens=limits.max_tokens,
+            max_seq_len=config.max_position_embeddings,
             max_rows=limits.max_items,
             vocab_size=config.vocab_size,
         )
         del trial
         torch.cuda.empty_cache()
-        free_bytes, total_bytes = torch.cuda.mem_get_info(decoder.device)
-        memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
-        kv = _pages(loaded, choose_num_gpu_pages(kv_blocks, _page_bytes(loaded), memory))
     except torch.OutOfMemoryError as error:
         raise KvSizingError(
             f"a step of {limits.max_tokens} tokens does not fit into the memory that the weights leave:"
             f" lower max_batch_tokens or max_batch_items"
+        ) from error
+    free_bytes, total_bytes = torch.cuda.mem_get_info(decoder.device)
+    memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
+    num_pages = choose_num_gpu_pages(kv_blocks, _page_bytes(loaded), memory)
+    try:
+        kv = _pages(loaded, num_pages)
+    except torch.OutOfMemoryError as error:
+        needed_bytes = num_pages * _page_bytes(loaded)
+        raise KvSizingError(
+            f"{num_pages} pages need {needed_bytes >> 20} MiB of GPU memory in one piece, which is not there"
         ) from error
     return kv, CudaGraphRunner(
         decoder, kv, max_rows=limits.max_items, max_seq_len=config.max_position_embeddings
@@ -110,21 +123,12 @@ def runs_on_cuda(directory: Path) -> bool:
     return ModelConfig.from_directory(directory).head_dim in cuda_head_widths()
 
 
-def _check_fits_a_gpu(directory: Path, device: torch.device) -> None:
-    """Raises ModelError for a model without kernels, KvSizingError for one that is too large."""
-    config = ModelConfig.from_directory(directory)
-    widths = cuda_head_widths()
-    if config.head_dim not in widths:
-        known = ", ".join(map(str, widths))
-        raise ModelError(f"head_dim: must be one of {known} on a CUDA device, got {config.head_dim}")
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    # What the files hold is what will be in memory, but for a conversion, which the allocation then shows.
-    weight_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    if weight_bytes > free_bytes:
-        raise KvSizingError(
-            f"{directory.name} has {weight_bytes >> 20} MiB of weights,"
-            f" {free_bytes >> 20} of {total_bytes >> 20} MiB are free on {device}"
-        )
+def _check_has_kernels(directory: Path) -> None:
+    """Raises ModelError for a model that the kernels of CUDA devices are not made for."""
+    if not runs_on_cuda(directory):
+        known = ", ".join(map(str, cuda_head_widths()))
+        head_dim = ModelConfig.from_directory(directory).head_dim
+        raise ModelError(f"head_dim: must be one of {known} on a CUDA device, got {head_dim}")
 
 
 def _shape(loaded: LoadedModel) -> dict[str, int]:

@@ -12,7 +12,7 @@ from kernels.paged_attention import CUDA_WIDTHS
 def active_kernels(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
     """What a model of this dtype on this device runs on, such as ("torch", "onednn-packed", "cpu-avx512")."""
     if device.type == "cuda":
-        return ("torch", "triton")
+        return ("torch", "triton")  # of the weightless model, whose heads are too narrow, the sampling only
     names = ["torch"]
     if can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
         names.append("onednn-packed")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,9 @@ import torch
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
 from workers.sampling import SamplingRow
+
+# In errors of the device that are no AcceleratorError: those of libraries, and of Triton's launcher.
+_DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]")
 
 
 class DeviceLostError(Exception):
@@ -56,3 +60,17 @@ class Runner(Protocol):
             SamplingError: A row has no usable logits, or nothing that it may choose; see `workers.sampling`.
             DeviceLostError: See there.
         """
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Turn an error after which the device's context is of no use into DeviceLostError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # Nothing was done to the device: the step may be run again, in smaller parts.
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, torch.AcceleratorError) or any(marker in text for marker in _DEVICE_ERRORS):
+            raise DeviceLostError(text.partition("\n")[0]) from error
+        raise

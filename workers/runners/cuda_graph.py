@@ -10,8 +10,7 @@ first decode. All else (prefills, mixed batches, verifies, larger batches) runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +19,12 @@ import torch
 from workers.device_sampling import is_simple
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
-from workers.runners.base import DeviceLostError, Model, StepResult
+from workers.runners.base import Model, StepResult, device_errors
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.eager import EagerRunner, choose_tokens
 from workers.sampling import SamplingRow
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-
-# How errors of the device begin that are no AcceleratorError: of the libraries, and of Triton's launcher.
-_DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]")
 
 # Makes a function that repeats the launches of a function given to it.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -81,7 +77,7 @@ class CudaGraphRunner:
 
     def step(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
         """See `Runner.step`."""
-        with _device_errors(), torch.inference_mode():
+        with device_errors(), torch.inference_mode():
             if not self._is_decode(inputs, rows):
                 return self._eager.step(inputs, rows)
             return self._replay(inputs, rows)
@@ -96,10 +92,7 @@ class CudaGraphRunner:
         )
 
     def _replay(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
-        if self._buffers is None:
-            self._buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device)
-            self._capture_all(self._buffers)
-        buffers, count = self._buffers, len(rows)
+        buffers, count = self._buffers or self._capture_all(), len(rows)
         bucket = next(size for size in self._buckets if size >= count)
         buffers.load(inputs, rows)
         self._graphs[bucket].replay()
@@ -117,8 +110,8 @@ class CudaGraphRunner:
     def run_ahead(self, steps: int, count: int) -> None:
         """Repeat the last decode step of `count` sequences, each time with the tokens chosen before.
 
-        Launches without waiting. The caller has reserved the pages, and sent tables that name them, with the
-        step before; nothing here tells it what was chosen.
+        For measuring what the device alone needs. Launches without waiting. The caller has reserved pages,
+        and sent tables that name them, with the step before; nothing here tells it what was chosen.
         """
         assert self._buffers is not None, "no decode step has run"
         graph = self._graphs[next(size for size in self._buckets if size >= count)]
@@ -126,10 +119,15 @@ class CudaGraphRunner:
             graph.replay()
         self._buffers.forget()
 
-    def _capture_all(self, buffers: DecodeBuffers) -> None:
-        """Capture a graph for each bucket, the largest first: the others fit into its memory."""
-        for bucket in reversed(self._buckets):
-            self._graphs[bucket] = self._capture_one(buffers, bucket)
+    def _capture_all(self) -> DecodeBuffers:
+        """Capture a graph for each bucket, the largest first: the others fit into its memory.
+
+        All or none: after a failure the next decode tries again.
+        """
+        buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device)
+        graphs = {bucket: self._capture_one(buffers, bucket) for bucket in reversed(self._buckets)}
+        self._buffers, self._graphs = buffers, graphs
+        return buffers
 
     def _capture_one(self, buffers: DecodeBuffers, bucket: int) -> _Graph:
         # All rows are padded while it is captured and before: no page is read or written.
@@ -169,10 +167,14 @@ class _CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        # One for all: libraries keep a workspace for each stream they have seen.
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Warms up, then captures `run`."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             # Kernels are compiled, and libraries take their workspaces, before anything is recorded.
@@ -186,17 +188,3 @@ class _CudaCapture:
         self._pool = self._pool or graph.pool()
         replay: Callable[[], None] = graph.replay
         return replay
-
-
-@contextmanager
-def _device_errors() -> Iterator[None]:
-    """Turn an error after which the device's context is of no use into DeviceLostError."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise  # Nothing was done to the device: the step may be run again, in smaller parts.
-    except RuntimeError as error:
-        text = str(error)
-        if isinstance(error, torch.AcceleratorError) or any(marker in text for marker in _DEVICE_ERRORS):
-            raise DeviceLostError(text.partition("\n")[0]) from error
-        raise

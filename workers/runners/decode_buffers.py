@@ -78,7 +78,7 @@ class DecodeBuffers:
         self._greedy = True
 
     def inputs(self, bucket: int) -> ForwardInputs:
-        """What a forward over the first `bucket` rows reads. The numbers for the host are upper bounds."""
+        """What a forward over the first `bucket` rows reads. It does not tell the host the lengths."""
         return ForwardInputs(
             token_ids=self._columns.token_ids[:bucket],
             positions=self._columns.positions[:bucket],
@@ -114,6 +114,7 @@ class DecodeBuffers:
             and inputs.positions.tolist() == self._next_positions
         ):
             return False
+        self.forget()  # until this step has run, whatever becomes of it
         host = self._host
         host.token_ids[:count] = inputs.token_ids
         host.positions[:count] = inputs.positions

@@ -26,6 +26,9 @@ class EagerRunner:
         """See `Runner.step`. The logits are the caller's own."""
         with torch.inference_mode():
             hidden = self._model.forward(inputs.to(self._kv.device), self._kv)  # [R, hidden]
+            if hidden.is_cuda and not rows:
+                # Nothing is read back: a failure would show in somebody else's step, and the time as well.
+                torch.cuda.current_stream(hidden.device).synchronize()
             logits = self._model.logits(hidden)  # [R, vocab]
             if not logits.is_cuda:
                 logits = logits.float()  # what numpy can compute with, once for all that follows

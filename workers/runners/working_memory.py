@@ -14,14 +14,15 @@ _RESERVE_BYTES = 512 << 20
 
 
 def measure_working_bytes(
-    model: Model, kv: KvTensors, *, max_step_tokens: int, max_rows: int, vocab_size: int
+    model: Model, kv: KvTensors, *, max_step_tokens: int, max_seq_len: int, max_rows: int, vocab_size: int
 ) -> int:
-    """Run a prefill as large as any step, and see what it takes. Leaves nothing allocated.
+    """Run a prefill as large as any step, and see what it takes.
 
     Args:
         model: On a CUDA device, with its weights.
         kv: A pool of at least `max_step_tokens` tokens, of which nothing is kept.
         max_step_tokens: Most tokens of a step.
+        max_seq_len: Most tokens of a sequence; a step may hold several.
         max_rows: Most rows of logits of a step.
         vocab_size: V.
     """
@@ -31,7 +32,8 @@ def measure_working_bytes(
     before_bytes = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        inputs = _prefill(max_step_tokens, min(max_rows, max_step_tokens), kv.page_size).to(device)
+        inputs = _prefills(max_step_tokens, max_seq_len, min(max_rows, max_step_tokens), kv.page_size)
+        inputs = inputs.to(device)
         logits = model.logits(model.forward(inputs, kv))  # [R, V]
         # Sampling and log-probabilities work on copies in float32 of some rows.
         copies = [logits[:128].float() for _ in range(3)]
@@ -45,17 +47,20 @@ def measure_working_bytes(
     return step_bytes + graph_bytes + _RESERVE_BYTES
 
 
-def _prefill(tokens: int, rows: int, page_size: int) -> ForwardInputs:
-    """One prompt in the first pages, with logits of its last rows."""
-    pages = -(-tokens // page_size)
+def _prefills(tokens: int, max_seq_len: int, rows: int, page_size: int) -> ForwardInputs:
+    """Prompts that are as long as may be, all in the same pages, with logits of the last rows."""
+    lengths = [min(max_seq_len, tokens - first) for first in range(0, tokens, max_seq_len)]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    pages = -(-lengths[0] // page_size)
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return ForwardInputs(
         token_ids=torch.zeros(tokens, dtype=torch.int64),
-        positions=torch.arange(tokens),
-        slots=torch.arange(tokens),
-        query_starts=torch.tensor([0, tokens], dtype=torch.int32),
-        context_lens=torch.tensor([tokens], dtype=torch.int32),
-        block_tables=torch.arange(pages, dtype=torch.int32)[None],
+        positions=positions,
+        slots=positions,
+        query_starts=starts,
+        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=torch.arange(pages, dtype=torch.int32).expand(len(lengths), -1).contiguous(),
         wanted_rows=torch.arange(tokens - rows, tokens),
-        query_lens=[tokens],
-        context_lens_host=[tokens],
+        query_lens=lengths,
+        context_lens_host=lengths,
     )

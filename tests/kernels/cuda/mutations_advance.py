@@ -17,6 +17,12 @@ MUTATIONS = [
         "(position - 1) // PAGE_SIZE",
         _MOVES,
     ),
-    Mutation("the slot moved on to has 32 bits", _MODULE, "page.to(tl.int64) * PAGE_SIZE", "page * PAGE_SIZE", _MOVES),
+    Mutation(
+        "the slot moved on to has 32 bits",
+        _MODULE,
+        "page.to(tl.int64) * PAGE_SIZE",
+        "page * PAGE_SIZE",
+        _MOVES,
+    ),
     Mutation("reads beyond the table", _MODULE, "live & (column < table_pages)", "live", _BEYOND),
 ]

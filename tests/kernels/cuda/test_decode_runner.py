@@ -259,3 +259,39 @@ def test_other_errors_stay_what_they_are(
     inputs = twins.packer.pack([Item(HandSequence(), [1, 2])])
     with pytest.raises(type(error)):
         twins.graph.step(inputs, [SamplingRow()])
+
+
+def test_a_batch_that_could_not_be_sent_is_sent_when_tried_again(
+    decoder: Decoder, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before must not be taken for the one that the device would run next."""
+    twins = Twins(decoder, device)
+    first, second = HandSequence(), HandSequence()
+    for sequence in (first, second):
+        twins.step([Item(sequence, [5, 6])])
+    (token,) = twins.step([Item(first, [1])])
+    send = DecodeBuffers._send_tables
+    monkeypatch.setattr(DecodeBuffers, "_send_tables", lambda *_: 1 / 0)
+    both = twins.packer.pack([Item(second, [3]), Item(first, [token])])
+    with pytest.raises(ZeroDivisionError):
+        twins.graph.step(both, [SamplingRow()] * 2)
+    monkeypatch.setattr(DecodeBuffers, "_send_tables", send)
+    for sequence in (first, second):
+        sequence.length -= 1
+    twins.step([Item(first, [token])])
+    twins.step([Item(second, [3])])
+
+
+def test_graphs_are_captured_again_after_a_failure(
+    decoder: Decoder, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(decoder, device)
+    sequence = HandSequence()
+    twins.step([Item(sequence, [5, 6])])
+    capture = CudaGraphRunner._capture_one
+    monkeypatch.setattr(CudaGraphRunner, "_capture_one", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        twins.graph.step(twins.packer.pack([Item(sequence, [1])]), [SamplingRow()])
+    sequence.length -= 1
+    monkeypatch.setattr(CudaGraphRunner, "_capture_one", capture)
+    twins.step([Item(sequence, [1])])
