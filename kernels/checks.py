@@ -54,3 +54,33 @@ def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Te
             f"{name}: must have the dtype and device of {other_name} ({other.dtype} on {other.device}), "
             f"got {tensor.dtype} on {tensor.device}"
         )
+
+
+def check_pages(
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    kv_heads: int | None,
+    width: int,
+    other_name: str,
+    other: torch.Tensor,
+) -> None:
+    """Check the pages of keys and values, [pages, S, K, D] each.
+
+    Args:
+        k_pages: Pages of keys.
+        v_pages: Pages of values, to be of the same shape.
+        kv_heads: K, or None where any is right.
+        width: D.
+        other_name: The name of what is to have their dtype and device.
+        other: That argument.
+
+    Raises:
+        ValueError: A shape differs, or pages are not contiguous.
+        TypeError: Dtype or device differ.
+    """
+    check_tensor("k_pages", k_pages, (None, None, kv_heads, width), FLOAT_DTYPES)
+    check_tensor("v_pages", v_pages, k_pages.shape, FLOAT_DTYPES)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        check_same(name, pages, other_name, other)
+        if not pages.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, got strides {pages.stride()}")

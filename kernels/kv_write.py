@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_same, check_tensor
+from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_pages, check_same, check_tensor
 
 
 def kv_write_reference(
@@ -54,9 +54,5 @@ def kv_write(
     check_tensor("value", value, key.shape, FLOAT_DTYPES)
     check_same("value", value, "key", key)
     check_tensor("slots", slots, (tokens,), INDEX_DTYPES)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        check_tensor(name, pages, (k_pages.shape[0], k_pages.shape[1], heads, width), FLOAT_DTYPES)
-        check_same(name, pages, "key", key)
-        if not pages.is_contiguous():
-            raise ValueError(f"{name}: must be contiguous, got strides {pages.stride()}")
+    check_pages(k_pages, v_pages, heads, width, "key", key)
     kv_write_reference(key, value, k_pages, v_pages, slots)

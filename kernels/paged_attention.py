@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from kernels.attention_batch import AttentionBatch
-from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
+from kernels.checks import FLOAT_DTYPES, check_pages, check_tensor
 from kernels.cpu import paged_attention as cpu
 
 # Head widths that the kernels of CUDA devices are made and checked for; others are left to torch there.
@@ -71,12 +71,7 @@ def paged_attention(
     """
     check_tensor("query", query, (sum(batch.query_lens), None, None), FLOAT_DTYPES)
     heads, width = query.shape[1:]
-    check_tensor("k_pages", k_pages, (None, None, None, width), FLOAT_DTYPES)
-    check_tensor("v_pages", v_pages, k_pages.shape, FLOAT_DTYPES)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        check_same(name, pages, "query", query)
-        if not pages.is_contiguous():
-            raise ValueError(f"{name}: must be contiguous, got strides {pages.stride()}")
+    check_pages(k_pages, v_pages, None, width, "query", query)
     page_size, kv_heads = k_pages.shape[1:3]
     if heads % kv_heads:
         raise ValueError(f"query: {heads} heads are not a multiple of the {kv_heads} heads of k_pages")

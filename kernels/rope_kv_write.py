@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_same, check_tensor
+from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_pages, check_same, check_tensor
 from kernels.cpu import rope_kv_write as cpu
 from kernels.kv_write import kv_write_reference
 from kernels.rms_norm import rms_norm_reference
@@ -82,11 +82,7 @@ def rope_kv_write(
         check_same("qk_norm", qk_norm, "qkv", qkv)
     check_tensor("cos_sin", cos_sin, (tokens, width), (torch.float32,))
     check_tensor("slots", slots, (tokens,), INDEX_DTYPES)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        check_tensor(name, pages, (k_pages.shape[0], k_pages.shape[1], kv_heads, width), FLOAT_DTYPES)
-        check_same(name, pages, "qkv", qkv)
-        if not pages.is_contiguous():
-            raise ValueError(f"{name}: must be contiguous, got strides {pages.stride()}")
+    check_pages(k_pages, v_pages, kv_heads, width, "qkv", qkv)
     if qkv.is_cuda:
         from kernels.cuda import rope_kv_write as cuda
 

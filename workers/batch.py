@@ -12,7 +12,7 @@ import torch
 
 from workers.kv.sequence import KvSequence
 from workers.models.inputs import ForwardInputs
-from workers.operations import Kind, OutputSpec, Rows
+from workers.operations import Kind, Rows
 from workers.sampling import SamplingRow
 from workers.scheduler import Chunk
 
@@ -91,7 +91,7 @@ def sampling_rows(items: Sequence[BatchItem]) -> list[SamplingRow]:
         op = item.chunk.op
         length = len(item.sequence.token_ids)
         history: Sequence[int] = ()
-        if item.wanted and _has_penalty(op.output):
+        if item.wanted and op.output.sampling is not None and op.output.sampling.has_penalty:
             history = [*item.sequence.token_ids, *item.token_ids]
         for index in item.wanted:
             # The chosen token would stand at this position; the tokens before it are its history.
@@ -106,15 +106,6 @@ def sampling_rows(items: Sequence[BatchItem]) -> list[SamplingRow]:
                 )
             )
     return rows
-
-
-def _has_penalty(output: OutputSpec) -> bool:
-    sampling = output.sampling
-    return sampling is not None and (
-        sampling.repetition_penalty != 1.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.presence_penalty != 0.0
-    )
 
 
 def score_targets(item: BatchItem) -> list[int]:

@@ -14,7 +14,7 @@ Dimension letters: R rows; V vocabulary; C rows that are copied; M masks; W word
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from workers.counter_rng import mix_key
 from workers.operations import Sampling, TokenMask
-from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
+from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow, in_vocabulary
 
 _GREEDY = Sampling()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,7 +46,7 @@ Columns = dict[str, NDArray[Any]]  # what some rows need, by the name of a kerne
 def is_simple(row: SamplingRow) -> bool:
     """Whether a temperature and a key are all that a row's choice needs: it is made without a copy."""
     spec = row.spec or _GREEDY
-    return row.mask is None and not _changes_logits(spec) and not _cuts(spec)
+    return row.mask is None and not spec.changes_logits and not _cuts(spec)
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -120,11 +120,6 @@ def _choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best
     sampling.choose(copy, temperatures, columns["keys"], ids, best, cut_values, cut_ids)
 
 
-def _changes_logits(spec: Sampling) -> bool:
-    penalties = (spec.repetition_penalty, spec.frequency_penalty, spec.presence_penalty)
-    return bool(spec.logit_bias) or penalties != (1.0, 0.0, 0.0)
-
-
 def _cuts(spec: Sampling) -> bool:
     """Whether top_k, top_p or min_p may matter: the most likely token is never cut off."""
     return spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1.0 or spec.min_p > 0.0)
@@ -177,7 +172,7 @@ def _mask_words(mask: TokenMask, vocab: int) -> NDArray[np.int32]:
         packed = np.frombuffer(mask.packed[:size].ljust(size, b"\0"), dtype=np.uint8)
     else:
         allowed = np.zeros(size * 8, dtype=np.bool_)
-        allowed[_in_vocabulary(mask.allowed or (), vocab)] = True
+        allowed[in_vocabulary(mask.allowed or (), vocab)] = True
         packed = np.packbits(allowed, bitorder="little")
     return packed.view("<i4")
 
@@ -193,10 +188,10 @@ def _penalties(rows: Sequence[SamplingRow], vocab: int) -> Columns:
 
 def _row_penalties(row: SamplingRow, spec: Sampling, vocab: int) -> Columns:
     """The tokens that bias or penalties of one row name, ascending, and what each of them does to it."""
-    biased = _in_vocabulary(spec.logit_bias, vocab)
-    seen = _in_vocabulary(row.history if spec.repetition_penalty != 1.0 else (), vocab)
+    biased = in_vocabulary(spec.logit_bias, vocab)
+    seen = in_vocabulary(row.history if spec.repetition_penalty != 1.0 else (), vocab)
     counted = spec.frequency_penalty != 0.0 or spec.presence_penalty != 0.0
-    since = _in_vocabulary(row.history[row.prompt_len :] if counted else (), vocab)
+    since = in_vocabulary(row.history[row.prompt_len :] if counted else (), vocab)
     recent, counts = np.unique(since, return_counts=True)
     ids: Ids = np.unique(np.concatenate([biased, seen, recent]))
     biases, divisors, losses = np.zeros(len(ids)), np.ones(len(ids)), np.zeros(len(ids))
@@ -204,11 +199,6 @@ def _row_penalties(row: SamplingRow, spec: Sampling, vocab: int) -> Columns:
     divisors[np.searchsorted(ids, seen)] = spec.repetition_penalty
     losses[np.searchsorted(ids, recent)] = counts * spec.frequency_penalty + spec.presence_penalty
     return {"ids": ids.astype(np.int32), "biases": biases, "divisors": divisors, "losses": losses}
-
-
-def _in_vocabulary(ids: Sequence[int] | Mapping[int, float], vocab: int) -> Ids:
-    listed = np.fromiter(ids, dtype=np.int64, count=len(ids))
-    return listed[(listed >= 0) & (listed < vocab)]
 
 
 def _send(tables: Sequence[Columns], device: torch.device) -> list[dict[str, Tensor]]:

@@ -60,6 +60,17 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
 
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the tokens of the sequence so far matter."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether bias or penalties change logits, which also a greedy choice sees."""
+        return bool(self.logit_bias) or self.has_penalty
+
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:

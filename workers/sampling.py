@@ -115,7 +115,7 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     forbidden: list[int] = []
     for index, row in enumerate(rows):
         spec = row.spec or _GREEDY
-        if row.mask is None and spec.temperature <= 0 and not _changes_logits(spec):
+        if row.mask is None and spec.temperature <= 0 and not spec.changes_logits:
             continue
         token = _choose_one(logits[index].cpu().numpy(), row, spec)
         if token is None:
@@ -165,7 +165,7 @@ def _most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _choose_one(raw: Row, row: SamplingRow, spec: Sampling) -> int | None:
     """The token of one row of usable logits, which are not modified; None where nothing is allowed."""
     adjusted = raw if row.mask is None else np.where(_allowed(row.mask, len(raw)), raw, np.float32(_NEG_INF))
-    if _changes_logits(spec):
+    if spec.changes_logits:
         adjusted = _adjusted(adjusted, row, spec)
     token = int(adjusted.argmax())
     best = float(adjusted[token])
@@ -174,18 +174,13 @@ def _choose_one(raw: Row, row: SamplingRow, spec: Sampling) -> int | None:
     return token if spec.temperature <= 0 else _draw(adjusted, best, spec, mix_key(spec.seed, row.position))
 
 
-def _changes_logits(spec: Sampling) -> bool:
-    penalties = (spec.repetition_penalty, spec.frequency_penalty, spec.presence_penalty)
-    return bool(spec.logit_bias) or penalties != (1.0, 0.0, 0.0)
-
-
 def _allowed(mask: TokenMask, vocab: int) -> NDArray[np.bool_]:
     """[V]. Bits and ids beyond the vocabulary are ignored; bits that are missing forbid."""
     if mask.packed is not None:
         packed = np.frombuffer(mask.packed, dtype=np.uint8)
         return np.unpackbits(packed, count=vocab, bitorder="little").view(np.bool_)
     allowed = np.zeros(vocab, dtype=np.bool_)
-    allowed[_in_vocabulary(mask.allowed or (), vocab)] = True
+    allowed[in_vocabulary(mask.allowed or (), vocab)] = True
     return allowed
 
 
@@ -193,23 +188,24 @@ def _adjusted(row: Row, settings: SamplingRow, spec: Sampling) -> Row:
     """A copy of row with logit_bias and penalties applied. Only the tokens they name are touched."""
     row = row.copy()
     if spec.logit_bias:
-        ids = _in_vocabulary(spec.logit_bias, len(row))
+        ids = in_vocabulary(spec.logit_bias, len(row))
         bias = _column(spec.logit_bias, ids)
         _store(row, ids, row[ids] + bias)
         row[ids[bias == _NEG_INF]] = _NEG_INF
     if spec.repetition_penalty != 1.0:
-        ids = _in_vocabulary(set(settings.history), len(row))
+        ids = in_vocabulary(set(settings.history), len(row))
         values = row[ids].astype(np.float64)
         penalty = spec.repetition_penalty
         _store(row, ids, np.where(values > 0, values / penalty, values * penalty))
     if spec.frequency_penalty != 0.0 or spec.presence_penalty != 0.0:
         counts = Counter(settings.history[settings.prompt_len :])
-        ids = _in_vocabulary(counts, len(row))
+        ids = in_vocabulary(counts, len(row))
         _store(row, ids, row[ids] - (_column(counts, ids) * spec.frequency_penalty + spec.presence_penalty))
     return row
 
 
-def _in_vocabulary(ids: Collection[int], vocab: int) -> Ids:
+def in_vocabulary(ids: Collection[int], vocab: int) -> Ids:
+    """[n] those of the ids that are tokens, in their order."""
     listed = np.fromiter(ids, dtype=np.int64, count=len(ids))
     return listed[(listed >= 0) & (listed < vocab)]
 

@@ -28,6 +28,16 @@ from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow, c
 torch.set_num_threads(1)
 
 INF = float("inf")
+# Biases and masks that leave nothing of 18 tokens, of which the model forbids token 3.
+FORBIDDING_ALL: list[tuple[dict[int, float], TokenMask | None]] = [
+    ({}, TokenMask(allowed=[])),
+    ({}, TokenMask(packed=b"\x00\x00\xfc")),  # Only bits beyond the vocabulary.
+    ({}, TokenMask()),
+    ({}, TokenMask(allowed=[3, 18, 2**31])),  # The model itself forbids 3; the others are no tokens.
+    ({5: -INF}, TokenMask(allowed=[5])),
+    (dict.fromkeys(range(18), -INF), None),
+]
+
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 SEEDS = st.one_of(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
 POSITIONS = st.one_of(st.integers(0, 300), st.sampled_from([2**31 - 1, 2**31, 2**40]))
@@ -247,17 +257,7 @@ def test_unusable_logits_are_named_never_chosen_from(bad: list[float], row: Samp
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("bias", "mask"),
-    [
-        ({}, TokenMask(allowed=[])),
-        ({}, TokenMask(packed=b"\x00\x00\xfc")),  # Only bits beyond the vocabulary.
-        ({}, TokenMask()),
-        ({}, TokenMask(allowed=[3, 18, 2**31])),  # The model itself forbids 3; the others are no tokens.
-        ({5: -INF}, TokenMask(allowed=[5])),
-        (dict.fromkeys(range(18), -INF), None),
-    ],
-)
+@pytest.mark.parametrize(("bias", "mask"), FORBIDDING_ALL)
 def test_forbidding_all_raises(temperature: float, bias: dict[int, float], mask: TokenMask | None) -> None:
     logits = torch.zeros(3, 18)
     logits[:, 3] = -INF

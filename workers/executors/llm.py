@@ -125,9 +125,9 @@ def runs_on_cuda(directory: Path) -> bool:
 
 def _check_has_kernels(directory: Path) -> None:
     """Raises ModelError for a model that the kernels of CUDA devices are not made for."""
-    if not runs_on_cuda(directory):
+    head_dim = ModelConfig.from_directory(directory).head_dim
+    if head_dim not in cuda_head_widths():
         known = ", ".join(map(str, cuda_head_widths()))
-        head_dim = ModelConfig.from_directory(directory).head_dim
         raise ModelError(f"head_dim: must be one of {known} on a CUDA device, got {head_dim}")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from tests.workers.test_sampling import adjust, batches, reference
+from tests.workers.test_sampling import FORBIDDING_ALL, adjust, batches, reference
 from workers import device_sampling, sampling
 from workers.counter_rng import gumbel, mix_key
 from workers.device_sampling import choose_tokens
@@ -143,17 +143,7 @@ def test_unusable_logits_are_named_never_chosen_from(bad: list[float], row: Samp
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("bias", "mask"),
-    [
-        ({}, TokenMask(allowed=[])),
-        ({}, TokenMask(packed=b"\x00\x00\xfc")),  # Only bits beyond the vocabulary.
-        ({}, TokenMask()),
-        ({}, TokenMask(allowed=[3, 18, 2**31])),  # The model itself forbids 3; the others are no tokens.
-        ({5: -INF}, TokenMask(allowed=[5])),
-        (dict.fromkeys(range(18), -INF), None),
-    ],
-)
+@pytest.mark.parametrize(("bias", "mask"), FORBIDDING_ALL)
 def test_forbidding_all_raises(
     temperature: float, bias: dict[int, float], mask: TokenMask | None, device: str
 ) -> None:
