@@ -261,7 +261,7 @@ def main() -> None:
     """Measures, prints a table and writes JSON. Fails if a good caller's call does."""
     arguments = _parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
-    flags = ["--kv-blocks", "1024", "--session-stall-s", str(_STALL_S)]
+    flags = ["--kv-pages", "1024", "--session-stall-s", str(_STALL_S)]
     before = machine.usage()
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         before_workers = [(worker.pid, worker.epoch) for worker in gateway.status().workers]

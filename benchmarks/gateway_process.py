@@ -25,7 +25,7 @@ _POLL_S = 0.05
 class GatewayProcess:
     """One gateway with one worker on the CPU. Raises RuntimeError, with the log, if it does not come up."""
 
-    def __init__(self, model: str, *, threads: int, kv_blocks: int) -> None:
+    def __init__(self, model: str, *, threads: int, kv_pages: int) -> None:
         handle, path = tempfile.mkstemp(prefix="quire-bench-", suffix=".log")
         self._log_path = Path(path)
         settings = {
@@ -34,10 +34,10 @@ class GatewayProcess:
             "--device": "cpu",
             "--workers": "1",
             "--threads-per-worker": str(threads),
-            "--kv-blocks": str(kv_blocks),
+            "--kv-pages": str(kv_pages),
             "--log-format": "json",
         }
-        command = [sys.executable, "-m", "service.cli", "serve"]
+        command = [sys.executable, "-m", "service.cli.main", "serve"]
         command += [part for setting in settings.items() for part in setting]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
         with os.fdopen(handle, "wb") as log:

@@ -31,7 +31,7 @@ def notes(
     others, steal = disturbance["others_share"], disturbance["steal_share"]
     found = [
         *_ALWAYS.strip().splitlines(),
-        f"Quire has {config.kv_blocks} pages of KV, in process and in the worker.",
+        f"Quire has {config.kv_pages} pages of KV, in process and in the worker.",
         f"During the run others took {others:.1%} of the machine, and its host {steal:.1%}.",
     ]
     found += _disagreements(workloads)

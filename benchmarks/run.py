@@ -39,7 +39,7 @@ _BUILD_DIR = ROOT / "build" / "benchmarks"
 _RESULTS_DIR = ROOT / "benchmarks" / "results"
 _DEFAULT_SHAPE = "qwen3-0.6b"
 # Room for 32 sequences of 128 tokens, or 8 of 1024, with what a turn appends and then a prefill of 8 x 512.
-_KV_BLOCKS = 1024
+_KV_PAGES = 1024
 # Of tables that go to a file.
 _LOG_WIDTH = 140
 # Looks at the machine itself before each workload.
@@ -94,7 +94,7 @@ class Suite:
             seconds=round(seconds, 1),
             machine=machine.describe() | disturbance,
             versions=versions,
-            settings={"threads": self._config.threads, "kv_blocks": self._config.kv_blocks},
+            settings={"threads": self._config.threads, "kv_pages": self._config.kv_pages},
             roof=roof,
             workloads=workloads,
             memory=memory,
@@ -181,7 +181,7 @@ def main() -> int:
         model_dir = make_model(
             shape, arguments.cache, lambda done, total: progress.show(f"weights: {done / total:.0%}", seconds)
         )
-        config = PeerConfig(shape.name, model_dir, os.cpu_count() or 1, _KV_BLOCKS)
+        config = PeerConfig(shape.name, model_dir, os.cpu_count() or 1, _KV_PAGES)
         suite = Suite(workloads, config, progress)
         try:
             suite.run(began_s + seconds)

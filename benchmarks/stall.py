@@ -39,7 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for budget in [int(text) for text in arguments.budgets.split(",")]:
-        flags = ["--kv-blocks", "700", "--threads-per-worker", "2"]
+        flags = ["--kv-pages", "700", "--threads-per-worker", "2"]
         flags += ["--max-mixed-prefill-tokens", str(budget)] if budget else []
         with GatewayProcess(model=arguments.model, workers=1, flags=flags) as gateway:
             rows.append(

@@ -1,6 +1,6 @@
 """How the rows of a mixed batch map to sequences and their pages.
 
-Dimension letters: T tokens; N items; P pages in the longest block table.
+Dimension letters: T tokens; N items; P pages in the longest page table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class AttentionBatch:
     has to read a device tensor back.
 
     Attributes:
-        block_tables: [N, P] int32, the pages of each sequence in order; unused entries hold any valid page.
+        page_tables: [N, P] int32, the pages of each sequence in order; unused entries hold any valid page.
         query_starts: [N + 1] int32, first row of each item, and T.
         context_lens: [N] int32, length of each sequence, the new tokens included. 0: a padded item, whose
             rows come out as zeros.
@@ -29,7 +29,7 @@ class AttentionBatch:
         context_lens_host: The numbers of `context_lens`.
     """
 
-    block_tables: torch.Tensor
+    page_tables: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     query_lens: Sequence[int]
@@ -42,7 +42,7 @@ class AttentionBatch:
             ValueError, TypeError: A field does not fit, by name.
         """
         items = len(self.query_lens)
-        check_tensor("block_tables", self.block_tables, (items, None), INDEX_DTYPES)
+        check_tensor("page_tables", self.page_tables, (items, None), INDEX_DTYPES)
         check_tensor("query_starts", self.query_starts, (items + 1,), INDEX_DTYPES)
         check_tensor("context_lens", self.context_lens, (items,), INDEX_DTYPES)
         if len(self.context_lens_host) != items:

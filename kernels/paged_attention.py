@@ -5,9 +5,9 @@ Its last token is the last of its context. A token sees every position up to its
 of W only the last W of them. Keys and values of the new tokens are in the pages already.
 
 What this module must not do: let memory that holds no token of the sequence (the end of a last page, page 0
-behind an unused block table entry) reach a result. 0 * NaN is NaN, so masking the scores is not enough.
+behind an unused page table entry) reach a result. 0 * NaN is NaN, so masking the scores is not enough.
 
-Dimension letters: T tokens; N items; P pages in the longest block table; S tokens a page; H query heads;
+Dimension letters: T tokens; N items; P pages in the longest page table; S tokens a page; H query heads;
 K key-value heads; G = H / K; D head width. In a group: B items, Q tokens each, L gathered positions.
 """
 
@@ -75,9 +75,9 @@ def paged_attention(
     page_size, kv_heads = k_pages.shape[1:3]
     if heads % kv_heads:
         raise ValueError(f"query: {heads} heads are not a multiple of the {kv_heads} heads of k_pages")
-    longest, capacity = max(batch.context_lens_host, default=0), batch.block_tables.shape[1] * page_size
+    longest, capacity = max(batch.context_lens_host, default=0), batch.page_tables.shape[1] * page_size
     if longest > capacity:
-        raise ValueError(f"block_tables: must hold {longest} positions, got {capacity}")
+        raise ValueError(f"page_tables: must hold {longest} positions, got {capacity}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window: must be positive or None, got {sliding_window}")
     if query.is_cuda and width in CUDA_WIDTHS:
@@ -125,7 +125,7 @@ def paged_attention_reference(
     bytes_per_token = 2 * k_pages.shape[2] * k_pages.shape[3] * k_pages.element_size()
     max_tokens = GROUP_SCRATCH_BYTES // bytes_per_token
     for group in _groups(query_lens, batch.context_lens_host, max_tokens):
-        keys, values, lengths = _gather(group, k_pages, v_pages, batch.block_tables, sliding_window)
+        keys, values, lengths = _gather(group, k_pages, v_pages, batch.page_tables, sliding_window)
         if len(group.items) == 1:
             rows = slice(starts[group.items[0]], starts[group.items[0] + 1])
             _attend_one(out[rows], query[rows], keys, values, scale, sliding_window)
@@ -166,7 +166,7 @@ def _gather(
     group: _Group,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
+    page_tables: torch.Tensor,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Copy the pages that a group needs.
@@ -183,12 +183,12 @@ def _gather(
     lengths = [context - pages * page_size for context, pages in zip(group.contexts, skipped, strict=True)]
     longest = max(lengths)
     num_pages = -(-longest // page_size)
-    items = torch.tensor(group.items, device=block_tables.device)[:, None]
-    columns = torch.tensor(skipped, device=block_tables.device)[:, None] + torch.arange(
-        num_pages, device=block_tables.device
+    items = torch.tensor(group.items, device=page_tables.device)[:, None]
+    columns = torch.tensor(skipped, device=page_tables.device)[:, None] + torch.arange(
+        num_pages, device=page_tables.device
     )
     # An item with fewer pages than the longest reads entries without meaning; the copy is cleared below.
-    pages = block_tables[items, columns.clamp_(max=block_tables.shape[1] - 1)].flatten()  # [B * pages]
+    pages = page_tables[items, columns.clamp_(max=page_tables.shape[1] - 1)].flatten()  # [B * pages]
     copies = [source.index_select(0, pages).flatten(0, 1) for source in (k_pages, v_pages)]  # [B * L, K, D]
     if min(lengths) != longest:
         limits = torch.tensor(lengths, device=pages.device)[:, None]

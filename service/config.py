@@ -105,7 +105,7 @@ class Config:
         _AUTO, "where workers compute; auto takes a GPU if there is one", choices=(_AUTO, "cpu", "cuda")
     )
     dtype: str = _setting(_AUTO, "format of weights and KV; auto takes the model's", choices=_DTYPES)
-    kv_blocks: int | None = _setting(
+    kv_pages: int | None = _setting(
         None, "KV pages of 16 tokens in each worker; auto fits them to memory", minimum=1, maximum=1 << 30
     )
     gpu_memory_utilization: float = _setting(

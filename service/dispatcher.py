@@ -1,6 +1,6 @@
 """The thin asyncio shell around the state machine: clocks, futures, the journal, and the workers' streams.
 
-Requests go into `SequenceTable`, its effects are carried out in order: commands to workers, records to the
+Requests go into `CacheTable`, its effects are carried out in order: commands to workers, records to the
 journal, replies to the callers that wait. Nothing is decided here.
 """
 
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from quire.v1 import worker_pb2
 
+from service.caches.requests import AppendResult, Handle, HandlesResult, Reply, Request, Result, Send, Write
+from service.caches.table import CacheTable
 from service.errors import (
     InternalError,
     KvExhausted,
@@ -24,8 +26,6 @@ from service.errors import (
 from service.journal.base import Forked, Journal, JournalConflict, Record, Released
 from service.logging import get_logger
 from service.pool.base import WorkerSlot
-from service.sequences import SequenceTable
-from service.steps import Handle, HandlesResult, Reply, Request, Result, Send, StepResult, Write
 
 _log = get_logger(__name__)
 _EXPIRY_INTERVAL_S = 1.0
@@ -56,7 +56,7 @@ class _Gathering:
 class Dispatcher:
     """Owner of the waiting callers. Everything runs on one event loop."""
 
-    def __init__(self, table: SequenceTable, journal: Journal, send: SendCommand) -> None:
+    def __init__(self, table: CacheTable, journal: Journal, send: SendCommand) -> None:
         self._table = table
         self._journal = journal
         self._send = send
@@ -151,7 +151,7 @@ class Dispatcher:
         """A worker can take caches."""
         ready = slot.ready
         assert ready is not None
-        self._table.worker_ready(slot.worker_id, slot.epoch, ready.blocks_total, ready.max_seq_len)
+        self._table.worker_ready(slot.worker_id, slot.epoch, ready.pages_total, ready.max_seq_len)
         self._carry_out()
 
     def worker_lost(self, worker_id: str, epoch: int) -> None:
@@ -170,7 +170,7 @@ class Dispatcher:
                     self._table.control_done(event.op_id, now_s)
                 case "error":
                     self._on_error(slot, event.op_id, event.error)
-        self._table.worker_capacity(slot.worker_id, slot.epoch, response.blocks_available)
+        self._table.worker_capacity(slot.worker_id, slot.epoch, response.pages_available)
         self._carry_out()
 
     def _on_error(self, slot: WorkerSlot, op_id: int, error: worker_pb2.WorkerError) -> None:
@@ -227,7 +227,7 @@ def _cache_ids(outcome: Outcome) -> list[str]:
     """The caches an answer speaks of."""
     if isinstance(outcome, HandlesResult):
         return [handle.cache_id for handle in outcome.handles]
-    if isinstance(outcome, StepResult) and outcome.handle is not None:
+    if isinstance(outcome, AppendResult) and outcome.handle is not None:
         return [outcome.handle.cache_id]
     return []
 
@@ -235,7 +235,7 @@ def _cache_ids(outcome: Outcome) -> list[str]:
 def _to_error(error: worker_pb2.WorkerError) -> QuireError:
     match error.reason:
         case worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED:
-            return KvExhausted(error.blocks_needed, error.blocks_available)
+            return KvExhausted(error.pages_needed, error.pages_available)
         case worker_pb2.WORKER_ERROR_REASON_TIMEOUT:
             return StepTimeout()
         case worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED:

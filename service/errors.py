@@ -134,7 +134,7 @@ class KvExhausted(QuireError):
     def __init__(self, needed: int, available: int, *, retry_after_s: float | None = 0.1) -> None:
         super().__init__(
             f"{needed} KV pages are needed, {available} are available: release or truncate caches",
-            metadata={"blocks_needed": str(needed), "blocks_available": str(available)},
+            metadata={"pages_needed": str(needed), "pages_available": str(available)},
             retry_after_s=retry_after_s,
         )
 

@@ -18,17 +18,17 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
 
+from service.api.executor import ExecutorApi
+from service.api.interceptor import CallInterceptor
+from service.api.reflection import add_reflection
+from service.api.server_state import ServerState
+from service.caches.table import CacheTable, Limits
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config
 from service.dispatcher import Dispatcher
-from service.executor_api import ExecutorApi
-from service.interceptors.calls import CallInterceptor
 from service.journal.memory import MemoryJournal
 from service.logging import get_logger
 from service.pool.base import PoolFailed, WorkerPool, WorkerSlot
 from service.pool.local import LocalPool
-from service.reflection import add_reflection
-from service.sequences import Limits, SequenceTable
-from service.server_state import ServerState
 
 _log = get_logger(__name__)
 
@@ -51,7 +51,7 @@ class Gateway:
             max_lease_s=config.max_lease_s,
         )
         self.pool: WorkerPool = LocalPool(config, _model_argument(config.model), self)
-        self.dispatcher = Dispatcher(SequenceTable(limits), MemoryJournal(), self.pool.send)
+        self.dispatcher = Dispatcher(CacheTable(limits), MemoryJournal(), self.pool.send)
         self.state = ServerState(config)
         self.state.slots = self.pool.slots
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)

@@ -30,7 +30,7 @@ class GatewayProcess:
         self.log_path = Path(tempfile.mkdtemp(prefix="quire-test-")) / "log"
         self._wanted_workers = workers
         self._log = self.log_path.open("wb")
-        command = [sys.executable, "-m", "service.cli", "serve", "--model", model]
+        command = [sys.executable, "-m", "service.cli.main", "serve", "--model", model]
         command += ["--listen", "127.0.0.1:0", "--workers", str(workers), "--device", "cpu"]
         command += ["--log-format", "json", *flags]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
@@ -101,8 +101,8 @@ class GatewayProcess:
         """No sequence holds a page, and the accounting of every pool adds up."""
         for pool in self.pools():
             assert pool.pool_intact, pool
-            assert pool.sequences == 0 and pool.blocks_referenced == 0, pool
-            assert pool.blocks_free + pool.blocks_cached == pool.blocks_total > 0, pool
+            assert pool.sequences == 0 and pool.pages_referenced == 0, pool
+            assert pool.pages_free + pool.pages_cached == pool.pages_total > 0, pool
 
     def log(self) -> str:
         """Everything the gateway and its workers have logged."""

@@ -31,7 +31,7 @@ WITHOUT_TORCH = (
     "workers.coalescing",
     "workers.operations",
     "workers.scheduler",
-    "workers.kv.block_pool",
+    "workers.kv.page_pool",
     "workers.kv.prefix_index",
 )
 
@@ -112,7 +112,7 @@ def test_only_models_and_what_runs_on_a_gpu_use_kernels() -> None:
 
 
 def test_a_worker_on_the_cpu_never_loads_triton() -> None:
-    modules_of_a_cpu_worker = "workers.executors.llm, workers.executors.paged_attention, workers.step_loop"
+    modules_of_a_cpu_worker = "workers.executors.llm, workers.executors.weightless, workers.step_loop"
     assert "triton" not in loaded_after(f"import {modules_of_a_cpu_worker}")
 
 
@@ -161,7 +161,7 @@ def test_the_gateway_never_loads_torch() -> None:
 
 def test_the_command_line_starts_quickly() -> None:
     """`quire --help` and `quire status` must not wait for what they do not use."""
-    loaded = loaded_after("import service.cli")
+    loaded = loaded_after("import service.cli.main")
     assert not {"grpc", "rich", "tokenizers", "uvloop", "structlog", "numpy", "torch"} & loaded
 
 

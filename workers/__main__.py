@@ -42,7 +42,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--device-index", type=int, default=0)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-blocks", type=int)
+    parser.add_argument("--kv-pages", type=int)
     parser.add_argument("--gpu-memory-utilization", type=float, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-batch-tokens", type=int, required=True)
@@ -126,18 +126,18 @@ def _make_executor(arguments: argparse.Namespace, progress: Progress) -> ModelEx
     torch.set_num_threads(arguments.threads)
     device = _choose_device(arguments)
     if arguments.model == WEIGHTLESS_MODEL:
-        from workers.executors.paged_attention import PagedAttentionExecutor
+        from workers.executors.weightless import PagedAttentionExecutor
 
         # Its operations are over before another thread is awake, which would only take a core from others.
         torch.set_num_threads(1)
-        return PagedAttentionExecutor.create(device=device, kv_blocks=arguments.kv_blocks)
+        return PagedAttentionExecutor.create(device=device, kv_pages=arguments.kv_pages)
     from workers.executors.llm import LlmExecutor, StepLimits
 
     executor = LlmExecutor.load(
         Path(arguments.model),
         dtype=arguments.dtype,
         device=device,
-        kv_blocks=arguments.kv_blocks,
+        kv_pages=arguments.kv_pages,
         limits=StepLimits(
             arguments.max_batch_tokens, arguments.max_batch_items, arguments.gpu_memory_utilization
         ),

@@ -1,6 +1,6 @@
 """Packs the items of one step into the tensors of one forward.
 
-Dimension letters: T tokens of all items; N items; R wanted rows; P pages in the longest block table.
+Dimension letters: T tokens of all items; N items; R wanted rows; P pages in the longest page table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.kv.sequence import KvSequence
+from workers.kv.table import KvSequence
 from workers.models.inputs import ForwardInputs
 from workers.operations import Kind, Rows
 from workers.sampling import SamplingRow
@@ -67,14 +67,14 @@ def pack(items: Sequence[BatchItem], page_size: int) -> ForwardInputs:
         slots=torch.tensor(slots, dtype=torch.int64),  # [T]
         query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [N + 1]
         context_lens=torch.tensor(context_lens, dtype=torch.int32),  # [N]
-        block_tables=_block_tables(items, context_lens, page_size),  # [N, P]
+        page_tables=_page_tables(items, context_lens, page_size),  # [N, P]
         wanted_rows=torch.tensor(wanted_rows, dtype=torch.int64),  # [R]
         query_lens=[item.chunk.count for item in items],
         context_lens_host=context_lens,
     )
 
 
-def _block_tables(items: Sequence[BatchItem], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
+def _page_tables(items: Sequence[BatchItem], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
     counts = [-(-length // page_size) for length in context_lens]
     longest = max(counts)
     rows = [

@@ -24,7 +24,7 @@ SHORT_TOKENS = 16
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueuedForward:
     """A forward held. Changed by `ForwardQueue` only, but for `step`."""
 
     arrival: int
@@ -69,7 +69,7 @@ class Lane:
     def __init__(self) -> None:
         # A sorted list: a memmove of thousands of pointers, once for each forward that enters or leaves, is
         # cheaper than any tree.
-        self.line: list[Entry] = []
+        self.line: list[QueuedForward] = []
         self.virtual_time = 0
         # Since virtual time last moved: turns, and the most callers there were at once.
         self._turns = 0
@@ -108,12 +108,12 @@ class Lane:
         elif self._turns > self._most_callers:
             self._move_to(self.virtual_time + 1)
 
-    def line_up(self, entry: Entry) -> None:
+    def line_up(self, entry: QueuedForward) -> None:
         """Put `entry` into its place."""
         insort(self.line, entry, key=by_place)
         entry.in_line = True
 
-    def step_out(self, entry: Entry) -> None:
+    def step_out(self, entry: QueuedForward) -> None:
         """Take `entry` out of line, if it is in it."""
         if entry.in_line:
             del self.line[bisect_left(self.line, by_place(entry), key=by_place)]
@@ -130,11 +130,11 @@ class Lane:
         self._turns = 0
         self._most_callers = len(self._callers)
 
-    def check_invariants(self, held: list[Entry]) -> None:
+    def check_invariants(self, held: list[QueuedForward]) -> None:
         """Assert that line, tags and callers agree. `held`: the lane's entries in order of arrival."""
         assert self.line == sorted((entry for entry in held if entry.in_line), key=by_place)
         assert all(entry.tag <= self.virtual_time for entry in held if entry.begun)
-        by_caller: dict[int, list[Entry]] = {}
+        by_caller: dict[int, list[QueuedForward]] = {}
         for entry in held:
             by_caller.setdefault(entry.caller, []).append(entry)
         assert {caller: len(entries) for caller, entries in by_caller.items()} == {
@@ -154,8 +154,8 @@ class ForwardQueue:
         self.short = Lane()
         self.long = Lane()
         self.begun = 0
-        self._entries: dict[int, Entry] = {}
-        self._by_sequence: dict[int, OrderedDict[int, Entry]] = {}
+        self._entries: dict[int, QueuedForward] = {}
+        self._by_sequence: dict[int, OrderedDict[int, QueuedForward]] = {}
         # (deadline_ns, arrival, op_id), a heap. Those of forwards that left are dropped lazily.
         self._deadlines: list[tuple[int, int, int]] = []
         self._arrivals = 0
@@ -163,7 +163,7 @@ class ForwardQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, op_id: int) -> Entry | None:
+    def get(self, op_id: int) -> QueuedForward | None:
         """Return the entry of `op_id`, if it is held."""
         return self._entries.get(op_id)
 
@@ -171,7 +171,7 @@ class ForwardQueue:
         """Queue `op` behind the others of its sequence. Its op_id must be new, and tokens remain."""
         caller = op.caller or -1 - self._arrivals
         lane = self._lane_of(op)
-        entry = Entry(self._arrivals, op, caller, lane, tag=lane.join(caller))
+        entry = QueuedForward(self._arrivals, op, caller, lane, tag=lane.join(caller))
         self._arrivals += 1
         self._entries[op.op_id] = entry
         queue = self._by_sequence.setdefault(op.sequence, OrderedDict())
@@ -184,12 +184,12 @@ class ForwardQueue:
                 self._deadlines = list(filter(self._is_watched, self._deadlines))
                 heapq.heapify(self._deadlines)
 
-    def mark_begun(self, entry: Entry) -> None:
+    def mark_begun(self, entry: QueuedForward) -> None:
         """Note that `entry` has begun; its deadline no longer matters."""
         entry.begun = True
         self.begun += 1
 
-    def reclassify(self, entry: Entry) -> None:
+    def reclassify(self, entry: QueuedForward) -> None:
         """Move a forward in line to the lane of its class, if what it has computed made that another one."""
         lane = self._lane_of(entry.op)
         if entry.lane is not lane:
@@ -198,7 +198,7 @@ class ForwardQueue:
             entry.lane, entry.tag = lane, lane.take_over(entry.caller)
             lane.line_up(entry)
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: QueuedForward) -> None:
         """Drop `entry`; the next of its sequence takes its own place in line."""
         op = entry.op
         entry.lane.step_out(entry)

@@ -231,8 +231,8 @@ class Failed:
     op_id: int
     reason: FailureReason
     detail: str = ""
-    blocks_needed: int = 0
-    blocks_available: int = 0
+    pages_needed: int = 0
+    pages_available: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workers.forward_queue import Entry, ForwardQueue, Lane
+from workers.forward_queue import ForwardQueue, Lane, QueuedForward
 from workers.operations import Forward, Kind, Rows
 
 # One n-th of a step is held back for the first long forward.
@@ -175,7 +175,7 @@ class Scheduler:
         expired = self._queue.expire(now_ns)
         self._steps += 1
         left = _Budget(self.max_batch_tokens, self.max_batch_items, self.max_rows)
-        chunks: list[tuple[Entry, Chunk]] = []
+        chunks: list[tuple[QueuedForward, Chunk]] = []
         held_back = self._hold_back(left)
         long_had_turn = self._long_goes_first and self._fill(self._queue.long, held_back, begin, chunks)
         self._fill(self._queue.short, left, begin, chunks)
@@ -234,7 +234,7 @@ class Scheduler:
         lane: Lane,
         budget: _Budget,
         begin: Callable[[Forward], bool],
-        chunks: list[tuple[Entry, Chunk]],
+        chunks: list[tuple[QueuedForward, Chunk]],
     ) -> bool:
         """Put chunks of `lane` into the step until one does not fit; return whether any did.
 

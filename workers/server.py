@@ -150,7 +150,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             message.events.append(self._events.popleft())
             size += event_bytes
         if self._executor is not None:
-            message.blocks_available = self._executor.kv_capacity().available
+            message.pages_available = self._executor.kv_capacity().available
         return message
 
     def _became_ready(self, executor: ModelExecutor, scheduler: Scheduler, steps: StepLoop) -> None:

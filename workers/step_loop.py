@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from workers.coalescing import CoalescingWindow
-from workers.executors.base import DeviceLostError, KvExhausted, KvMissing, ModelExecutor
+from workers.executors.base import DeviceLostError, KvMissing, ModelExecutor, OutOfPages
 from workers.operations import (
     Abort,
     CheckIntegrity,
@@ -171,14 +171,14 @@ class StepLoop:
             self._executor.begin(op)
         except DeviceLostError:
             raise
-        except KvExhausted as error:
+        except OutOfPages as error:
             self._fail(
                 op,
                 Failed(
                     op.op_id,
                     FailureReason.KV_EXHAUSTED,
-                    blocks_needed=error.needed,
-                    blocks_available=error.available,
+                    pages_needed=error.needed,
+                    pages_available=error.available,
                 ),
             )
         except KvMissing as error:

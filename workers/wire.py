@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quire.v1 import types_pb2, worker_pb2
 
 from workers.executors.info import Capabilities, ExecutorInfo, StepCounters
-from workers.kv.sequence import KvStats
+from workers.kv.table import KvStats
 from workers.operations import (
     GREEDY,
     Abort,
@@ -140,8 +140,8 @@ def to_event(result: ForwardDone | Done | Failed) -> worker_pb2.WorkerEvent:
             error = worker_pb2.WorkerError(
                 reason=_REASONS[result.reason],
                 detail=result.detail,
-                blocks_needed=result.blocks_needed,
-                blocks_available=result.blocks_available,
+                pages_needed=result.pages_needed,
+                pages_available=result.pages_available,
             )
             return worker_pb2.WorkerEvent(op_id=result.op_id, error=error)
 
@@ -213,7 +213,7 @@ def to_ready(
         supports_lora=capabilities.lora,
         page_size_tokens=page_size,
         bytes_per_page=bytes_per_page,
-        blocks_total=stats.blocks_total,
+        pages_total=stats.pages_total,
         max_batch_tokens=max_batch_tokens,
         max_batch_items=max_batch_items,
     )
@@ -231,15 +231,15 @@ def to_snapshot(
     """Says how a worker is."""
     return worker_pb2.WorkerSnapshot(
         sequences=stats.sequences,
-        blocks_total=stats.blocks_total,
-        blocks_free=stats.blocks_free,
-        blocks_cached=stats.blocks_cached,
-        blocks_referenced=stats.blocks_referenced,
+        pages_total=stats.pages_total,
+        pages_free=stats.pages_free,
+        pages_cached=stats.pages_cached,
+        pages_referenced=stats.pages_referenced,
         tokens=stats.tokens,
         prefix_hit_tokens=stats.prefix_hit_tokens,
         prefix_query_tokens=stats.prefix_query_tokens,
-        evicted_blocks=stats.evicted_blocks,
-        copied_blocks=stats.copied_blocks,
+        evicted_pages=stats.evicted_pages,
+        copied_pages=stats.copied_pages,
         prefill_operations=counters.prefill_operations,
         decode_operations=counters.decode_operations,
         prefill_ns=counters.prefill_ns,

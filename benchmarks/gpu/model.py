@@ -12,7 +12,7 @@ from benchmarks.gpu.plan import PAGE_SIZE, Plan, settings
 from benchmarks.shapes import Shape
 from workers.executors.info import ExecutorInfo
 from workers.executors.llm import LlmExecutor
-from workers.kv.sequence import KvSequence, SequenceTable
+from workers.kv.table import KvSequence, KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -28,7 +28,7 @@ class Bench:
 
     shape: Shape
     executor: LlmExecutor
-    table: SequenceTable
+    table: KvTable
     runner: CudaGraphRunner
 
     def fill(self, batch: int, tokens: int) -> list[KvSequence]:
@@ -72,12 +72,12 @@ def make_bench(plan: Plan, shape: Shape, pool_tokens: int) -> Bench:
         max_seq_len=config.max_position_embeddings,
         capture=_repeat_launches if plan.rehearsal else None,
     )
-    table = SequenceTable(kv.num_pages, PAGE_SIZE)
+    table = KvTable(kv.num_pages, PAGE_SIZE)
     return Bench(shape, LlmExecutor(_info(config, runner, plan), table, kv, runner), table, runner)
 
 
 def decode_inputs(sequences: Sequence[KvSequence]) -> ForwardInputs:
-    """One more token for each of several sequences, with block tables of all the pages they own."""
+    """One more token for each of several sequences, with page tables of all the pages they own."""
     contexts = [len(sequence) + 1 for sequence in sequences]
     slots = [
         sequence.pages[len(sequence) // PAGE_SIZE] * PAGE_SIZE + len(sequence) % PAGE_SIZE
@@ -90,7 +90,7 @@ def decode_inputs(sequences: Sequence[KvSequence]) -> ForwardInputs:
         slots=torch.tensor(slots),
         query_starts=torch.arange(count + 1, dtype=torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=torch.tensor([sequence.pages for sequence in sequences], dtype=torch.int32),
+        page_tables=torch.tensor([sequence.pages for sequence in sequences], dtype=torch.int32),
         wanted_rows=torch.arange(count),
         query_lens=[1] * count,
         context_lens_host=contexts,

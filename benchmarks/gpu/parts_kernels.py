@@ -138,7 +138,7 @@ def _random(plan: Plan, *shape: int) -> torch.Tensor:
 def _paged(
     plan: Plan, query_lens: list[int], context: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [T, H, D], pages [pages, S, K, D] twice, and block tables [N, P] as wide as in the service."""
+    """Queries [T, H, D], pages [pages, S, K, D] twice, and page tables [N, P] as wide as in the service."""
     shape, items = plan.kernel_shape, len(query_lens)
     each = -(-context // PAGE_SIZE)
     pages = (items * each, PAGE_SIZE, shape.num_key_value_heads, shape.head_dim)
@@ -160,7 +160,7 @@ def _attention(
     items = len(query_lens)
     starts = [sum(query_lens[:item]) for item in range(items + 1)]
     batch = AttentionBatch(
-        block_tables=tables,
+        page_tables=tables,
         query_starts=torch.tensor(starts, dtype=torch.int32, device=query.device),
         context_lens=torch.full((items,), context, dtype=torch.int32, device=query.device),
         query_lens=query_lens,

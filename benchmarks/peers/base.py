@@ -33,7 +33,7 @@ class PeerConfig:
     model_dir: Path
     threads: int
     # Pages of 16 tokens for Quire's executors, the same in process and behind the gateway.
-    kv_blocks: int
+    kv_pages: int
 
 
 @dataclass(slots=True)

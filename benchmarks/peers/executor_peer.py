@@ -18,7 +18,7 @@ class ExecutorPeer(Peer):
     def __init__(self, config: PeerConfig) -> None:
         torch.set_num_threads(config.threads)
         self._vocab_size = SHAPES[config.shape].vocab_size
-        self._executor = LlmExecutor.load(config.model_dir, kv_blocks=config.kv_blocks)
+        self._executor = LlmExecutor.load(config.model_dir, kv_pages=config.kv_pages)
         self._executor.warmup()
         self._context_tokens = 0
         self._first: list[int] = []

@@ -25,7 +25,7 @@ from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts
 SEQUENCES = 32
 _PROMPT_TOKENS = 64
 _VOCAB_SIZE = 1024  # of the executor without weights
-_KV_BLOCKS = 4096
+_KV_PAGES = 4096
 _SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].full_name
 _Result = TypeVar("_Result")
 
@@ -34,7 +34,7 @@ class GatewayPeer(Peer):
     """Two servers, and one set of callers for each."""
 
     def __init__(self, config: PeerConfig) -> None:
-        self._gateway = GatewayProcess("paged-attention", threads=config.threads, kv_blocks=_KV_BLOCKS)
+        self._gateway = GatewayProcess("paged-attention", threads=config.threads, kv_pages=_KV_PAGES)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._channels: list[grpc.aio.Channel] = []
         self._stubs = {"quire": self._run(self._connect(self._gateway.address))}

@@ -26,7 +26,7 @@ class ServicePeer(Peer):
     def __init__(self, config: PeerConfig) -> None:
         self._vocab_size = SHAPES[config.shape].vocab_size
         self._gateway = GatewayProcess(
-            str(config.model_dir), threads=config.threads, kv_blocks=config.kv_blocks
+            str(config.model_dir), threads=config.threads, kv_pages=config.kv_pages
         )
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._stub: drivers.Stub = self._run(self._connect())

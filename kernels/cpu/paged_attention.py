@@ -48,7 +48,7 @@ def can_attend(query: torch.Tensor, k_pages: torch.Tensor, batch: AttentionBatch
         and width % _STEP == 0
         and width <= _MAX_WIDTH
         and page_size % _STEP == 0
-        and batch.block_tables.device.type == "cpu"
+        and batch.page_tables.device.type == "cpu"
         and library.available()
     )
 
@@ -81,7 +81,7 @@ def attend(
     are left as they are. Further arguments are as in `kernels.paged_attention.paged_attention`, and checked.
     """
     # Kept in variables: the kernel reads their memory. int32 tensors are not copied.
-    tables = batch.block_tables.to(torch.int32)
+    tables = batch.page_tables.to(torch.int32)
     starts, contexts = (
         numbers.to(torch.int32).contiguous() for numbers in (batch.query_starts, batch.context_lens)
     )

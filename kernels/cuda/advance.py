@@ -3,7 +3,7 @@
 Each sequence takes the token that was just chosen for it and moves on by one position. So a host that goes on
 with the chosen tokens has nothing to send.
 
-Dimension letters: N items; P pages in the longest block table; S tokens a page.
+Dimension letters: N items; P pages in the longest page table; S tokens a page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def advance_kernel(
     slots,  # [N]
     context_lens,  # [N]
     chosen,  # [N]
-    block_tables,  # [N, P]
+    page_tables,  # [N, P]
     items,
     table_stride,
     table_pages,  # P
@@ -41,7 +41,7 @@ def advance_kernel(
     has_page = live & (column < table_pages)
     # Where the table has no page for the position yet, the slot is that of some other page: such a step must
     # not be run before the host has sent the longer table, and the slots with it.
-    page = tl.load(block_tables + item.to(tl.int64) * table_stride + column, mask=has_page, other=0)
+    page = tl.load(page_tables + item.to(tl.int64) * table_stride + column, mask=has_page, other=0)
     slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
     tl.store(token_ids + item, tl.load(chosen + item, mask=live, other=0), mask=live)
     tl.store(positions + item, position, mask=live)
@@ -55,7 +55,7 @@ def advance(
     slots: torch.Tensor,
     context_lens: torch.Tensor,
     chosen: torch.Tensor,
-    block_tables: torch.Tensor,
+    page_tables: torch.Tensor,
     *,
     page_size: int,
 ) -> None:
@@ -69,10 +69,10 @@ def advance(
         slots: [N] int64, where its keys and values are written.
         context_lens: [N] int32, the length of the sequence with it; 0: a padded item, which is left alone.
         chosen: [N] int64, the token that follows.
-        block_tables: [N, P] int32, the pages of each sequence.
+        page_tables: [N, P] int32, the pages of each sequence.
         page_size: S.
     """
-    items, table_pages = block_tables.shape
+    items, table_pages = page_tables.shape
     if items == 0:
         return
     advance_kernel[(triton.cdiv(items, BLOCK),)](
@@ -81,9 +81,9 @@ def advance(
         slots,
         context_lens,
         chosen,
-        block_tables,
+        page_tables,
         items,
-        block_tables.stride(0),
+        page_tables.stride(0),
         table_pages,
         PAGE_SIZE=page_size,
         BLOCK=BLOCK,
@@ -93,8 +93,8 @@ def advance(
 
 def compile_specs() -> list[CompileSpec]:
     """The one configuration."""
-    pointers = ("token_ids", "positions", "slots", "context_lens", "chosen", "block_tables")
-    signature = dict.fromkeys(pointers, "*i64") | {"context_lens": "*i32", "block_tables": "*i32"}
+    pointers = ("token_ids", "positions", "slots", "context_lens", "chosen", "page_tables")
+    signature = dict.fromkeys(pointers, "*i64") | {"context_lens": "*i32", "page_tables": "*i32"}
     signature |= {"items": "i32", "table_stride": "i32", "table_pages": "i32"}
     return [
         CompileSpec(

@@ -16,7 +16,7 @@ Three programs fit on a multiprocessor. With a width of 256, 64 keys a tile take
 float32 has no matrix instruction without loss: 32 keys and a width of 128 spill, 16 keys do not.
 
 Dimension letters: N items; H query heads; K key-value heads; G = H / K; D head width; E the power of two not
-below it; P pages in the longest block table; S tokens a page; C splits; M rows (G and padding).
+below it; P pages in the longest page table; S tokens a page; C splits; M rows (G and padding).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def num_splits_for(batch: int, kv_heads: int, max_context: int, multiprocessors:
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
     do_not_specialize=["table_stride", "num_splits"],
-    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+    do_not_specialize_on_alignment=["page_tables", "context_lens"],
 )
 def decode_kernel(
     out,  # [N, H, D]; written when there is one split
@@ -78,7 +78,7 @@ def decode_kernel(
     query,  # [N, H, D]
     k_pages,  # [pages, S, K, D]
     v_pages,
-    block_tables,  # [N, P]
+    page_tables,  # [N, P]
     context_lens,  # [N]
     query_stride,
     head_stride,
@@ -126,7 +126,7 @@ def decode_kernel(
         tl.full([BLOCK_M], 0, tl.int32) + (context - 1),
         k_pages + kv_head * D,
         v_pages + kv_head * D,
-        block_tables + item * table_stride,
+        page_tables + item * table_stride,
         begin,
         end,
         scale_log2,
@@ -156,7 +156,7 @@ def decode_attention(
     query: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
+    page_tables: torch.Tensor,
     context_lens: torch.Tensor,
     *,
     scale: float,
@@ -173,7 +173,7 @@ def decode_attention(
         query: [N, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
         v_pages: As k_pages.
-        block_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
+        page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
         context_lens: [N] int32 or int64. 0: a padded item, for which no page is read.
         scale: Multiplies the scores.
         sliding_window: Positions a token sees, its own included; None: all of them.
@@ -196,11 +196,11 @@ def decode_attention(
         query,
         k_pages,
         v_pages,
-        block_tables,
+        page_tables,
         context_lens,
         query.stride(0),
         query.stride(1),
-        block_tables.stride(0),
+        page_tables.stride(0),
         num_splits,
         scale * math.log2(math.e),
         SPLIT=num_splits > 1,
@@ -233,7 +233,7 @@ def _compile_spec(dtype: str, width: int, split: bool, window: int | None) -> Co
         constexprs |= {"partials": None, "partial_lse": None}
     types = {
         **pointers,
-        **dict.fromkeys(("block_tables", "context_lens"), "*i32"),
+        **dict.fromkeys(("page_tables", "context_lens"), "*i32"),
         **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_splits"), "i32"),
         "scale_log2": "fp32",
         **dict.fromkeys(constexprs, "constexpr"),

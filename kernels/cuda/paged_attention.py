@@ -48,7 +48,7 @@ def paged_attention(
         query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
         v_pages: As k_pages.
-        batch: Rows and pages of the items, on the device of query; rows of block_tables are contiguous.
+        batch: Rows and pages of the items, on the device of query; rows of page_tables are contiguous.
         scale: Multiplies the scores.
         sliding_window: Positions a token sees, its own included; None: all of them.
 
@@ -60,13 +60,13 @@ def paged_attention(
     page_size, kv_heads = k_pages.shape[1:3]
     decodes = next((item for item, length in enumerate(batch.query_lens) if length != 1), items)
     if decodes:
-        capacity = batch.block_tables.shape[1] * page_size
+        capacity = batch.page_tables.shape[1] * page_size
         decode_attention(
             out[:decodes],
             query[:decodes],
             k_pages,
             v_pages,
-            batch.block_tables[:decodes],
+            batch.page_tables[:decodes],
             batch.context_lens[:decodes],
             scale=scale,
             sliding_window=sliding_window,
@@ -80,7 +80,7 @@ def paged_attention(
             query[decodes:],
             k_pages,
             v_pages,
-            batch.block_tables[decodes:],
+            batch.page_tables[decodes:],
             batch.query_starts[decodes:],
             batch.context_lens[decodes:],
             scale=scale,

@@ -20,7 +20,7 @@ With a width of 128, 4 warps take 255 registers and spill; so does a width of 25
 float32 has no matrix instruction without loss: 32 rows and a width of 128 spill, 16 do not.
 
 Dimension letters: T tokens; N items; H query heads; K key-value heads; G = H / K; D head width; E the power
-of two not below it; P pages in the longest block table; S tokens a page; M rows of a block; Q = M // G.
+of two not below it; P pages in the longest page table; S tokens a page; M rows of a block; Q = M // G.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def find_item(query_starts, first_row, block, num_items, BLOCK_Q: tl.constexpr):
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
     do_not_specialize=["table_stride", "num_items"],
-    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lens"],
+    do_not_specialize_on_alignment=["page_tables", "query_starts", "context_lens"],
 )
 def prefill_kernel(
     out,  # [T, H, D]
     query,  # [T, H, D]
     k_pages,  # [pages, S, K, D]
     v_pages,
-    block_tables,  # [N, P]
+    page_tables,  # [N, P]
     query_starts,  # [N + 1]
     context_lens,  # [N]
     query_stride,
@@ -128,7 +128,7 @@ def prefill_kernel(
     positions = start_position + tokens
     k_head = k_pages + kv_head * D
     v_head = v_pages + kv_head * D
-    table = block_tables + item.to(tl.int64) * table_stride
+    table = page_tables + item.to(tl.int64) * table_stride
     if WINDOW == 0:
         # What the first token sees, every row does. A padded item begins at a negative position.
         bulk_end = tl.maximum(first_position + 1, 0) // TILE * TILE
@@ -183,7 +183,7 @@ def prefill_attention(
     query: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    block_tables: torch.Tensor,
+    page_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
     *,
@@ -200,7 +200,7 @@ def prefill_attention(
         query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
         v_pages: As k_pages.
-        block_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
+        page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
         query_starts: [N + 1] int32 or int64, ascending: the first row of each item, and the end. Counted from
             the first entry, so that slices of a batch are a batch. Rows behind the end are left as they are.
         context_lens: [N] int32 or int64, new tokens included. 0: a padded item, for which no page is read.
@@ -221,12 +221,12 @@ def prefill_attention(
         query,
         k_pages,
         v_pages,
-        block_tables,
+        page_tables,
         query_starts,
         context_lens,
         query.stride(0),
         query.stride(1),
-        block_tables.stride(0),
+        page_tables.stride(0),
         items,
         scale * math.log2(math.e),
         **constexprs,
@@ -257,7 +257,7 @@ def _compile_spec(dtype: str, width: int, group: int, window: int | None) -> Com
         name=f"prefill_attention {dtype} D={width} G={group} window={window}",
         signature={
             **pointers,
-            **dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32"),
+            **dict.fromkeys(("page_tables", "query_starts", "context_lens"), "*i32"),
             **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_items"), "i32"),
             "scale_log2": "fp32",
             **dict.fromkeys(constexprs, "constexpr"),

@@ -23,7 +23,7 @@ from quire.v1 import executor_pb2, worker_pb2
 from service.config import Config
 from service.logging import get_logger
 from service.pool.base import PoolFailed, WorkerListener, WorkerSlot
-from service.worker_link import WorkerLink
+from service.pool.link import WorkerLink
 
 _log = get_logger(__name__)
 
@@ -201,8 +201,8 @@ class LocalPool:
             "--log-level": config.log_level,
             "--log-format": config.log_format,
         }
-        if config.kv_blocks is not None:
-            options["--kv-blocks"] = str(config.kv_blocks)
+        if config.kv_pages is not None:
+            options["--kv-pages"] = str(config.kv_pages)
         if config.max_mixed_prefill_tokens is not None:
             options["--max-mixed-prefill-tokens"] = str(config.max_mixed_prefill_tokens)
         for name, value in options.items():

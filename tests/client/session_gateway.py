@@ -14,7 +14,7 @@ from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
 
-FLAGS = ("--kv-blocks", "512")
+FLAGS = ("--kv-pages", "512")
 _PATIENCE_S = 30.0
 
 

@@ -94,7 +94,7 @@ def test_only_unavailable_is_retried(client: Client, executor: FakeExecutor) -> 
     full = rich_status(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "KV_EXHAUSTED",
-        metadata={"blocks_needed": "2"},
+        metadata={"pages_needed": "2"},
         retry_delay_s=0.25,
     )
     executor.fail("Decode", full)
@@ -102,7 +102,7 @@ def test_only_unavailable_is_retried(client: Client, executor: FakeExecutor) -> 
         cache.decode(2)
     assert len(executor.calls["Decode"]) == 1
     assert (caught.value.reason, caught.value.retry_delay_s) == ("KV_EXHAUSTED", 0.25)
-    assert caught.value.metadata == {"blocks_needed": "2"}
+    assert caught.value.metadata == {"pages_needed": "2"}
     assert cache.seq_len == 1, "a failed step leaves the length as it was"
 
 

@@ -49,7 +49,7 @@ def test_the_python_session(address: str, tmp_path: Path) -> None:
 
 def test_the_commands(address: str) -> None:
     generate, status, *_ = commands("quire")
-    quire = (sys.executable, "-m", "service.cli")
+    quire = (sys.executable, "-m", "service.cli.main")
     root = Path(__file__).resolve().parents[2]
     assert run(*quire, *generate, "--target", address, cwd=root).strip() == "46"
     assert "worker-0" in run(*quire, *status, "--target", address, cwd=root)

@@ -21,7 +21,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_gateway(tiny_model: Path) -> Iterator[GatewayProcess]:
     """Serves the tiny model in float32, in small steps so that prompts run in chunks."""
-    flags = ["--dtype", "float32", "--kv-blocks", "256", "--max-batch-tokens", "48"]
+    flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
     with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
         yield gateway
 
@@ -29,7 +29,7 @@ def tiny_gateway(tiny_model: Path) -> Iterator[GatewayProcess]:
 @pytest.fixture(scope="session")
 def weightless_gateway() -> Iterator[GatewayProcess]:
     """Serves the weightless executor from small pools, so that they can be exhausted."""
-    flags = ["--kv-blocks", "64", "--max-request-bytes", "262144", "--max-response-bytes", "524288"]
+    flags = ["--kv-pages", "64", "--max-request-bytes", "262144", "--max-response-bytes", "524288"]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
         yield gateway
 

@@ -69,8 +69,8 @@ def holdings(gateway: GatewayProcess) -> list[tuple[int, int, int]]:
     pools = gateway.pools()
     for pool in pools:
         assert pool.pool_intact, pool
-        assert pool.blocks_free + pool.blocks_cached + pool.blocks_referenced == pool.blocks_total
-    return [(pool.sequences, pool.tokens, pool.blocks_referenced) for pool in pools]
+        assert pool.pages_free + pool.pages_cached + pool.pages_referenced == pool.pages_total
+    return [(pool.sequences, pool.tokens, pool.pages_referenced) for pool in pools]
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_exhausted_pools_say_so_until_pages_are_released(weightless_gateway: Gat
 
     refused = refusal(stub.Prefill, prefill(2))
     assert (refused.code, refused.reason) == (code_pb2.RESOURCE_EXHAUSTED, "KV_EXHAUSTED")
-    assert refused.metadata == {"blocks_needed": "33", "blocks_available": "31"}
+    assert refused.metadata == {"pages_needed": "33", "pages_available": "31"}
     assert refused.retry_delay_s is not None
     extension = pb.PrefillRequest(cache_id=held[0], token_ids=more_than_half)
     assert refusal(stub.Prefill, extension).reason == "KV_EXHAUSTED"
@@ -272,7 +272,7 @@ def test_a_request_id_names_one_request(weightless_gateway: GatewayProcess) -> N
 
 def test_a_full_queue_and_a_drain_refuse_new_calls_and_finish_the_others() -> None:
     # A stopped worker holds its operation in flight for as long as it is needed.
-    flags = ["--kv-blocks", "8", "--max-queued-operations", "1", "--heartbeat-timeout-s", "600"]
+    flags = ["--kv-pages", "8", "--max-queued-operations", "1", "--heartbeat-timeout-s", "600"]
     request = pb.PrefillRequest(token_ids=[1, 2, 3])
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         batch = pb.BatchPrefillRequest(items=[request, request])

@@ -26,21 +26,21 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def serve_until_it_ends(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service.cli", "serve", "--log-format", "json", *flags]
+    command = [sys.executable, "-m", "service.cli.main", "serve", "--log-format", "json", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_shipped_model_adds(shipped_gateway: GatewayProcess) -> None:
     target = ["--target", shipped_gateway.address]
     for prompt, answer in (("12+34=", "46"), ("999+1=", "1000"), ("0+0=", "0")):
-        command = [sys.executable, "-m", "service.cli", "generate", *target, prompt]
+        command = [sys.executable, "-m", "service.cli.main", "generate", *target, prompt]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert answer in done.stdout.replace(prompt, "").split()
     shipped_gateway.assert_pools_are_whole()
 
 
 def test_status_is_a_table_of_workers(shipped_gateway: GatewayProcess) -> None:
-    command = [sys.executable, "-m", "service.cli", "status", "--target", shipped_gateway.address]
+    command = [sys.executable, "-m", "service.cli.main", "status", "--target", shipped_gateway.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "worker-0" in done.stdout and "worker-1" in done.stdout
 
@@ -63,7 +63,7 @@ def test_a_second_server_on_the_same_port_fails(shipped_gateway: GatewayProcess)
         (["--dtype", "float8"], "dtype"),
         (["--workers", "0"], "workers"),
         (["--model", "/nowhere"], "model"),
-        (["--kv-blocks", "-1"], "kv_blocks"),
+        (["--kv-pages", "-1"], "kv_pages"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
     ],
 )
@@ -83,9 +83,9 @@ def test_a_model_that_cannot_be_served_ends_the_server(tmp_path: Path) -> None:
 
 
 def test_a_pool_that_does_not_fit_ends_the_server() -> None:
-    done = serve_until_it_ends("--listen", "127.0.0.1:0", "--kv-blocks", "1000000000")
+    done = serve_until_it_ends("--listen", "127.0.0.1:0", "--kv-pages", "1000000000")
     assert done.returncode == 1
-    assert "kv_blocks" in done.stderr
+    assert "kv_pages" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -103,7 +103,7 @@ def test_status_and_capabilities_say_what_runs(shipped_gateway: GatewayProcess) 
 
 
 def test_draining_finishes_what_has_begun() -> None:
-    flags = ["--kv-blocks", "2048", "--max-batch-tokens", "16", "--lame-duck-s", "1"]
+    flags = ["--kv-pages", "2048", "--max-batch-tokens", "16", "--lame-duck-s", "1"]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
         with gateway.connect() as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
@@ -126,7 +126,7 @@ def test_draining_finishes_what_has_begun() -> None:
 
 
 def test_a_second_signal_stops_at_once() -> None:
-    flags = ["--kv-blocks", "2048", "--lame-duck-s", "60"]
+    flags = ["--kv-pages", "2048", "--lame-duck-s", "60"]
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         workers = [psutil.Process(worker.pid) for worker in gateway.status().workers]
         gateway.process.send_signal(signal.SIGTERM)

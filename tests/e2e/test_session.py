@@ -23,7 +23,7 @@ PROMPT = list(range(20))
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[GatewayProcess]:
-    flags = ["--kv-blocks", "512", "--max-session-calls", "64", "--session-stall-s", "1"]
+    flags = ["--kv-pages", "512", "--max-session-calls", "64", "--session-stall-s", "1"]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as process:
         yield process
 
@@ -292,7 +292,7 @@ def release_all(gateway: GatewayProcess) -> None:
 
 
 def test_draining_ends_sessions_after_their_answers() -> None:
-    flags = ["--kv-blocks", "2048", "--max-batch-tokens", "16"]
+    flags = ["--kv-pages", "2048", "--max-batch-tokens", "16"]
     with GatewayProcess(model="paged-attention", flags=flags) as gateway, Lane(gateway) as lane:
         lane.send(pb.SessionCall(tag=1, prefill=pb.PrefillRequest(token_ids=[i % 1000 for i in range(8000)])))
         wait_until(lambda: gateway.status().operations_in_flight > 0)

@@ -26,7 +26,7 @@ MAX_GROWTH_BYTES = 8 << 20
 
 @pytest.fixture
 def gateway() -> Iterator[GatewayProcess]:
-    flags = ["--kv-blocks", "512"]
+    flags = ["--kv-pages", "512"]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as process:
         yield process
 

@@ -18,7 +18,7 @@ BEYOND = 1_000_000
 def main() -> None:
     directory, device, operation = sys.argv[1:]
     limits = StepLimits(max_tokens=64, max_items=2)
-    executor = LlmExecutor.load(Path(directory), device=device, kv_blocks=16, limits=limits)
+    executor = LlmExecutor.load(Path(directory), device=device, kv_pages=16, limits=limits)
     executor.prefill(0, [1, 2, 3])
     executor.decode(0, 4)
     try:

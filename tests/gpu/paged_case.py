@@ -1,7 +1,7 @@
 """Attention at real sizes: a batch in pages made on the device, and its result in float64, there too.
 
 Dimension letters: T tokens; N items; H query heads; K key-value heads; G = H / K; D head width; S tokens a
-page; P pages in the longest block table; Q rows that are checked at once; L keys.
+page; P pages in the longest page table; Q rows that are checked at once; L keys.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PagedCase:
 
     def _check_item(self, out: torch.Tensor, query: torch.Tensor, item: int) -> None:
         context, kv_heads = self.batch.context_lens_host[item], self.k_pages.shape[2]
-        pages = self.batch.block_tables[item, : -(-context // PAGE_SIZE)].long()
+        pages = self.batch.page_tables[item, : -(-context // PAGE_SIZE)].long()
         keys, values = (source[pages].flatten(0, 1)[:context] for source in (self.k_pages, self.v_pages))
         group = query.shape[1] // kv_heads
         block = max(1, _SCORES // (group * context))
@@ -109,7 +109,7 @@ def make_case(
 ) -> PagedCase:
     """A batch of (query_len, context) items in shuffled pages from `first_page` on, of a pool of `num_pages`.
 
-    Page 0, which unused entries of the block tables name, and all slots without a token hold NaN.
+    Page 0, which unused entries of the page tables name, and all slots without a token hold NaN.
     """
     generator = torch.Generator(device).manual_seed(0)
     needed = [-(-context // PAGE_SIZE) for _, context in items]
@@ -133,7 +133,7 @@ def make_case(
     # A view of wider rows, as the queries of a fused projection are.
     wide = torch.randn(starts[-1], heads + 2 * kv_heads, width, device=device, generator=generator).to(dtype)
     batch = AttentionBatch(
-        block_tables=tables,
+        page_tables=tables,
         query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         query_lens=query_lens,

@@ -45,10 +45,10 @@ def test_the_share_is_taken_and_not_exceeded(directory: Path, device: torch.devi
 
 def test_pages_that_do_not_fit_are_refused(directory: Path, device: torch.device) -> None:
     _, total_bytes = torch.cuda.mem_get_info()
-    small = LlmExecutor.load(directory, device=device, kv_blocks=4)
+    small = LlmExecutor.load(directory, device=device, kv_pages=4)
     too_many = total_bytes // small.kv_capacity().bytes_per_page
-    with pytest.raises(KvSizingError, match=f"kv_blocks = {too_many} needs"):
-        LlmExecutor.load(directory, device=device, kv_blocks=too_many)
+    with pytest.raises(KvSizingError, match=f"kv_pages = {too_many} needs"):
+        LlmExecutor.load(directory, device=device, kv_pages=too_many)
 
 
 def test_no_room_for_a_page_is_refused(directory: Path, device: torch.device) -> None:

@@ -28,7 +28,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(directory: Path, device: torch.device, dtype: str = "float32") -> LlmExecutor:
     return LlmExecutor.load(
-        directory, dtype=dtype, device=device, kv_blocks=128, limits=StepLimits(max_tokens=256, max_items=8)
+        directory, dtype=dtype, device=device, kv_pages=128, limits=StepLimits(max_tokens=256, max_items=8)
     )
 
 

@@ -181,7 +181,7 @@ def machine(tmp_path: Path, device: torch.device) -> Iterator[type[OperationsMac
         directory,
         dtype="float32",
         device=device,
-        kv_blocks=PAGES,
+        kv_pages=PAGES,
         limits=StepLimits(max_tokens=256, max_items=MOST_HELD),
     )
     OperationsMachine.oracle = Oracle(directory, device)

@@ -75,7 +75,7 @@ def make_case(
     # A view into something wider, as the queries of the decoder are.
     packed = torch.randn(starts[-1], heads + kv_heads, width, generator=generator).to(dtype)
     batch = AttentionBatch(
-        block_tables=tables,
+        page_tables=tables,
         query_starts=torch.tensor(starts, dtype=torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         query_lens=query_lens,
@@ -167,7 +167,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     case = make_case([(1, 20), (3, 18)])
-    tables = case.batch.block_tables
+    tables = case.batch.page_tables
     starts, lens = case.batch.query_starts, case.batch.context_lens
 
     def run(query: torch.Tensor, k_pages: torch.Tensor, batch: AttentionBatch = case.batch) -> None:
@@ -181,7 +181,7 @@ def test_wrong_arguments_are_named() -> None:
         run(case.query[:, :3], case.k_pages)
     with pytest.raises(TypeError, match="k_pages: must have the dtype"):
         run(case.query, case.k_pages.half())
-    with pytest.raises(ValueError, match="block_tables: must hold 20 positions, got 16"):
+    with pytest.raises(ValueError, match="page_tables: must hold 20 positions, got 16"):
         run(case.query, case.k_pages, AttentionBatch(tables[:, :1], starts, lens, [1, 3], [20, 18]))
     with pytest.raises(ValueError, match="query_starts: shape"):
         AttentionBatch(tables, starts[:2], lens, [1, 3], [20, 18])

@@ -113,7 +113,7 @@ def test_bits_of_a_chunk_depend_on_nothing_beside_it() -> None:
         torch.set_num_threads(threads)
     batch = case.batch
     case.batch = AttentionBatch(
-        batch.block_tables[:1], batch.query_starts[:2], batch.context_lens[:1], [40], [300]
+        batch.page_tables[:1], batch.query_starts[:2], batch.context_lens[:1], [40], [300]
     )
     case.query = case.query[:40]
     assert torch.equal(run(case), together[:40])
@@ -154,7 +154,7 @@ def test_bits_of_a_row_depend_on_its_sequence_only(dtype: torch.dtype) -> None:
                 case.k_pages,
                 case.v_pages,
                 AttentionBatch(
-                    case.batch.block_tables[index : index + 1],
+                    case.batch.page_tables[index : index + 1],
                     torch.tensor([0, 1], dtype=torch.int32),
                     torch.tensor([context - query_len + token + 1], dtype=torch.int32),
                     [1],
@@ -173,7 +173,7 @@ def test_wide_indices() -> None:
     expected = run(case)
     batch = case.batch
     wide = AttentionBatch(
-        batch.block_tables.long(),
+        batch.page_tables.long(),
         batch.query_starts.long(),
         batch.context_lens.long(),
         batch.query_lens,

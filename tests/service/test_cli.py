@@ -13,7 +13,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from service.cli import main
+from service.cli.main import main
 from tests.fake_executor import EOS, FakeExecutor, rich_status, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,7 +198,7 @@ def split(row: str) -> list[str]:
 def run(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}"}
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "service.cli", *arguments],
+        [sys.executable, "-u", "-m", "service.cli.main", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

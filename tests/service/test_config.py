@@ -30,7 +30,7 @@ def test_defaults() -> None:
     config = load_config(parse(), {})
     assert config == Config()
     assert (config.model, config.listen) == ("adder", "127.0.0.1:50051")
-    assert (config.workers, config.kv_blocks) == (1, None)
+    assert (config.workers, config.kv_pages) == (1, None)
 
 
 def test_flags_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
@@ -49,10 +49,10 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
 
 
 def test_auto_means_none_in_every_source(tmp_path: Path) -> None:
-    file = toml(tmp_path, 'kv_blocks = 9\nthreads_per_worker = "auto"')
-    assert load_config(parse("--config", file), {}).kv_blocks == 9
-    assert load_config(parse("--config", file, "--kv-blocks", "auto"), {}).kv_blocks is None
-    assert load_config({"config": file}, {"QUIRE_KV_BLOCKS": "auto"}).kv_blocks is None
+    file = toml(tmp_path, 'kv_pages = 9\nthreads_per_worker = "auto"')
+    assert load_config(parse("--config", file), {}).kv_pages == 9
+    assert load_config(parse("--config", file, "--kv-pages", "auto"), {}).kv_pages is None
+    assert load_config({"config": file}, {"QUIRE_KV_PAGES": "auto"}).kv_pages is None
     assert load_config({"config": file}, {}).threads_per_worker is None
 
 
@@ -63,7 +63,7 @@ def test_auto_means_none_in_every_source(tmp_path: Path) -> None:
         ("--workers", "two", "must be a whole number from 1 to 256"),
         ("--workers", "1.5", "must be a whole number from 1 to 256"),
         ("--workers", "auto", "must be a whole number from 1 to 256"),
-        ("--kv-blocks", "-1", "must be a whole number from 1 to 1073741824, or auto"),
+        ("--kv-pages", "-1", "must be a whole number from 1 to 1073741824, or auto"),
         ("--device", "tpu", "must be one of auto, cpu, cuda"),
         ("--dtype", "int8", "must be one of auto, bfloat16, float16, float32"),
         ("--drain-grace-s", "nan", "must be a number from 0 to 86400"),

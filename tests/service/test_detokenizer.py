@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.detokenizer import Detokenizer
+from service.cli.detokenizer import Detokenizer
 
 SPECIAL = 256
 

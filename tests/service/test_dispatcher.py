@@ -9,13 +9,13 @@ import pytest
 from quire.v1 import types_pb2, worker_pb2
 
 from service import dispatcher as dispatcher_module
+from service.caches.requests import AppendResult, ForkRequest, Request, Result
+from service.caches.table import CacheTable, Limits
 from service.dispatcher import Dispatcher
 from service.errors import CacheNotFound, InternalError, QuireError
 from service.journal.base import Appended, JournalConflict, Record, Released
 from service.journal.memory import MemoryJournal
 from service.pool.base import WorkerSlot
-from service.sequences import Limits, SequenceTable
-from service.steps import ForkRequest, Request, Result, StepResult
 from tests.sim.harness import decode, prefill
 
 
@@ -37,9 +37,9 @@ class Bench:
     def __init__(self) -> None:
         self.sent: list[worker_pb2.WorkerCommand] = []
         self.journal = FussyJournal()
-        self.table = SequenceTable(Limits())
+        self.table = CacheTable(Limits())
         self.dispatcher = Dispatcher(self.table, self.journal, lambda *sent: self.sent.append(sent[2]))
-        ready = worker_pb2.WorkerReady(blocks_total=100, max_seq_len=100)
+        ready = worker_pb2.WorkerReady(pages_total=100, max_seq_len=100)
         self.slot = WorkerSlot("worker-0", epoch=1, ready=ready)
         self.dispatcher.worker_ready(self.slot)
 
@@ -63,14 +63,14 @@ class Bench:
         self.respond(*events)
 
     def respond(self, *events: worker_pb2.WorkerEvent) -> None:
-        response = worker_pb2.ConnectResponse(events=events, blocks_available=50)
+        response = worker_pb2.ConnectResponse(events=events, pages_available=50)
         self.dispatcher.worker_response(self.slot, response)
 
     async def create(self, *token_ids: int) -> str:
         task = await self.start(prefill(*token_ids))
         self.answer(self.sent.pop())
         (result,) = await task
-        assert isinstance(result, StepResult) and result.handle is not None
+        assert isinstance(result, AppendResult) and result.handle is not None
         return result.handle.cache_id
 
 
@@ -93,7 +93,7 @@ async def test_a_call_is_answered_when_all_of_it_is_done(bench: Bench) -> None:
     bench.answer(first)
     outcomes = await task
     assert isinstance(outcomes[1], CacheNotFound)
-    handles = [o.handle for o in (outcomes[0], outcomes[2]) if isinstance(o, StepResult)]
+    handles = [o.handle for o in (outcomes[0], outcomes[2]) if isinstance(o, AppendResult)]
     assert [handle.cache_id for handle in handles if handle] == [a, b], "in the order of the requests"
 
 
@@ -151,7 +151,7 @@ async def test_a_refused_record_is_an_internal_error_for_that_cache_alone(bench:
     bench.journal.refuses = Appended
     bench.answer(*bench.sent)
     assert isinstance((await first)[0], InternalError)
-    assert isinstance((await second)[0], StepResult)
+    assert isinstance((await second)[0], AppendResult)
 
 
 async def test_a_step_that_is_not_in_the_journal_is_never_answered(bench: Bench) -> None:
@@ -200,13 +200,13 @@ async def test_what_a_worker_says_becomes_what_a_client_sees(
 ) -> None:
     cache = await bench.create(1)
     task = await bench.start(decode(cache, 3))
-    error = worker_pb2.WorkerError(reason=worker_reason, detail="secret", blocks_needed=3, blocks_available=2)
+    error = worker_pb2.WorkerError(reason=worker_reason, detail="secret", pages_needed=3, pages_available=2)
     bench.respond(worker_pb2.WorkerEvent(op_id=bench.sent.pop().op_id, error=error))
     (outcome,) = await task
     assert isinstance(outcome, QuireError) and outcome.reason == reason
     assert "secret" not in outcome.message
     if reason == "KV_EXHAUSTED":
-        assert outcome.metadata == {"blocks_needed": "3", "blocks_available": "2"}
+        assert outcome.metadata == {"pages_needed": "3", "pages_available": "2"}
     assert list(bench.journal.token_ids(cache)) == [1]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.placement import PAGE_TOKENS, PrefixAffinity, WorkerView, choose_worker, pages_for
+from service.caches.placement import PAGE_TOKENS, PrefixAffinity, WorkerView, choose_worker, pages_for
 
 PROMPT = list(range(3 * PAGE_TOKENS + 5))
 
@@ -12,10 +12,10 @@ def test_nobody_takes_it_where_there_is_nobody() -> None:
 
 
 def test_the_most_free_pages_less_what_is_queued() -> None:
-    a = WorkerView("a", 1, blocks_available=10, blocks_queued=6)
-    b = WorkerView("b", 2, blocks_available=8)
+    a = WorkerView("a", 1, pages_available=10, pages_queued=6)
+    b = WorkerView("b", 2, pages_available=8)
     assert choose_worker([a, b], PROMPT, PrefixAffinity()) is b
-    a.blocks_queued = 0
+    a.pages_queued = 0
     assert choose_worker([a, b], PROMPT, PrefixAffinity()) is a
 
 
@@ -29,7 +29,7 @@ def test_the_holder_of_the_longest_prefix_takes_it_if_the_rest_fits() -> None:
     affinity = PrefixAffinity()
     affinity.record(PROMPT[: 3 * PAGE_TOKENS], a)
     assert choose_worker([a, b], PROMPT, affinity) is a, "one page is missing, one is free"
-    a.blocks_queued = 1
+    a.pages_queued = 1
     assert choose_worker([a, b], PROMPT, affinity) is b
 
 

@@ -8,13 +8,13 @@ from typing import cast
 
 from quire.v1 import executor_pb2, worker_pb2
 
+from service.api.server_state import ServerState
+from service.api.session import Session, SessionContext
+from service.caches.table import CacheTable, Limits
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.journal.memory import MemoryJournal
 from service.pool.base import WorkerSlot
-from service.sequences import Limits, SequenceTable
-from service.server_state import ServerState
-from service.session import Session, SessionContext
 
 
 class Peer:
@@ -32,8 +32,8 @@ class Peer:
 
 async def test_calls_of_a_session_are_of_one_caller() -> None:
     sent: list[worker_pb2.WorkerCommand] = []
-    dispatcher = Dispatcher(SequenceTable(Limits()), MemoryJournal(), lambda *effect: sent.append(effect[2]))
-    ready = worker_pb2.WorkerReady(blocks_total=100, max_seq_len=100, vocab_size=100)
+    dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), lambda *effect: sent.append(effect[2]))
+    ready = worker_pb2.WorkerReady(pages_total=100, max_seq_len=100, vocab_size=100)
     slot = WorkerSlot("worker-0", epoch=1, ready=ready)
     dispatcher.worker_ready(slot)
     state = ServerState(Config())

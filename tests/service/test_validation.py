@@ -14,8 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from quire.v1 import executor_pb2, types_pb2
 
-from service import errors, validation
-from service.validation import RequestLimits
+from service import errors
+from service.api import validation
+from service.api.validation import RequestLimits
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)

@@ -8,7 +8,7 @@ from collections import deque
 
 from quire.v1 import types_pb2
 
-from service.steps import ForkRequest, Kind, Request, Rows, Step, TruncateRequest
+from service.caches.requests import Append, ForkRequest, Kind, Request, Rows, TruncateRequest
 from tests.sim.model_worker import VOCAB, next_token
 from tests.sim.oracle import Cache, Oracle
 
@@ -32,7 +32,7 @@ class Callers:
         self._rng = rng
         self._oracle = oracle
         # Requests to send again, as after an answer that was lost.
-        self._history: deque[Step] = deque(maxlen=12)
+        self._history: deque[Append] = deque(maxlen=12)
         self._gone = ["never-existed"]
         self._last_request_id = 0
 
@@ -56,7 +56,7 @@ class Callers:
             request = TruncateRequest(
                 self._name(cache), length + 1 if beyond else rng.choice((0, length, rng.randint(0, length)))
             )
-        if isinstance(request, Step) and (request.request_id or request.position is not None):
+        if isinstance(request, Append) and (request.request_id or request.position is not None):
             self._history.append(request)
         return request
 
@@ -85,16 +85,16 @@ class Callers:
         others = (self.cache_id() for _ in range(rng.choice((0, 0, 0, 1, 2))))
         return (*names, *others)
 
-    def _creation(self) -> Step:
+    def _creation(self) -> Append:
         rng = self._rng
         if rng.random() < 0.1:
             tokens = self._tokens(1, 8)
-            return Step(Kind.SCORE, "", tokens, rows=Rows.ALL, output=rng.choice(PLAIN))
+            return Append(Kind.SCORE, "", tokens, rows=Rows.ALL, output=rng.choice(PLAIN))
         request_id = ""
         if rng.random() < 0.6:
             self._last_request_id += 1
             request_id = f"request-{self._last_request_id}"
-        return Step(
+        return Append(
             Kind.PREFILL,
             "",
             self._tokens(1, 18),
@@ -106,7 +106,7 @@ class Callers:
             timeout_s=self._timeout_s(),
         )
 
-    def _step(self, cache: Cache) -> Step:
+    def _step(self, cache: Cache) -> Append:
         rng = self._rng
         kind = rng.choice((Kind.DECODE, Kind.DECODE, Kind.DECODE, Kind.PREFILL, Kind.VERIFY, Kind.VERIFY))
         output, accept = self._output(), types_pb2.VERIFY_ACCEPT_UNSPECIFIED
@@ -121,7 +121,7 @@ class Callers:
                 accept = types_pb2.VERIFY_ACCEPT_SAMPLED if sampled else types_pb2.VERIFY_ACCEPT_GREEDY
         length = len(cache.tokens)
         wrong = max(0, length + rng.choice((-3, -1, 1)))
-        return Step(
+        return Append(
             kind,
             self._name(cache),
             tokens,
@@ -141,7 +141,7 @@ class Callers:
             drafts.append(right if self._rng.random() < 0.75 else (right + 1) % VOCAB)
         return drafts
 
-    def _again(self, cache: Cache) -> Step | None:
+    def _again(self, cache: Cache) -> Append | None:
         """A step once more: of those under way or long done, or the last one of a cache."""
         rng = self._rng
         if cache.last is not None and rng.random() < 0.6:

@@ -11,10 +11,9 @@ from collections import Counter
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.errors import QuireError
-from service.journal.memory import MemoryJournal
-from service.sequences import Limits, SequenceTable
-from service.steps import (
+from service.caches.requests import (
+    Append,
+    AppendResult,
     HandlesResult,
     Kind,
     Reply,
@@ -22,10 +21,11 @@ from service.steps import (
     Result,
     Rows,
     Send,
-    Step,
-    StepResult,
     Write,
 )
+from service.caches.table import CacheTable, Limits
+from service.errors import QuireError
+from service.journal.memory import MemoryJournal
 from tests.sim.model_worker import Faults, ModelWorker
 
 MAX_SEQ_LEN = 64
@@ -38,7 +38,7 @@ class Gateway:
         names = itertools.count(1)
         self.now_s = 0.0
         self.journal = MemoryJournal()
-        self.table = SequenceTable(
+        self.table = CacheTable(
             limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
         )
         self.workers: dict[str, ModelWorker] = {}
@@ -89,9 +89,9 @@ class Gateway:
         self.work()
         return self.replies[ticket]
 
-    def step(self, request: Step) -> StepResult:
+    def step(self, request: Append) -> AppendResult:
         outcome = self.run(request)
-        assert isinstance(outcome, StepResult), outcome
+        assert isinstance(outcome, AppendResult), outcome
         return outcome
 
     def handles(self, request: Request) -> HandlesResult:
@@ -173,8 +173,8 @@ def prefill(
     position: int | None = None,
     request_id: str = "",
     lease_s: float | None = None,
-) -> Step:
-    return Step(Kind.PREFILL, cache_id, list(token_ids), position, request_id=request_id, lease_s=lease_s)
+) -> Append:
+    return Append(Kind.PREFILL, cache_id, list(token_ids), position, request_id=request_id, lease_s=lease_s)
 
 
 def decode(
@@ -182,10 +182,10 @@ def decode(
     token_id: int,
     position: int | None = None,
     output: types_pb2.OutputOptions | None = None,
-) -> Step:
-    return Step(Kind.DECODE, cache_id, (token_id,), position, output=output)
+) -> Append:
+    return Append(Kind.DECODE, cache_id, (token_id,), position, output=output)
 
 
-def verify(cache_id: str, *token_ids: int, position: int | None = None, accept: bool = True) -> Step:
+def verify(cache_id: str, *token_ids: int, position: int | None = None, accept: bool = True) -> Append:
     mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_UNSPECIFIED
-    return Step(Kind.VERIFY, cache_id, list(token_ids), position, rows=Rows.ALL, accept=mode)
+    return Append(Kind.VERIFY, cache_id, list(token_ids), position, rows=Rows.ALL, accept=mode)

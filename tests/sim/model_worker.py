@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.placement import pages_for
+from service.caches.placement import pages_for
 
 VOCAB = 16
 FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from quire.v1 import types_pb2
 
-from service.errors import QuireError
-from service.journal.base import Appended, Created, Forked, Record, Released, Truncated
-from service.steps import (
+from service.caches.requests import (
+    Append,
+    AppendResult,
     ForkRequest,
     Handle,
     HandlesResult,
@@ -23,10 +23,10 @@ from service.steps import (
     Request,
     Result,
     Rows,
-    Step,
-    StepResult,
     TruncateRequest,
 )
+from service.errors import QuireError
+from service.journal.base import Appended, Created, Forked, Record, Released, Truncated
 from tests.sim.model_worker import accepted_length, next_token, output_of
 from tests.sim.refusals import check_refusal
 
@@ -36,7 +36,7 @@ class Applied:
     """The last step of a cache, if nothing came after it."""
 
     base: int
-    step: Step
+    step: Append
     kept: int
 
 
@@ -57,7 +57,7 @@ class Cache:
     # Until when the last handle that a caller got promises that the cache lives.
     promised_s: float = 0.0
 
-    def is_repeat(self, step: Step, position: int | None) -> bool:
+    def is_repeat(self, step: Append, position: int | None) -> bool:
         """Whether a step says what the last one said."""
         last = self.last
         return (
@@ -67,7 +67,7 @@ class Cache:
             and step.accept == last.step.accept
         )
 
-    def is_remembered(self, step: Step) -> bool:
+    def is_remembered(self, step: Append) -> bool:
         """Whether the last step's answer must have been kept for a step that repeats it."""
         last = self.last
         return (
@@ -114,7 +114,7 @@ class Oracle:
 
     def cache_of(self, request: Request) -> Cache | None:
         """The cache that a request is about now."""
-        if isinstance(request, Step) and not request.cache_id:
+        if isinstance(request, Append) and not request.cache_id:
             return self.caches.get(self.by_request_id.get(request.request_id, ""))
         return self.caches.get(request.cache_id)
 
@@ -156,8 +156,8 @@ class Oracle:
             check_refusal(self, ticket, request, outcome)
             return
         self._check_order(ticket, request)
-        if isinstance(request, Step):
-            assert isinstance(outcome, StepResult)
+        if isinstance(request, Append):
+            assert isinstance(outcome, AppendResult)
             if request.is_scoring:
                 assert outcome.handle is None and not written
                 self._check_outputs(request, outcome, list(request.token_ids), None)
@@ -204,7 +204,7 @@ class Oracle:
             earlier = (other for number, other in self.outstanding.items() if number < ticket)
             assert all(self.cache_of(other) is not cache for other in earlier), "one after the other"
 
-    def _check_applied(self, step: Step, result: StepResult, written: Sequence[Record]) -> None:
+    def _check_applied(self, step: Append, result: AppendResult, written: Sequence[Record]) -> None:
         appended = written[-1]
         assert isinstance(appended, Appended)
         cache, tokens = self.caches[appended.cache_id], list(step.token_ids)
@@ -228,14 +228,14 @@ class Oracle:
         assert cache.epoch == appended.epoch
         self.seen[f"applied {step.kind.name.lower()}"] += 1
 
-    def _check_created(self, step: Step, cache: Cache) -> None:
+    def _check_created(self, step: Append, cache: Cache) -> None:
         if step.request_id:
             before = self.caches.get(self.by_request_id.get(step.request_id, ""))
             assert before is None or before.lost, "one request_id, one cache"
             self.by_request_id[step.request_id] = cache.cache_id
             cache.request_id = step.request_id
 
-    def _check_repeated(self, step: Step, result: StepResult) -> None:
+    def _check_repeated(self, step: Append, result: AppendResult) -> None:
         cache = self.cache_of(step)
         assert cache is not None and cache.last is not None, "a success that was not written"
         position = step.position if step.cache_id else 0
@@ -249,7 +249,7 @@ class Oracle:
         self.seen["repetition answered after a loss"] += cache.lost
 
     def _check_outputs(
-        self, step: Step, result: StepResult, tokens: Sequence[int], cache: Cache | None
+        self, step: Append, result: AppendResult, tokens: Sequence[int], cache: Cache | None
     ) -> list[int]:
         """Asserts that the answer has the wanted rows; returns what the model chooses in every row."""
         options = step.output or types_pb2.OutputOptions()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from service.caches.requests import Append, Request, TruncateRequest
 from service.errors import QuireError
-from service.steps import Request, Step, TruncateRequest
 from tests.sim.model_worker import FAULT, KV_EXHAUSTED, KV_MISSING, TIMEOUT
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ def check_refusal(oracle: Oracle, ticket: int, request: Request, error: QuireErr
     elif reason == "CACHE_NOT_FOUND":
         assert cache is None
     elif reason == "WORKER_LOST":
-        assert isinstance(request, Step) and (cache is None or cache.lost)
+        assert isinstance(request, Append) and (cache is None or cache.lost)
         assert oracle.cause[0] == "worker_lost"
     elif reason == "SEQUENCE_TOO_LONG":
-        assert isinstance(request, Step)
+        assert isinstance(request, Append)
         length = len(cache.tokens) if cache is not None else 0
         assert length + len(request.token_ids) > oracle.max_seq_len
     else:
@@ -50,11 +50,11 @@ def _check_of_cache(oracle: Oracle, ticket: int, request: Request, cache: Cache,
         assert error.reason == "TRUNCATE_BEYOND_END"
         assert request.new_len > len(cache.tokens)
     else:
-        assert isinstance(request, Step) and error.reason in {"POSITION_MISMATCH", "REQUEST_ID_REUSED"}
+        assert isinstance(request, Append) and error.reason in {"POSITION_MISMATCH", "REQUEST_ID_REUSED"}
         _check_position(request, cache, error)
 
 
-def _check_position(step: Step, cache: Cache, error: QuireError) -> None:
+def _check_position(step: Append, cache: Cache, error: QuireError) -> None:
     position = step.position if step.cache_id else 0
     assert position is not None
     assert not cache.is_repeat(step, position), "a repetition is answered"
@@ -73,7 +73,7 @@ def _check_lost(oracle: Oracle, ticket: int, request: Request, cache: Cache, err
         cache.lost = True
     assert cache.lost
     assert error.metadata == {"seq_len": str(len(cache.tokens))}
-    if isinstance(request, Step) and oracle.cause[0] != "worker_lost" and failure is None:
+    if isinstance(request, Append) and oracle.cause[0] != "worker_lost" and failure is None:
         position = request.position if request.cache_id else 0
         repeated = cache.is_repeat(request, position) and cache.is_remembered(request)
         assert not repeated, "an answer in memory needs no KV"

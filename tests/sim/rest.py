@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from service.caches.table import CacheTable
 from service.journal.memory import MemoryJournal
-from service.sequences import SequenceTable
 from tests.sim.model_worker import ModelWorker
 from tests.sim.oracle import Oracle
 
 
 def check_rest(
-    table: SequenceTable, journal: MemoryJournal, oracle: Oracle, workers: Iterable[ModelWorker]
+    table: CacheTable, journal: MemoryJournal, oracle: Oracle, workers: Iterable[ModelWorker]
 ) -> None:
     """Workers hold what the table thinks they hold, token for token, and nothing else."""
     for cache_id, cache in oracle.caches.items():
@@ -33,11 +33,11 @@ def check_rest(
         assert not held, "sequences that nobody can name"
 
 
-def check_end(table: SequenceTable, journal: MemoryJournal, workers: Iterable[ModelWorker]) -> None:
+def check_end(table: CacheTable, journal: MemoryJournal, workers: Iterable[ModelWorker]) -> None:
     """Nothing is left anywhere."""
     assert len(table) == len(journal) == 0
     assert not table._by_request_id
     for worker in workers:
         assert not worker.sequences, "a released sequence is still held"
     for view in table._workers.values():
-        assert view.sequences == view.blocks_queued == 0
+        assert view.sequences == view.pages_queued == 0

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from quire.v1 import worker_pb2
 
+from service.caches.requests import Reply, Send, TruncateRequest, Write
+from service.caches.table import CacheTable, Limits
 from service.errors import CacheNotFound, KvExhausted, QuireError, StepTimeout, WorkerFault
 from service.journal.memory import MemoryJournal
-from service.sequences import Limits, SequenceTable
-from service.steps import Reply, Send, TruncateRequest, Write
 from tests.sim.callers import Callers
 from tests.sim.model_worker import KV_EXHAUSTED, KV_MISSING, TIMEOUT, ModelWorker
 from tests.sim.oracle import Oracle
@@ -38,7 +38,7 @@ class Simulation:
         self.journal = MemoryJournal()
         self.oracle.queue_limit = rng.choice((6, 1000, 1000, 1000))
         numbers = itertools.count(1)
-        self.table = SequenceTable(
+        self.table = CacheTable(
             Limits(self.oracle.queue_limit, default_lease_s=20.0),
             new_cache_id=lambda: f"kv{next(numbers)}",
             new_seed=lambda: rng.randrange(1 << 32),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from service.caches.requests import ForkRequest, TruncateRequest
+from service.caches.table import Limits
 from service.errors import CacheNotFound
-from service.sequences import Limits
-from service.steps import ForkRequest, TruncateRequest
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import KV_MISSING
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from service import commands
-from service.entries import AppliedStep, Entry, Operation
-from service.sequences import SequenceTable
-from service.steps import Request, Step
+from service.caches.entries import AppliedAppend, CacheEntry, Operation
+from service.caches.requests import Append, Request
+from service.caches.table import CacheTable
+from service.pool import commands
 from tests.sim.schedules import ScheduleFailed, run_schedules
 
 SCHEDULES = 3000
@@ -59,75 +59,75 @@ def test_every_schedule_keeps_every_promise() -> None:
 
 
 def fencing_off(patch: pytest.MonkeyPatch) -> None:
-    submit = SequenceTable.submit
+    submit = CacheTable.submit
 
-    def unfenced(table: SequenceTable, request: Request, now_s: float) -> int:
-        if isinstance(request, Step):
+    def unfenced(table: CacheTable, request: Request, now_s: float) -> int:
+        if isinstance(request, Append):
             request = dataclasses.replace(request, position=None)
         return submit(table, request, now_s)
 
-    patch.setattr(SequenceTable, "submit", unfenced)
+    patch.setattr(CacheTable, "submit", unfenced)
 
 
 def repetitions_not_recognised(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AppliedStep, "is_repeated_by", lambda *_: False)
+    patch.setattr(AppliedAppend, "is_repeated_by", lambda *_: False)
 
 
 def other_tokens_taken_for_a_repetition(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AppliedStep, "is_repeated_by", lambda last, _, position: position == last.base)
+    patch.setattr(AppliedAppend, "is_repeated_by", lambda last, _, position: position == last.base)
 
 
 def request_ids_ignored(patch: pytest.MonkeyPatch) -> None:
-    submit = SequenceTable.submit
+    submit = CacheTable.submit
 
-    def forgetful(table: SequenceTable, request: Request, now_s: float) -> int:
+    def forgetful(table: CacheTable, request: Request, now_s: float) -> int:
         table._by_request_id.clear()
         return submit(table, request, now_s)
 
-    patch.setattr(SequenceTable, "submit", forgetful)
+    patch.setattr(CacheTable, "submit", forgetful)
 
 
 def nothing_undone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SequenceTable, "_undo", lambda *_: None)
+    patch.setattr(CacheTable, "_undo", lambda *_: None)
 
 
 def copies_not_released(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SequenceTable, "_discard", lambda *_: None)
+    patch.setattr(CacheTable, "_discard", lambda *_: None)
 
 
 def losses_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    def lost(table: SequenceTable, worker_id: str, epoch: int) -> None:
+    def lost(table: CacheTable, worker_id: str, epoch: int) -> None:
         del table._workers[worker_id]
 
-    patch.setattr(SequenceTable, "worker_lost", lost)
+    patch.setattr(CacheTable, "worker_lost", lost)
 
 
 def order_not_kept(patch: pytest.MonkeyPatch) -> None:
-    advance = SequenceTable._advance
+    advance = CacheTable._advance
 
-    def last_first(table: SequenceTable, entry: Entry) -> None:
+    def last_first(table: CacheTable, entry: CacheEntry) -> None:
         entry.waiting.reverse()
         advance(table, entry)
 
-    patch.setattr(SequenceTable, "_advance", last_first)
+    patch.setattr(CacheTable, "_advance", last_first)
 
 
 def steps_lost_after_verify(patch: pytest.MonkeyPatch) -> None:
     """The table believes that all drafts were kept."""
-    apply = SequenceTable._apply_step
+    apply = CacheTable._apply_append
 
-    def all_kept(table: SequenceTable, operation: Operation, step: Step, done: object) -> None:
+    def all_kept(table: CacheTable, operation: Operation, step: Append, done: object) -> None:
         apply(table, operation, step, done)  # type: ignore[arg-type]
         operation.entry.length = operation.base + len(step.token_ids)
 
-    patch.setattr(SequenceTable, "_apply_step", all_kept)
+    patch.setattr(CacheTable, "_apply_append", all_kept)
 
 
 def wrong_position_sent(patch: pytest.MonkeyPatch) -> None:
     forward = commands.forward
 
     def one_early(
-        operation: Operation, step: Step, number: int, position: int, *, replay: bool = False
+        operation: Operation, step: Append, number: int, position: int, *, replay: bool = False
     ) -> object:
         return forward(operation, step, number, max(0, position - 1), replay=replay)
 

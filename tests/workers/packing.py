@@ -64,7 +64,7 @@ class HandPacker:
             slots=torch.tensor(slots),
             query_starts=torch.tensor(starts, dtype=torch.int32),
             context_lens=torch.tensor(lengths, dtype=torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
+            page_tables=torch.tensor(tables, dtype=torch.int32),
             wanted_rows=torch.tensor(wanted, dtype=torch.int64),
             query_lens=[len(item.tokens) for item in items],
             context_lens_host=lengths,

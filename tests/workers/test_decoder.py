@@ -201,7 +201,7 @@ def test_half_precision_errs_no_more_than_transformers(base_directory: Path, dty
 def test_forward_does_not_change_its_inputs(base_directory: Path) -> None:
     decoder = load_model(base_directory).decoder
     inputs = new_packer(6).pack([Item(HandSequence(), random_tokens(9, 9))])
-    names = ("token_ids", "positions", "slots", "query_starts", "context_lens", "block_tables", "wanted_rows")
+    names = ("token_ids", "positions", "slots", "query_starts", "context_lens", "page_tables", "wanted_rows")
     before = {name: getattr(inputs, name).clone() for name in names}
     first = decoder.forward(inputs, new_kv(decoder.config))
     assert all(torch.equal(before[name], getattr(inputs, name)) for name in names)

@@ -9,8 +9,8 @@ import torch
 
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
 from workers.kv.tensors import KvTensors
+from workers.models.embedding_attention import EmbeddingAttention, EmbeddingConfig
 from workers.models.errors import ModelError
-from workers.models.paged_attention import EmbeddingAttention, EmbeddingConfig
 
 torch.set_num_threads(1)
 

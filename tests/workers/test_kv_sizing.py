@@ -27,7 +27,7 @@ def test_what_others_take_counts() -> None:
 def test_a_number_that_is_asked_for_may_take_all_that_is_free() -> None:
     assert choose_num_gpu_pages(56, GIB, memory()) == 56
     with pytest.raises(
-        KvSizingError, match="kv_blocks = 57 needs 58368 MiB of GPU memory, 57344 MiB are free"
+        KvSizingError, match="kv_pages = 57 needs 58368 MiB of GPU memory, 57344 MiB are free"
     ):
         choose_num_gpu_pages(57, GIB, memory())
 
@@ -43,5 +43,5 @@ def test_no_room_for_a_page_is_refused_with_the_numbers() -> None:
 
 def test_on_the_cpu_too_large_a_number_is_refused() -> None:
     assert choose_num_pages(3, 1024) == 3
-    with pytest.raises(KvSizingError, match=f"kv_blocks = {1 << 30} needs"):
+    with pytest.raises(KvSizingError, match=f"kv_pages = {1 << 30} needs"):
         choose_num_pages(1 << 30, 1 << 20)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from workers.executors.base import DeviceLostError
-from workers.executors.paged_attention import PagedAttentionExecutor
+from workers.executors.weightless import PagedAttentionExecutor
 from workers.operations import Failed, FailureReason, Forward, ForwardDone, Kind, Result, Rows
 from workers.scheduler import Chunk, Scheduler
 from workers.step_loop import StepLoop
@@ -38,7 +38,7 @@ def make_loop(executor: PagedAttentionExecutor, results: list[Result]) -> StepLo
 
 
 def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = PagedAttentionExecutor.create(kv_blocks=16)
+    executor = PagedAttentionExecutor.create(kv_pages=16)
     execute = executor.execute
 
     def fail_with_two(chunks: Sequence[Chunk]) -> None:
@@ -60,7 +60,7 @@ def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing on it can be used any more, so no operation is tried on its own, and none is answered."""
-    executor = PagedAttentionExecutor.create(kv_blocks=16)
+    executor = PagedAttentionExecutor.create(kv_pages=16)
     tried = []
 
     def lose(chunks: Sequence[Chunk]) -> None:
@@ -78,7 +78,7 @@ def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_bounded_prefill_waits_for_those_who_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each of their steps would be followed by one of the prefill alone."""
-    executor = PagedAttentionExecutor.create(kv_blocks=64)
+    executor = PagedAttentionExecutor.create(kv_pages=64)
     for protected, waits in ((8, True), (None, False)):
         results: list[Result] = []
         loop = StepLoop(executor, Scheduler(64, 16, 16, max_mixed_prefill_tokens=protected), results.extend)
@@ -99,7 +99,7 @@ def test_a_bounded_prefill_waits_for_those_who_decode(monkeypatch: pytest.Monkey
 
 
 def test_a_full_step_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = PagedAttentionExecutor.create(kv_blocks=64)
+    executor = PagedAttentionExecutor.create(kv_pages=64)
     loop = StepLoop(executor, Scheduler(64, 2, max_rows=2), lambda _: None)
     monkeypatch.setattr(loop._window, "remaining_ns", lambda *_: pytest.fail("it asked how long to wait"))
     loop.submit([forward(op_id) for op_id in (1, 2, 3)])
@@ -109,7 +109,7 @@ def test_a_full_step_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_caller_who_scores_is_not_expected_back() -> None:
     """Its sequence is gone with the answer."""
-    executor = PagedAttentionExecutor.create(kv_blocks=64)
+    executor = PagedAttentionExecutor.create(kv_pages=64)
     results: list[Result] = []
     loop = make_loop(executor, results)
     scored = forward(1)

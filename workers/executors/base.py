@@ -21,8 +21,8 @@ import torch
 
 from workers.batch import BatchItem, pack, sampling_rows, score_targets
 from workers.executors.info import Capabilities, ExecutorInfo, KvCapacity, StepCounters
-from workers.kv.block_pool import KvExhausted
-from workers.kv.sequence import KvSequence, KvStats, SequenceTable
+from workers.kv.page_pool import OutOfPages
+from workers.kv.table import KvSequence, KvStats, KvTable
 from workers.kv.tensors import KvTensors
 from workers.operations import (
     GREEDY,
@@ -48,7 +48,7 @@ class KvMissing(Exception):
 class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made, not in what they do
     """Owns the pages, the sequences and the runner."""
 
-    def __init__(self, info: ExecutorInfo, table: SequenceTable, kv: KvTensors, runner: Runner) -> None:
+    def __init__(self, info: ExecutorInfo, table: KvTable, kv: KvTensors, runner: Runner) -> None:
         self._info = info
         self._table = table
         self._kv = kv
@@ -62,7 +62,7 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         """Finds what of the operation is computed already and reserves pages for the rest.
 
         Cuts a sequence that is longer than the operation's position. A sequence unknown at position 0 is
-        created. Raises KvMissing or KvExhausted, leaving at most an empty or cut sequence behind, which
+        created. Raises KvMissing or OutOfPages, leaving at most an empty or cut sequence behind, which
         `roll_back` settles.
         """
         sequence = self._table.get(op.sequence)
@@ -235,9 +235,9 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
         return KvCapacity(
             page_size_tokens=self._kv.page_size,
             bytes_per_page=self._kv.bytes_per_page,
-            total=stats.blocks_total,
-            free=stats.blocks_free,
-            cached=stats.blocks_cached,
+            total=stats.pages_total,
+            free=stats.pages_free,
+            cached=stats.pages_cached,
         )
 
     @property
@@ -349,4 +349,4 @@ def _accepted_drafts(op: Forward) -> int:
     return accepted
 
 
-__all__ = ["DeviceLostError", "KvExhausted", "KvMissing", "ModelExecutor"]
+__all__ = ["DeviceLostError", "KvMissing", "ModelExecutor", "OutOfPages"]

@@ -10,8 +10,8 @@ import torch
 
 from workers.executors.base import ModelExecutor
 from workers.executors.info import ExecutorInfo
-from workers.kv.sequence import SequenceTable
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
+from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.backends import active_kernels, cuda_head_widths
 from workers.models.config import ModelConfig
@@ -44,14 +44,14 @@ class LlmExecutor(ModelExecutor):
         *,
         dtype: str = "auto",
         device: torch.device | str = "cpu",
-        kv_blocks: int | None = None,
+        kv_pages: int | None = None,
         limits: StepLimits | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> LlmExecutor:
         """Loads the weights and allocates the pool.
 
         dtype: "auto" (the model's own), "bfloat16", "float16" or "float32", for weights and KV.
-        kv_blocks: pages of 16 tokens; None sizes the pool from free memory.
+        kv_pages: pages of 16 tokens; None sizes the pool from free memory.
         limits: the largest step; on a GPU it decides what memory is left for the pool.
         progress: called with (done_bytes, total_bytes) while weights are read.
 
@@ -71,19 +71,17 @@ class LlmExecutor(ModelExecutor):
                 f"the weights of {directory.name} do not fit on {device}, which has {total_bytes >> 20} MiB;"
                 f" {free_bytes >> 20} MiB of them were left"
             ) from error
-        kv, runner = (
-            _on_gpu(loaded, kv_blocks, limits) if device.type == "cuda" else _on_cpu(loaded, kv_blocks)
-        )
+        kv, runner = _on_gpu(loaded, kv_pages, limits) if device.type == "cuda" else _on_cpu(loaded, kv_pages)
         info = _describe(directory, loaded, runner.name, device)
-        return cls(info, SequenceTable(kv.num_pages, PAGE_SIZE), kv, runner)
+        return cls(info, KvTable(kv.num_pages, PAGE_SIZE), kv, runner)
 
 
-def _on_cpu(loaded: LoadedModel, kv_blocks: int | None) -> tuple[KvTensors, Runner]:
-    kv = _pages(loaded, choose_num_pages(kv_blocks, _page_bytes(loaded)))
+def _on_cpu(loaded: LoadedModel, kv_pages: int | None) -> tuple[KvTensors, Runner]:
+    kv = _pages(loaded, choose_num_pages(kv_pages, _page_bytes(loaded)))
     return kv, EagerRunner(loaded.decoder, kv)
 
 
-def _on_gpu(loaded: LoadedModel, kv_blocks: int | None, limits: StepLimits) -> tuple[KvTensors, Runner]:
+def _on_gpu(loaded: LoadedModel, kv_pages: int | None, limits: StepLimits) -> tuple[KvTensors, Runner]:
     """A pool in what the weights and the largest step leave, and the runner with CUDA graphs."""
     config, decoder = loaded.config, loaded.decoder
     try:
@@ -105,7 +103,7 @@ def _on_gpu(loaded: LoadedModel, kv_blocks: int | None, limits: StepLimits) -> t
         ) from error
     free_bytes, total_bytes = torch.cuda.mem_get_info(decoder.device)
     memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
-    num_pages = choose_num_gpu_pages(kv_blocks, _page_bytes(loaded), memory)
+    num_pages = choose_num_gpu_pages(kv_pages, _page_bytes(loaded), memory)
     try:
         kv = _pages(loaded, num_pages)
     except torch.OutOfMemoryError as error:

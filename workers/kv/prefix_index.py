@@ -5,7 +5,7 @@ salt. Keys and values of a token depend on exactly that, so equal digests mean i
 A chain with a hole (a page in its middle was given up) is harmless: what follows the hole is merely not
 reachable until the hole is computed again, and is right when it is.
 
-This module does not know whether a page is in use; `block_pool` does.
+This module does not know whether a page is in use; `page_pool` does.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def choose_num_pages(asked: int | None, bytes_per_page: int) -> int:
     if asked is not None:
         if asked * bytes_per_page > available_bytes:
             raise KvSizingError(
-                f"kv_blocks = {asked} needs {asked * bytes_per_page >> 20} MiB,"
+                f"kv_pages = {asked} needs {asked * bytes_per_page >> 20} MiB,"
                 f" {available_bytes >> 20} MiB are available"
             )
         return asked
@@ -70,7 +70,7 @@ def choose_num_gpu_pages(asked: int | None, bytes_per_page: int, memory: GpuMemo
         spare_bytes = memory.free_bytes - memory.working_bytes
         if asked * bytes_per_page > spare_bytes:
             raise KvSizingError(
-                f"kv_blocks = {asked} needs {asked * bytes_per_page >> 20} MiB of GPU memory,"
+                f"kv_pages = {asked} needs {asked * bytes_per_page >> 20} MiB of GPU memory,"
                 f" {max(0, spare_bytes) >> 20} MiB are free beside the {memory.working_bytes >> 20} MiB that"
                 f" steps work in"
             )

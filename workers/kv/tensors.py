@@ -1,6 +1,6 @@
 """The memory of the KV cache: keys and values of all layers, in pages. No accounting.
 
-Who owns which page, and which of its slots mean something, is known to `block_pool` and `sequence` only.
+Who owns which page, and which of its slots mean something, is known to `page_pool` and `sequence` only.
 Memory is not initialised: what kernels find in slots that hold no token must not reach a result.
 
 Dimension letters: L layers; P pages; S tokens a page; K key-value heads; D head width.

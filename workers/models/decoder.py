@@ -190,7 +190,7 @@ class Decoder:
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)  # [T, C]
         last = len(self.layers) - 1
         batch = AttentionBatch(
-            inputs.block_tables,
+            inputs.page_tables,
             inputs.query_starts,
             inputs.context_lens,
             inputs.query_lens,

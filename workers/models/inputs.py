@@ -2,7 +2,7 @@
 
 They are built on the host; the runner takes them to its device.
 
-Dimension letters: T tokens of all items; N items; R wanted rows; P pages in the longest block table.
+Dimension letters: T tokens of all items; N items; R wanted rows; P pages in the longest page table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ForwardInputs:
     slots: torch.Tensor  # [T] int64, page * page_size + offset where the token's K and V are written
     query_starts: torch.Tensor  # [N + 1] int32, first row of each item, and T
     context_lens: torch.Tensor  # [N] int32, length of the sequence after the append
-    block_tables: torch.Tensor  # [N, P] int32, pages of each sequence in order; unused entries are 0
+    page_tables: torch.Tensor  # [N, P] int32, pages of each sequence in order; unused entries are 0
     wanted_rows: torch.Tensor  # [R] int64, rows of T whose logits are wanted
     query_lens: Sequence[int]  # [N] tokens appended by each item
     context_lens_host: Sequence[int]  # [N]

@@ -88,7 +88,7 @@ class CudaGraphRunner:
         return (
             len(inputs.token_ids) == items == len(rows) <= self._max_rows
             and max(inputs.query_lens) == 1
-            and inputs.block_tables.shape[1] <= self._max_pages
+            and inputs.page_tables.shape[1] <= self._max_pages
         )
 
     def _replay(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
@@ -155,7 +155,7 @@ class CudaGraphRunner:
             inputs.slots,
             inputs.context_lens,
             chosen,
-            inputs.block_tables,
+            inputs.page_tables,
             page_size=self._kv.page_size,
         )
         return logits

@@ -47,7 +47,7 @@ class DecodeBuffers:
     """Owner of the device memory that decode graphs read and write. Tensors never move."""
 
     def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
-        """Allocate for buckets of up to `max_rows`, and block tables of up to `max_pages`."""
+        """Allocate for buckets of up to `max_rows`, and page tables of up to `max_pages`."""
         self.max_rows, self.max_pages = max_rows, max_pages
         self._device = device
         pinned = device.type == "cuda"  # without that the host would wait for each transfer
@@ -55,7 +55,7 @@ class DecodeBuffers:
         self._memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, device=device)
         self._host = _Columns.over(self._host_memory, max_rows)
         self._columns = _Columns.over(self._memory, max_rows)
-        self._block_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
+        self._page_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
         self._table_staging = torch.empty(max_rows * max_pages, dtype=torch.int32, pin_memory=pinned)
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
         self._query_starts = self._row_numbers.to(torch.int32)
@@ -70,7 +70,7 @@ class DecodeBuffers:
         """Pad all rows."""
         self._pad(0)
         self._memory.copy_(self._host_memory)
-        self._block_tables.zero_()
+        self._page_tables.zero_()
         # What the device would run next if nothing were sent; None: unknown.
         self._next_tokens: list[int] | None = None
         self._next_positions: list[int] = []
@@ -85,7 +85,7 @@ class DecodeBuffers:
             slots=self._columns.slots[:bucket],
             query_starts=self._query_starts[: bucket + 1],
             context_lens=self._columns.context_lens[:bucket],
-            block_tables=self._block_tables[:bucket],
+            page_tables=self._page_tables[:bucket],
             wanted_rows=self._row_numbers[:bucket],
             query_lens=[1] * bucket,
             context_lens_host=[1] * bucket,
@@ -105,7 +105,7 @@ class DecodeBuffers:
         """
         count = len(rows)
         greedy = all(row.spec is None or row.spec.temperature <= 0 or not is_simple(row) for row in rows)
-        same_tables = torch.equal(inputs.block_tables, self._tables)
+        same_tables = torch.equal(inputs.page_tables, self._tables)
         if (
             same_tables
             and greedy
@@ -124,7 +124,7 @@ class DecodeBuffers:
         self._pad(count)
         self._memory.copy_(self._host_memory, non_blocking=True)
         if not same_tables:
-            self._send_tables(inputs.block_tables)
+            self._send_tables(inputs.page_tables)
         self._greedy = greedy
         return True
 
@@ -181,5 +181,5 @@ class DecodeBuffers:
         staged = self._table_staging[: tables.numel()].view(tables.shape)
         staged.copy_(tables)
         rows, pages = tables.shape
-        self._block_tables[:rows, :pages].copy_(staged.to(self._device, non_blocking=True))
+        self._page_tables[:rows, :pages].copy_(staged.to(self._device, non_blocking=True))
         self._tables = tables

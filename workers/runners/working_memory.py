@@ -59,7 +59,7 @@ def _prefills(tokens: int, max_seq_len: int, rows: int, page_size: int) -> Forwa
         slots=positions,
         query_starts=starts,
         context_lens=torch.tensor(lengths, dtype=torch.int32),
-        block_tables=torch.arange(pages, dtype=torch.int32).expand(len(lengths), -1).contiguous(),
+        page_tables=torch.arange(pages, dtype=torch.int32).expand(len(lengths), -1).contiguous(),
         wanted_rows=torch.arange(tokens - rows, tokens),
         query_lens=lengths,
         context_lens_host=lengths,

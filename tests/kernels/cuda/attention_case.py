@@ -98,7 +98,7 @@ def make_case(
     """A batch of (query_len, context_len) items in shuffled pages.
 
     NaN are: slots behind the end of an item, slots before the window of its first new token, and page 0,
-    which all unused entries of the block tables name.
+    which all unused entries of the page tables name.
     """
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-context // page_size) for _, context in items]
@@ -124,7 +124,7 @@ def make_case(
     heads = group * kv_heads
     packed[:, :heads] = torch.randn(starts[-1], heads, width, generator=generator).to(dtype)
     batch = AttentionBatch(
-        block_tables=tables.to(device),
+        page_tables=tables.to(device),
         query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         query_lens=query_lens,

@@ -104,8 +104,8 @@ MUTATIONS = [
     Mutation(
         "the others of a mixed batch have the pages of the first",
         "kernels.cuda.paged_attention",
-        "batch.block_tables[decodes:]",
-        "batch.block_tables",
+        "batch.page_tables[decodes:]",
+        "batch.page_tables",
         f"{MIXED}::test_mixed_batches[decodes first-bf16-None]",
     ),
 ]

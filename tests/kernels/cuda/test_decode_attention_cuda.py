@@ -42,7 +42,7 @@ def decode(case: AttentionCase, num_splits: int) -> torch.Tensor:
         case.query,
         case.k_pages,
         case.v_pages,
-        case.batch.block_tables,
+        case.batch.page_tables,
         case.batch.context_lens,
         scale=case.scale,
         sliding_window=case.window,
@@ -110,7 +110,7 @@ def test_bits_do_not_depend_on_other_items(num_splits: int, dtype: torch.dtype, 
             together.query[item : item + 1],
             together.k_pages,
             together.v_pages,
-            batch.block_tables[item : item + 1],
+            batch.page_tables[item : item + 1],
             batch.context_lens[item : item + 1],
             scale=together.scale,
             sliding_window=None,
@@ -132,7 +132,7 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype, device: str) -> None:
 def test_indices_of_64_bits(device: str) -> None:
     case = make_case([(1, 40), (1, 20)], device)
     expected = decode(case, 2)
-    case.batch.block_tables.data = case.batch.block_tables.long()
+    case.batch.page_tables.data = case.batch.page_tables.long()
     case.batch.context_lens.data = case.batch.context_lens.long()
     assert torch.equal(decode(case, 2)[:2], expected[:2])
 
@@ -140,7 +140,7 @@ def test_indices_of_64_bits(device: str) -> None:
 def test_pages_past_two_to_the_31_elements(device: str) -> None:
     case = make_case([(1, 20)], device, width=64, dtype=torch.float16)
     expected = decode(case, 1)
-    near = case.batch.block_tables[0, :2].long()
+    near = case.batch.page_tables[0, :2].long()
     far = near + (1 << 31) // (16 * 64)
     # 4 GiB each, of which only what is touched takes up memory.
     for name in ("k_pages", "v_pages"):
@@ -150,7 +150,7 @@ def test_pages_past_two_to_the_31_elements(device: str) -> None:
         )
         moved[far] = pages[near]
         setattr(case, name, moved)
-    case.batch.block_tables[0, :2] = far
+    case.batch.page_tables[0, :2] = far
     assert torch.equal(decode(case, 1)[:1], expected[:1])
 
 

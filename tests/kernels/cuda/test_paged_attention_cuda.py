@@ -70,7 +70,7 @@ def test_lengths_on_the_host_do_not_matter(name: str, device: str) -> None:
     """When a graph is captured they are upper bounds: the result follows the lengths on the device."""
     case = make_case(BATCHES[name], device)
     expected = attend(case)
-    capacity = case.batch.block_tables.shape[1] * case.k_pages.shape[1]
+    capacity = case.batch.page_tables.shape[1] * case.k_pages.shape[1]
     case.batch = replace(case.batch, context_lens_host=[capacity] * len(case.batch.query_lens))
     assert torch.equal(attend(case), expected)
 

@@ -29,7 +29,7 @@ def prefill(case: AttentionCase, first: int = 0) -> torch.Tensor:
         case.query[skipped:],
         case.k_pages,
         case.v_pages,
-        batch.block_tables[first:],
+        batch.page_tables[first:],
         batch.query_starts[first:],
         batch.context_lens[first:],
         scale=case.scale,
@@ -116,7 +116,7 @@ def test_bits_do_not_depend_on_other_items(dtype: torch.dtype, device: str) -> N
             case.query[rows],
             case.k_pages,
             case.v_pages,
-            case.batch.block_tables[item : item + 1],
+            case.batch.page_tables[item : item + 1],
             case.batch.query_starts[item : item + 2],
             case.batch.context_lens[item : item + 1],
             scale=case.scale,
@@ -135,7 +135,7 @@ def test_large_scores_do_not_overflow(device: str) -> None:
 def test_indices_of_64_bits(device: str) -> None:
     case = make_case([(1, 40), (20, 20)], device)
     expected = prefill(case)
-    for tensor in (case.batch.block_tables, case.batch.query_starts, case.batch.context_lens):
+    for tensor in (case.batch.page_tables, case.batch.query_starts, case.batch.context_lens):
         tensor.data = tensor.long()
     assert torch.equal(prefill(case)[:21], expected[:21])
 

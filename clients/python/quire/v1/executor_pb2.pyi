@@ -467,16 +467,16 @@ class GetStatusResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., sequences: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pid", "epoch", "device", "state", "sequences", "blocks_total", "blocks_free", "blocks_cached", "prefill_operations", "decode_operations", "avg_prefill_ms", "avg_decode_ms", "memory_bytes", "steps", "step_tokens", "batch_items", "operations_in_flight", "load_progress", "runner", "kernels")
+    __slots__ = ("worker_id", "pid", "epoch", "device", "state", "sequences", "pages_total", "pages_free", "pages_cached", "prefill_operations", "decode_operations", "avg_prefill_ms", "avg_decode_ms", "memory_bytes", "steps", "step_tokens", "batch_items", "operations_in_flight", "load_progress", "runner", "kernels")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     DECODE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     AVG_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -495,9 +495,9 @@ class WorkerStatus(_message.Message):
     device: str
     state: WorkerState
     sequences: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
     prefill_operations: int
     decode_operations: int
     avg_prefill_ms: float
@@ -510,7 +510,7 @@ class WorkerStatus(_message.Message):
     load_progress: float
     runner: str
     kernels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., sequences: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_operations: _Optional[int] = ..., decode_operations: _Optional[int] = ..., avg_prefill_ms: _Optional[float] = ..., avg_decode_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., load_progress: _Optional[float] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., sequences: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefill_operations: _Optional[int] = ..., decode_operations: _Optional[int] = ..., avg_prefill_ms: _Optional[float] = ..., avg_decode_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., load_progress: _Optional[float] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetCacheMetricsRequest(_message.Message):
     __slots__ = ("check_integrity",)
@@ -529,32 +529,32 @@ class GetCacheMetricsResponse(_message.Message):
     def __init__(self, page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerCacheMetrics, _Mapping]]] = ...) -> None: ...
 
 class WorkerCacheMetrics(_message.Message):
-    __slots__ = ("worker_id", "blocks_total", "blocks_free", "blocks_cached", "blocks_referenced", "sequences", "tokens", "prefix_hit_tokens", "prefix_query_tokens", "evicted_blocks", "copied_blocks", "pool_intact")
+    __slots__ = ("worker_id", "pages_total", "pages_free", "pages_cached", "pages_referenced", "sequences", "tokens", "prefix_hit_tokens", "prefix_query_tokens", "evicted_pages", "copied_pages", "pool_intact")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_REFERENCED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_REFERENCED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_PAGES_FIELD_NUMBER: _ClassVar[int]
     POOL_INTACT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_referenced: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_referenced: int
     sequences: int
     tokens: int
     prefix_hit_tokens: int
     prefix_query_tokens: int
-    evicted_blocks: int
-    copied_blocks: int
+    evicted_pages: int
+    copied_pages: int
     pool_intact: bool
-    def __init__(self, worker_id: _Optional[str] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., pool_intact: _Optional[bool] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ..., pool_intact: _Optional[bool] = ...) -> None: ...
 
 class GetLoraMetricsRequest(_message.Message):
     __slots__ = ()

@@ -132,12 +132,12 @@ class SnapshotCommand(_message.Message):
     def __init__(self, ordered: _Optional[bool] = ..., check_integrity: _Optional[bool] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("events", "blocks_available")
+    __slots__ = ("events", "pages_available")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[WorkerEvent]
-    blocks_available: int
-    def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., blocks_available: _Optional[int] = ...) -> None: ...
+    pages_available: int
+    def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., pages_available: _Optional[int] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot")
@@ -176,16 +176,16 @@ class ControlDone(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerError(_message.Message):
-    __slots__ = ("reason", "detail", "blocks_needed", "blocks_available")
+    __slots__ = ("reason", "detail", "pages_needed", "pages_available")
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     reason: WorkerErrorReason
     detail: str
-    blocks_needed: int
-    blocks_available: int
-    def __init__(self, reason: _Optional[_Union[WorkerErrorReason, str]] = ..., detail: _Optional[str] = ..., blocks_needed: _Optional[int] = ..., blocks_available: _Optional[int] = ...) -> None: ...
+    pages_needed: int
+    pages_available: int
+    def __init__(self, reason: _Optional[_Union[WorkerErrorReason, str]] = ..., detail: _Optional[str] = ..., pages_needed: _Optional[int] = ..., pages_available: _Optional[int] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("phase", "done_bytes", "total_bytes")
@@ -198,7 +198,7 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("pid", "device", "model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id", "tokenizer_json", "executor", "runner", "kernels", "supports_native_unified_decode", "supports_lora", "page_size_tokens", "bytes_per_page", "blocks_total", "max_batch_tokens", "max_batch_items")
+    __slots__ = ("pid", "device", "model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id", "tokenizer_json", "executor", "runner", "kernels", "supports_native_unified_decode", "supports_lora", "page_size_tokens", "bytes_per_page", "pages_total", "max_batch_tokens", "max_batch_items")
     PID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -223,7 +223,7 @@ class WorkerReady(_message.Message):
     SUPPORTS_LORA_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_PAGE_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     pid: int
@@ -250,23 +250,23 @@ class WorkerReady(_message.Message):
     supports_lora: bool
     page_size_tokens: int
     bytes_per_page: int
-    blocks_total: int
+    pages_total: int
     max_batch_tokens: int
     max_batch_items: int
-    def __init__(self, pid: _Optional[int] = ..., device: _Optional[str] = ..., model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., blocks_total: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ...) -> None: ...
+    def __init__(self, pid: _Optional[int] = ..., device: _Optional[str] = ..., model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., pages_total: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ...) -> None: ...
 
 class WorkerSnapshot(_message.Message):
-    __slots__ = ("sequences", "blocks_total", "blocks_free", "blocks_cached", "blocks_referenced", "tokens", "prefix_hit_tokens", "prefix_query_tokens", "evicted_blocks", "copied_blocks", "prefill_operations", "decode_operations", "prefill_ns", "decode_ns", "steps", "step_tokens", "batch_items", "operations_in_flight", "memory_bytes", "step_age_ns", "pool_intact")
+    __slots__ = ("sequences", "pages_total", "pages_free", "pages_cached", "pages_referenced", "tokens", "prefix_hit_tokens", "prefix_query_tokens", "evicted_pages", "copied_pages", "prefill_operations", "decode_operations", "prefill_ns", "decode_ns", "steps", "step_tokens", "batch_items", "operations_in_flight", "memory_bytes", "step_age_ns", "pool_intact")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_REFERENCED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_REFERENCED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_PAGES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     DECODE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
@@ -279,15 +279,15 @@ class WorkerSnapshot(_message.Message):
     STEP_AGE_NS_FIELD_NUMBER: _ClassVar[int]
     POOL_INTACT_FIELD_NUMBER: _ClassVar[int]
     sequences: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_referenced: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_referenced: int
     tokens: int
     prefix_hit_tokens: int
     prefix_query_tokens: int
-    evicted_blocks: int
-    copied_blocks: int
+    evicted_pages: int
+    copied_pages: int
     prefill_operations: int
     decode_operations: int
     prefill_ns: int
@@ -299,4 +299,4 @@ class WorkerSnapshot(_message.Message):
     memory_bytes: int
     step_age_ns: int
     pool_intact: bool
-    def __init__(self, sequences: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., prefill_operations: _Optional[int] = ..., decode_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ..., pool_intact: _Optional[bool] = ...) -> None: ...
+    def __init__(self, sequences: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ..., prefill_operations: _Optional[int] = ..., decode_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ..., pool_intact: _Optional[bool] = ...) -> None: ...

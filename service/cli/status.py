@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from service.cli_channel import CONTROL_TIMEOUT_S, open_channel, print_error
+from service.cli.channel import CONTROL_TIMEOUT_S, open_channel, print_error
 
 # Where there is no terminal whose width counts, every column is shown in full.
 _WIDTH_WITHOUT_TERMINAL = 240
@@ -101,7 +101,7 @@ def worker_cells(worker: executor_pb2.WorkerStatus) -> list[str]:
     state = _enum_word(executor_pb2.WorkerState.Name(worker.state))
     if worker.state == executor_pb2.WORKER_STATE_STARTING:
         state += f" {worker.load_progress:.0%}"
-    used = worker.blocks_total - worker.blocks_free - worker.blocks_cached
+    used = worker.pages_total - worker.pages_free - worker.pages_cached
     return [
         worker.worker_id,
         str(worker.pid),
@@ -111,9 +111,9 @@ def worker_cells(worker: executor_pb2.WorkerStatus) -> list[str]:
         state,
         str(worker.sequences),
         str(used),
-        str(worker.blocks_free),
-        str(worker.blocks_cached),
-        str(worker.blocks_total),
+        str(worker.pages_free),
+        str(worker.pages_cached),
+        str(worker.pages_total),
         str(worker.operations_in_flight),
         str(worker.prefill_operations),
         str(worker.decode_operations),

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.entries import Operation
-from service.steps import Step
+from service.caches.entries import Operation
+from service.caches.requests import Append
 
 
 def forward(
-    operation: Operation, step: Step, number: int, position: int, *, replay: bool = False
+    operation: Operation, append: Append, number: int, position: int, *, replay: bool = False
 ) -> worker_pb2.WorkerCommand:
     """Append the operation's tokens to the worker's sequence `number` at `position`.
 
@@ -22,18 +22,18 @@ def forward(
     body = command.forward
     body.sequence = number
     body.position = position
-    body.token_ids.extend(step.token_ids)
-    body.rows = step.rows.value
-    if step.output is not None:
-        _fill_output(body.output, step.output, entry.seed)
-    body.kind = step.kind.value
+    body.token_ids.extend(append.token_ids)
+    body.rows = append.rows.value
+    if append.output is not None:
+        _fill_output(body.output, append.output, entry.seed)
+    body.kind = append.kind.value
     body.caller = operation.caller
-    body.prompt_len = entry.prompt_len if replay else entry.prompt_len_after(step)
+    body.prompt_len = entry.prompt_len if replay else entry.prompt_len_after(append)
     body.ephemeral = replay or entry.ephemeral
     if not replay:
-        body.accept = step.accept  # type: ignore[assignment]
-    if step.timeout_s is not None:
-        body.timeout_ns = max(1, int(step.timeout_s * 1e9))
+        body.accept = append.accept  # type: ignore[assignment]
+    if append.timeout_s is not None:
+        body.timeout_ns = max(1, int(append.timeout_s * 1e9))
     return command
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from quire.v1 import executor_pb2, types_pb2
 
-from service import validation
+from service.api import validation
+from service.api.validation import RequestLimits
+from service.caches.requests import Append, Kind, Rows
 from service.errors import InvalidArgument
-from service.steps import Kind, Rows, Step
-from service.validation import RequestLimits
 
 
-def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Step:
+def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Prefill. Raises InvalidArgument, and Unsupported for an adapter."""
     validation.check_prefill(request, limits)
-    return Step(
+    return Append(
         kind=Kind.PREFILL,
         cache_id=request.cache_id,
         token_ids=list(request.token_ids),
@@ -25,14 +25,14 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
     )
 
 
-def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s: float | None) -> Step:
+def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Decode. Raises InvalidArgument."""
     validation.check_cache_id(request.cache_id)
     validation.check_token(request.token_id, limits)
     output = _output(request)
     if output is not None:
         validation.check_output(output, limits, 1)
-    return Step(
+    return Append(
         kind=Kind.DECODE,
         cache_id=request.cache_id,
         token_ids=(request.token_id,),
@@ -44,10 +44,10 @@ def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s
 
 def verify(
     request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits, timeout_s: float | None
-) -> Step:
+) -> Append:
     """A ForwardVerify: an output for every token. Raises InvalidArgument."""
     validation.check_verify(request, limits)
-    return Step(
+    return Append(
         kind=Kind.VERIFY,
         cache_id=request.cache_id,
         token_ids=list(request.token_ids),
@@ -59,11 +59,11 @@ def verify(
     )
 
 
-def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s: float | None) -> Step:
+def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Forward: an output for every token, and no cache. Raises InvalidArgument."""
     validation.check_tokens(request.token_ids, limits)
     validation.check_output(request.output, limits, len(request.token_ids))
-    return Step(
+    return Append(
         kind=Kind.SCORE,
         cache_id="",
         token_ids=list(request.token_ids),
@@ -75,13 +75,13 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
 
 def unified_item(
     item: executor_pb2.UnifiedForwardItem, limits: RequestLimits, timeout_s: float | None
-) -> Step:
+) -> Append:
     """An item of a UnifiedForward: a decode, a prefill, or a chunk of one. Raises InvalidArgument."""
     validation.check_tokens(item.token_ids, limits)
     validation.check_output(item.output, limits, 1)
     is_final = item.is_final_chunk or not item.HasField("is_final_chunk")
     is_decode = bool(item.cache_id) and is_final and len(item.token_ids) == 1
-    return Step(
+    return Append(
         kind=Kind.DECODE if is_decode else Kind.PREFILL,
         cache_id=item.cache_id,
         token_ids=list(item.token_ids),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from quire.v1 import types_pb2, worker_pb2
 
-from service import sequences
+from service.caches import table as sequences
+from service.caches.requests import Append, ForkRequest, Kind, Reply, Rows, TruncateRequest
+from service.caches.table import Limits
 from service.errors import KvExhausted, QueueFull
-from service.sequences import Limits
-from service.steps import ForkRequest, Kind, Reply, Rows, Step, TruncateRequest
 from tests.sim.harness import MAX_SEQ_LEN, Gateway, decode, prefill, verify
 from tests.sim.model_worker import next_token
 
@@ -261,7 +261,7 @@ def test_draining_refuses_what_is_new_and_finishes_what_is_not(gateway: Gateway)
 
 
 def test_scoring_keeps_nothing(gateway: Gateway) -> None:
-    result = gateway.step(Step(Kind.SCORE, "", [1, 2, 3], rows=Rows.ALL))
+    result = gateway.step(Append(Kind.SCORE, "", [1, 2, 3], rows=Rows.ALL))
     assert result.handle is None and len(result.done.outputs) == 3
     assert len(gateway.table) == len(gateway.journal) == len(gateway.held()) == 0
 
@@ -271,7 +271,7 @@ def test_a_bug_while_starting_leaves_nothing_waiting(
 ) -> None:
     cache = gateway.create(1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("service.commands.forward", lambda *_, **__: 1 / 0)
+        patch.setattr("service.pool.commands.forward", lambda *_, **__: 1 / 0)
         error = gateway.refusal(decode(cache, 3))
     assert error.reason == "INTERNAL" and isinstance(error.__cause__, ZeroDivisionError)
     assert gateway.table.operations_in_flight == 0
@@ -279,11 +279,11 @@ def test_a_bug_while_starting_leaves_nothing_waiting(
 
 
 def test_what_can_never_fit_is_refused_without_a_reason_to_wait() -> None:
-    table = sequences.SequenceTable(Limits())
-    table.worker_ready("worker", 1, blocks_available=4, max_seq_len=1000)
-    ticket = table.submit(Step(Kind.PREFILL, "", list(range(65))), 0.0)
+    table = sequences.CacheTable(Limits())
+    table.worker_ready("worker", 1, pages_available=4, max_seq_len=1000)
+    ticket = table.submit(Append(Kind.PREFILL, "", list(range(65))), 0.0)
     replies = [effect for effect in table.take_effects() if isinstance(effect, Reply)]
     assert [reply.ticket for reply in replies] == [ticket]
     error = replies[0].outcome
     assert isinstance(error, KvExhausted)
-    assert error.retry_after_s is None and error.metadata["blocks_needed"] == "5"
+    assert error.retry_after_s is None and error.metadata["pages_needed"] == "5"

@@ -19,15 +19,15 @@ import grpc
 from google.protobuf.message import Message
 from quire.v1 import executor_pb2
 
-from service import caches, plans, validation
+from service.api import caches, plans, validation
+from service.api.parsing import Malformed
+from service.api.plans import Plan
+from service.api.server_state import ServerState
+from service.api.validation import RequestLimits
 from service.config import Config
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import Draining, InvalidArgument, QuireError, SlowConsumer, to_status
-from service.interceptors.parsing import Malformed
 from service.logging import current_request_id, get_logger
-from service.plans import Plan
-from service.server_state import ServerState
-from service.validation import RequestLimits
 
 SessionContext: TypeAlias = (
     "grpc.aio.ServicerContext[executor_pb2.SessionRequest, executor_pb2.SessionResponse]"

@@ -1,4 +1,4 @@
-"""The records that `sequences.py` keeps: one Entry a cache, one Operation a request on its way."""
+"""The records that `sequences.py` keeps: one CacheEntry a cache, one Operation a request on its way."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.placement import WorkerView
-from service.steps import Kind, Request, Rows, Step
+from service.caches.placement import WorkerView
+from service.caches.requests import Append, Kind, Request, Rows
 
 _SHORT_TOKENS = 32
 
@@ -25,8 +25,8 @@ class State(enum.Enum):
 
 
 @dataclass(slots=True)
-class AppliedStep:
-    """The last step of a cache, kept to recognise and answer its repetition."""
+class AppliedAppend:
+    """The last append of a cache, kept to recognise and answer its repetition."""
 
     base: int
     tokens: object  # a fingerprint of the tokens
@@ -38,30 +38,30 @@ class AppliedStep:
     done: worker_pb2.ForwardDone | None
 
     @classmethod
-    def of(cls, step: Step, base: int, done: worker_pb2.ForwardDone) -> AppliedStep:
-        """Remembers an applied step. Keeps neither its tokens nor returned logits alive."""
-        large = step.output is not None and step.output.logits
+    def of(cls, append: Append, base: int, done: worker_pb2.ForwardDone) -> AppliedAppend:
+        """Remembers an applied append. Keeps neither its tokens nor returned logits alive."""
+        large = append.output is not None and append.output.logits
         return cls(
             base=base,
-            tokens=fingerprint(step.token_ids),
+            tokens=fingerprint(append.token_ids),
             kept=done.kept,
-            rows=step.rows,
-            accept=step.accept,
-            output=step.output,
+            rows=append.rows,
+            accept=append.accept,
+            output=append.output,
             done=None if large else done,
         )
 
-    def is_repeated_by(self, step: Step, position: int) -> bool:
-        """Whether `step` at `position` would do what was done already."""
+    def is_repeated_by(self, append: Append, position: int) -> bool:
+        """Whether `append` at `position` would do what was done already."""
         return (
             position == self.base
-            and step.accept == self.accept
-            and fingerprint(step.token_ids) == self.tokens
+            and append.accept == self.accept
+            and fingerprint(append.token_ids) == self.tokens
         )
 
-    def answers(self, step: Step) -> worker_pb2.ForwardDone | None:
+    def answers(self, append: Append) -> worker_pb2.ForwardDone | None:
         """The stored answer, if the repetition asks for the very same output."""
-        return self.done if step.rows == self.rows and step.output == self.output else None
+        return self.done if append.rows == self.rows and append.output == self.output else None
 
 
 @dataclass(slots=True)
@@ -70,21 +70,21 @@ class Operation:
 
     ticket: int
     request: Request
-    entry: Entry
+    entry: CacheEntry
     # Whose it is, see `ForwardCommand.caller`. Means nothing to the state machine.
     caller: int
-    # Tokens the cache had when the step began.
+    # Tokens the cache had when the append began.
     base: int = 0
-    # The number of a temporary copy on which the last step's answer is computed again; applies nothing.
+    # The number of a temporary copy on which the last append's answer is computed again; applies nothing.
     copy_number: int | None = None
     # What a fork is making.
-    children: list[Entry] = field(default_factory=list)
-    # Counted in the worker's blocks_queued.
+    children: list[CacheEntry] = field(default_factory=list)
+    # Counted in the worker's pages_queued.
     pages: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CacheEntry:
     """One cache. `number` is its name towards the worker."""
 
     cache_id: str
@@ -101,11 +101,11 @@ class Entry:
     visible: bool = False
     # Grows in the order in which caches became visible.
     order: int = 0
-    # Keeps no cache: gone after its one step.
+    # Keeps no cache: gone after its one append.
     ephemeral: bool = False
     # Key of the creation, to recognise its repetition.
     request_id: str = ""
-    last_step: AppliedStep | None = None
+    last_append: AppliedAppend | None = None
     running: Operation | None = None
     waiting: deque[Operation] = field(default_factory=deque)
 
@@ -114,9 +114,9 @@ class Entry:
         """Whether an operation runs or waits."""
         return self.running is not None or bool(self.waiting)
 
-    def prompt_len_after(self, step: Step) -> int:
-        """The prompt boundary with `step` applied: a prefill makes everything so far prompt."""
-        return self.length + len(step.token_ids) if step.kind is Kind.PREFILL else self.prompt_len
+    def prompt_len_after(self, append: Append) -> int:
+        """The prompt boundary with `append` applied: a prefill makes everything so far prompt."""
+        return self.length + len(append.token_ids) if append.kind is Kind.PREFILL else self.prompt_len
 
 
 def fingerprint(token_ids: Sequence[int]) -> object:

@@ -20,17 +20,17 @@ class WorkerView:
     worker_id: str
     epoch: int
     # Pages free or cached when the worker last said so.
-    blocks_available: int
+    pages_available: int
     # Pages of operations that were sent since and may not be counted in it yet.
-    blocks_queued: int = 0
+    pages_queued: int = 0
     sequences: int = 0
     # All its pages, which no sequence can exceed.
-    blocks_total: int = 1 << 31
+    pages_total: int = 1 << 31
 
     @property
     def headroom(self) -> int:
         """Pages a new sequence could take."""
-        return self.blocks_available - self.blocks_queued
+        return self.pages_available - self.pages_queued
 
 
 class PrefixAffinity:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from workers.kv.prefix_index import PrefixIndex
 
 
-class KvExhausted(Exception):
+class OutOfPages(Exception):
     """There are not enough pages, even after giving up every cached one. Nothing was changed."""
 
     def __init__(self, needed: int, available: int) -> None:
@@ -29,21 +29,21 @@ class IntegrityError(Exception):
     """The accounting contradicts itself: a bug in Quire. The pool must not be used any more."""
 
 
-class BlockPool:
-    """Pages 0 to num_blocks - 1. Every operation is O(1) per page.
+class PagePool:
+    """Pages 0 to num_pages - 1. Every operation is O(1) per page.
 
-    **free + cached + referenced == num_blocks**, at any moment between two calls.
+    **free + cached + referenced == num_pages**, at any moment between two calls.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
-        self.num_blocks = num_blocks
-        self.evicted_blocks = 0
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, not {num_pages}")
+        self.num_pages = num_pages
+        self.evicted_pages = 0
         self._index = PrefixIndex()
-        self._refcounts = [0] * num_blocks
+        self._refcounts = [0] * num_pages
         # A stack: the page freed last is the likeliest to be in a CPU cache still. Low pages go first.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(num_pages - 1, -1, -1))
         # Least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
 
@@ -65,7 +65,7 @@ class BlockPool:
     @property
     def referenced(self) -> int:
         """Pages in use."""
-        return self.num_blocks - self.available
+        return self.num_pages - self.available
 
     def refcount(self, page: int) -> int:
         """Return how many references `page` has."""
@@ -86,10 +86,10 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` pages with one reference each, evicting cached pages where none is free.
 
-        The caller owns the references. Raises KvExhausted, and changes nothing, if there are too few.
+        The caller owns the references. Raises OutOfPages, and changes nothing, if there are too few.
         """
         if count > self.available:
-            raise KvExhausted(count, self.available)
+            raise OutOfPages(count, self.available)
         pages = []
         for _ in range(count):
             page = self._free.pop() if self._free else self._evict()
@@ -132,7 +132,7 @@ class BlockPool:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         self._index.discard(page)
-        self.evicted_blocks += 1
+        self.evicted_pages += 1
         return page
 
     def check_integrity(self) -> None:
@@ -154,8 +154,8 @@ class BlockPool:
                 raise IntegrityError(f"page {page} is free but indexed")
             if page in self._cached and page not in self._index:
                 raise IntegrityError(f"page {page} is cached but not indexed")
-        if len(free) + len(self._cached) + referenced != self.num_blocks:
+        if len(free) + len(self._cached) + referenced != self.num_pages:
             raise IntegrityError(
                 f"{len(free)} free + {len(self._cached)} cached + {referenced} referenced pages"
-                f" are not {self.num_blocks}"
+                f" are not {self.num_pages}"
             )

@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from workers.kv.block_pool import BlockPool, IntegrityError
+from workers.kv.page_pool import IntegrityError, PagePool
 from workers.kv.prefix_index import page_digest, root_digest
 
 
 @dataclass(slots=True, eq=False)
 class KvSequence:
-    """One sequence. Anyone may read it; only `SequenceTable` changes it. Dead after `release`."""
+    """One sequence. Anyone may read it; only `KvTable` changes it. Dead after `release`."""
 
     key: int
     salt: bytes = b""
@@ -50,34 +50,34 @@ class KvStats:
 
     sequences: int
     tokens: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_referenced: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_referenced: int
     # Tokens found in shared pages, and tokens (in whole pages) that were looked for.
     prefix_hit_tokens: int
     prefix_query_tokens: int
-    evicted_blocks: int
-    copied_blocks: int
+    evicted_pages: int
+    copied_pages: int
 
 
-class SequenceTable:
+class KvTable:
     """Owner of the pool and of every sequence in it.
 
     Methods that take a KvSequence raise ValueError for one that is not (or no longer) in this table.
     """
 
-    def __init__(self, num_blocks: int, page_size: int = 16) -> None:
+    def __init__(self, num_pages: int, page_size: int = 16) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
-        self._pool = BlockPool(num_blocks)
+        self._pool = PagePool(num_pages)
         self._sequences: dict[int, KvSequence] = {}
         # Kept beside the sequences so that `stats` need not visit them.
         self._tokens = 0
         self._prefix_hit_tokens = 0
         self._prefix_query_tokens = 0
-        self._copied_blocks = 0
+        self._copied_pages = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -136,7 +136,7 @@ class SequenceTable:
 
         The caller performs the copies of all its `reserve` calls in the order they were returned, before
         anything is written to the pool: a later one may read a page that an earlier one filled. Raises
-        KvExhausted, and changes nothing, if pages are missing.
+        OutOfPages, and changes nothing, if pages are missing.
         """
         self._check_owned(seq)
         if n <= 0:
@@ -152,7 +152,7 @@ class SequenceTable:
             src, dst = seq.pages[written_page], fresh.pop(0)
             seq.pages[written_page] = dst
             self._pool.decref(src)
-            self._copied_blocks += 1
+            self._copied_pages += 1
             copies.append((src, dst))
         elif offset:
             # Cut back into a page that others may still look up: it is about to hold other tokens.
@@ -229,14 +229,14 @@ class SequenceTable:
         return KvStats(
             sequences=len(self._sequences),
             tokens=self._tokens,
-            blocks_total=self._pool.num_blocks,
-            blocks_free=self._pool.free,
-            blocks_cached=self._pool.cached,
-            blocks_referenced=self._pool.referenced,
+            pages_total=self._pool.num_pages,
+            pages_free=self._pool.free,
+            pages_cached=self._pool.cached,
+            pages_referenced=self._pool.referenced,
             prefix_hit_tokens=self._prefix_hit_tokens,
             prefix_query_tokens=self._prefix_query_tokens,
-            evicted_blocks=self._pool.evicted_blocks,
-            copied_blocks=self._copied_blocks,
+            evicted_pages=self._pool.evicted_pages,
+            copied_pages=self._copied_pages,
         )
 
     def check_integrity(self) -> None:
@@ -250,7 +250,7 @@ class SequenceTable:
                 raise IntegrityError(f"sequence {key} holds a page twice")
             self._check_sequence(seq)
             holders.update(seq.pages)
-        for page in range(self._pool.num_blocks):
+        for page in range(self._pool.num_pages):
             if holders[page] != self._pool.refcount(page):
                 raise IntegrityError(
                     f"page {page} has {self._pool.refcount(page)} references,"

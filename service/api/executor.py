@@ -17,14 +17,14 @@ import psutil
 from google.protobuf.message import Message
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
-from service import caches, encoding, plans, validation
+from service.api import caches, encoding, plans, validation
+from service.api.plans import Plan
+from service.api.server_state import ServerState
+from service.api.session import Session, SessionContext
+from service.api.validation import RequestLimits
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
-from service.plans import Plan
 from service.pool.base import WorkerPool
-from service.server_state import ServerState
-from service.session import Session, SessionContext
-from service.validation import RequestLimits
 
 # What a handler is given; it asks only how much time the caller has left.
 Context = grpc.aio.ServicerContext[Any, Any]

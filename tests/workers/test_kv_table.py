@@ -1,4 +1,4 @@
-"""SequenceTable against plain token lists, and a page memory that remembers which token was written where.
+"""KvTable against plain token lists, and a page memory that remembers which token was written where.
 
 The oracle does not look at reference counts or digests: whatever the table shares, copies or evicts,
 reading a sequence's pages slot by slot must give its tokens at their positions.
@@ -19,10 +19,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from workers.kv import sequence as sequence_module
-from workers.kv.block_pool import BlockPool, IntegrityError, KvExhausted
+from workers.kv import table as sequence_module
+from workers.kv.page_pool import IntegrityError, OutOfPages, PagePool
 from workers.kv.prefix_index import PrefixIndex, page_digest
-from workers.kv.sequence import KvSequence, SequenceTable
+from workers.kv.table import KvSequence, KvTable
 
 PAGE = 4
 # Two tokens and short sequences, so that prefixes coincide all the time.
@@ -36,7 +36,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @initialize(pages=st.integers(1, 14))
     def start(self, pages: int) -> None:
-        self.table = SequenceTable(pages, PAGE)
+        self.table = KvTable(pages, PAGE)
         self.memory: list[Slot | None] = [None] * (pages * PAGE)
         self.copies: list[tuple[int, int]] = []
         self.tokens: dict[int, list[int]] = {}
@@ -88,10 +88,10 @@ class TableMachine(RuleBasedStateMachine):
     def reserve(self, data: st.DataObject, n: int) -> None:
         self.try_to_reserve(self.pick(data), n)
 
-    def reserve_or_refuse(self, seq: KvSequence, n: int) -> tuple[list[tuple[int, int]], KvExhausted | None]:
+    def reserve_or_refuse(self, seq: KvSequence, n: int) -> tuple[list[tuple[int, int]], OutOfPages | None]:
         try:
             return self.table.reserve(seq, n), None
-        except KvExhausted as error:
+        except OutOfPages as error:
             return [], error
 
     def try_to_reserve(self, seq: KvSequence, n: int) -> bool:
@@ -205,9 +205,9 @@ class TableMachine(RuleBasedStateMachine):
         stats = self.table.stats()
         assert stats.sequences == len(self.table) == len(self.tokens)
         assert stats.tokens == sum(map(len, self.tokens.values()))
-        assert stats.blocks_total == self.pages
-        assert stats.blocks_referenced == len(self.held_pages())
-        assert stats.blocks_free + stats.blocks_cached + stats.blocks_referenced == self.pages
+        assert stats.pages_total == self.pages
+        assert stats.pages_referenced == len(self.held_pages())
+        assert stats.pages_free + stats.pages_cached + stats.pages_referenced == self.pages
         assert stats.prefix_hit_tokens <= stats.prefix_query_tokens
 
     def teardown(self) -> None:
@@ -217,11 +217,11 @@ class TableMachine(RuleBasedStateMachine):
             self.table.release(key)
         self.table.check_integrity()
         stats = self.table.stats()
-        assert (stats.sequences, stats.tokens, stats.blocks_referenced) == (0, 0, 0)
-        assert stats.blocks_free + stats.blocks_cached == self.pages
+        assert (stats.sequences, stats.tokens, stats.pages_referenced) == (0, 0, 0)
+        assert stats.pages_free + stats.pages_cached == self.pages
         seq = self.table.create(-1)
         self.table.reserve(seq, self.pages * PAGE)
-        with pytest.raises(KvExhausted):
+        with pytest.raises(OutOfPages):
             self.table.reserve(seq, self.pages * PAGE + 1)
 
 
@@ -230,17 +230,17 @@ TestTable.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
-true_reserve = SequenceTable.reserve
-true_allocate = BlockPool.allocate
+true_reserve = KvTable.reserve
+true_allocate = PagePool.allocate
 true_page_digest = page_digest
 
 
-def forget_the_copy(table: SequenceTable, seq: KvSequence, n: int) -> list[tuple[int, int]]:
+def forget_the_copy(table: KvTable, seq: KvSequence, n: int) -> list[tuple[int, int]]:
     true_reserve(table, seq, n)
     return []
 
 
-def allocate_before_counting(pool: BlockPool, count: int) -> list[int]:
+def allocate_before_counting(pool: PagePool, count: int) -> list[int]:
     return [page for _ in range(count) for page in true_allocate(pool, 1)]
 
 
@@ -283,10 +283,10 @@ def drive(machine: TableMachine) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "mutant"),
     [
-        (SequenceTable, "reserve", forget_the_copy),
-        (BlockPool, "allocate", allocate_before_counting),
-        (BlockPool, "refcount", lambda pool, page: 1),
-        (BlockPool, "unpublish", lambda pool, page: None),
+        (KvTable, "reserve", forget_the_copy),
+        (PagePool, "allocate", allocate_before_counting),
+        (PagePool, "refcount", lambda pool, page: 1),
+        (PagePool, "unpublish", lambda pool, page: None),
         (PrefixIndex, "discard", lambda index, page: False),
         (sequence_module, "page_digest", ignore_what_came_before),
         (sequence_module, "root_digest", lambda salt: b""),
@@ -299,27 +299,27 @@ def test_the_oracle_notices_a_mutant(
     machine = TableMachine()
     drive(machine)
     machine.accounts_balance()
-    assert machine.table.stats().evicted_blocks > 0
+    assert machine.table.stats().evicted_pages > 0
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(AssertionError):
         drive(TableMachine())
 
 
-def grow(table: SequenceTable, seq: KvSequence, tokens: Sequence[int]) -> list[tuple[int, int]]:
+def grow(table: KvTable, seq: KvSequence, tokens: Sequence[int]) -> list[tuple[int, int]]:
     copies = table.reserve(seq, len(tokens))
     table.append(seq, tokens)
     return copies
 
 
 def test_a_released_sequence_is_found_again() -> None:
-    table = SequenceTable(8, PAGE)
+    table = KvTable(8, PAGE)
     tokens = list(range(14))
     grow(table, table.create(1, b"a"), tokens)
     first = table.get(1)
     assert first is not None
     pages = first.pages.copy()
     assert table.release(1)
-    assert table.stats().blocks_cached == 3
+    assert table.stats().pages_cached == 3
     stranger = table.create(2, b"b")
     assert table.match_prefix(stranger, tokens, 14) == 0
     again = table.create(3, b"a")
@@ -332,17 +332,17 @@ def test_a_released_sequence_is_found_again() -> None:
 
 
 def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
-    table = SequenceTable(4, PAGE)
+    table = KvTable(4, PAGE)
     tokens = list(range(16))
     grow(table, table.create(1), tokens)
     table.release(1)
     grow(table, table.create(2), [99] * 5)
-    assert table.stats().evicted_blocks == 2
+    assert table.stats().evicted_pages == 2
     assert table.match_prefix(table.create(3), tokens, 16) == 8
 
 
 def test_a_chain_with_a_hole_heals() -> None:
-    table = SequenceTable(4, PAGE)
+    table = KvTable(4, PAGE)
     tokens = list(range(12))
     seq = table.create(1)
     grow(table, seq, tokens)
@@ -361,7 +361,7 @@ def test_a_chain_with_a_hole_heals() -> None:
 
 
 def test_a_twin_takes_over_when_the_indexed_page_is_gone() -> None:
-    table = SequenceTable(4, PAGE)
+    table = KvTable(4, PAGE)
     tokens = [1, 2, 3, 4]
     first, twin = table.create(1), table.create(2)
     grow(table, first, tokens)
@@ -375,7 +375,7 @@ def test_a_twin_takes_over_when_the_indexed_page_is_gone() -> None:
 
 
 def test_a_fork_copies_a_partial_page_on_write_and_only_once() -> None:
-    table = SequenceTable(8, PAGE)
+    table = KvTable(8, PAGE)
     parent = table.create(1)
     grow(table, parent, [0, 1, 2, 3, 4, 5])
     shared = parent.pages[1]
@@ -386,11 +386,11 @@ def test_a_fork_copies_a_partial_page_on_write_and_only_once() -> None:
     assert grow(table, child, [7]) == []
     assert grow(table, parent, [8]) == []
     assert child.pages[0] == parent.pages[0]
-    assert table.stats().copied_blocks == 1
+    assert table.stats().copied_pages == 1
 
 
 def test_a_fork_of_full_pages_copies_nothing() -> None:
-    table = SequenceTable(8, PAGE)
+    table = KvTable(8, PAGE)
     parent = table.create(1)
     grow(table, parent, [0, 1, 2, 3])
     table.reserve(parent, 1)
@@ -402,19 +402,19 @@ def test_a_fork_of_full_pages_copies_nothing() -> None:
 
 
 def test_reserved_room_goes_back() -> None:
-    table = SequenceTable(4, PAGE)
+    table = KvTable(4, PAGE)
     seq = table.create(1)
     grow(table, seq, [1])
     table.reserve(seq, 15)
-    assert table.stats().blocks_free == 0
+    assert table.stats().pages_free == 0
     table.truncate(seq, 1)
-    assert table.stats().blocks_free == 3
+    assert table.stats().pages_free == 3
     with pytest.raises(ValueError, match="do not fit"):
         table.append(seq, [2])
 
 
 def test_room_reserved_once_is_used_in_chunks() -> None:
-    table = SequenceTable(4, PAGE)
+    table = KvTable(4, PAGE)
     seq = table.create(1)
     table.reserve(seq, 10)
     pages = seq.pages.copy()
@@ -426,7 +426,7 @@ def test_room_reserved_once_is_used_in_chunks() -> None:
 
 
 def test_a_sequence_within_a_page_or_with_room_reserved_is_not_matched() -> None:
-    table = SequenceTable(8, PAGE)
+    table = KvTable(8, PAGE)
     grow(table, table.create(1), [1, 2, 3, 4, 5, 6, 7, 8])
     seq = table.create(2)
     table.reserve(seq, 1)
@@ -437,7 +437,7 @@ def test_a_sequence_within_a_page_or_with_room_reserved_is_not_matched() -> None
 
 
 def test_wrong_calls_change_nothing() -> None:
-    table = SequenceTable(4, PAGE)
+    table = KvTable(4, PAGE)
     seq = table.create(1)
     grow(table, seq, [1, 2, 3])
     before = table.stats()
@@ -454,36 +454,36 @@ def test_wrong_calls_change_nothing() -> None:
     assert table.stats() == before
     assert table.get(1) is seq
     with pytest.raises(ValueError, match="page_size"):
-        SequenceTable(4, 0)
+        KvTable(4, 0)
 
 
 def test_an_empty_sequence_is_not_taken_for_a_missing_one() -> None:
-    table = SequenceTable(1)
+    table = KvTable(1)
     table.create(1)
     assert table.get(1)
 
 
-def hold_a_page_unasked(table: SequenceTable, seq: KvSequence) -> None:
+def hold_a_page_unasked(table: KvTable, seq: KvSequence) -> None:
     seq.pages.append(seq.pages[0])
 
 
-def drop_a_page(table: SequenceTable, seq: KvSequence) -> None:
+def drop_a_page(table: KvTable, seq: KvSequence) -> None:
     seq.pages.pop()
 
 
-def swap_pages(table: SequenceTable, seq: KvSequence) -> None:
+def swap_pages(table: KvTable, seq: KvSequence) -> None:
     seq.pages.reverse()
 
 
-def lose_a_token(table: SequenceTable, seq: KvSequence) -> None:
+def lose_a_token(table: KvTable, seq: KvSequence) -> None:
     seq.token_ids.pop()
 
 
-def lose_a_digest(table: SequenceTable, seq: KvSequence) -> None:
+def lose_a_digest(table: KvTable, seq: KvSequence) -> None:
     seq.digests.pop()
 
 
-def open_an_indexed_page(table: SequenceTable, seq: KvSequence) -> None:
+def open_an_indexed_page(table: KvTable, seq: KvSequence) -> None:
     table.truncate(seq, 6)
     seq.reserved_len_tokens = 7
 
@@ -492,8 +492,8 @@ def open_an_indexed_page(table: SequenceTable, seq: KvSequence) -> None:
     "corrupt",
     [hold_a_page_unasked, drop_a_page, swap_pages, lose_a_token, lose_a_digest, open_an_indexed_page],
 )
-def test_check_integrity_notices(corrupt: Callable[[SequenceTable, KvSequence], None]) -> None:
-    table = SequenceTable(4, PAGE)
+def test_check_integrity_notices(corrupt: Callable[[KvTable, KvSequence], None]) -> None:
+    table = KvTable(4, PAGE)
     seq = table.create(1)
     grow(table, seq, [1, 2, 3, 4, 5, 6, 7, 8])
     table.check_integrity()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from quire.v1 import executor_pb2, worker_pb2
 
+from service.api.validation import RequestLimits
 from service.config import Config
 from service.errors import NoWorker
 from service.pool.base import WorkerSlot
-from service.validation import RequestLimits
 
 
 class ServerState:

@@ -10,11 +10,11 @@ import torch
 
 from workers.executors.base import ModelExecutor
 from workers.executors.info import ExecutorInfo
-from workers.kv.sequence import SequenceTable
 from workers.kv.sizing import choose_num_pages
+from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.backends import active_kernels
-from workers.models.paged_attention import EmbeddingAttention
+from workers.models.embedding_attention import EmbeddingAttention
 from workers.runners.eager import EagerRunner
 
 PAGE_SIZE = 16
@@ -25,7 +25,7 @@ class PagedAttentionExecutor(ModelExecutor):
 
     @classmethod
     def create(
-        cls, *, device: torch.device | str = "cpu", kv_blocks: int | None = None
+        cls, *, device: torch.device | str = "cpu", kv_pages: int | None = None
     ) -> PagedAttentionExecutor:
         """Allocates the pool. Raises KvSizingError for one that does not fit."""
         device = torch.device(device)
@@ -38,7 +38,7 @@ class PagedAttentionExecutor(ModelExecutor):
             "head_dim": config.head_dim,
         }
         bytes_per_page = KvTensors.page_bytes(dtype=model.dtype, **shape)
-        num_pages = choose_num_pages(kv_blocks, bytes_per_page)
+        num_pages = choose_num_pages(kv_pages, bytes_per_page)
         kv = KvTensors(num_pages=num_pages, dtype=model.dtype, device=device, **shape)
         runner = EagerRunner(model, kv)
         info = ExecutorInfo(
@@ -57,4 +57,4 @@ class PagedAttentionExecutor(ModelExecutor):
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
         )
-        return cls(info, SequenceTable(num_pages, PAGE_SIZE), kv, runner)
+        return cls(info, KvTable(num_pages, PAGE_SIZE), kv, runner)

@@ -17,7 +17,7 @@ from service.journal.base import Record
 
 
 class Rows(enum.IntEnum):
-    """Which positions of a step have an output."""
+    """Which positions of a append have an output."""
 
     NONE = worker_pb2.ROW_SELECTION_UNSPECIFIED
     LAST = worker_pb2.ROW_SELECTION_LAST
@@ -25,7 +25,7 @@ class Rows(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """What a step is to its caller."""
+    """What a append is to its caller."""
 
     PREFILL = worker_pb2.OPERATION_KIND_PREFILL
     DECODE = worker_pb2.OPERATION_KIND_DECODE
@@ -34,7 +34,7 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Append:
     """Append tokens to a cache, or to a new one if `cache_id` is empty; the one data operation."""
 
     kind: Kind
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the step keeps no cache."""
+        """Whether the append keeps no cache."""
         return self.kind is Kind.SCORE
 
 
@@ -78,7 +78,7 @@ class TruncateRequest:
     new_len: int
 
 
-Request = Step | ForkRequest | TruncateRequest
+Request = Append | ForkRequest | TruncateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class Handle:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """An applied step, or the answer to its repetition. `handle` is None for a step that keeps no cache.
+class AppendResult:
+    """An applied append, or the answer to its repetition. `handle` is None for a append that keeps no cache.
 
-    `kept` counts the tokens of the step that the cache kept; `done.kept` is the worker's own view, which
+    `kept` counts the tokens of the append that the cache kept; `done.kept` is the worker's own view, which
     differs where the answer was computed again.
     """
 
@@ -112,7 +112,7 @@ class HandlesResult:
     handles: Sequence[Handle] = field(default_factory=tuple)
 
 
-Result = StepResult | HandlesResult
+Result = AppendResult | HandlesResult
 
 
 # Effects: what the state machine wants done, in this order.

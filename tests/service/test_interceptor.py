@@ -13,13 +13,13 @@ from quire import errors as client_errors
 from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
 
 from service import errors
+from service.api.interceptor import CallInterceptor
+from service.caches.requests import Append, Kind
+from service.caches.table import CacheTable, Limits
 from service.dispatcher import Dispatcher
-from service.interceptors.calls import CallInterceptor
 from service.journal.memory import MemoryJournal
 from service.logging import current_request_id
 from service.pool.base import WorkerSlot
-from service.sequences import Limits, SequenceTable
-from service.steps import Kind, Step
 
 SECRET = "hunter2-/home/anna/weights"
 DECODE = "/quire.v1.ModelExecutorService/Decode"
@@ -109,14 +109,16 @@ async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, erro
 async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harness) -> None:
     sent: list[worker_pb2.WorkerCommand] = []
     dispatcher = Dispatcher(
-        SequenceTable(Limits()), MemoryJournal(), lambda _worker, _epoch, command: sent.append(command)
+        CacheTable(Limits()), MemoryJournal(), lambda _worker, _epoch, command: sent.append(command)
     )
     slot = WorkerSlot("worker-0")
-    slot.ready = worker_pb2.WorkerReady(blocks_total=8, max_seq_len=64)
+    slot.ready = worker_pb2.WorkerReady(pages_total=8, max_seq_len=64)
     dispatcher.worker_ready(slot)
 
     async def behave(_request: Any) -> executor_pb2.DecodeResponse:
-        running = asyncio.ensure_future(dispatcher.run([Step(kind=Kind.PREFILL, cache_id="", token_ids=[1])]))
+        running = asyncio.ensure_future(
+            dispatcher.run([Append(kind=Kind.PREFILL, cache_id="", token_ids=[1])])
+        )
         await asyncio.sleep(0)  # Lets the step reach the worker.
         event = worker_pb2.WorkerEvent(op_id=sent[0].op_id)
         event.error.reason = worker_pb2.WORKER_ERROR_REASON_FAULT

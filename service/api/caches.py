@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.v1 import executor_pb2
 
-from service import encoding, validation
+from service.api import encoding, validation
 from service.dispatcher import Dispatcher
 
 

@@ -104,7 +104,7 @@ class EmbeddingAttention:
         k_pages, v_pages = kv.layer(0)
         kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
         batch = AttentionBatch(
-            inputs.block_tables,
+            inputs.page_tables,
             inputs.query_starts,
             inputs.context_lens,
             inputs.query_lens,

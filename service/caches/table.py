@@ -21,8 +21,23 @@ from dataclasses import dataclass
 
 from quire.v1 import worker_pb2
 
-from service import commands
-from service.entries import AppliedStep, Entry, Operation, State
+from service.caches.entries import AppliedAppend, CacheEntry, Operation, State
+from service.caches.pace import Pace
+from service.caches.placement import PrefixAffinity, WorkerView, choose_worker, pages_for
+from service.caches.requests import (
+    Append,
+    AppendResult,
+    Effect,
+    ForkRequest,
+    Handle,
+    HandlesResult,
+    Reply,
+    Request,
+    Result,
+    Send,
+    TruncateRequest,
+    Write,
+)
 from service.errors import (
     CacheLost,
     CacheNotFound,
@@ -39,22 +54,7 @@ from service.errors import (
     WorkerLost,
 )
 from service.journal.base import Appended, Created, Forked, Record, Released, Truncated
-from service.pace import Pace
-from service.placement import PrefixAffinity, WorkerView, choose_worker, pages_for
-from service.steps import (
-    Effect,
-    ForkRequest,
-    Handle,
-    HandlesResult,
-    Reply,
-    Request,
-    Result,
-    Send,
-    Step,
-    StepResult,
-    TruncateRequest,
-    Write,
-)
+from service.pool import commands
 
 # Operations that may wait behind one another on one cache.
 MAX_WAITING_PER_CACHE = 64
@@ -69,7 +69,7 @@ class Limits:
     max_lease_s: float = 86_400.0
 
 
-class SequenceTable:
+class CacheTable:
     """Owner of every cache and operation. Single-threaded; times are seconds on one monotonic clock."""
 
     def __init__(
@@ -84,8 +84,8 @@ class SequenceTable:
         self._max_seq_len = 0
         self._new_cache_id = new_cache_id
         self._new_seed = new_seed
-        self._entries: dict[str, Entry] = {}
-        self._by_request_id: dict[str, Entry] = {}
+        self._entries: dict[str, CacheEntry] = {}
+        self._by_request_id: dict[str, CacheEntry] = {}
         self._operations: dict[int, Operation] = {}
         self._workers: dict[str, WorkerView] = {}
         self._affinity = PrefixAffinity()
@@ -95,20 +95,18 @@ class SequenceTable:
 
     # Workers come and go.
 
-    def worker_ready(self, worker_id: str, epoch: int, blocks_available: int, max_seq_len: int) -> None:
+    def worker_ready(self, worker_id: str, epoch: int, pages_available: int, max_seq_len: int) -> None:
         """A worker can take caches. An earlier incarnation must have been reported lost."""
         if worker_id in self._workers:
             raise ValueError(f"worker {worker_id} is ready already")
         self._max_seq_len = max_seq_len
-        self._workers[worker_id] = WorkerView(
-            worker_id, epoch, blocks_available, blocks_total=blocks_available
-        )
+        self._workers[worker_id] = WorkerView(worker_id, epoch, pages_available, pages_total=pages_available)
 
-    def worker_capacity(self, worker_id: str, epoch: int, blocks_available: int) -> None:
+    def worker_capacity(self, worker_id: str, epoch: int, pages_available: int) -> None:
         """A worker said how many pages it has left."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.epoch == epoch:
-            worker.blocks_available = blocks_available
+            worker.pages_available = pages_available
 
     def worker_lost(self, worker_id: str, epoch: int) -> None:
         """A worker is gone, and all KV in it. Everyone who waits for it is answered."""
@@ -199,18 +197,18 @@ class SequenceTable:
         operation = self._operations.get(op_id)
         if operation is None:
             return
-        entry, step = operation.entry, operation.request
-        assert isinstance(step, Step)
+        entry, append = operation.entry, operation.request
+        assert isinstance(append, Append)
         self._pace.completed(now_s)
         self._touch(entry, now_s)
         if entry.ephemeral:
-            self._finish(operation, StepResult(None, done, done.kept))
+            self._finish(operation, AppendResult(None, done, done.kept))
         elif operation.copy_number is not None:
-            assert entry.last_step is not None
-            self._finish(operation, StepResult(_handle(entry), done, entry.last_step.kept))
+            assert entry.last_append is not None
+            self._finish(operation, AppendResult(_handle(entry), done, entry.last_append.kept))
         else:
-            self._apply_step(operation, step, done)
-            self._finish(operation, StepResult(_handle(entry), done, done.kept))
+            self._apply_append(operation, append, done)
+            self._finish(operation, AppendResult(_handle(entry), done, done.kept))
         self._advance(entry)
 
     def control_done(self, op_id: int, now_s: float) -> None:
@@ -242,7 +240,7 @@ class SequenceTable:
             error = CacheLost(entry.length)
         if isinstance(error, KvExhausted):
             error.retry_after_s = self._pace.wait_s(len(self._operations))
-            if not entry.visible and isinstance(operation.request, Step):
+            if not entry.visible and isinstance(operation.request, Append):
                 # Its tokens were not computed there after all.
                 self._affinity.forget(operation.request.token_ids, entry.worker)
         if operation.copy_number is not None:
@@ -265,9 +263,9 @@ class SequenceTable:
         if queued >= self.limits.max_queued_operations:
             raise QueueFull(self.limits.max_queued_operations, self._pace.wait_s(queued))
 
-    def _entry_for(self, request: Request, now_s: float) -> Entry:
+    def _entry_for(self, request: Request, now_s: float) -> CacheEntry:
         """The cache a request is about: a known one, or a new one that nobody can see yet."""
-        if isinstance(request, Step) and not request.cache_id:
+        if isinstance(request, Append) and not request.cache_id:
             repeated = self._by_request_id.get(request.request_id)
             if repeated is None or repeated.state is State.LOST:
                 return self._create(request, now_s)
@@ -278,28 +276,28 @@ class SequenceTable:
             raise QueueFull(MAX_WAITING_PER_CACHE, self._pace.wait_s(len(entry.waiting)))
         return entry
 
-    def _known(self, cache_id: str) -> Entry:
+    def _known(self, cache_id: str) -> CacheEntry:
         entry = self._entries.get(cache_id)
         if entry is None:
             raise CacheNotFound
         return entry
 
-    def _create(self, step: Step, now_s: float) -> Entry:
-        worker = choose_worker(list(self._workers.values()), step.token_ids, self._affinity)
+    def _create(self, append: Append, now_s: float) -> CacheEntry:
+        worker = choose_worker(list(self._workers.values()), append.token_ids, self._affinity)
         if worker is None:
             raise NoWorker
-        self._affinity.record(step.token_ids, worker)
-        lease_s = self.limits.default_lease_s if step.lease_s is None else step.lease_s
+        self._affinity.record(append.token_ids, worker)
+        lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
         entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s), now_s)
-        entry.ephemeral = step.is_scoring
-        if step.request_id and not entry.ephemeral:
-            entry.request_id = step.request_id
-            self._by_request_id[step.request_id] = entry
+        entry.ephemeral = append.is_scoring
+        if append.request_id and not entry.ephemeral:
+            entry.request_id = append.request_id
+            self._by_request_id[append.request_id] = entry
         return entry
 
-    def _new_entry(self, worker: WorkerView, lease_s: float, now_s: float) -> Entry:
+    def _new_entry(self, worker: WorkerView, lease_s: float, now_s: float) -> CacheEntry:
         worker.sequences += 1
-        return Entry(
+        return CacheEntry(
             cache_id=self._new_cache_id(),
             number=self._number(),
             worker=worker,
@@ -310,7 +308,7 @@ class SequenceTable:
 
     # The life of an operation: start -> (worker) -> apply -> finish.
 
-    def _advance(self, entry: Entry) -> None:
+    def _advance(self, entry: CacheEntry) -> None:
         """Starts the next operation, if none runs; drops an entry whose creation came to nothing."""
         while entry.running is None and entry.waiting:
             operation = entry.waiting.popleft()
@@ -330,19 +328,19 @@ class SequenceTable:
     def _start(self, operation: Operation) -> None:
         request = operation.request
         match request:
-            case Step():
-                self._start_step(operation, request)
+            case Append():
+                self._start_append(operation, request)
             case TruncateRequest():
                 self._start_truncate(operation, request)
             case ForkRequest():
                 self._start_fork(operation, request)
 
-    def _start_step(self, operation: Operation, step: Step) -> None:
-        entry, last = operation.entry, operation.entry.last_step
-        creates_again = entry.visible and not step.cache_id
-        position = 0 if creates_again else step.position
-        if last is not None and position is not None and last.is_repeated_by(step, position):
-            self._answer_again(operation, step, last)
+    def _start_append(self, operation: Operation, append: Append) -> None:
+        entry, last = operation.entry, operation.entry.last_append
+        creates_again = entry.visible and not append.cache_id
+        position = 0 if creates_again else append.position
+        if last is not None and position is not None and last.is_repeated_by(append, position):
+            self._answer_again(operation, append, last)
             return
         _require_kv(entry)
         if position is not None and (creates_again or position != entry.length):
@@ -351,29 +349,29 @@ class SequenceTable:
                     "REQUEST_ID_REUSED", "request_id", "the request_id belongs to another request"
                 )
             raise PositionMismatch(position, entry.length)
-        wanted = entry.length + len(step.token_ids)
+        wanted = entry.length + len(append.token_ids)
         if wanted > self._max_seq_len:
             raise SequenceTooLong(wanted, self._max_seq_len)
-        if pages_for(wanted) > entry.worker.blocks_total:
+        if pages_for(wanted) > entry.worker.pages_total:
             # However long one waits.
-            raise KvExhausted(pages_for(wanted), entry.worker.blocks_total, retry_after_s=None)
+            raise KvExhausted(pages_for(wanted), entry.worker.pages_total, retry_after_s=None)
         operation.base = entry.length
-        operation.pages = pages_for(len(step.token_ids))
-        entry.worker.blocks_queued += operation.pages
-        self._send(entry, commands.forward(operation, step, entry.number, entry.length))
+        operation.pages = pages_for(len(append.token_ids))
+        entry.worker.pages_queued += operation.pages
+        self._send(entry, commands.forward(operation, append, entry.number, entry.length))
 
-    def _answer_again(self, operation: Operation, step: Step, last: AppliedStep) -> None:
-        """Answers a repeated step without applying it: from memory, or computed on a copy of the cache."""
+    def _answer_again(self, operation: Operation, append: Append, last: AppliedAppend) -> None:
+        """Answers a repeated append without applying it: from memory, or computed on a copy of the cache."""
         entry = operation.entry
-        stored = last.answers(step)
+        stored = last.answers(append)
         if stored is not None:
             # From memory: so also when the KV is lost.
-            self._finish(operation, StepResult(_handle(entry), stored, last.kept))
+            self._finish(operation, AppendResult(_handle(entry), stored, last.kept))
             return
         _require_kv(entry)
         operation.copy_number = self._number()
         self._send(entry, commands.fork(self._number(), entry.number, [operation.copy_number]))
-        self._send(entry, commands.forward(operation, step, operation.copy_number, last.base, replay=True))
+        self._send(entry, commands.forward(operation, append, operation.copy_number, last.base, replay=True))
 
     def _start_truncate(self, operation: Operation, request: TruncateRequest) -> None:
         entry = operation.entry
@@ -392,29 +390,29 @@ class SequenceTable:
             child = self._new_entry(entry.worker, entry.lease_s, entry.expires_at_s - entry.lease_s)
             operation.children.append(child)
         if entry.length == 0:
-            # The worker need not know an empty sequence: it may have rolled back the step that began it.
+            # The worker need not know an empty sequence: it may have rolled back the append that began it.
             self._finish_fork(operation, request)
             return
         numbers = [child.number for child in operation.children]
         self._send(entry, commands.fork(operation.ticket, entry.number, numbers))
 
-    def _apply_step(self, operation: Operation, step: Step, done: worker_pb2.ForwardDone) -> None:
+    def _apply_append(self, operation: Operation, append: Append, done: worker_pb2.ForwardDone) -> None:
         entry, base = operation.entry, operation.base
         if not entry.visible:
             self._publish(entry)
             self._write(Created(entry.cache_id, entry.seed, entry.lease_s))
-        entry.prompt_len = entry.prompt_len_after(step)
+        entry.prompt_len = entry.prompt_len_after(append)
         entry.length = base + done.kept
-        entry.last_step = AppliedStep.of(step, base, done)
-        kept = step.token_ids[: done.kept]
+        entry.last_append = AppliedAppend.of(append, base, done)
+        kept = append.token_ids[: done.kept]
         self._write(Appended(entry.cache_id, base, kept, entry.prompt_len, entry.worker.epoch))
 
-    def _apply_truncate(self, entry: Entry, new_len: int) -> None:
+    def _apply_truncate(self, entry: CacheEntry, new_len: int) -> None:
         if new_len == entry.length:
             return
         entry.length = new_len
         entry.prompt_len = min(entry.prompt_len, new_len)
-        entry.last_step = None
+        entry.last_append = None
         self._write(Truncated(entry.cache_id, new_len))
 
     def _finish_fork(self, operation: Operation, request: ForkRequest) -> None:
@@ -430,7 +428,7 @@ class SequenceTable:
         for cache_id in request.release:
             self.release(cache_id)
 
-    def _publish(self, entry: Entry) -> None:
+    def _publish(self, entry: CacheEntry) -> None:
         """From now on callers know the cache by its id."""
         entry.visible = True
         entry.order = self._number()
@@ -444,7 +442,7 @@ class SequenceTable:
         """Takes an operation out of every table. Children that were not published are gone with it."""
         entry = operation.entry
         del self._operations[operation.ticket]
-        entry.worker.blocks_queued -= operation.pages
+        entry.worker.pages_queued -= operation.pages
         entry.worker.sequences -= len(operation.children)
         if entry.running is operation:
             entry.running = None
@@ -461,7 +459,7 @@ class SequenceTable:
             case ForkRequest():
                 numbers = [child.number for child in operation.children]
                 self._send(entry, commands.release(self._number(), numbers))
-            case Step():
+            case Append():
                 self._send(entry, commands.abort(self._number(), operation.ticket))
                 if operation.copy_number is not None:
                     self._send(entry, commands.release(self._number(), [operation.copy_number]))
@@ -471,7 +469,7 @@ class SequenceTable:
 
     # The end of a cache.
 
-    def _close(self, entry: Entry) -> None:
+    def _close(self, entry: CacheEntry) -> None:
         if entry.running is not None and not isinstance(entry.running.request, TruncateRequest):
             self._undo(entry.running)
         del self._entries[entry.cache_id]
@@ -480,19 +478,19 @@ class SequenceTable:
             self._finish(operation, CacheNotFound())
         self._discard(entry)
 
-    def _discard(self, entry: Entry) -> None:
+    def _discard(self, entry: CacheEntry) -> None:
         """Frees what the worker holds of an entry that is in no table any more."""
         self._forget_request_id(entry)
         entry.worker.sequences -= 1
         self._send(entry, commands.release(self._number(), [entry.number]))
 
-    def _forget_request_id(self, entry: Entry) -> None:
+    def _forget_request_id(self, entry: CacheEntry) -> None:
         if self._by_request_id.get(entry.request_id) is entry:
             del self._by_request_id[entry.request_id]
 
     # Small things.
 
-    def _send(self, entry: Entry, command: worker_pb2.WorkerCommand) -> None:
+    def _send(self, entry: CacheEntry, command: worker_pb2.WorkerCommand) -> None:
         """Sends to the worker of an entry, unless that incarnation is gone and its KV with it."""
         worker = entry.worker
         if self._workers.get(worker.worker_id) is worker:
@@ -501,7 +499,7 @@ class SequenceTable:
     def _write(self, record: Record) -> None:
         self._effects.append(Write(record))
 
-    def _touch(self, entry: Entry, now_s: float) -> None:
+    def _touch(self, entry: CacheEntry, now_s: float) -> None:
         entry.expires_at_s = now_s + entry.lease_s
 
     def _number(self) -> int:
@@ -527,19 +525,19 @@ class SequenceTable:
             assert entry.state is State.LOST or alive, "a resident cache's worker is alive"
         for worker in self._workers.values():
             operations = [o for o in self._operations.values() if o.entry.worker is worker]
-            assert worker.blocks_queued == sum(o.pages for o in operations)
+            assert worker.pages_queued == sum(o.pages for o in operations)
             hidden = {o.entry.number for o in operations if not o.entry.visible}
             children = sum(len(o.children) for o in operations)
             shown = sum(1 for e in self._entries.values() if e.worker is worker)
             assert worker.sequences == shown + len(hidden) + children
 
 
-def _require_kv(entry: Entry) -> None:
+def _require_kv(entry: CacheEntry) -> None:
     """Raises CacheLost for a cache whose KV is gone."""
     if entry.state is State.LOST:
         raise CacheLost(entry.length)
 
 
-def _handle(entry: Entry) -> Handle:
+def _handle(entry: CacheEntry) -> Handle:
     worker = entry.worker
     return Handle(entry.cache_id, entry.length, worker.epoch, worker.worker_id, entry.expires_at_s)

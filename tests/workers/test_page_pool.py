@@ -1,4 +1,4 @@
-"""BlockPool and PrefixIndex: states of a page, eviction order, and that the checks can fail."""
+"""PagePool and PrefixIndex: states of a page, eviction order, and that the checks can fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from workers.kv.block_pool import BlockPool, IntegrityError, KvExhausted
+from workers.kv.page_pool import IntegrityError, OutOfPages, PagePool
 from workers.kv.prefix_index import DIGEST_BYTES, PrefixIndex, page_digest, root_digest
 
 
@@ -14,13 +14,13 @@ def digest(n: int) -> bytes:
     return n.to_bytes(DIGEST_BYTES, "little")
 
 
-def counts(pool: BlockPool) -> tuple[int, int, int]:
+def counts(pool: PagePool) -> tuple[int, int, int]:
     pool.check_integrity()
     return pool.free, pool.cached, pool.referenced
 
 
 def test_a_page_goes_from_free_to_referenced_to_cached_and_back() -> None:
-    pool = BlockPool(3)
+    pool = PagePool(3)
     [page] = pool.allocate(1)
     assert counts(pool) == (2, 0, 1)
     assert pool.publish(page, digest(1))
@@ -37,21 +37,21 @@ def test_a_page_goes_from_free_to_referenced_to_cached_and_back() -> None:
 
 
 def test_allocate_is_all_or_nothing() -> None:
-    pool = BlockPool(4)
+    pool = PagePool(4)
     held = pool.allocate(2)
     pool.publish(held[0], digest(1))
     pool.decref(held[0])
-    with pytest.raises(KvExhausted) as caught:
+    with pytest.raises(OutOfPages) as caught:
         pool.allocate(4)
     assert (caught.value.needed, caught.value.available) == (4, 3)
     assert counts(pool) == (2, 1, 1)
     assert pool.lookup(digest(1)) == held[0]
     assert sorted([*pool.allocate(3), held[1]]) == [0, 1, 2, 3]
-    assert pool.evicted_blocks == 1
+    assert pool.evicted_pages == 1
 
 
 def test_pages_are_evicted_least_recently_used_first_and_free_ones_before() -> None:
-    pool = BlockPool(4)
+    pool = PagePool(4)
     pages = pool.allocate(3)
     for n, page in enumerate(pages):
         pool.publish(page, digest(n))
@@ -60,26 +60,26 @@ def test_pages_are_evicted_least_recently_used_first_and_free_ones_before() -> N
     pool.incref(pages[0])
     pool.decref(pages[0])
     assert pool.allocate(1) == [3]
-    assert pool.evicted_blocks == 0
+    assert pool.evicted_pages == 0
     assert [pool.allocate(1)[0] for _ in range(3)] == [pages[1], pages[2], pages[0]]
-    assert pool.evicted_blocks == 3
+    assert pool.evicted_pages == 3
     assert all(pool.lookup(digest(n)) is None for n in range(3))
 
 
 def test_a_shared_page_stays_until_its_last_reference_goes() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [page] = pool.allocate(1)
     pool.incref(page)
     pool.decref(page)
     assert pool.refcount(page) == 1
-    with pytest.raises(KvExhausted):
+    with pytest.raises(OutOfPages):
         pool.allocate(1)
     pool.decref(page)
     assert pool.allocate(1) == [page]
 
 
 def test_a_digest_keeps_its_first_page() -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     first, second = pool.allocate(2)
     assert pool.publish(first, digest(1))
     assert not pool.publish(second, digest(1))
@@ -90,7 +90,7 @@ def test_a_digest_keeps_its_first_page() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     with pytest.raises(IntegrityError):
         pool.incref(0)
     with pytest.raises(IntegrityError):
@@ -99,40 +99,40 @@ def test_misuse_is_refused() -> None:
         pool.publish(0, digest(1))
     with pytest.raises(IntegrityError):
         pool.unpublish(0)
-    with pytest.raises(ValueError, match="num_blocks"):
-        BlockPool(0)
+    with pytest.raises(ValueError, match="num_pages"):
+        PagePool(0)
     assert counts(pool) == (2, 0, 0)
 
 
-def leak_a_page(pool: BlockPool) -> None:
+def leak_a_page(pool: PagePool) -> None:
     pool._free.pop()
 
 
-def free_a_page_twice(pool: BlockPool) -> None:
+def free_a_page_twice(pool: PagePool) -> None:
     pool._free.append(pool._free[0])
 
 
-def free_a_page_in_use(pool: BlockPool) -> None:
+def free_a_page_in_use(pool: PagePool) -> None:
     pool._free.append(0)
 
 
-def lose_a_reference(pool: BlockPool) -> None:
+def lose_a_reference(pool: PagePool) -> None:
     pool._refcounts[0] -= 1
 
 
-def count_below_zero(pool: BlockPool) -> None:
+def count_below_zero(pool: PagePool) -> None:
     pool._refcounts[pool._free[0]] = -1
 
 
-def forget_a_cached_digest(pool: BlockPool) -> None:
+def forget_a_cached_digest(pool: PagePool) -> None:
     pool._index.discard(1)
 
 
-def index_a_free_page(pool: BlockPool) -> None:
+def index_a_free_page(pool: PagePool) -> None:
     pool._index.insert(pool._free[0], digest(9))
 
 
-def index_one_way(pool: BlockPool) -> None:
+def index_one_way(pool: PagePool) -> None:
     pool._index._page_of[digest(9)] = 0
 
 
@@ -149,8 +149,8 @@ def index_one_way(pool: BlockPool) -> None:
         index_one_way,
     ],
 )
-def test_check_integrity_notices(corrupt: Callable[[BlockPool], None]) -> None:
-    pool = BlockPool(4)
+def test_check_integrity_notices(corrupt: Callable[[PagePool], None]) -> None:
+    pool = PagePool(4)
     assert pool.allocate(2) == [0, 1]
     pool.publish(1, digest(1))
     pool.decref(1)

@@ -13,12 +13,12 @@ from google.protobuf.message import Message
 from google.rpc import status_pb2
 from quire.v1 import executor_pb2
 
-from service import encoding, requests, validation
+from service.api import encoding, requests, validation
+from service.api.validation import RequestLimits
+from service.caches.requests import Append, AppendResult, ForkRequest, HandlesResult, Request, TruncateRequest
 from service.dispatcher import Outcome
 from service.errors import QuireError, to_status
 from service.logging import current_request_id
-from service.steps import ForkRequest, HandlesResult, Request, Step, StepResult, TruncateRequest
-from service.validation import RequestLimits
 
 _AnswerT = TypeVar("_AnswerT", bound=Message)
 _StepAnswerT = TypeVar("_StepAnswerT", bound=Message)
@@ -141,25 +141,27 @@ def _handles(outcome: Outcome) -> HandlesResult:
     return outcome
 
 
-def _step(outcome: Outcome) -> StepResult:
+def _step(outcome: Outcome) -> AppendResult:
     if isinstance(outcome, QuireError):
         raise outcome
-    assert isinstance(outcome, StepResult)
+    assert isinstance(outcome, AppendResult)
     return outcome
 
 
 def _one_step(
-    step: Step, limits: RequestLimits, encode: Callable[[StepResult], _StepAnswerT]
+    append: Append, limits: RequestLimits, encode: Callable[[AppendResult], _StepAnswerT]
 ) -> Plan[_StepAnswerT]:
-    size_bytes = 0 if step.output is None else validation.response_bytes(step.output, limits, step.num_rows)
-    return Plan((step,), lambda outcomes: encode(_step(outcomes[0])), size_bytes)
+    size_bytes = (
+        0 if append.output is None else validation.response_bytes(append.output, limits, append.num_rows)
+    )
+    return Plan((append,), lambda outcomes: encode(_step(outcomes[0])), size_bytes)
 
 
 def _batch(
     items: Sequence[_ItemT],
     limits: RequestLimits,
-    to_step: Callable[[_ItemT], Step],
-    wrap: Callable[[StepResult], _ItemResultT],
+    to_step: Callable[[_ItemT], Append],
+    wrap: Callable[[AppendResult], _ItemResultT],
     wrap_error: Callable[[status_pb2.Status], _ItemResultT],
     combine: Callable[[Sequence[_ItemResultT]], _AnswerT],
 ) -> Plan[_AnswerT]:
@@ -167,7 +169,7 @@ def _batch(
     validation.check_batch(items, limits)
     duplicates = validation.duplicate_ids(item.cache_id for item in items)
     refused: dict[int, QuireError] = {}
-    steps: list[Step] = []
+    steps: list[Append] = []
     size_bytes = 0
     for index, item in enumerate(items):
         try:

@@ -23,10 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command == "serve":
             return _serve(parsed)
         if parsed.command == "status":
-            from service.cli_status import show_status
+            from service.cli.status import show_status
 
             return show_status(parsed.target, parsed.watch)
-        from service.cli_generate import generate
+        from service.cli.generate import generate
 
         return generate(parsed)
     except ConfigError as error:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
-from service.cli_channel import CONTROL_TIMEOUT_S, open_channel, print_error
-from service.detokenizer import Detokenizer
+from service.cli.channel import CONTROL_TIMEOUT_S, open_channel, print_error
+from service.cli.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,7 +27,7 @@ class _BadPrompt(Exception):
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Runs the command with the options of `service.cli`. Returns the exit status."""
+    """Runs the command with the options of `service.cli.main`. Returns the exit status."""
     if hasattr(sys.stdout, "reconfigure"):  # a replaced stdout may be anything
         sys.stdout.reconfigure(errors="replace")
     with open_channel(options.target) as channel:

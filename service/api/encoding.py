@@ -8,8 +8,8 @@ import time
 from google.protobuf import timestamp_pb2
 from quire.v1 import executor_pb2, types_pb2
 
+from service.caches.requests import AppendResult, Handle
 from service.pool.base import WorkerSlot
-from service.steps import Handle, StepResult
 
 # What a Timestamp may hold: the end of the year 9999.
 _MAX_TIMESTAMP_S = 253_402_300_799
@@ -30,12 +30,12 @@ def kv_cache(handle: Handle) -> types_pb2.KvCacheHandle:
     return message
 
 
-def _handle_of(result: StepResult) -> types_pb2.KvCacheHandle:
+def _handle_of(result: AppendResult) -> types_pb2.KvCacheHandle:
     assert result.handle is not None, "only scoring keeps no cache"
     return kv_cache(result.handle)
 
 
-def prefill(result: StepResult) -> executor_pb2.PrefillResponse:
+def prefill(result: AppendResult) -> executor_pb2.PrefillResponse:
     """A prefill's answer."""
     done = result.done
     return executor_pb2.PrefillResponse(
@@ -46,7 +46,7 @@ def prefill(result: StepResult) -> executor_pb2.PrefillResponse:
     )
 
 
-def decode(result: StepResult) -> executor_pb2.DecodeResponse:
+def decode(result: AppendResult) -> executor_pb2.DecodeResponse:
     """A decode's answer."""
     done = result.done
     return executor_pb2.DecodeResponse(
@@ -54,7 +54,7 @@ def decode(result: StepResult) -> executor_pb2.DecodeResponse:
     )
 
 
-def unified_item(result: StepResult) -> executor_pb2.UnifiedForwardItemResponse:
+def unified_item(result: AppendResult) -> executor_pb2.UnifiedForwardItemResponse:
     """An item's answer; one that is not a final chunk has no output."""
     done = result.done
     return executor_pb2.UnifiedForwardItemResponse(
@@ -65,7 +65,7 @@ def unified_item(result: StepResult) -> executor_pb2.UnifiedForwardItemResponse:
     )
 
 
-def verify(result: StepResult) -> executor_pb2.ForwardVerifyResponse:
+def verify(result: AppendResult) -> executor_pb2.ForwardVerifyResponse:
     """A verify's answer. The first token of a verify is no draft."""
     done = result.done
     return executor_pb2.ForwardVerifyResponse(
@@ -76,7 +76,7 @@ def verify(result: StepResult) -> executor_pb2.ForwardVerifyResponse:
     )
 
 
-def score(result: StepResult) -> executor_pb2.ForwardResponse:
+def score(result: AppendResult) -> executor_pb2.ForwardResponse:
     """A scoring's answer."""
     done = result.done
     return executor_pb2.ForwardResponse(
@@ -94,9 +94,9 @@ def worker_status(slot: WorkerSlot) -> executor_pb2.WorkerStatus:
         device=slot.ready.device if slot.ready else "",
         state=slot.state,
         sequences=snapshot.sequences,
-        blocks_total=slot.ready.blocks_total if slot.ready else 0,
-        blocks_free=snapshot.blocks_free,
-        blocks_cached=snapshot.blocks_cached,
+        pages_total=slot.ready.pages_total if slot.ready else 0,
+        pages_free=snapshot.pages_free,
+        pages_cached=snapshot.pages_cached,
         prefill_operations=snapshot.prefill_operations,
         decode_operations=snapshot.decode_operations,
         avg_prefill_ms=_mean_ms(snapshot.prefill_ns, snapshot.prefill_operations),
@@ -117,16 +117,16 @@ def worker_cache_metrics(slot: WorkerSlot) -> executor_pb2.WorkerCacheMetrics:
     snapshot = slot.snapshot
     return executor_pb2.WorkerCacheMetrics(
         worker_id=slot.worker_id,
-        blocks_total=snapshot.blocks_total,
-        blocks_free=snapshot.blocks_free,
-        blocks_cached=snapshot.blocks_cached,
-        blocks_referenced=snapshot.blocks_referenced,
+        pages_total=snapshot.pages_total,
+        pages_free=snapshot.pages_free,
+        pages_cached=snapshot.pages_cached,
+        pages_referenced=snapshot.pages_referenced,
         sequences=snapshot.sequences,
         tokens=snapshot.tokens,
         prefix_hit_tokens=snapshot.prefix_hit_tokens,
         prefix_query_tokens=snapshot.prefix_query_tokens,
-        evicted_blocks=snapshot.evicted_blocks,
-        copied_blocks=snapshot.copied_blocks,
+        evicted_pages=snapshot.evicted_pages,
+        copied_pages=snapshot.copied_pages,
         pool_intact=snapshot.pool_intact if snapshot.HasField("pool_intact") else None,
     )
 

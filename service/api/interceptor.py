@@ -17,8 +17,8 @@ import grpc
 from google.rpc import code_pb2
 from grpc_status import rpc_status
 
+from service.api.parsing import Malformed, tolerant
 from service.errors import InternalError, InvalidArgument, NoWorker, QuireError, to_status
-from service.interceptors.parsing import Malformed, tolerant
 from service.logging import bind_request_id, get_logger
 
 _log = get_logger(__name__)
