@@ -114,6 +114,11 @@ class Config:
         minimum=0.05,
         maximum=1,
     )
+    cuda_graphs: str = _setting(
+        _AUTO,
+        "CUDA graphs for decode steps on a GPU; off launches every kernel, as where capturing failed",
+        choices=(_AUTO, "off"),
+    )
     max_batch_tokens: int = _setting(
         512, "most tokens in one step of a worker; longer prompts run in chunks", minimum=1, maximum=1 << 20
     )

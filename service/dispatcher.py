@@ -11,26 +11,19 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from quire.v1 import worker_pb2
-
-from service.caches.requests import AppendResult, Handle, HandlesResult, Reply, Request, Result, Send, Write
+from service.caches.effects import Command, CommandFailed, Event, Reply, Send, Write
+from service.caches.placement import WorkerView
+from service.caches.records import CacheForked, CacheReleased, Record
+from service.caches.requests import Appended, Handle, Handles, Request, Result
 from service.caches.table import CacheTable
-from service.errors import (
-    InternalError,
-    KvExhausted,
-    QuireError,
-    StepTimeout,
-    Unsupported,
-    WorkerFault,
-)
-from service.journal.base import Forked, Journal, JournalConflict, Record, Released
+from service.errors import InternalError, QuireError, WorkerFault
+from service.journal.base import Journal, JournalConflict
 from service.logging import get_logger
-from service.pool.base import WorkerSlot
 
 _log = get_logger(__name__)
 _EXPIRY_INTERVAL_S = 1.0
 
-SendCommand = Callable[[str, int, worker_pb2.WorkerCommand], None]
+SendCommand = Callable[[str, int, Command], None]
 Outcome = Result | QuireError
 
 
@@ -56,8 +49,15 @@ class _Gathering:
 class Dispatcher:
     """Owner of the waiting callers. Everything runs on one event loop."""
 
-    def __init__(self, table: CacheTable, journal: Journal, send: SendCommand) -> None:
-        self._table = table
+    def __init__(
+        self,
+        caches: CacheTable,
+        journal: Journal,
+        send: SendCommand,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._caches = caches
+        self._clock_s = clock_s
         self._journal = journal
         self._send = send
         self._waiting: dict[int, tuple[OnOutcome, int]] = {}
@@ -92,10 +92,10 @@ class Dispatcher:
 
         `caller` is a number from `new_caller`. Returns their tickets, with which they can be cancelled.
         """
-        now_s = time.monotonic()
+        now_s = self._clock_s()
         tickets = []
         for index, request in enumerate(requests):
-            ticket = self._table.submit(request, now_s, caller)
+            ticket = self._caches.submit(request, now_s, caller)
             tickets.append(ticket)
             self._waiting[ticket] = (on_outcome, index)
         self._carry_out()
@@ -105,91 +105,69 @@ class Dispatcher:
         """Undoes those that have no outcome yet; they get none."""
         for ticket in tickets:
             if self._waiting.pop(ticket, None) is not None:
-                self._table.cancel(ticket)
+                self._caches.cancel(ticket, self._clock_s())
         self._carry_out()
-
-    def release(self, cache_id: str) -> bool:
-        """Forgets a cache; False if it was not known."""
-        released = self._table.release(cache_id)
-        self._carry_out()
-        return released
-
-    def renew(self, cache_id: str, lease_s: float | None) -> Handle:
-        """Starts a cache's lease anew. Raises CacheNotFound."""
-        return self._table.renew(cache_id, lease_s, time.monotonic())
 
     def handles(self) -> Iterator[tuple[int, Handle]]:
         """All caches, oldest first, each with a number that only grows."""
-        return self._table.handles()
+        return self._caches.handles()
 
     @property
     def sequences(self) -> int:
         """Caches known."""
-        return len(self._table)
+        return len(self._caches)
 
     @property
     def operations_in_flight(self) -> int:
         """Operations waiting or running."""
-        return self._table.operations_in_flight
+        return self._caches.operations_in_flight
 
     def start_draining(self) -> None:
         """From now on new operations are refused; those in flight go on."""
-        self._table.draining = True
+        self._caches.draining = True
+
+    def expire(self) -> int:
+        """Releases the caches whose lease ran out and that nobody is using. Returns how many."""
+        expired = self._caches.expire(self._clock_s())
+        self._carry_out()
+        return expired
 
     async def expire_leases(self) -> None:
         """Releases caches whose lease ran out, until cancelled."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
-            expired = self._table.expire(time.monotonic())
-            self._carry_out()
+            expired = self.expire()
             if expired:
                 _log.info("leases ran out", caches=expired)
 
-    # Workers (see WorkerListener).
+    # Workers.
 
-    def worker_ready(self, slot: WorkerSlot) -> None:
+    def worker_ready(self, worker: WorkerView) -> None:
         """A worker can take caches."""
-        ready = slot.ready
-        assert ready is not None
-        self._table.worker_ready(slot.worker_id, slot.epoch, ready.pages_total, ready.max_seq_len)
+        self._caches.worker_ready(worker)
         self._carry_out()
 
     def worker_lost(self, worker_id: str, epoch: int) -> None:
         """A worker is gone: everyone who waits for it is answered."""
-        self._table.worker_lost(worker_id, epoch)
+        self._caches.worker_lost(worker_id, epoch, self._clock_s())
         self._carry_out()
 
-    def worker_response(self, slot: WorkerSlot, response: worker_pb2.ConnectResponse) -> None:
+    def worker_answered(
+        self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
+    ) -> None:
         """Answers of a worker; those of one message are carried out together."""
-        now_s = time.monotonic()
-        for event in response.events:
-            match event.WhichOneof("event"):
-                case "forward":
-                    self._table.forward_done(event.op_id, event.forward, now_s)
-                case "done":
-                    self._table.control_done(event.op_id, now_s)
-                case "error":
-                    self._on_error(slot, event.op_id, event.error)
-        self._table.worker_capacity(slot.worker_id, slot.epoch, response.pages_available)
+        now_s = self._clock_s()
+        for event in events:
+            if isinstance(event, CommandFailed):
+                _log_failure(worker_id, event)
+            self._caches.worker_answered(event, now_s)
+        self._caches.worker_capacity(worker_id, epoch, pages_available)
         self._carry_out()
-
-    def _on_error(self, slot: WorkerSlot, op_id: int, error: worker_pb2.WorkerError) -> None:
-        reason = error.reason
-        level = "error" if reason == worker_pb2.WORKER_ERROR_REASON_FAULT else "info"
-        getattr(_log, level)(
-            "worker refused a command",
-            worker_id=slot.worker_id,
-            op_id=op_id,
-            reason=worker_pb2.WorkerErrorReason.Name(reason),
-            detail=error.detail,
-        )
-        kv_missing = reason == worker_pb2.WORKER_ERROR_REASON_KV_MISSING
-        self._table.command_failed(op_id, _to_error(error), kv_missing=kv_missing)
 
     # Effects.
 
     def _carry_out(self) -> None:
-        for effect in self._table.take_effects():
+        for effect in self._caches.take_effects():
             if isinstance(effect, Send):
                 self._send(effect.worker_id, effect.epoch, effect.command)
             elif isinstance(effect, Reply):
@@ -203,9 +181,9 @@ class Dispatcher:
         except JournalConflict:
             _log.exception("the journal refused a record")
             self._unwritten.add(record.cache_id)
-        if isinstance(record, Forked) and record.parent in self._unwritten:
+        if isinstance(record, CacheForked) and record.parent in self._unwritten:
             self._unwritten.add(record.cache_id)
-        elif isinstance(record, Released):
+        elif isinstance(record, CacheReleased):
             self._unwritten.discard(record.cache_id)
 
     def _checked(self, outcome: Outcome) -> Outcome:
@@ -225,20 +203,15 @@ class Dispatcher:
 
 def _cache_ids(outcome: Outcome) -> list[str]:
     """The caches an answer speaks of."""
-    if isinstance(outcome, HandlesResult):
+    if isinstance(outcome, Handles):
         return [handle.cache_id for handle in outcome.handles]
-    if isinstance(outcome, AppendResult) and outcome.handle is not None:
+    if isinstance(outcome, Appended) and outcome.handle is not None:
         return [outcome.handle.cache_id]
     return []
 
 
-def _to_error(error: worker_pb2.WorkerError) -> QuireError:
-    match error.reason:
-        case worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED:
-            return KvExhausted(error.pages_needed, error.pages_available)
-        case worker_pb2.WORKER_ERROR_REASON_TIMEOUT:
-            return StepTimeout()
-        case worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED:
-            return Unsupported("this executor cannot do it")
-        case _:
-            return WorkerFault()
+def _log_failure(worker_id: str, failed: CommandFailed) -> None:
+    level = "error" if isinstance(failed.error, WorkerFault) and not failed.kv_missing else "info"
+    getattr(_log, level)(
+        "worker refused a command", worker_id=worker_id, op_id=failed.op_id, detail=failed.detail
+    )

@@ -1,4 +1,4 @@
-"""Every failure a client can see: one exception tree, one table to gRPC codes.
+"""Every failure a client can see: one exception tree, and the gRPC code of each.
 
     QuireError
     ├── InvalidArgument        INVALID_ARGUMENT     reason and field given by the check that failed
@@ -26,19 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-
-DOMAIN = "quire"
-# gRPC metadata as a whole is bounded at 16 KiB by peers; rich details stay well under it.
-MAX_DETAIL_BYTES = 4096
-_MAX_TEXT_BYTES = 512
-
 
 class QuireError(Exception):
-    """A failure with a stable reason. `metadata` holds numbers a program can act on, as strings."""
+    """A failure with a stable reason and the name of its gRPC code.
 
-    code: int = code_pb2.INTERNAL
+    `metadata` holds numbers a program can act on, as strings.
+    """
+
+    code: str = "INTERNAL"
     reason: str = "INTERNAL"
 
     def __init__(
@@ -57,7 +52,7 @@ class QuireError(Exception):
 class InvalidArgument(QuireError):
     """The request itself is wrong. `field` is its path, such as `items[3].token_id`."""
 
-    code = code_pb2.INVALID_ARGUMENT
+    code = "INVALID_ARGUMENT"
 
     def __init__(self, reason: str, field: str, message: str) -> None:
         super().__init__(message)
@@ -72,7 +67,7 @@ class InvalidArgument(QuireError):
 class CacheNotFound(QuireError):
     """Never existed, released, expired, or another tenant's."""
 
-    code = code_pb2.NOT_FOUND
+    code = "NOT_FOUND"
     reason = "CACHE_NOT_FOUND"
 
     def __init__(self) -> None:
@@ -80,9 +75,9 @@ class CacheNotFound(QuireError):
 
 
 class PositionMismatch(QuireError):
-    """The stated position is neither the length nor the base of an identical last step."""
+    """The stated position is neither the length nor the base of an identical last append."""
 
-    code = code_pb2.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "POSITION_MISMATCH"
 
     def __init__(self, stated: int, actual: int) -> None:
@@ -95,27 +90,27 @@ class PositionMismatch(QuireError):
 class Unsupported(QuireError):
     """The executor in use cannot do it."""
 
-    code = code_pb2.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     reason = "UNSUPPORTED_BY_EXECUTOR"
 
 
 class SequenceTooLong(QuireError):
-    """The step would grow the sequence past the model's context."""
+    """The append would grow the sequence past the model's context or the whole pool: waiting cannot help."""
 
-    code = code_pb2.OUT_OF_RANGE
+    code = "OUT_OF_RANGE"
     reason = "SEQUENCE_TOO_LONG"
 
     def __init__(self, wanted: int, limit: int) -> None:
         super().__init__(
-            f"the sequence would have {wanted} tokens, the model takes {limit}",
-            metadata={"wanted_tokens": str(wanted), "max_seq_len": str(limit)},
+            f"the sequence would have {wanted} tokens, at most {limit} can be held",
+            metadata={"wanted_tokens": str(wanted), "kv_capacity_tokens": str(limit)},
         )
 
 
 class TruncateBeyondEnd(QuireError):
     """A truncation to more tokens than there are."""
 
-    code = code_pb2.OUT_OF_RANGE
+    code = "OUT_OF_RANGE"
     reason = "TRUNCATE_BEYOND_END"
 
     def __init__(self, new_len: int, actual: int) -> None:
@@ -128,21 +123,21 @@ class TruncateBeyondEnd(QuireError):
 class KvExhausted(QuireError):
     """The worker has too few pages, even after giving up all cached ones."""
 
-    code = code_pb2.RESOURCE_EXHAUSTED
+    code = "RESOURCE_EXHAUSTED"
     reason = "KV_EXHAUSTED"
 
-    def __init__(self, needed: int, available: int, *, retry_after_s: float | None = 0.1) -> None:
+    def __init__(self, needed: int, available: int) -> None:
         super().__init__(
             f"{needed} KV pages are needed, {available} are available: release or truncate caches",
             metadata={"pages_needed": str(needed), "pages_available": str(available)},
-            retry_after_s=retry_after_s,
+            retry_after_s=0.1,
         )
 
 
 class QueueFull(QuireError):
     """More operations wait than the server allows."""
 
-    code = code_pb2.RESOURCE_EXHAUSTED
+    code = "RESOURCE_EXHAUSTED"
     reason = "QUEUE_FULL"
 
     def __init__(self, limit: int, retry_after_s: float) -> None:
@@ -156,7 +151,7 @@ class QueueFull(QuireError):
 class SlowConsumer(QuireError):
     """A session's caller does not read its answers."""
 
-    code = code_pb2.RESOURCE_EXHAUSTED
+    code = "RESOURCE_EXHAUSTED"
     reason = "SLOW_CONSUMER"
 
     def __init__(self, stalled_s: float) -> None:
@@ -166,7 +161,7 @@ class SlowConsumer(QuireError):
 class NoWorker(QuireError):
     """No worker is ready."""
 
-    code = code_pb2.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "NO_WORKER"
 
     def __init__(self) -> None:
@@ -176,7 +171,7 @@ class NoWorker(QuireError):
 class Draining(QuireError):
     """The server is shutting down."""
 
-    code = code_pb2.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "DRAINING"
 
     def __init__(self) -> None:
@@ -186,22 +181,22 @@ class Draining(QuireError):
 class WorkerLost(QuireError):
     """The worker died before the call created anything. Trying again can succeed at once."""
 
-    code = code_pb2.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "WORKER_LOST"
 
     def __init__(self) -> None:
-        super().__init__("the worker died during the step; nothing was applied", retry_after_s=0.1)
+        super().__init__("the worker died during the call; nothing was applied", retry_after_s=0.1)
 
 
 class CacheLost(QuireError):
     """The worker that held the cache died. Trying again cannot help: release it and prefill anew."""
 
-    code = code_pb2.UNAVAILABLE
+    code = "UNAVAILABLE"
     reason = "CACHE_LOST"
 
     def __init__(self, seq_len: int) -> None:
         super().__init__(
-            "the worker that held this cache died; the step was not applied",
+            "the worker that held this cache died; the call was not applied",
             metadata={"seq_len": str(seq_len)},
         )
 
@@ -209,7 +204,7 @@ class CacheLost(QuireError):
 class StepTimeout(QuireError):
     """The call's deadline passed before its step started."""
 
-    code = code_pb2.DEADLINE_EXCEEDED
+    code = "DEADLINE_EXCEEDED"
     reason = "STEP_TIMEOUT"
 
     def __init__(self) -> None:
@@ -219,7 +214,7 @@ class StepTimeout(QuireError):
 class WorkerFault(QuireError):
     """A step failed inside the worker; nothing was applied."""
 
-    code = code_pb2.INTERNAL
+    code = "INTERNAL"
     reason = "WORKER_FAULT"
 
     def __init__(self) -> None:
@@ -231,33 +226,3 @@ class InternalError(QuireError):
 
     def __init__(self) -> None:
         super().__init__("internal error")
-
-
-def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
-    """Encodes an error with ErrorInfo, and RetryInfo and BadRequest where they apply."""
-    message = _clipped(error.message)
-    metadata = dict(error.metadata)
-    if request_id:
-        metadata["request_id"] = request_id
-    details = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
-    extra: list[error_details_pb2.RetryInfo | error_details_pb2.BadRequest] = []
-    if error.retry_after_s is not None:
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        extra.append(retry)
-    if isinstance(error, InvalidArgument):
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_clipped(error.field), description=message, reason=error.reason
-        )
-        extra.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    status = status_pb2.Status(code=error.code, message=message)
-    for detail in (*details, *extra):
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
-    return status
-
-
-def _clipped(text: str) -> str:
-    """The start of a text, in whole characters, so that several of them stay within MAX_DETAIL_BYTES."""
-    return text.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")

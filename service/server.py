@@ -12,7 +12,9 @@ import contextlib
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,13 +24,16 @@ from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor
 from service.api.reflection import add_reflection
 from service.api.server_state import ServerState
+from service.caches.effects import Event
+from service.caches.placement import WorkerView
 from service.caches.table import CacheTable, Limits
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config
 from service.dispatcher import Dispatcher
 from service.journal.memory import MemoryJournal
 from service.logging import get_logger
-from service.pool.base import PoolFailed, WorkerPool, WorkerSlot
-from service.pool.local import LocalPool
+from service.pool.base import PoolFailed, WorkerSlot
+from service.pool.local import LocalLauncher
+from service.pool.supervisor import Supervisor
 
 _log = get_logger(__name__)
 
@@ -50,7 +55,7 @@ class Gateway:
             default_lease_s=config.default_lease_s,
             max_lease_s=config.max_lease_s,
         )
-        self.pool: WorkerPool = LocalPool(config, _model_argument(config.model), self)
+        self.pool = Supervisor(config, _model_argument(config.model), LocalLauncher(), self)
         self.dispatcher = Dispatcher(CacheTable(limits), MemoryJournal(), self.pool.send)
         self.state = ServerState(config)
         self.state.slots = self.pool.slots
@@ -73,7 +78,9 @@ class Gateway:
         """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
         for name in _HEALTH_NAMES:
             await self._set_health(name, serving=False)
-        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(self.api, self.server)
+        # Its data calls come from a table, which the stubs cannot see.
+        servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, self.api)
+        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         add_reflection(self.server, (EXECUTOR_SERVICE, health.SERVICE_NAME))
         port = self.server.add_insecure_port(self.config.listen)
@@ -107,7 +114,7 @@ class Gateway:
         """Tells the parts of a worker that can serve."""
         assert slot.ready is not None
         self.state.worker_became_ready(slot.ready)
-        self.dispatcher.worker_ready(slot)
+        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready))
         self._publish_health()
 
     def worker_lost(self, worker_id: str, epoch: int) -> None:
@@ -115,9 +122,9 @@ class Gateway:
         self.dispatcher.worker_lost(worker_id, epoch)
         self._publish_health()
 
-    def worker_response(self, slot: WorkerSlot, response: worker_pb2.ConnectResponse) -> None:
+    def worker_answered(self, slot: WorkerSlot, events: Iterable[Event], pages_available: int) -> None:
         """Passes on a worker's answers."""
-        self.dispatcher.worker_response(slot, response)
+        self.dispatcher.worker_answered(slot.worker_id, slot.epoch, events, pages_available)
 
     def _publish_health(self) -> None:
         serving = self.state.state == executor_pb2.SERVER_STATE_SERVING
@@ -129,6 +136,18 @@ class Gateway:
     async def _set_health(self, name: str, *, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
         await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+
+def _view_of(worker_id: str, epoch: int, ready: worker_pb2.WorkerReady) -> WorkerView:
+    """What the caches need to know of a worker."""
+    return WorkerView(
+        worker_id,
+        epoch,
+        page_tokens=ready.executor.page_size_tokens,
+        pages_total=ready.pages_total,
+        capacity_tokens=ready.executor.kv_capacity_tokens,
+        pages_available=ready.pages_total,
+    )
 
 
 def _model_argument(model: str) -> str:

@@ -1,94 +1,51 @@
-"""ModelExecutorService: validate, run, encode. Nothing else happens here.
+"""ModelExecutorService: the data calls as the table of calls declares them, and the readers.
 
-Errors are raised as QuireError; the call interceptor turns them into a status. In a batch each item has its
-own outcome: one that fails a check or its step is answered with its error, and the others are not touched.
+Errors are raised as QuireError; the call interceptor turns them into a status.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import psutil
 from google.protobuf.message import Message
-from quire.v1 import executor_pb2, executor_pb2_grpc
+from quire.v1 import executor_pb2
 
-from service.api import caches, encoding, plans, validation
-from service.api.plans import Plan
+from service.api import answers, validation
+from service.api.calls import CALLS, Call
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
-from service.api.validation import RequestLimits
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
-from service.pool.base import WorkerPool
+from service.pool.base import WorkerSlot
+from service.pool.supervisor import Supervisor
 
 # What a handler is given; it asks only how much time the caller has left.
 Context = grpc.aio.ServicerContext[Any, Any]
-_AnswerT = TypeVar("_AnswerT", bound=Message)
 
 
-class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
-    """The public data and reader RPCs."""
+class ExecutorApi:
+    """The public data and reader RPCs; the data calls are added below, from the table."""
 
-    def __init__(self, dispatcher: Dispatcher, state: ServerState, pool: WorkerPool) -> None:
+    def __init__(self, dispatcher: Dispatcher, state: ServerState, pool: Supervisor) -> None:
         self._dispatcher = dispatcher
         self._state = state
         self._pool = pool
         self._sessions: set[Session] = set()
         self._version = metadata.version("quire-server")
 
-    # Data.
+    async def run(self, call: Call, request: Message, context: Context) -> Message:
+        """Runs one call of the table."""
+        timeout_s = validation.timeout_seconds(context.time_remaining())
+        plan = call.plan(request, self._state.limits, timeout_s)
+        return plan.answer(await self._dispatcher.run(plan.requests))
 
-    async def Prefill(
-        self, request: executor_pb2.PrefillRequest, context: Context
-    ) -> executor_pb2.PrefillResponse:
-        return await self._run(plans.prefill(request, *self._given(context)))
-
-    async def Decode(
-        self, request: executor_pb2.DecodeRequest, context: Context
-    ) -> executor_pb2.DecodeResponse:
-        return await self._run(plans.decode(request, *self._given(context)))
-
-    async def ForwardVerify(
-        self, request: executor_pb2.ForwardVerifyRequest, context: Context
-    ) -> executor_pb2.ForwardVerifyResponse:
-        return await self._run(plans.forward_verify(request, *self._given(context)))
-
-    async def Forward(
-        self, request: executor_pb2.ForwardRequest, context: Context
-    ) -> executor_pb2.ForwardResponse:
-        return await self._run(plans.forward(request, *self._given(context)))
-
-    async def BatchPrefill(
-        self, request: executor_pb2.BatchPrefillRequest, context: Context
-    ) -> executor_pb2.BatchPrefillResponse:
-        return await self._run(plans.batch_prefill(request, *self._given(context)))
-
-    async def BatchDecode(
-        self, request: executor_pb2.BatchDecodeRequest, context: Context
-    ) -> executor_pb2.BatchDecodeResponse:
-        return await self._run(plans.batch_decode(request, *self._given(context)))
-
-    async def UnifiedForward(
-        self, request: executor_pb2.UnifiedForwardRequest, context: Context
-    ) -> executor_pb2.UnifiedForwardResponse:
-        return await self._run(plans.unified_forward(request, *self._given(context)))
-
-    async def ForkCache(
-        self, request: executor_pb2.ForkCacheRequest, context: Context
-    ) -> executor_pb2.ForkCacheResponse:
-        return await self._run(plans.fork_cache(request, *self._given(context)))
-
-    async def TruncateKV(
-        self, request: executor_pb2.TruncateKVRequest, context: Context
-    ) -> executor_pb2.TruncateKVResponse:
-        return await self._run(plans.truncate_kv(request, *self._given(context)))
-
-    async def Session(  # type: ignore[override]  # grpc.aio's other style: it writes by itself
+    async def Session(
         self, request_iterator: AsyncIterator[executor_pb2.SessionRequest], context: SessionContext
     ) -> None:
         session = Session(self._dispatcher, self._state, context)
@@ -103,17 +60,7 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
         for session in self._sessions:
             session.drain()
 
-    # Caches.
-
-    async def ReleaseCache(
-        self, request: executor_pb2.ReleaseCacheRequest, context: Context
-    ) -> executor_pb2.ReleaseCacheResponse:
-        return caches.release(request, self._dispatcher)
-
-    async def RenewCache(
-        self, request: executor_pb2.RenewCacheRequest, context: Context
-    ) -> executor_pb2.RenewCacheResponse:
-        return caches.renew(request, self._dispatcher)
+    # Readers.
 
     async def ListCaches(
         self, request: executor_pb2.ListCachesRequest, context: Context
@@ -128,56 +75,27 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
             if len(response.kv_caches) == size:
                 response.next_page_token = str(last)
                 break
-            response.kv_caches.append(encoding.kv_cache(handle))
+            answers.write_handle(handle, response.kv_caches.add())
             last = number
         return response
-
-    # Readers.
 
     async def GetModelInfo(
         self, request: executor_pb2.GetModelInfoRequest, context: Context
     ) -> executor_pb2.GetModelInfoResponse:
-        model = self._state.model
-        return executor_pb2.GetModelInfoResponse(
-            model_id=model.model_id,
-            architecture=model.architecture,
-            vocab_size=model.vocab_size,
-            max_seq_len=model.max_seq_len,
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            num_attention_heads=model.num_attention_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=model.dtype,
-            num_parameters=model.num_parameters,
-            weight_bytes=model.weight_bytes,
-            eos_token_ids=model.eos_token_ids,
-            bos_token_id=model.bos_token_id if model.HasField("bos_token_id") else None,
-            tokenizer_json=model.tokenizer_json if request.include_tokenizer else b"",
-        )
+        ready = self._state.first_ready
+        tokenizer_json = ready.tokenizer_json if request.include_tokenizer else b""
+        return executor_pb2.GetModelInfoResponse(model=ready.model, tokenizer_json=tokenizer_json)
 
     async def GetCapabilities(
         self, request: executor_pb2.GetCapabilitiesRequest, context: Context
     ) -> executor_pb2.GetCapabilitiesResponse:
-        model, config = self._state.model, self._state.config
+        ready, config = self._state.first_ready, self._state.config
         return executor_pb2.GetCapabilitiesResponse(
             version=self._version,
-            executor=model.executor,
-            runner=model.runner,
-            supports_native_unified_decode=model.supports_native_unified_decode,
-            supports_verify=True,
-            supports_fork=True,
-            supports_sampling=True,
-            supports_prefix_reuse=True,
-            supports_lora=model.supports_lora,
-            page_size_tokens=model.page_size_tokens,
-            max_batch_tokens=model.max_batch_tokens,
-            max_batch_items=model.max_batch_items,
-            max_seq_len=model.max_seq_len,
+            executor=ready.executor,
             max_request_bytes=config.max_request_bytes,
             max_response_bytes=config.max_response_bytes,
-            max_top_logprobs=min(validation.MAX_TOP_LOGPROBS, model.vocab_size),
-            kernels=model.kernels,
+            max_top_logprobs=min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size),
         )
 
     async def GetStatus(
@@ -186,7 +104,7 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
         await self._pool.refresh_snapshots()
         return executor_pb2.GetStatusResponse(
             state=self._state.state,
-            workers=[encoding.worker_status(slot) for slot in self._state.slots],
+            workers=[_worker_status(slot) for slot in self._pool.slots],
             uptime_ms=self._state.uptime_ms,
             sequences=self._dispatcher.sequences,
             operations_in_flight=self._dispatcher.operations_in_flight,
@@ -199,26 +117,52 @@ class ExecutorApi(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: executor_pb2.GetCacheMetricsRequest, context: Context
     ) -> executor_pb2.GetCacheMetricsResponse:
         await self._pool.refresh_snapshots(check_integrity=request.check_integrity)
-        return executor_pb2.GetCacheMetricsResponse(
-            page_size_tokens=self._state.model.page_size_tokens,
-            bytes_per_page=self._state.model.bytes_per_page,
-            workers=[encoding.worker_cache_metrics(slot) for slot in self._state.slots],
-        )
+        response = executor_pb2.GetCacheMetricsResponse()
+        for slot in self._pool.slots:
+            worker = response.workers.add(worker_id=slot.worker_id, pool=slot.snapshot.pool)
+            if slot.snapshot.HasField("pool_intact"):
+                worker.pool_intact = slot.snapshot.pool_intact
+        return response
 
     async def GetLoraMetrics(
         self, request: executor_pb2.GetLoraMetricsRequest, context: Context
     ) -> executor_pb2.GetLoraMetricsResponse:
-        # No executor has adapters yet, and the capabilities say so.
-        return executor_pb2.GetLoraMetricsResponse()
+        await self._pool.refresh_snapshots()
+        response = executor_pb2.GetLoraMetricsResponse()
+        for slot in self._pool.slots:
+            response.workers.add(worker_id=slot.worker_id, adapters=slot.snapshot.lora_adapters)
+        return response
 
-    # Running.
 
-    def _given(self, context: Context) -> tuple[RequestLimits, float | None]:
-        """What every plan is made from beside the request: the limits, and how long the caller waits."""
-        return self._state.limits, validation.timeout_seconds(context.time_remaining())
+def _handler(call: Call) -> Callable[[ExecutorApi, Message, Context], Awaitable[Message]]:
+    async def handle(api: ExecutorApi, request: Message, context: Context) -> Message:
+        return await api.run(call, request, context)
 
-    async def _run(self, plan: Plan[_AnswerT]) -> _AnswerT:
-        return plan.answer(await self._dispatcher.run(plan.requests))
+    return handle
+
+
+for _call in CALLS:
+    setattr(ExecutorApi, _call.method, _handler(_call))
+
+
+def _worker_status(slot: WorkerSlot) -> executor_pb2.WorkerStatus:
+    """A worker's line in the status."""
+    snapshot = slot.snapshot
+    return executor_pb2.WorkerStatus(
+        worker_id=slot.worker_id,
+        pid=slot.pid,
+        epoch=slot.epoch,
+        state=slot.state,
+        load_progress=slot.load_progress,
+        executor=slot.ready.executor if slot.ready is not None else None,
+        pool=snapshot.pool,
+        counts=snapshot.counts,
+        operations_in_flight=snapshot.operations_in_flight,
+        memory_bytes=snapshot.memory_bytes,
+        device_memory_bytes=snapshot.device_memory_bytes,
+        device_memory_peak_bytes=snapshot.device_memory_peak_bytes,
+        step_age_ns=snapshot.step_age_ns,
+    )
 
 
 def _page_start(page_token: str) -> int:

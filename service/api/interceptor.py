@@ -8,17 +8,18 @@ answered too, since otherwise the call would hang.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias, cast
 
 import grpc
-from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from service.api.parsing import Malformed, tolerant
-from service.errors import InternalError, InvalidArgument, NoWorker, QuireError, to_status
+from service.api.status import to_status
+from service.errors import InternalError, InvalidArgument, NoWorker, QuireError
 from service.logging import bind_request_id, get_logger
 
 _log = get_logger(__name__)
@@ -29,11 +30,21 @@ _MAX_REQUEST_ID_CHARS = 128
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
-Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+# A coroutine that returns its answer, or writes a stream of them by itself; or a generator of a stream.
+Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any] | AsyncIterator[Any]]
+
+
+# Each shape of a call: where a handler has its behaviour, and what makes such a handler.
+_SHAPES = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps our own handlers, unary and streams both ways. Others (health, reflection) pass through."""
+    """Wraps our own handlers, of every shape. Others (health, reflection) pass through."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, Handler] = {}
@@ -49,13 +60,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not method.startswith(_PREFIX):
             return handler
-        make = grpc.unary_unary_rpc_method_handler
-        if handler.stream_stream is not None:
-            make = grpc.stream_stream_rpc_method_handler
+        place, make = _SHAPES[handler.request_streaming, handler.response_streaming]
         wrapped = make(
-            _surround(
-                method.rpartition("/")[2], cast(Behaviour, handler.unary_unary or handler.stream_stream)
-            ),
+            _surround(method.rpartition("/")[2], getattr(handler, place)),
             request_deserializer=tolerant(cast(Callable[[bytes], Any], handler.request_deserializer)),
             response_serializer=handler.response_serializer,
         )
@@ -71,7 +78,7 @@ def _surround(rpc: str, behaviour: Behaviour) -> Behaviour:
         try:
             if isinstance(request, Malformed):
                 raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not a valid message")
-            response = await behaviour(request, context)
+            response = await _finished(behaviour(request, context), context)
         except QuireError as error:
             failure = error
         except asyncio.CancelledError:
@@ -90,7 +97,7 @@ def _surround(rpc: str, behaviour: Behaviour) -> Behaviour:
         _log.info(
             "call refused",
             rpc=rpc,
-            code=code_pb2.Code.Name(failure.code),
+            code=failure.code,
             reason=failure.reason,
             message=failure.message,
             duration_ms=_elapsed_ms(started_s),
@@ -98,6 +105,16 @@ def _surround(rpc: str, behaviour: Behaviour) -> Behaviour:
         await context.abort_with_status(rpc_status.to_status(to_status(failure, request_id)))
 
     return handle
+
+
+async def _finished(call: Awaitable[Any] | AsyncIterator[Any], context: Context) -> Any:
+    """Waits for a call of either style. Streams end without an answer of their own."""
+    if isinstance(call, Awaitable):
+        return await call
+    async with contextlib.aclosing(cast(AsyncGenerator[Any, None], call)) as messages:
+        async for message in messages:
+            await context.write(message)
+    return None
 
 
 def _request_id(request: Any, context: Context) -> str:

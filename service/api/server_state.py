@@ -20,27 +20,27 @@ class ServerState:
         self.config = config
         self.slots: Sequence[WorkerSlot] = ()
         self.draining = False
-        self._model: worker_pb2.WorkerReady | None = None
+        self._first_ready: worker_pb2.WorkerReady | None = None
         self._started_s = time.monotonic()
-        self._limits = RequestLimits(0, config.max_response_bytes)
+        self._limits: RequestLimits | None = None
 
     def worker_became_ready(self, ready: worker_pb2.WorkerReady) -> None:
         """All workers serve the same model: the first one that is ready describes it."""
-        if self._model is None:
-            self._model = ready
-            self._limits = RequestLimits(ready.vocab_size, self.config.max_response_bytes)
+        if self._first_ready is None:
+            self._first_ready = ready
+            self._limits = RequestLimits(ready.model.vocab_size, self.config.max_response_bytes)
 
     @property
-    def model(self) -> worker_pb2.WorkerReady:
-        """The model served. Raises NoWorker until a worker has loaded it."""
-        if self._model is None:
+    def first_ready(self) -> worker_pb2.WorkerReady:
+        """What the first worker said of its model and executor. Raises NoWorker until one has loaded it."""
+        if self._first_ready is None:
             raise NoWorker
-        return self._model
+        return self._first_ready
 
     @property
     def limits(self) -> RequestLimits:
         """What requests are checked against. Raises NoWorker until a worker has loaded the model."""
-        if self._model is None:
+        if self._limits is None:
             raise NoWorker
         return self._limits
 

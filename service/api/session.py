@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,14 +19,14 @@ import grpc
 from google.protobuf.message import Message
 from quire.v1 import executor_pb2
 
-from service.api import caches, plans, validation
+from service.api import validation
+from service.api.calls import CALLS, Outcome, Plan
 from service.api.parsing import Malformed
-from service.api.plans import Plan
 from service.api.server_state import ServerState
-from service.api.validation import RequestLimits
+from service.api.status import to_status
 from service.config import Config
-from service.dispatcher import Dispatcher, Outcome
-from service.errors import Draining, InvalidArgument, QuireError, SlowConsumer, to_status
+from service.dispatcher import Dispatcher
+from service.errors import Draining, InvalidArgument, QuireError, SlowConsumer
 from service.logging import current_request_id, get_logger
 
 SessionContext: TypeAlias = (
@@ -39,22 +39,13 @@ _TARGET_MESSAGE_BYTES = 1 << 20
 # What a call without logits weighs until it is answered and read, about.
 _LEAST_CALL_BYTES = 1024
 
-_MakePlan = Callable[[Any, RequestLimits, float | None], Plan[Any]]
-_PLANS: dict[str, _MakePlan] = {
-    "prefill": plans.prefill,
-    "decode": plans.decode,
-    "forward_verify": plans.forward_verify,
-    "forward": plans.forward,
-    "batch_prefill": plans.batch_prefill,
-    "batch_decode": plans.batch_decode,
-    "unified_forward": plans.unified_forward,
-    "fork_cache": plans.fork_cache,
-    "truncate_kv": plans.truncate_kv,
+# The fields of a Session's messages by the call's own request type, which they are named after.
+_FIELDS = {
+    field.message_type.name: field.name
+    for field in executor_pb2.SessionCall.DESCRIPTOR.oneofs_by_name["call"].fields
+    if field.message_type is not None
 }
-_AT_ONCE: dict[str, Callable[[Any, Dispatcher], Message]] = {
-    "release_cache": caches.release,
-    "renew_cache": caches.renew,
-}
+_CALLS = {_FIELDS[f"{call.method}Request"]: call for call in CALLS if f"{call.method}Request" in _FIELDS}
 
 
 @dataclass(slots=True)
@@ -63,7 +54,7 @@ class _OpenCall:
 
     tag: int
     kind: str
-    plan: Plan[Any]
+    plan: Plan
     outcomes: list[Outcome | None]
     missing: int
     answer_bytes: int
@@ -137,22 +128,16 @@ class Session:
             if tag in self._open:
                 raise InvalidArgument("DUPLICATE_TAG", "calls.tag", f"tag {tag} is not answered yet")
             try:
-                if kind in _PLANS:
-                    started.append(self._open_call(tag, kind, getattr(call, kind)))
-                elif kind in _AT_ONCE:
-                    # After what was sent before it.
-                    self._run(started)
-                    started = []
-                    self._deliver(tag, kind, _AT_ONCE[kind](getattr(call, kind), self._dispatcher))
-                else:
+                if kind is None:
                     raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
+                started.append(self._open_call(tag, kind, getattr(call, kind)))
             except QuireError as error:
                 self._deliver_error(tag, error)
         self._run(started)
 
     def _open_call(self, tag: int, kind: str, request: Any) -> _OpenCall:
         timeout_s = validation.timeout_seconds(self._context.time_remaining())
-        plan = _PLANS[kind](request, self._state.limits, timeout_s)
+        plan = _CALLS[kind].plan(request, self._state.limits, timeout_s)
         size = len(plan.requests)
         answer_bytes = max(plan.answer_bytes, _LEAST_CALL_BYTES)
         call = _OpenCall(tag, kind, plan, [None] * size, size, answer_bytes)

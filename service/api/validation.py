@@ -1,20 +1,19 @@
 """Checks of requests before anything is done with them: each failure names its field and a stable reason.
 
 Knows the limits of the model and the server; knows nothing of caches. What depends on a cache's state (its
-existence, position, length) is checked by `sequences.py` when the operation's turn comes.
+existence, position, length) is checked by `caches/table.py` when the operation's turn comes.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2, types_pb2
 
-from service.errors import InvalidArgument, QuireError, Unsupported
+from service.errors import InvalidArgument, Unsupported
 
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_TOKEN_IDS = 4096
@@ -76,8 +75,19 @@ def check_cache_id(cache_id: str, field: str = "cache_id") -> None:
         raise InvalidArgument("EMPTY_CACHE_ID", field, "a cache_id is needed")
 
 
-def check_output(output: types_pb2.OutputOptions, limits: RequestLimits, rows: int) -> None:
-    """Options can be met, and the answer for `rows` positions fits a response."""
+def check_output(output: types_pb2.OutputOptions | None, limits: RequestLimits, rows: int) -> int:
+    """Options can be met, and the answer for `rows` positions fits a response: what is applied can be sent.
+
+    Returns the answer's size in bytes, at most.
+    """
+    row_bytes = _ROW_BYTES if output is None else _check_options(output, limits)
+    size_bytes = ANSWER_BYTES + rows * row_bytes
+    check_response_size(size_bytes, limits, "output")
+    return size_bytes
+
+
+def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> int:
+    """Options can be met. Returns the bytes of a position's answer."""
     if output.logits not in _ELEMENT_BYTES:
         raise InvalidArgument("BAD_OUTPUT", "output.logits", "the format is not known")
     if output.top_logprobs > min(MAX_TOP_LOGPROBS, limits.vocab_size):
@@ -94,14 +104,8 @@ def check_output(output: types_pb2.OutputOptions, limits: RequestLimits, rows: i
     if output.HasField("mask"):
         _check_mask(output.mask, limits)
     _check_choice_left(output, limits)
-    check_response_size(response_bytes(output, limits, rows), limits, "output")
-
-
-def response_bytes(output: types_pb2.OutputOptions, limits: RequestLimits, rows: int) -> int:
-    """At most how large the answer for `rows` positions will be: one that is applied can be sent."""
-    row_bytes = limits.vocab_size * _ELEMENT_BYTES.get(output.logits, 0)
-    row_bytes += _TOP_ENTRY_BYTES * output.top_logprobs + 4 * len(output.logprob_token_ids) + _ROW_BYTES
-    return ANSWER_BYTES + rows * row_bytes
+    row_bytes = limits.vocab_size * _ELEMENT_BYTES[output.logits]
+    return row_bytes + _TOP_ENTRY_BYTES * output.top_logprobs + 4 * len(output.logprob_token_ids) + _ROW_BYTES
 
 
 def check_response_size(size_bytes: int, limits: RequestLimits, field: str) -> None:
@@ -183,11 +187,8 @@ def _check_choice_left(output: types_pb2.OutputOptions, limits: RequestLimits) -
         raise InvalidArgument("BAD_MASK", field, "every token is forbidden")
 
 
-def check_verify(request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits) -> None:
-    """A verify's own fields, and its output for every token."""
-    check_cache_id(request.cache_id)
-    check_tokens(request.token_ids, limits)
-    check_output(request.output, limits, len(request.token_ids))
+def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:
+    """A verify accepts drafts in a way that fits how tokens are chosen."""
     if request.accept not in _ACCEPTS:
         raise InvalidArgument("BAD_ACCEPT", "accept", "the mode is not known")
     sampled = request.output.sampling.temperature > 0
@@ -197,10 +198,8 @@ def check_verify(request: executor_pb2.ForwardVerifyRequest, limits: RequestLimi
         )
 
 
-def check_prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits) -> None:
-    """A prefill's fields. Raises Unsupported for an adapter: no executor has any yet."""
-    check_tokens(request.token_ids, limits)
-    check_output(request.output, limits, 1)
+def check_creation(request: executor_pb2.PrefillRequest) -> None:
+    """What only a prefill says. Raises Unsupported for an adapter: no executor has any yet."""
     if request.adapter_id:
         raise Unsupported("this executor has no LoRA adapters", metadata={"field": "adapter_id"})
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
@@ -237,21 +236,3 @@ def check_batch(items: Sequence[object], limits: RequestLimits) -> None:
     if not items:
         raise InvalidArgument("EMPTY_BATCH", "items", "at least one item is needed")
     check_response_size(len(items) * ANSWER_BYTES, limits, "items")
-
-
-def duplicate_ids(cache_ids: Iterable[str]) -> set[str]:
-    """The caches that occur more than once in a batch; new ones (empty ids) do not count."""
-    return {cache_id for cache_id, n in Counter(cache_ids).items() if n > 1 and cache_id}
-
-
-def check_not_duplicate(cache_id: str, duplicates: set[str]) -> None:
-    """The item's cache is its own. Which of two items should come first, nobody can say: both fail."""
-    if cache_id in duplicates:
-        raise InvalidArgument(
-            "DUPLICATE_CACHE_IN_BATCH", "cache_id", "the cache occurs more than once in the batch"
-        )
-
-
-def in_item(error: QuireError, index: int) -> QuireError:
-    """The error with its field seen from the batch: `items[index].field`."""
-    return error.below(f"items[{index}]") if isinstance(error, InvalidArgument) else error

@@ -1,4 +1,4 @@
-"""The records that `sequences.py` keeps: one CacheEntry a cache, one Operation a request on its way."""
+"""The records that the table keeps: one CacheEntry a cache, one Operation a request on its way."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import enum
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from quire.v1 import types_pb2, worker_pb2
-
 from service.caches.placement import WorkerView
-from service.caches.requests import Append, Kind, Request, Rows
+from service.caches.requests import Append, Handle, Kind, Request
 
 _SHORT_TOKENS = 32
 
 
-class State(enum.Enum):
+class KvState(enum.Enum):
     """Where a cache's KV is. A closed cache is in no table any more."""
 
     RESIDENT = enum.auto()
@@ -31,24 +29,23 @@ class AppliedAppend:
     base: int
     tokens: object  # a fingerprint of the tokens
     kept: int
-    rows: Rows
+    rows: int
     accept: int
-    output: types_pb2.OutputOptions | None
+    output: object
     # None: the answer held logits, is too large to keep, and would be computed again.
-    done: worker_pb2.ForwardDone | None
+    answer: object | None
 
     @classmethod
-    def of(cls, append: Append, base: int, done: worker_pb2.ForwardDone) -> AppliedAppend:
+    def of(cls, append: Append, base: int, kept: int, answer: object) -> AppliedAppend:
         """Remembers an applied append. Keeps neither its tokens nor returned logits alive."""
-        large = append.output is not None and append.output.logits
         return cls(
             base=base,
             tokens=fingerprint(append.token_ids),
-            kept=done.kept,
+            kept=kept,
             rows=append.rows,
             accept=append.accept,
             output=append.output,
-            done=None if large else done,
+            answer=None if append.has_logits else answer,
         )
 
     def is_repeated_by(self, append: Append, position: int) -> bool:
@@ -59,9 +56,9 @@ class AppliedAppend:
             and fingerprint(append.token_ids) == self.tokens
         )
 
-    def answers(self, append: Append) -> worker_pb2.ForwardDone | None:
+    def answers(self, append: Append) -> object | None:
         """The stored answer, if the repetition asks for the very same output."""
-        return self.done if append.rows == self.rows and append.output == self.output else None
+        return self.answer if append.rows == self.rows and append.output == self.output else None
 
 
 @dataclass(slots=True)
@@ -71,11 +68,11 @@ class Operation:
     ticket: int
     request: Request
     entry: CacheEntry
-    # Whose it is, see `ForwardCommand.caller`. Means nothing to the state machine.
+    # Whose it is; workers let callers take turns. Means nothing to the state machine.
     caller: int
     # Tokens the cache had when the append began.
     base: int = 0
-    # The number of a temporary copy on which the last append's answer is computed again; applies nothing.
+    # The number of a temporary copy on which the last answer is computed again; applies nothing.
     copy_number: int | None = None
     # What a fork is making.
     children: list[CacheEntry] = field(default_factory=list)
@@ -93,7 +90,7 @@ class CacheEntry:
     seed: int
     lease_s: float
     expires_at_s: float
-    state: State = State.RESIDENT
+    state: KvState = KvState.RESIDENT
     length: int = 0
     # Tokens before this index are prompt to the frequency and presence penalties.
     prompt_len: int = 0
@@ -113,6 +110,18 @@ class CacheEntry:
     def busy(self) -> bool:
         """Whether an operation runs or waits."""
         return self.running is not None or bool(self.waiting)
+
+    @property
+    def handle(self) -> Handle:
+        """What a caller learns of the cache."""
+        worker = self.worker
+        return Handle(self.cache_id, self.length, worker.epoch, worker.worker_id, self.expires_at_s)
+
+    def operations(self) -> Iterator[Operation]:
+        """The running one, then those that wait, in order."""
+        if self.running is not None:
+            yield self.running
+        yield from self.waiting
 
     def prompt_len_after(self, append: Append) -> int:
         """The prompt boundary with `append` applied: a prefill makes everything so far prompt."""

@@ -1,4 +1,4 @@
-"""Which worker takes a new sequence. Pure: no clock, no I/O.
+"""The workers that are ready, and which of them takes a new sequence. Pure: no clock, no I/O.
 
 The worker that already computed the longest prefix of the prompt takes it, as long as it has room for the
 rest; else the one with the most free KV, less what is queued on it.
@@ -7,34 +7,43 @@ rest; else the one with the most free KV, less what is queued on it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-PAGE_TOKENS = 16
+from service.errors import NoWorker
+
+# How finely prefixes are remembered. Coarser than most pages would lose hits, finer would find no more.
+_AFFINITY_TOKENS = 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkerView:
-    """What placement needs to know of a ready worker."""
+    """What is known of a ready worker."""
 
     worker_id: str
     epoch: int
+    page_tokens: int
+    pages_total: int
+    # The most tokens that one sequence can have there: its context's, or all its pages'.
+    capacity_tokens: int
     # Pages free or cached when the worker last said so.
     pages_available: int
     # Pages of operations that were sent since and may not be counted in it yet.
     pages_queued: int = 0
     sequences: int = 0
-    # All its pages, which no sequence can exceed.
-    pages_total: int = 1 << 31
 
     @property
     def headroom(self) -> int:
         """Pages a new sequence could take."""
         return self.pages_available - self.pages_queued
 
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_tokens)
+
 
 class PrefixAffinity:
-    """Remembers which worker last computed each prompt prefix, in pages. Bounded; a hint, no promise."""
+    """Remembers which worker last computed each prompt prefix. Bounded; a hint, no promise."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._capacity = capacity
@@ -55,44 +64,79 @@ class PrefixAffinity:
                 del self._holders[digest]
 
     def longest(self, token_ids: Sequence[int]) -> tuple[tuple[str, int], int] | None:
-        """The (worker id, epoch) that computed the longest known prefix, and its length in pages."""
+        """The (worker id, epoch) that computed the longest known prefix, and its length in tokens."""
         best: tuple[tuple[str, int], int] | None = None
-        for pages, digest in enumerate(_prefix_digests(token_ids), start=1):
+        for count, digest in enumerate(_prefix_digests(token_ids), start=1):
             holder = self._holders.get(digest)
             if holder is None:
                 break
-            best = (holder, pages)
+            best = (holder, count * _AFFINITY_TOKENS)
         return best
 
 
 def _prefix_digests(token_ids: Sequence[int]) -> Iterable[int]:
-    """One chained hash for each full page. Python's hash of ints is not secret, but a hint needs no more."""
+    """Chained hashes of the prefixes. Python's hash of ints is not secret, but a hint needs no more."""
     digest = 0
-    for start in range(0, len(token_ids) - PAGE_TOKENS + 1, PAGE_TOKENS):
-        digest = hash((digest, *token_ids[start : start + PAGE_TOKENS]))
+    for start in range(0, len(token_ids) - _AFFINITY_TOKENS + 1, _AFFINITY_TOKENS):
+        digest = hash((digest, *token_ids[start : start + _AFFINITY_TOKENS]))
         yield digest
 
 
-def pages_for(tokens: int) -> int:
-    """Pages that hold `tokens` tokens."""
-    return -(-tokens // PAGE_TOKENS)
+class Placement:
+    """Owner of the views of ready workers: one for each worker, of its present incarnation."""
 
+    def __init__(self) -> None:
+        self._workers: dict[str, WorkerView] = {}
+        self._affinity = PrefixAffinity()
 
-def choose_worker(
-    workers: Sequence[WorkerView], token_ids: Sequence[int], affinity: PrefixAffinity
-) -> WorkerView | None:
-    """The worker for a new sequence that starts with `token_ids`; None if there is no worker.
+    def __iter__(self) -> Iterator[WorkerView]:
+        return iter(self._workers.values())
 
-    It may still be too small: then the worker refuses, which says exactly how many pages are missing.
-    """
-    if not workers:
-        return None
-    known = affinity.longest(token_ids)
-    if known is not None:
-        holder, pages_held = known
-        for worker in workers:
-            if (worker.worker_id, worker.epoch) == holder:
-                if worker.headroom >= pages_for(len(token_ids)) - pages_held:
-                    return worker
-                break
-    return max(workers, key=lambda worker: (worker.headroom, -worker.sequences))
+    def add(self, worker: WorkerView) -> None:
+        """A worker can take sequences. Raises ValueError if its last incarnation was not removed."""
+        if worker.worker_id in self._workers:
+            raise ValueError(f"worker {worker.worker_id} is ready already")
+        self._workers[worker.worker_id] = worker
+
+    def find(self, worker_id: str, epoch: int) -> WorkerView | None:
+        """One incarnation of a worker, if it is ready."""
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.epoch == epoch else None
+
+    def remove(self, worker: WorkerView) -> None:
+        """The worker is gone."""
+        del self._workers[worker.worker_id]
+
+    def has(self, worker: WorkerView) -> bool:
+        """Whether this incarnation is ready."""
+        return self._workers.get(worker.worker_id) is worker
+
+    def choose(self, token_ids: Sequence[int]) -> WorkerView:
+        """The worker for a new sequence that starts with `token_ids`. Raises NoWorker if there is none.
+
+        It may still be too small: then the worker refuses, which says exactly how many pages are missing.
+        """
+        if not self._workers:
+            raise NoWorker
+        worker = self._holder_with_room(token_ids)
+        if worker is None:
+            # One that could never take it is no choice as long as there is another.
+            fitting = [w for w in self if w.capacity_tokens >= len(token_ids)] or list(self)
+            worker = max(fitting, key=lambda w: (w.headroom, -w.sequences))
+        self._affinity.record(token_ids, worker)
+        return worker
+
+    def not_computed(self, token_ids: Sequence[int], worker: WorkerView) -> None:
+        """What was placed there was refused."""
+        self._affinity.forget(token_ids, worker)
+
+    def _holder_with_room(self, token_ids: Sequence[int]) -> WorkerView | None:
+        known = self._affinity.longest(token_ids)
+        if known is None:
+            return None
+        holder, held_tokens = known
+        worker = self.find(*holder)
+        if worker is None or len(token_ids) > worker.capacity_tokens:
+            return None
+        held_pages = held_tokens // worker.page_tokens
+        return worker if worker.headroom >= worker.pages_for(len(token_ids)) - held_pages else None

@@ -1,36 +1,23 @@
-"""What flows into and out of the state machine in `sequences.py`: requests, results, and effects.
+"""What callers ask of the caches, and what they get: plain data, without protobuf.
 
-Plain data. Output options and worker answers pass through as opaque protobuf messages: the state machine
-compares and stores them, and never looks inside.
+Output options and workers' answers pass through as opaque values: the state machine compares and stores them,
+and never looks inside.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from quire.v1 import types_pb2, worker_pb2
-
-from service.errors import QuireError
-from service.journal.base import Record
+from dataclasses import dataclass
 
 
-class Rows(enum.IntEnum):
-    """Which positions of a append have an output."""
+class Kind(enum.Enum):
+    """What an append is to its caller."""
 
-    NONE = worker_pb2.ROW_SELECTION_UNSPECIFIED
-    LAST = worker_pb2.ROW_SELECTION_LAST
-    ALL = worker_pb2.ROW_SELECTION_ALL
-
-
-class Kind(enum.IntEnum):
-    """What a append is to its caller."""
-
-    PREFILL = worker_pb2.OPERATION_KIND_PREFILL
-    DECODE = worker_pb2.OPERATION_KIND_DECODE
-    VERIFY = worker_pb2.OPERATION_KIND_VERIFY
-    SCORE = worker_pb2.OPERATION_KIND_SCORE
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    VERIFY = enum.auto()
+    SCORE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +28,21 @@ class Append:
     cache_id: str
     token_ids: Sequence[int]
     position: int | None = None
-    rows: Rows = Rows.LAST
-    output: types_pb2.OutputOptions | None = None
-    accept: int = types_pb2.VERIFY_ACCEPT_UNSPECIFIED
+    # How many of the last tokens have an output.
+    rows: int = 1
+    # Opaque. Equal options ask for the same output.
+    output: object = None
+    # Opaque. 0: all tokens are kept; else the worker says how many.
+    accept: int = 0
     lease_s: float | None = None
     # Key under which a repeated creation is recognised. Empty: none.
     request_id: str = ""
     # What is left of the caller's deadline. None: there is none.
     timeout_s: float | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Positions that have an output."""
-        return {Rows.NONE: 0, Rows.LAST: 1, Rows.ALL: len(self.token_ids)}[self.rows]
+    # At most about how large its answer is.
+    answer_bytes: int = 0
+    # Whether the answer holds rows of logits, which are computed again rather than kept for a repetition.
+    has_logits: bool = False
 
     @property
     def is_scoring(self) -> bool:
@@ -62,7 +51,7 @@ class Append:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkRequest:
+class Fork:
     """Make `count` copies of a cache, then release others."""
 
     cache_id: str
@@ -71,14 +60,29 @@ class ForkRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TruncateRequest:
+class Truncate:
     """Keep the first `new_len` tokens of a cache."""
 
     cache_id: str
     new_len: int
 
 
-Request = Append | ForkRequest | TruncateRequest
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Forget a cache, after what was asked of it before."""
+
+    cache_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Start a cache's lease anew, of `lease_s` if given, after what was asked of it before."""
+
+    cache_id: str
+    lease_s: float | None = None
+
+
+Request = Append | Fork | Truncate | Release | Renew
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,53 +97,30 @@ class Handle:
 
 
 @dataclass(frozen=True, slots=True)
-class AppendResult:
-    """An applied append, or the answer to its repetition. `handle` is None for a append that keeps no cache.
+class Appended:
+    """An append that was applied, or the answer to its repetition.
 
-    `kept` counts the tokens of the append that the cache kept; `done.kept` is the worker's own view, which
-    differs where the answer was computed again.
+    `handle` is None where no cache is kept. `kept` counts the tokens that the cache kept, which is not what
+    `answer` says of itself where that was computed again.
     """
 
     handle: Handle | None
-    done: worker_pb2.ForwardDone
+    answer: object
     kept: int
 
 
 @dataclass(frozen=True, slots=True)
-class HandlesResult:
-    """The caches a truncation or fork leaves its caller with."""
+class Handles:
+    """The caches that a fork, a truncation or a renewal leaves its caller with."""
 
-    handles: Sequence[Handle] = field(default_factory=tuple)
-
-
-Result = AppendResult | HandlesResult
-
-
-# Effects: what the state machine wants done, in this order.
+    handles: Sequence[Handle]
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """A command for a worker's stream."""
+class Released:
+    """Whether there was a cache to release."""
 
-    worker_id: str
-    epoch: int
-    command: worker_pb2.WorkerCommand
+    released: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
-    """A record for the journal. The Reply that follows it may be sent only once it is written."""
-
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The end of an operation. Sent once for each ticket that was not cancelled."""
-
-    ticket: int
-    outcome: Result | QuireError
-
-
-Effect = Send | Write | Reply
+Result = Appended | Handles | Released

@@ -5,10 +5,10 @@ workers, journal records and replies go out through `take_effects()`, in the ord
 can be driven by a seeded simulator, and `check_invariants()` can be called at any moment.
 
 A cache is RESIDENT (its KV is in a worker) or LOST (that worker died). One operation of a cache runs at a
-time; the others wait in order. An operation is checked when its turn comes, against the length that the ones
-before it left. Its tokens count once the worker has computed them: then the record goes to the journal, then
-the reply to the caller. A worker's copy is subordinate: each forward says its position, and the worker cuts a
-longer copy to it.
+time; the others wait in order, whatever they are. An operation is checked when its turn comes, against the
+length that the ones before it left. Its tokens count once the worker has computed them: then the record goes
+to the journal, then the reply to the caller. A worker's copy is subordinate: each forward says its position,
+and the worker cuts a longer copy to it.
 
 It does not know tokens (the journal does), pages or processes (the workers and the pool do).
 """
@@ -19,24 +19,45 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from quire.v1 import worker_pb2
-
-from service.caches.entries import AppliedAppend, CacheEntry, Operation, State
+from service.caches.effects import (
+    AbortForward,
+    Command,
+    CommandDone,
+    CommandFailed,
+    Effect,
+    Event,
+    ForkSequence,
+    ForwardDone,
+    ForwardSequence,
+    ReleaseSequences,
+    Reply,
+    Send,
+    TruncateSequence,
+    Write,
+)
+from service.caches.entries import AppliedAppend, CacheEntry, KvState, Operation
 from service.caches.pace import Pace
-from service.caches.placement import PrefixAffinity, WorkerView, choose_worker, pages_for
+from service.caches.placement import Placement, WorkerView
+from service.caches.records import (
+    CacheCreated,
+    CacheForked,
+    CacheReleased,
+    CacheTruncated,
+    Record,
+    TokensAppended,
+)
 from service.caches.requests import (
     Append,
-    AppendResult,
-    Effect,
-    ForkRequest,
+    Appended,
+    Fork,
     Handle,
-    HandlesResult,
-    Reply,
+    Handles,
+    Release,
+    Released,
+    Renew,
     Request,
     Result,
-    Send,
-    TruncateRequest,
-    Write,
+    Truncate,
 )
 from service.errors import (
     CacheLost,
@@ -45,7 +66,6 @@ from service.errors import (
     InternalError,
     InvalidArgument,
     KvExhausted,
-    NoWorker,
     PositionMismatch,
     QueueFull,
     QuireError,
@@ -53,8 +73,6 @@ from service.errors import (
     TruncateBeyondEnd,
     WorkerLost,
 )
-from service.journal.base import Appended, Created, Forked, Record, Released, Truncated
-from service.pool import commands
 
 # Operations that may wait behind one another on one cache.
 MAX_WAITING_PER_CACHE = 64
@@ -81,47 +99,62 @@ class CacheTable:
     ) -> None:
         self.limits = limits
         self.draining = False
-        self._max_seq_len = 0
         self._new_cache_id = new_cache_id
         self._new_seed = new_seed
         self._entries: dict[str, CacheEntry] = {}
         self._by_request_id: dict[str, CacheEntry] = {}
         self._operations: dict[int, Operation] = {}
-        self._workers: dict[str, WorkerView] = {}
-        self._affinity = PrefixAffinity()
+        self._placement = Placement()
         self._effects: list[Effect] = []
         self._last_number = 0
         self._pace = Pace()
+        # When the present input came.
+        self._now_s = 0.0
 
-    # Workers come and go.
+    # Workers come, answer and go.
 
-    def worker_ready(self, worker_id: str, epoch: int, pages_available: int, max_seq_len: int) -> None:
+    def worker_ready(self, worker: WorkerView) -> None:
         """A worker can take caches. An earlier incarnation must have been reported lost."""
-        if worker_id in self._workers:
-            raise ValueError(f"worker {worker_id} is ready already")
-        self._max_seq_len = max_seq_len
-        self._workers[worker_id] = WorkerView(worker_id, epoch, pages_available, pages_total=pages_available)
+        self._placement.add(worker)
 
     def worker_capacity(self, worker_id: str, epoch: int, pages_available: int) -> None:
         """A worker said how many pages it has left."""
-        worker = self._workers.get(worker_id)
-        if worker is not None and worker.epoch == epoch:
+        worker = self._placement.find(worker_id, epoch)
+        if worker is not None:
             worker.pages_available = pages_available
 
-    def worker_lost(self, worker_id: str, epoch: int) -> None:
-        """A worker is gone, and all KV in it. Everyone who waits for it is answered."""
-        worker = self._workers.get(worker_id)
-        if worker is None or worker.epoch != epoch:
+    def worker_answered(self, event: Event, now_s: float) -> None:
+        """A worker answered a command. Nothing happens if the operation is gone."""
+        self._now_s = now_s
+        operation = self._operations.get(event.op_id)
+        if operation is None:
             return
-        del self._workers[worker_id]
+        match event:
+            case ForwardDone():
+                self._forward_done(operation, event)
+            case CommandDone():
+                self._command_done(operation)
+            case CommandFailed():
+                self._command_failed(operation, event)
+        self._advance(operation.entry)
+
+    def worker_lost(self, worker_id: str, epoch: int, now_s: float) -> None:
+        """A worker is gone, and all KV in it. Everyone who waits for it is answered."""
+        self._now_s = now_s
+        worker = self._placement.find(worker_id, epoch)
+        if worker is None:
+            return
+        self._placement.remove(worker)
         for entry in self._entries.values():
             if entry.worker is worker:
-                entry.state = State.LOST
+                entry.state = KvState.LOST
         for operation in list(self._operations.values()):
             entry = operation.entry
-            if entry.worker is worker:
-                self._forget_request_id(entry)
-                self._finish(operation, CacheLost(entry.length) if entry.visible else WorkerLost())
+            if entry.worker is worker and entry.running is operation:
+                entry.state = KvState.LOST
+                self._finish(operation, _lost(entry))
+                # Those behind it have answers of their own: a release needs no KV.
+                self._advance(entry)
 
     # Callers ask.
 
@@ -130,22 +163,27 @@ class CacheTable:
 
         `caller` is handed on to the worker, where callers take turns. 0: a caller of its own.
         """
+        self._now_s = now_s
         ticket = self._number()
+        if isinstance(request, Release) and request.cache_id not in self._entries:
+            self._effects.append(Reply(ticket, Released(released=False)))
+            return ticket
         try:
-            self._admit()
-            entry = self._entry_for(request, now_s)
+            self._admit(request)
+            entry = self._entry_for(request)
         except QuireError as error:
             self._effects.append(Reply(ticket, error))
             return ticket
         operation = Operation(ticket, request, entry, caller)
         self._operations[ticket] = operation
         entry.waiting.append(operation)
-        self._touch(entry, now_s)
+        self._touch(entry)
         self._advance(entry)
         return ticket
 
-    def cancel(self, ticket: int) -> None:
+    def cancel(self, ticket: int, now_s: float) -> None:
         """The caller has gone: its operation is dropped, what it did is undone, and no Reply follows."""
+        self._now_s = now_s
         operation = self._operations.get(ticket)
         if operation is None:
             return
@@ -154,24 +192,9 @@ class CacheTable:
         self._retire(operation)
         self._advance(operation.entry)
 
-    def release(self, cache_id: str) -> bool:
-        """Forgets a cache at once; operations on it end with CacheNotFound. False if it was not known."""
-        entry = self._entries.get(cache_id)
-        if entry is None:
-            return False
-        self._close(entry)
-        return True
-
-    def renew(self, cache_id: str, lease_s: float | None, now_s: float) -> Handle:
-        """Starts a cache's lease anew. Raises CacheNotFound."""
-        entry = self._known(cache_id)
-        if lease_s is not None:
-            entry.lease_s = min(lease_s, self.limits.max_lease_s)
-        self._touch(entry, now_s)
-        return _handle(entry)
-
     def expire(self, now_s: float) -> int:
         """Releases the caches whose lease ran out and that nobody is using. Returns how many."""
+        self._now_s = now_s
         expired = [e for e in self._entries.values() if e.expires_at_s <= now_s and not e.busy]
         for entry in expired:
             self._close(entry)
@@ -180,7 +203,7 @@ class CacheTable:
     def handles(self) -> Iterator[tuple[int, Handle]]:
         """All caches, oldest first, each with a number that only grows."""
         for entry in self._entries.values():
-            yield entry.order, _handle(entry)
+            yield entry.order, entry.handle
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -190,65 +213,6 @@ class CacheTable:
         """Operations waiting or running."""
         return len(self._operations)
 
-    # Workers answer. An answer to an operation that is gone is dropped.
-
-    def forward_done(self, op_id: int, done: worker_pb2.ForwardDone, now_s: float) -> None:
-        """A forward was computed: journal it, answer it, let the next one start."""
-        operation = self._operations.get(op_id)
-        if operation is None:
-            return
-        entry, append = operation.entry, operation.request
-        assert isinstance(append, Append)
-        self._pace.completed(now_s)
-        self._touch(entry, now_s)
-        if entry.ephemeral:
-            self._finish(operation, AppendResult(None, done, done.kept))
-        elif operation.copy_number is not None:
-            assert entry.last_append is not None
-            self._finish(operation, AppendResult(_handle(entry), done, entry.last_append.kept))
-        else:
-            self._apply_append(operation, append, done)
-            self._finish(operation, AppendResult(_handle(entry), done, done.kept))
-        self._advance(entry)
-
-    def control_done(self, op_id: int, now_s: float) -> None:
-        """A truncation or fork was carried out."""
-        operation = self._operations.get(op_id)
-        if operation is None:
-            return
-        entry, request = operation.entry, operation.request
-        self._touch(entry, now_s)
-        if isinstance(request, TruncateRequest):
-            self._apply_truncate(entry, request.new_len)
-            self._finish(operation, HandlesResult((_handle(entry),)))
-        else:
-            assert isinstance(request, ForkRequest)
-            self._finish_fork(operation, request)
-        self._advance(entry)
-
-    def command_failed(self, op_id: int, error: QuireError, *, kv_missing: bool = False) -> None:
-        """A worker refused or failed a command; it applied nothing of it.
-
-        kv_missing: the worker has less of the sequence than the table thought, so the cache counts as lost.
-        """
-        operation = self._operations.get(op_id)
-        if operation is None:
-            return
-        entry = operation.entry
-        if kv_missing and entry.visible:
-            entry.state = State.LOST
-            error = CacheLost(entry.length)
-        if isinstance(error, KvExhausted):
-            error.retry_after_s = self._pace.wait_s(len(self._operations))
-            if not entry.visible and isinstance(operation.request, Append):
-                # Its tokens were not computed there after all.
-                self._affinity.forget(operation.request.token_ids, entry.worker)
-        if operation.copy_number is not None:
-            # A forward that never began has not released its copy.
-            self._send(entry, commands.release(self._number(), [operation.copy_number]))
-        self._finish(operation, error)
-        self._advance(entry)
-
     def take_effects(self) -> list[Effect]:
         """Everything to be done since the last call, in order. The caller owns the list."""
         effects, self._effects = self._effects, []
@@ -256,46 +220,43 @@ class CacheTable:
 
     # Admission.
 
-    def _admit(self) -> None:
+    def _admit(self, request: Request) -> None:
+        """Raises Draining or QueueFull. What frees a cache, or keeps it, is always let in."""
+        if isinstance(request, Release | Renew):
+            return
         if self.draining:
             raise Draining
         queued = len(self._operations)
         if queued >= self.limits.max_queued_operations:
             raise QueueFull(self.limits.max_queued_operations, self._pace.wait_s(queued))
 
-    def _entry_for(self, request: Request, now_s: float) -> CacheEntry:
+    def _entry_for(self, request: Request) -> CacheEntry:
         """The cache a request is about: a known one, or a new one that nobody can see yet."""
         if isinstance(request, Append) and not request.cache_id:
             repeated = self._by_request_id.get(request.request_id)
-            if repeated is None or repeated.state is State.LOST:
-                return self._create(request, now_s)
+            if repeated is None or repeated.state is KvState.LOST:
+                return self._create(request)
             entry = repeated
         else:
-            entry = self._known(request.cache_id)
+            known = self._entries.get(request.cache_id)
+            if known is None:
+                raise CacheNotFound
+            entry = known
         if len(entry.waiting) >= MAX_WAITING_PER_CACHE:
             raise QueueFull(MAX_WAITING_PER_CACHE, self._pace.wait_s(len(entry.waiting)))
         return entry
 
-    def _known(self, cache_id: str) -> CacheEntry:
-        entry = self._entries.get(cache_id)
-        if entry is None:
-            raise CacheNotFound
-        return entry
-
-    def _create(self, append: Append, now_s: float) -> CacheEntry:
-        worker = choose_worker(list(self._workers.values()), append.token_ids, self._affinity)
-        if worker is None:
-            raise NoWorker
-        self._affinity.record(append.token_ids, worker)
+    def _create(self, append: Append) -> CacheEntry:
+        worker = self._placement.choose(append.token_ids)
         lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
-        entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s), now_s)
+        entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s))
         entry.ephemeral = append.is_scoring
         if append.request_id and not entry.ephemeral:
             entry.request_id = append.request_id
             self._by_request_id[append.request_id] = entry
         return entry
 
-    def _new_entry(self, worker: WorkerView, lease_s: float, now_s: float) -> CacheEntry:
+    def _new_entry(self, worker: WorkerView, lease_s: float) -> CacheEntry:
         worker.sequences += 1
         return CacheEntry(
             cache_id=self._new_cache_id(),
@@ -303,10 +264,10 @@ class CacheTable:
             worker=worker,
             seed=self._new_seed(),
             lease_s=lease_s,
-            expires_at_s=now_s + lease_s,
+            expires_at_s=self._now_s + lease_s,
         )
 
-    # The life of an operation: start -> (worker) -> apply -> finish.
+    # An operation starts.
 
     def _advance(self, entry: CacheEntry) -> None:
         """Starts the next operation, if none runs; drops an entry whose creation came to nothing."""
@@ -326,14 +287,21 @@ class CacheTable:
             self._discard(entry)
 
     def _start(self, operation: Operation) -> None:
-        request = operation.request
+        entry, request = operation.entry, operation.request
         match request:
             case Append():
                 self._start_append(operation, request)
-            case TruncateRequest():
+            case Truncate():
                 self._start_truncate(operation, request)
-            case ForkRequest():
+            case Fork():
                 self._start_fork(operation, request)
+            case Release():
+                self._close(entry)
+            case Renew():
+                if request.lease_s is not None:
+                    entry.lease_s = min(request.lease_s, self.limits.max_lease_s)
+                self._touch(entry)
+                self._finish(operation, Handles((entry.handle,)))
 
     def _start_append(self, operation: Operation, append: Append) -> None:
         entry, last = operation.entry, operation.entry.last_append
@@ -350,15 +318,12 @@ class CacheTable:
                 )
             raise PositionMismatch(position, entry.length)
         wanted = entry.length + len(append.token_ids)
-        if wanted > self._max_seq_len:
-            raise SequenceTooLong(wanted, self._max_seq_len)
-        if pages_for(wanted) > entry.worker.pages_total:
-            # However long one waits.
-            raise KvExhausted(pages_for(wanted), entry.worker.pages_total, retry_after_s=None)
+        if wanted > entry.worker.capacity_tokens:
+            raise SequenceTooLong(wanted, entry.worker.capacity_tokens)
         operation.base = entry.length
-        operation.pages = pages_for(len(append.token_ids))
+        operation.pages = entry.worker.pages_for(len(append.token_ids))
         entry.worker.pages_queued += operation.pages
-        self._send(entry, commands.forward(operation, append, entry.number, entry.length))
+        self._send_forward(operation, append, entry.number)
 
     def _answer_again(self, operation: Operation, append: Append, last: AppliedAppend) -> None:
         """Answers a repeated append without applying it: from memory, or computed on a copy of the cache."""
@@ -366,46 +331,100 @@ class CacheTable:
         stored = last.answers(append)
         if stored is not None:
             # From memory: so also when the KV is lost.
-            self._finish(operation, AppendResult(_handle(entry), stored, last.kept))
+            self._finish(operation, Appended(entry.handle, stored, last.kept))
             return
         _require_kv(entry)
+        operation.base = last.base
         operation.copy_number = self._number()
-        self._send(entry, commands.fork(self._number(), entry.number, [operation.copy_number]))
-        self._send(entry, commands.forward(operation, append, operation.copy_number, last.base, replay=True))
+        self._send(entry, ForkSequence(self._number(), entry.number, (operation.copy_number,)))
+        self._send_forward(operation, append, operation.copy_number)
 
-    def _start_truncate(self, operation: Operation, request: TruncateRequest) -> None:
+    def _send_forward(self, operation: Operation, append: Append, number: int) -> None:
+        entry, repeats = operation.entry, operation.copy_number is not None
+        command = ForwardSequence(
+            op_id=operation.ticket,
+            number=number,
+            position=operation.base,
+            append=append,
+            seed=entry.seed,
+            prompt_len=entry.prompt_len if repeats else entry.prompt_len_after(append),
+            caller=operation.caller,
+            keep_all=repeats,
+            ephemeral=repeats or entry.ephemeral,
+        )
+        self._send(entry, command)
+
+    def _start_truncate(self, operation: Operation, request: Truncate) -> None:
         entry = operation.entry
         _require_kv(entry)
         if request.new_len > entry.length:
             raise TruncateBeyondEnd(request.new_len, entry.length)
         if request.new_len == entry.length:
-            self._finish(operation, HandlesResult((_handle(entry),)))
+            self._finish(operation, Handles((entry.handle,)))
             return
-        self._send(entry, commands.truncate(operation.ticket, entry.number, request.new_len))
+        self._send(entry, TruncateSequence(operation.ticket, entry.number, request.new_len))
 
-    def _start_fork(self, operation: Operation, request: ForkRequest) -> None:
+    def _start_fork(self, operation: Operation, request: Fork) -> None:
         entry = operation.entry
         _require_kv(entry)
-        for _ in range(request.count):
-            child = self._new_entry(entry.worker, entry.lease_s, entry.expires_at_s - entry.lease_s)
-            operation.children.append(child)
+        operation.children = [self._new_entry(entry.worker, entry.lease_s) for _ in range(request.count)]
         if entry.length == 0:
             # The worker need not know an empty sequence: it may have rolled back the append that began it.
             self._finish_fork(operation, request)
             return
-        numbers = [child.number for child in operation.children]
-        self._send(entry, commands.fork(operation.ticket, entry.number, numbers))
+        numbers = tuple(child.number for child in operation.children)
+        self._send(entry, ForkSequence(operation.ticket, entry.number, numbers))
 
-    def _apply_append(self, operation: Operation, append: Append, done: worker_pb2.ForwardDone) -> None:
+    # A worker has answered it.
+
+    def _forward_done(self, operation: Operation, done: ForwardDone) -> None:
+        entry, append = operation.entry, operation.request
+        assert isinstance(append, Append)
+        self._pace.completed(self._now_s)
+        self._touch(entry)
+        if entry.ephemeral:
+            self._finish(operation, Appended(None, done.answer, done.kept))
+        elif operation.copy_number is not None:
+            assert entry.last_append is not None
+            self._finish(operation, Appended(entry.handle, done.answer, entry.last_append.kept))
+        else:
+            self._apply_append(operation, append, done)
+            self._finish(operation, Appended(entry.handle, done.answer, done.kept))
+
+    def _command_done(self, operation: Operation) -> None:
+        entry, request = operation.entry, operation.request
+        self._touch(entry)
+        if isinstance(request, Truncate):
+            self._apply_truncate(entry, request.new_len)
+            self._finish(operation, Handles((entry.handle,)))
+        else:
+            assert isinstance(request, Fork)
+            self._finish_fork(operation, request)
+
+    def _command_failed(self, operation: Operation, failed: CommandFailed) -> None:
+        entry, error = operation.entry, failed.error
+        if failed.kv_missing and entry.visible:
+            entry.state = KvState.LOST
+            error = CacheLost(entry.length)
+        if isinstance(error, KvExhausted):
+            error.retry_after_s = self._pace.wait_s(len(self._operations))
+            if not entry.visible and isinstance(operation.request, Append):
+                self._placement.not_computed(operation.request.token_ids, entry.worker)
+        if operation.copy_number is not None:
+            # A forward that never began has not released its copy.
+            self._send(entry, ReleaseSequences(self._number(), (operation.copy_number,)))
+        self._finish(operation, error)
+
+    def _apply_append(self, operation: Operation, append: Append, done: ForwardDone) -> None:
         entry, base = operation.entry, operation.base
         if not entry.visible:
             self._publish(entry)
-            self._write(Created(entry.cache_id, entry.seed, entry.lease_s))
+            self._write(CacheCreated(entry.cache_id, entry.seed, entry.lease_s))
         entry.prompt_len = entry.prompt_len_after(append)
         entry.length = base + done.kept
-        entry.last_append = AppliedAppend.of(append, base, done)
+        entry.last_append = AppliedAppend.of(append, base, done.kept, done.answer)
         kept = append.token_ids[: done.kept]
-        self._write(Appended(entry.cache_id, base, kept, entry.prompt_len, entry.worker.epoch))
+        self._write(TokensAppended(entry.cache_id, base, kept, entry.prompt_len, entry.worker.epoch))
 
     def _apply_truncate(self, entry: CacheEntry, new_len: int) -> None:
         if new_len == entry.length:
@@ -413,9 +432,9 @@ class CacheTable:
         entry.length = new_len
         entry.prompt_len = min(entry.prompt_len, new_len)
         entry.last_append = None
-        self._write(Truncated(entry.cache_id, new_len))
+        self._write(CacheTruncated(entry.cache_id, new_len))
 
-    def _finish_fork(self, operation: Operation, request: ForkRequest) -> None:
+    def _finish_fork(self, operation: Operation, request: Fork) -> None:
         parent, children = operation.entry, operation.children
         operation.children = []
         for child in children:
@@ -423,16 +442,20 @@ class CacheTable:
             # From now, and not from when the fork began.
             child.lease_s, child.expires_at_s = parent.lease_s, parent.expires_at_s
             self._publish(child)
-            self._write(Forked(child.cache_id, parent.cache_id, child.seed, child.lease_s))
-        self._finish(operation, HandlesResult(tuple(_handle(child) for child in children)))
+            self._write(CacheForked(child.cache_id, parent.cache_id, child.seed, child.lease_s))
+        self._finish(operation, Handles(tuple(child.handle for child in children)))
         for cache_id in request.release:
-            self.release(cache_id)
+            released = self._entries.get(cache_id)
+            if released is not None:
+                self._close(released)
 
     def _publish(self, entry: CacheEntry) -> None:
         """From now on callers know the cache by its id."""
         entry.visible = True
         entry.order = self._number()
         self._entries[entry.cache_id] = entry
+
+    # An operation ends.
 
     def _finish(self, operation: Operation, outcome: Result | QuireError) -> None:
         self._retire(operation)
@@ -453,54 +476,56 @@ class CacheTable:
         """Takes back what a running operation has done, or is about to do, on the worker."""
         entry = operation.entry
         match operation.request:
-            case TruncateRequest(new_len=new_len):
+            case Truncate(new_len=new_len):
                 # The pages are gone already: a truncation that has started is carried out.
                 self._apply_truncate(entry, new_len)
-            case ForkRequest():
-                numbers = [child.number for child in operation.children]
-                self._send(entry, commands.release(self._number(), numbers))
+            case Fork():
+                numbers = tuple(child.number for child in operation.children)
+                self._send(entry, ReleaseSequences(self._number(), numbers))
             case Append():
-                self._send(entry, commands.abort(self._number(), operation.ticket))
+                self._send(entry, AbortForward(self._number(), operation.ticket))
                 if operation.copy_number is not None:
-                    self._send(entry, commands.release(self._number(), [operation.copy_number]))
+                    self._send(entry, ReleaseSequences(self._number(), (operation.copy_number,)))
                 elif entry.visible:
                     # An answer may be on its way: the worker's copy is then longer than it should be.
-                    self._send(entry, commands.truncate(self._number(), entry.number, operation.base))
+                    self._send(entry, TruncateSequence(self._number(), entry.number, operation.base))
 
     # The end of a cache.
 
     def _close(self, entry: CacheEntry) -> None:
-        if entry.running is not None and not isinstance(entry.running.request, TruncateRequest):
-            self._undo(entry.running)
+        """Forgets a cache at once. Operations on it end; the release that asked for it is told so."""
+        running = entry.running
+        if running is not None and not isinstance(running.request, Truncate):
+            self._undo(running)
         del self._entries[entry.cache_id]
-        self._write(Released(entry.cache_id))
-        for operation in ([entry.running] if entry.running else []) + list(entry.waiting):
-            self._finish(operation, CacheNotFound())
+        self._write(CacheReleased(entry.cache_id))
+        for operation in list(entry.operations()):
+            if isinstance(operation.request, Release):
+                self._finish(operation, Released(released=operation is running))
+            else:
+                self._finish(operation, CacheNotFound())
         self._discard(entry)
 
     def _discard(self, entry: CacheEntry) -> None:
         """Frees what the worker holds of an entry that is in no table any more."""
-        self._forget_request_id(entry)
-        entry.worker.sequences -= 1
-        self._send(entry, commands.release(self._number(), [entry.number]))
-
-    def _forget_request_id(self, entry: CacheEntry) -> None:
         if self._by_request_id.get(entry.request_id) is entry:
             del self._by_request_id[entry.request_id]
+        entry.worker.sequences -= 1
+        self._send(entry, ReleaseSequences(self._number(), (entry.number,)))
 
     # Small things.
 
-    def _send(self, entry: CacheEntry, command: worker_pb2.WorkerCommand) -> None:
+    def _send(self, entry: CacheEntry, command: Command) -> None:
         """Sends to the worker of an entry, unless that incarnation is gone and its KV with it."""
         worker = entry.worker
-        if self._workers.get(worker.worker_id) is worker:
+        if self._placement.has(worker):
             self._effects.append(Send(worker.worker_id, worker.epoch, command))
 
     def _write(self, record: Record) -> None:
         self._effects.append(Write(record))
 
-    def _touch(self, entry: CacheEntry, now_s: float) -> None:
-        entry.expires_at_s = now_s + entry.lease_s
+    def _touch(self, entry: CacheEntry) -> None:
+        entry.expires_at_s = self._now_s + entry.lease_s
 
     def _number(self) -> int:
         self._last_number += 1
@@ -508,36 +533,33 @@ class CacheTable:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the tables contradict each other."""
-        seen: set[int] = set()
-        for operation in self._operations.values():
+        operations = self._operations
+        for ticket, operation in operations.items():
             entry = operation.entry
-            places = [entry.running is operation, *(w is operation for w in entry.waiting)]
-            assert sum(places) == 1, "an operation is running or waiting, exactly once"
-            assert operation.ticket not in seen
-            seen.add(operation.ticket)
+            assert operation.ticket == ticket
+            assert sum(o is operation for o in entry.operations()) == 1, "it runs or waits, exactly once"
             assert entry.running is not None, "an operation waits only behind another"
         for cache_id, entry in self._entries.items():
             assert entry.visible and entry.cache_id == cache_id and not entry.ephemeral
-            for operation in ([entry.running] if entry.running else []) + list(entry.waiting):
-                assert self._operations.get(operation.ticket) is operation
-            assert entry.state is not State.LOST or not entry.busy, "a lost cache has no operations"
-            alive = self._workers.get(entry.worker.worker_id) is entry.worker
-            assert entry.state is State.LOST or alive, "a resident cache's worker is alive"
-        for worker in self._workers.values():
-            operations = [o for o in self._operations.values() if o.entry.worker is worker]
-            assert worker.pages_queued == sum(o.pages for o in operations)
-            hidden = {o.entry.number for o in operations if not o.entry.visible}
-            children = sum(len(o.children) for o in operations)
+            assert all(operations.get(o.ticket) is o for o in entry.operations())
+            assert entry.state is KvState.RESIDENT or not entry.busy, "a lost cache has no operations"
+            alive = self._placement.has(entry.worker)
+            assert entry.state is KvState.LOST or alive, "a resident cache's worker is alive"
+        for worker in self._placement:
+            its = [o for o in operations.values() if o.entry.worker is worker]
+            assert worker.pages_queued == sum(o.pages for o in its)
+            hidden = {o.entry.number for o in its if not o.entry.visible}
+            children = sum(len(o.children) for o in its)
             shown = sum(1 for e in self._entries.values() if e.worker is worker)
             assert worker.sequences == shown + len(hidden) + children
 
 
+def _lost(entry: CacheEntry) -> QuireError:
+    """What those are told who wait for KV that is gone."""
+    return CacheLost(entry.length) if entry.visible else WorkerLost()
+
+
 def _require_kv(entry: CacheEntry) -> None:
-    """Raises CacheLost for a cache whose KV is gone."""
-    if entry.state is State.LOST:
-        raise CacheLost(entry.length)
-
-
-def _handle(entry: CacheEntry) -> Handle:
-    worker = entry.worker
-    return Handle(entry.cache_id, entry.length, worker.epoch, worker.worker_id, entry.expires_at_s)
+    """Raises CacheLost or WorkerLost if the KV is gone."""
+    if entry.state is KvState.LOST:
+        raise _lost(entry)

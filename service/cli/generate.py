@@ -53,39 +53,39 @@ def _generate(
 ) -> None:
     tokenizer = _load_tokenizer(info)
     prompt = _prompt_ids(tokenizer, options)
-    output = types_pb2.OutputOptions(sampling=_sampling(options), logprob=options.logprobs)
+    wanted = types_pb2.OutputOptions(sampling=_sampling(options), logprob=options.logprobs)
     # The last token is never appended, so one more than fits into the context can be shown.
-    room = max(1, info.max_seq_len - len(prompt) + 1)
+    room = max(1, info.model.max_seq_len - len(prompt) + 1)
     screen = _Screen(tokenizer, prompt, with_logprobs=options.logprobs)
     try:
-        for step in _steps(stub, prompt, output, min(options.max_tokens, room)):
-            if step.token_id in info.eos_token_ids:
+        for output in _outputs(stub, prompt, wanted, min(options.max_tokens, room)):
+            if output.token_id in info.model.eos_token_ids:
                 break
-            screen.show(step)
+            screen.show(output)
     finally:
         screen.finish()
 
 
-def _steps(
+def _outputs(
     stub: executor_pb2_grpc.ModelExecutorServiceStub,
     prompt: Sequence[int],
-    output: types_pb2.OutputOptions,
+    wanted: types_pb2.OutputOptions,
     max_tokens: int,
 ) -> Iterator[types_pb2.StepOutput]:
-    """Yields what each step says; the cache is released however the loop over it ends."""
+    """Yields what each call says; the cache is released however the loop over it ends."""
     # The id makes a repeated request find the same cache; it also is in the server's log.
-    request = executor_pb2.PrefillRequest(token_ids=prompt, output=output, request_id=uuid.uuid4().hex)
+    request = executor_pb2.PrefillRequest(token_ids=prompt, output=wanted, request_id=uuid.uuid4().hex)
     prefilled = _prefill(stub, request)
-    cache, step = prefilled.kv_cache, prefilled.output
+    cache, output = prefilled.kv_cache, prefilled.output
     try:
-        yield step
+        yield output
         for _ in range(max_tokens - 1):
             decode = executor_pb2.DecodeRequest(
-                cache_id=cache.cache_id, token_id=step.token_id, position=cache.seq_len, output=output
+                cache_id=cache.cache_id, token_id=output.token_id, position=cache.seq_len, output=wanted
             )
             decoded = stub.Decode(decode)
-            cache, step = decoded.kv_cache, decoded.output
-            yield step
+            cache, output = decoded.kv_cache, decoded.output
+            yield output
     finally:
         _release(stub, cache.cache_id)
 
@@ -117,14 +117,14 @@ class _Screen:
         self._with_logprobs = with_logprobs
         self._line_is_open = False
 
-    def show(self, step: types_pb2.StepOutput) -> None:
+    def show(self, output: types_pb2.StepOutput) -> None:
         """Shows one token at once."""
-        text = self._detokenizer.push(step.token_id) if self._detokenizer is not None else ""
+        text = self._detokenizer.push(output.token_id) if self._detokenizer is not None else ""
         if self._with_logprobs:
-            line = f"{step.token_id}\t{step.logprob:.4f}" + (f"\t{text!r}" if self._detokenizer else "")
+            line = f"{output.token_id}\t{output.logprob:.4f}" + (f"\t{text!r}" if self._detokenizer else "")
             print(line, flush=True)
             return
-        print(text if self._detokenizer is not None else f"{step.token_id} ", end="", flush=True)
+        print(text if self._detokenizer is not None else f"{output.token_id} ", end="", flush=True)
         self._line_is_open = True
 
     def finish(self) -> None:

@@ -17,7 +17,7 @@ from service.cli.channel import CONTROL_TIMEOUT_S, open_channel, print_error
 # Where there is no terminal whose width counts, every column is shown in full.
 _WIDTH_WITHOUT_TERMINAL = 240
 _COLUMNS = (
-    "worker", "pid", "epoch", "device", "runner", "state", "seqs", "used", "free", "cached", "blocks",
+    "worker", "pid", "epoch", "device", "runner", "state", "seqs", "used", "free", "cached", "pages",
     "running", "prefills", "decodes", "prefill ms", "decode ms", "batch", "memory",
 )  # fmt: skip
 _RATE_COLUMNS = ("tokens/s", "prefills/s", "decodes/s", "steps/s")
@@ -101,25 +101,25 @@ def worker_cells(worker: executor_pb2.WorkerStatus) -> list[str]:
     state = _enum_word(executor_pb2.WorkerState.Name(worker.state))
     if worker.state == executor_pb2.WORKER_STATE_STARTING:
         state += f" {worker.load_progress:.0%}"
-    used = worker.pages_total - worker.pages_free - worker.pages_cached
+    pool, counts, executor = worker.pool, worker.counts, worker.executor
     return [
         worker.worker_id,
         str(worker.pid),
         str(worker.epoch),
-        worker.device,
-        worker.runner,
+        executor.device,
+        executor.runner,
         state,
-        str(worker.sequences),
-        str(used),
-        str(worker.pages_free),
-        str(worker.pages_cached),
-        str(worker.pages_total),
+        str(pool.sequences),
+        str(pool.pages_referenced),
+        str(pool.pages_free),
+        str(pool.pages_cached),
+        str(pool.pages_total),
         str(worker.operations_in_flight),
-        str(worker.prefill_operations),
-        str(worker.decode_operations),
-        f"{worker.avg_prefill_ms:.1f}",
-        f"{worker.avg_decode_ms:.1f}",
-        f"{worker.batch_items / worker.steps:.1f}" if worker.steps else "-",
+        str(counts.prefill_operations),
+        str(counts.decode_operations),
+        _mean_ms(counts.prefill_ns, counts.prefill_operations),
+        _mean_ms(counts.decode_ns, counts.decode_operations),
+        f"{counts.batch_items / counts.steps:.1f}" if counts.steps else "-",
         _bytes(worker.memory_bytes),
     ]
 
@@ -130,13 +130,18 @@ def rate_cells(
     """Rates between two readings. None for a worker that was restarted in between: it counts from 0 again."""
     if earlier is None or earlier.epoch != worker.epoch or elapsed_s <= 0:
         return ["-"] * len(_RATE_COLUMNS)
+    now, before = worker.counts, earlier.counts
     grown = (
-        worker.step_tokens - earlier.step_tokens,
-        worker.prefill_operations - earlier.prefill_operations,
-        worker.decode_operations - earlier.decode_operations,
-        worker.steps - earlier.steps,
+        now.step_tokens - before.step_tokens,
+        now.prefill_operations - before.prefill_operations,
+        now.decode_operations - before.decode_operations,
+        now.steps - before.steps,
     )
     return [f"{count / elapsed_s:.1f}" for count in grown]
+
+
+def _mean_ms(total_ns: int, count: int) -> str:
+    return f"{total_ns / count / 1e6 if count else 0:.1f}"
 
 
 def _enum_word(name: str) -> str:

@@ -8,58 +8,9 @@ not know workers' processes, pages or callers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(frozen=True, slots=True)
-class Created:
-    """A new cache, without tokens yet."""
-
-    cache_id: str
-    seed: int
-    lease_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Appended:
-    """Tokens that follow the first `position` ones."""
-
-    cache_id: str
-    position: int
-    token_ids: Sequence[int]
-    # Tokens before this index are prompt.
-    prompt_len: int
-    # Incarnation of the worker that computed the step.
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Truncated:
-    """Only the first `new_len` tokens stay."""
-
-    cache_id: str
-    new_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forked:
-    """A new cache with the parent's tokens."""
-
-    cache_id: str
-    parent: str
-    seed: int
-    lease_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The cache is forgotten."""
-
-    cache_id: str
-
-
-Record = Created | Appended | Truncated | Forked | Released
+from service.caches.records import Record
 
 
 class JournalConflict(Exception):

@@ -35,7 +35,7 @@ class WorkerLink:
 
     def __init__(
         self,
-        socket_path: str,
+        address: str,
         on_response: Callable[[worker_pb2.ConnectResponse], None],
         *,
         max_request_bytes: int,
@@ -47,7 +47,7 @@ class WorkerLink:
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._channel = grpc.aio.insecure_channel(
-            f"unix:{socket_path}",
+            address,
             options=[
                 ("grpc.max_send_message_length", max_request_bytes + _HOP_SLACK_BYTES),
                 ("grpc.max_receive_message_length", max_response_bytes + _HOP_SLACK_BYTES),

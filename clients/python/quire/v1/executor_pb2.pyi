@@ -367,80 +367,30 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self, include_tokenizer: _Optional[bool] = ...) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id", "tokenizer_json")
-    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
-    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
-    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
-    MAX_SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
-    NUM_ATTENTION_HEADS_FIELD_NUMBER: _ClassVar[int]
-    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
-    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("model", "tokenizer_json")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
-    model_id: str
-    architecture: str
-    vocab_size: int
-    max_seq_len: int
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    num_parameters: int
-    weight_bytes: int
-    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    bos_token_id: int
+    model: _types_pb2.ModelDescription
     tokenizer_json: bytes
-    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., tokenizer_json: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("version", "executor", "runner", "supports_native_unified_decode", "supports_verify", "supports_fork", "supports_sampling", "supports_prefix_reuse", "supports_lora", "page_size_tokens", "max_batch_tokens", "max_batch_items", "max_seq_len", "max_request_bytes", "max_response_bytes", "max_top_logprobs", "kernels")
+    __slots__ = ("version", "executor", "max_request_bytes", "max_response_bytes", "max_top_logprobs")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
-    RUNNER_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_NATIVE_UNIFIED_DECODE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_VERIFY_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_FORK_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_PREFIX_REUSE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_LORA_FIELD_NUMBER: _ClassVar[int]
-    PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
-    MAX_SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    KERNELS_FIELD_NUMBER: _ClassVar[int]
     version: str
-    executor: str
-    runner: str
-    supports_native_unified_decode: bool
-    supports_verify: bool
-    supports_fork: bool
-    supports_sampling: bool
-    supports_prefix_reuse: bool
-    supports_lora: bool
-    page_size_tokens: int
-    max_batch_tokens: int
-    max_batch_items: int
-    max_seq_len: int
+    executor: _types_pb2.ExecutorCapabilities
     max_request_bytes: int
     max_response_bytes: int
     max_top_logprobs: int
-    kernels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., executor: _Optional[str] = ..., runner: _Optional[str] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_verify: _Optional[bool] = ..., supports_fork: _Optional[bool] = ..., supports_sampling: _Optional[bool] = ..., supports_prefix_reuse: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., kernels: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
@@ -467,50 +417,34 @@ class GetStatusResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., sequences: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pid", "epoch", "device", "state", "sequences", "pages_total", "pages_free", "pages_cached", "prefill_operations", "decode_operations", "avg_prefill_ms", "avg_decode_ms", "memory_bytes", "steps", "step_tokens", "batch_items", "operations_in_flight", "load_progress", "runner", "kernels")
+    __slots__ = ("worker_id", "pid", "epoch", "state", "load_progress", "executor", "pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
-    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
-    AVG_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
-    AVG_DECODE_MS_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
-    OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     LOAD_PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    RUNNER_FIELD_NUMBER: _ClassVar[int]
-    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_NS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     epoch: int
-    device: str
     state: WorkerState
-    sequences: int
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    prefill_operations: int
-    decode_operations: int
-    avg_prefill_ms: float
-    avg_decode_ms: float
-    memory_bytes: int
-    steps: int
-    step_tokens: int
-    batch_items: int
-    operations_in_flight: int
     load_progress: float
-    runner: str
-    kernels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., sequences: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefill_operations: _Optional[int] = ..., decode_operations: _Optional[int] = ..., avg_prefill_ms: _Optional[float] = ..., avg_decode_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., load_progress: _Optional[float] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ...) -> None: ...
+    executor: _types_pb2.ExecutorCapabilities
+    pool: _types_pb2.PoolUsage
+    counts: _types_pb2.StepCounts
+    operations_in_flight: int
+    memory_bytes: int
+    device_memory_bytes: int
+    device_memory_peak_bytes: int
+    step_age_ns: int
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load_progress: _Optional[float] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ...) -> None: ...
 
 class GetCacheMetricsRequest(_message.Message):
     __slots__ = ("check_integrity",)
@@ -519,63 +453,35 @@ class GetCacheMetricsRequest(_message.Message):
     def __init__(self, check_integrity: _Optional[bool] = ...) -> None: ...
 
 class GetCacheMetricsResponse(_message.Message):
-    __slots__ = ("page_size_tokens", "bytes_per_page", "workers")
-    PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PER_PAGE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("workers",)
     WORKERS_FIELD_NUMBER: _ClassVar[int]
-    page_size_tokens: int
-    bytes_per_page: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerCacheMetrics]
-    def __init__(self, page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerCacheMetrics, _Mapping]]] = ...) -> None: ...
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerCacheMetrics, _Mapping]]] = ...) -> None: ...
 
 class WorkerCacheMetrics(_message.Message):
-    __slots__ = ("worker_id", "pages_total", "pages_free", "pages_cached", "pages_referenced", "sequences", "tokens", "prefix_hit_tokens", "prefix_query_tokens", "evicted_pages", "copied_pages", "pool_intact")
+    __slots__ = ("worker_id", "pool", "pool_intact")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
-    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
-    PAGES_REFERENCED_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
-    COPIED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     POOL_INTACT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    pages_referenced: int
-    sequences: int
-    tokens: int
-    prefix_hit_tokens: int
-    prefix_query_tokens: int
-    evicted_pages: int
-    copied_pages: int
+    pool: _types_pb2.PoolUsage
     pool_intact: bool
-    def __init__(self, worker_id: _Optional[str] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ..., pool_intact: _Optional[bool] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., pool_intact: _Optional[bool] = ...) -> None: ...
 
 class GetLoraMetricsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetLoraMetricsResponse(_message.Message):
-    __slots__ = ("adapters", "max_adapters")
-    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
-    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
-    adapters: _containers.RepeatedCompositeFieldContainer[LoraAdapterMetrics]
-    max_adapters: int
-    def __init__(self, adapters: _Optional[_Iterable[_Union[LoraAdapterMetrics, _Mapping]]] = ..., max_adapters: _Optional[int] = ...) -> None: ...
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerLoraMetrics]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerLoraMetrics, _Mapping]]] = ...) -> None: ...
 
-class LoraAdapterMetrics(_message.Message):
-    __slots__ = ("adapter_id", "rank", "sequences", "operations")
-    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
-    adapter_id: str
-    rank: int
-    sequences: int
-    operations: int
-    def __init__(self, adapter_id: _Optional[str] = ..., rank: _Optional[int] = ..., sequences: _Optional[int] = ..., operations: _Optional[int] = ...) -> None: ...
+class WorkerLoraMetrics(_message.Message):
+    __slots__ = ("worker_id", "adapters")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.LoraAdapterMetrics]
+    def __init__(self, worker_id: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.LoraAdapterMetrics, _Mapping]]] = ...) -> None: ...

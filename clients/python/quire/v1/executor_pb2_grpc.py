@@ -29,9 +29,9 @@ class ModelExecutorServiceStub:
     """Runs a language model one step at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. A step that fails or is
-    cancelled leaves its sequence as it was. With `position` set, a step is fenced and safe to retry: it is
-    applied at that length only, and one that repeats the last applied step gets that step's answer.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
+    adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position` set it is fenced and
+    safe to retry: it is applied at that length only, and one that repeats the last one gets that one's answer.
     """
 
     def __init__(self, channel):
@@ -136,9 +136,9 @@ class ModelExecutorServiceServicer:
     """Runs a language model one step at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. A step that fails or is
-    cancelled leaves its sequence as it was. With `position` set, a step is fenced and safe to retry: it is
-    applied at that length only, and one that repeats the last applied step gets that step's answer.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
+    adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position` set it is fenced and
+    safe to retry: it is applied at that length only, and one that repeats the last one gets that one's answer.
     """
 
     def Prefill(self, request, context):
@@ -372,9 +372,9 @@ class ModelExecutorService:
     """Runs a language model one step at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. A step that fails or is
-    cancelled leaves its sequence as it was. With `position` set, a step is fenced and safe to retry: it is
-    applied at that length only, and one that repeats the last applied step gets that step's answer.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
+    adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position` set it is fenced and
+    safe to retry: it is applied at that length only, and one that repeats the last one gets that one's answer.
     """
 
     @staticmethod

@@ -157,3 +157,133 @@ class StepTiming(_message.Message):
     steps: int
     batch_items: int
     def __init__(self, queue_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., steps: _Optional[int] = ..., batch_items: _Optional[int] = ...) -> None: ...
+
+class ModelDescription(_message.Message):
+    __slots__ = ("model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ATTENTION_HEADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    architecture: str
+    vocab_size: int
+    max_seq_len: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    num_parameters: int
+    weight_bytes: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bos_token_id: int
+    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ...) -> None: ...
+
+class ExecutorCapabilities(_message.Message):
+    __slots__ = ("executor", "runner", "kernels", "device", "supports_native_unified_decode", "supports_verify", "supports_fork", "supports_sampling", "supports_prefix_reuse", "supports_lora", "page_size_tokens", "bytes_per_page", "kv_capacity_tokens", "max_lora_adapters", "max_batch_tokens", "max_batch_items")
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    RUNNER_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_NATIVE_UNIFIED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_VERIFY_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_FORK_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_PREFIX_REUSE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_LORA_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_PAGE_FIELD_NUMBER: _ClassVar[int]
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    executor: str
+    runner: str
+    kernels: _containers.RepeatedScalarFieldContainer[str]
+    device: str
+    supports_native_unified_decode: bool
+    supports_verify: bool
+    supports_fork: bool
+    supports_sampling: bool
+    supports_prefix_reuse: bool
+    supports_lora: bool
+    page_size_tokens: int
+    bytes_per_page: int
+    kv_capacity_tokens: int
+    max_lora_adapters: int
+    max_batch_tokens: int
+    max_batch_items: int
+    def __init__(self, executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_verify: _Optional[bool] = ..., supports_fork: _Optional[bool] = ..., supports_sampling: _Optional[bool] = ..., supports_prefix_reuse: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., max_lora_adapters: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ...) -> None: ...
+
+class PoolUsage(_message.Message):
+    __slots__ = ("sequences", "tokens", "pages_total", "pages_free", "pages_cached", "pages_referenced", "prefix_hit_tokens", "prefix_query_tokens", "evicted_pages", "copied_pages")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_REFERENCED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    sequences: int
+    tokens: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_referenced: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+    evicted_pages: int
+    copied_pages: int
+    def __init__(self, sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ...) -> None: ...
+
+class StepCounts(_message.Message):
+    __slots__ = ("prefill_operations", "prefill_ns", "decode_operations", "decode_ns", "verify_operations", "verify_ns", "score_operations", "score_ns", "steps", "step_tokens", "batch_items")
+    PREFILL_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_NS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_NS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    prefill_operations: int
+    prefill_ns: int
+    decode_operations: int
+    decode_ns: int
+    verify_operations: int
+    verify_ns: int
+    score_operations: int
+    score_ns: int
+    steps: int
+    step_tokens: int
+    batch_items: int
+    def __init__(self, prefill_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_operations: _Optional[int] = ..., decode_ns: _Optional[int] = ..., verify_operations: _Optional[int] = ..., verify_ns: _Optional[int] = ..., score_operations: _Optional[int] = ..., score_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ...) -> None: ...
+
+class LoraAdapterMetrics(_message.Message):
+    __slots__ = ("adapter_id", "rank", "sequences", "operations")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    rank: int
+    sequences: int
+    operations: int
+    def __init__(self, adapter_id: _Optional[str] = ..., rank: _Optional[int] = ..., sequences: _Optional[int] = ..., operations: _Optional[int] = ...) -> None: ...

@@ -8,12 +8,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class RowSelection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    ROW_SELECTION_UNSPECIFIED: _ClassVar[RowSelection]
-    ROW_SELECTION_LAST: _ClassVar[RowSelection]
-    ROW_SELECTION_ALL: _ClassVar[RowSelection]
-
 class OperationKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OPERATION_KIND_UNSPECIFIED: _ClassVar[OperationKind]
@@ -30,9 +24,6 @@ class WorkerErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ERROR_REASON_FAULT: _ClassVar[WorkerErrorReason]
     WORKER_ERROR_REASON_TIMEOUT: _ClassVar[WorkerErrorReason]
     WORKER_ERROR_REASON_UNSUPPORTED: _ClassVar[WorkerErrorReason]
-ROW_SELECTION_UNSPECIFIED: RowSelection
-ROW_SELECTION_LAST: RowSelection
-ROW_SELECTION_ALL: RowSelection
 OPERATION_KIND_UNSPECIFIED: OperationKind
 OPERATION_KIND_PREFILL: OperationKind
 OPERATION_KIND_DECODE: OperationKind
@@ -44,6 +35,42 @@ WORKER_ERROR_REASON_KV_EXHAUSTED: WorkerErrorReason
 WORKER_ERROR_REASON_FAULT: WorkerErrorReason
 WORKER_ERROR_REASON_TIMEOUT: WorkerErrorReason
 WORKER_ERROR_REASON_UNSUPPORTED: WorkerErrorReason
+
+class WorkerConfig(_message.Message):
+    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_FIELD_NUMBER: _ClassVar[int]
+    GPU_MEMORY_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    CUDA_GRAPHS_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MIXED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    LOG_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    model: str
+    device: str
+    device_index: int
+    dtype: str
+    kv_pages: int
+    gpu_memory_utilization: float
+    cuda_graphs: str
+    threads: int
+    max_batch_tokens: int
+    max_batch_items: int
+    max_mixed_prefill_tokens: int
+    max_request_bytes: int
+    max_response_bytes: int
+    log_level: str
+    log_format: str
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("commands",)
@@ -85,7 +112,7 @@ class ForwardCommand(_message.Message):
     sequence: int
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    rows: RowSelection
+    rows: int
     output: _types_pb2.OutputOptions
     accept: _types_pb2.VerifyAccept
     prompt_len: int
@@ -93,7 +120,7 @@ class ForwardCommand(_message.Message):
     timeout_ns: int
     kind: OperationKind
     caller: int
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Union[RowSelection, str]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ...) -> None: ...
 
 class ForkCommand(_message.Message):
     __slots__ = ("sequence", "children")
@@ -198,105 +225,37 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("pid", "device", "model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id", "tokenizer_json", "executor", "runner", "kernels", "supports_native_unified_decode", "supports_lora", "page_size_tokens", "bytes_per_page", "pages_total", "max_batch_tokens", "max_batch_items")
+    __slots__ = ("pid", "model", "tokenizer_json", "executor", "pages_total")
     PID_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
-    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
-    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
-    MAX_SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
-    NUM_ATTENTION_HEADS_FIELD_NUMBER: _ClassVar[int]
-    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
-    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
-    RUNNER_FIELD_NUMBER: _ClassVar[int]
-    KERNELS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_NATIVE_UNIFIED_DECODE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_LORA_FIELD_NUMBER: _ClassVar[int]
-    PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PER_PAGE_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     pid: int
-    device: str
-    model_id: str
-    architecture: str
-    vocab_size: int
-    max_seq_len: int
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    num_parameters: int
-    weight_bytes: int
-    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    bos_token_id: int
+    model: _types_pb2.ModelDescription
     tokenizer_json: bytes
-    executor: str
-    runner: str
-    kernels: _containers.RepeatedScalarFieldContainer[str]
-    supports_native_unified_decode: bool
-    supports_lora: bool
-    page_size_tokens: int
-    bytes_per_page: int
+    executor: _types_pb2.ExecutorCapabilities
     pages_total: int
-    max_batch_tokens: int
-    max_batch_items: int
-    def __init__(self, pid: _Optional[int] = ..., device: _Optional[str] = ..., model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., pages_total: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ...) -> None: ...
+    def __init__(self, pid: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pages_total: _Optional[int] = ...) -> None: ...
 
 class WorkerSnapshot(_message.Message):
-    __slots__ = ("sequences", "pages_total", "pages_free", "pages_cached", "pages_referenced", "tokens", "prefix_hit_tokens", "prefix_query_tokens", "evicted_pages", "copied_pages", "prefill_operations", "decode_operations", "prefill_ns", "decode_ns", "steps", "step_tokens", "batch_items", "operations_in_flight", "memory_bytes", "step_age_ns", "pool_intact")
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
-    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
-    PAGES_REFERENCED_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
-    COPIED_PAGES_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_NS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "pool_intact", "lora_adapters")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_NS_FIELD_NUMBER: _ClassVar[int]
     POOL_INTACT_FIELD_NUMBER: _ClassVar[int]
-    sequences: int
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    pages_referenced: int
-    tokens: int
-    prefix_hit_tokens: int
-    prefix_query_tokens: int
-    evicted_pages: int
-    copied_pages: int
-    prefill_operations: int
-    decode_operations: int
-    prefill_ns: int
-    decode_ns: int
-    steps: int
-    step_tokens: int
-    batch_items: int
+    LORA_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    pool: _types_pb2.PoolUsage
+    counts: _types_pb2.StepCounts
     operations_in_flight: int
     memory_bytes: int
+    device_memory_bytes: int
+    device_memory_peak_bytes: int
     step_age_ns: int
     pool_intact: bool
-    def __init__(self, sequences: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ..., prefill_operations: _Optional[int] = ..., decode_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ..., pool_intact: _Optional[bool] = ...) -> None: ...
+    lora_adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.LoraAdapterMetrics]
+    def __init__(self, pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ..., pool_intact: _Optional[bool] = ..., lora_adapters: _Optional[_Iterable[_Union[_types_pb2.LoraAdapterMetrics, _Mapping]]] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerServiceStub:
-    """Internal: between the gateway and its workers, over a Unix socket. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public contract.
 
     One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
     sent together arrives together and its cost is shared.
@@ -46,7 +46,7 @@ class WorkerServiceStub:
 
 
 class WorkerServiceServicer:
-    """Internal: between the gateway and its workers, over a Unix socket. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public contract.
 
     One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
     sent together arrives together and its cost is shared.
@@ -75,7 +75,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService:
-    """Internal: between the gateway and its workers, over a Unix socket. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public contract.
 
     One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
     sent together arrives together and its cost is shared.

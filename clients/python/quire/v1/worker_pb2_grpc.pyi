@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """Internal: between the gateway and its workers, over a Unix socket. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public contract.
 
     One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
     sent together arrives together and its cost is shared.
@@ -41,7 +41,7 @@ class WorkerServiceStub:
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """Internal: between the gateway and its workers, over a Unix socket. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public contract.
 
     One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
     sent together arrives together and its cost is shared.
@@ -51,7 +51,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Connect: _aio.StreamStreamMultiCallable[_worker_pb2.ConnectRequest, _worker_pb2.ConnectResponse]  # type: ignore[assignment]
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Internal: between the gateway and its workers, over a Unix socket. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public contract.
 
     One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
     sent together arrives together and its cost is shared.

@@ -1,0 +1,118 @@
+"""Requests that add tokens as appends of the state machine: check the fields, then translate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from quire.v1 import executor_pb2
+
+from service.api import validation
+from service.api.validation import RequestLimits
+from service.caches.requests import Append, Kind
+from service.errors import InvalidArgument
+
+_OnCache: TypeAlias = (
+    executor_pb2.PrefillRequest
+    | executor_pb2.DecodeRequest
+    | executor_pb2.ForwardVerifyRequest
+    | executor_pb2.UnifiedForwardItem
+)
+
+
+def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
+    """A Prefill. Raises InvalidArgument, and Unsupported for an adapter."""
+    validation.check_tokens(request.token_ids, limits)
+    validation.check_creation(request)
+    return _append(
+        request,
+        limits,
+        timeout_s,
+        kind=Kind.PREFILL,
+        token_ids=list(request.token_ids),
+        rows=1,
+        lease_s=validation.lease_seconds(request.lease) if request.HasField("lease") else None,
+        request_id=request.request_id,
+    )
+
+
+def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
+    """A Decode. Raises InvalidArgument."""
+    validation.check_cache_id(request.cache_id)
+    validation.check_token(request.token_id, limits)
+    return _append(request, limits, timeout_s, kind=Kind.DECODE, token_ids=(request.token_id,), rows=1)
+
+
+def verify(
+    request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits, timeout_s: float | None
+) -> Append:
+    """A ForwardVerify: an output for every token. Raises InvalidArgument."""
+    validation.check_cache_id(request.cache_id)
+    validation.check_tokens(request.token_ids, limits)
+    validation.check_accept(request)
+    token_ids = list(request.token_ids)
+    return _append(
+        request,
+        limits,
+        timeout_s,
+        kind=Kind.VERIFY,
+        token_ids=token_ids,
+        rows=len(token_ids),
+        accept=request.accept,
+    )
+
+
+def unified_item(
+    item: executor_pb2.UnifiedForwardItem, limits: RequestLimits, timeout_s: float | None
+) -> Append:
+    """An item of a UnifiedForward: a decode, a prefill, or a chunk of one. Raises InvalidArgument."""
+    validation.check_tokens(item.token_ids, limits)
+    is_final = item.is_final_chunk or not item.HasField("is_final_chunk")
+    is_decode = bool(item.cache_id) and is_final and len(item.token_ids) == 1
+    kind = Kind.DECODE if is_decode else Kind.PREFILL
+    return _append(item, limits, timeout_s, kind=kind, token_ids=list(item.token_ids), rows=int(is_final))
+
+
+def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
+    """A Forward: an output for every token, and no cache. Raises InvalidArgument."""
+    validation.check_tokens(request.token_ids, limits)
+    token_ids = list(request.token_ids)
+    output = request.output if request.HasField("output") else None
+    return Append(
+        kind=Kind.SCORE,
+        cache_id="",
+        token_ids=token_ids,
+        rows=len(token_ids),
+        output=output,
+        timeout_s=timeout_s,
+        answer_bytes=validation.check_output(output, limits, len(token_ids)),
+    )
+
+
+def _append(
+    request: _OnCache,
+    limits: RequestLimits,
+    timeout_s: float | None,
+    *,
+    kind: Kind,
+    token_ids: Sequence[int],
+    rows: int,
+    **rest: Any,
+) -> Append:
+    """An append to a cache. `rest` is what only one kind has."""
+    position = request.position if request.HasField("position") else None
+    if position and not request.cache_id:
+        raise InvalidArgument("BAD_POSITION", "position", "a new cache starts at position 0")
+    output = request.output if request.HasField("output") else None
+    return Append(
+        kind=kind,
+        cache_id=request.cache_id,
+        token_ids=token_ids,
+        position=position,
+        rows=rows,
+        output=output,
+        timeout_s=timeout_s,
+        answer_bytes=validation.check_output(output, limits, rows),
+        has_logits=output is not None and bool(output.logits),
+        **rest,
+    )

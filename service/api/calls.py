@@ -1,0 +1,146 @@
+"""Every data call, declared once: its request, its check, and how outcomes become its answer.
+
+The servicer and the Session both read this table. A new call is an entry: the names of its messages follow
+from its own, as everywhere in the protos (`DecodeRequest`, `DecodeResponse`; `BatchDecodeResult`).
+
+A call becomes a plan: its requests to the state machine, and what to make of their outcomes. Making a plan
+checks the call and does nothing else. A unary call runs one plan; a Session runs many at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from google.protobuf.message import Message
+from quire.v1 import executor_pb2
+
+from service.api import answers, appends, validation
+from service.api.status import to_status
+from service.api.validation import RequestLimits
+from service.caches.requests import Append, Fork, Release, Renew, Request, Result, Truncate
+from service.errors import InvalidArgument, QuireError
+from service.logging import current_request_id
+
+Outcome: TypeAlias = Result | QuireError
+# Messages are of one type in each call, which only the table knows: Any.
+_Check: TypeAlias = Callable[[Any, RequestLimits, float | None], Request]
+_CheckAppend: TypeAlias = Callable[[Any, RequestLimits, float | None], Append]
+_Write: TypeAlias = Callable[[Any, Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a call does. `answer` takes one outcome for each request, in order; it raises the call's error."""
+
+    requests: Sequence[Request]
+    answer: Callable[[Sequence[Outcome]], Message]
+    # At most about how large the answer will be.
+    answer_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the service. `plan` raises InvalidArgument or Unsupported for a request that is wrong."""
+
+    method: str
+    plan: Callable[[Any, RequestLimits, float | None], Plan]
+
+
+def _single(method: str, check: _Check, write: _Write) -> Call:
+    """A call that is one request to the state machine, and answered with its result."""
+    response_type: type[Message] = getattr(executor_pb2, f"{method}Response")
+
+    def answer(outcomes: Sequence[Outcome]) -> Message:
+        (outcome,) = outcomes
+        if isinstance(outcome, QuireError):
+            raise outcome
+        response = response_type()
+        write(outcome, response)
+        return response
+
+    def plan(request: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
+        checked = check(request, limits, timeout_s)
+        return Plan((checked,), answer, checked.answer_bytes if isinstance(checked, Append) else 0)
+
+    return Call(method, plan)
+
+
+def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
+    """A call of many appends, each with an outcome of its own: who fails does not touch the others."""
+    response_type: type[Any] = getattr(executor_pb2, f"{method}Response")
+
+    def plan(batch: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
+        validation.check_batch(batch.items, limits)
+        times = Counter(item.cache_id for item in batch.items)
+        # An append, or why there is none.
+        checked: list[Append | QuireError] = []
+        for index, item in enumerate(batch.items):
+            try:
+                if item.cache_id and times[item.cache_id] > 1:
+                    # Which of two should come first, nobody can say: both fail.
+                    raise InvalidArgument(
+                        "DUPLICATE_CACHE_IN_BATCH", "cache_id", "the cache occurs more than once in the batch"
+                    )
+                checked.append(check(item, limits, timeout_s))
+            except InvalidArgument as error:
+                checked.append(error.below(f"items[{index}]"))
+            except QuireError as error:
+                checked.append(error)
+        sizes = (c.answer_bytes if isinstance(c, Append) else validation.ANSWER_BYTES for c in checked)
+        answer_bytes = sum(sizes)
+        validation.check_response_size(answer_bytes, limits, "items")
+        refused = [None if isinstance(c, Append) else c for c in checked]
+
+        def answer(outcomes: Sequence[Outcome]) -> Message:
+            ran = iter(outcomes)
+            response = response_type()
+            for error in refused:
+                outcome = error or next(ran)
+                result = response.results.add()
+                if isinstance(outcome, QuireError):
+                    result.error.CopyFrom(to_status(outcome, current_request_id()))
+                else:
+                    write(outcome, result.response)
+            return response  # type: ignore[no-any-return]
+
+        return Plan([c for c in checked if isinstance(c, Append)], answer, answer_bytes)
+
+    return Call(method, plan)
+
+
+def _fork(request: executor_pb2.ForkCacheRequest, *_: object) -> Fork:
+    validation.check_fork(request)
+    return Fork(request.cache_id, request.count, tuple(request.release))
+
+
+def _truncate(request: executor_pb2.TruncateKVRequest, *_: object) -> Truncate:
+    validation.check_cache_id(request.cache_id)
+    return Truncate(request.cache_id, request.new_len)
+
+
+def _release(request: executor_pb2.ReleaseCacheRequest, *_: object) -> Release:
+    return Release(request.cache_id)
+
+
+def _renew(request: executor_pb2.RenewCacheRequest, *_: object) -> Renew:
+    validation.check_cache_id(request.cache_id)
+    lease_s = validation.lease_seconds(request.lease) if request.HasField("lease") else None
+    return Renew(request.cache_id, lease_s)
+
+
+CALLS = (
+    _single("Prefill", appends.prefill, answers.prefill),
+    _single("Decode", appends.decode, answers.decode),
+    _single("ForwardVerify", appends.verify, answers.verify),
+    _single("Forward", appends.score, answers.score),
+    _batch("BatchPrefill", appends.prefill, answers.prefill),
+    _batch("BatchDecode", appends.decode, answers.decode),
+    _batch("UnifiedForward", appends.unified_item, answers.prefill),
+    _single("ForkCache", _fork, answers.caches),
+    _single("TruncateKV", _truncate, answers.cache),
+    _single("ReleaseCache", _release, answers.released),
+    _single("RenewCache", _renew, answers.cache),
+)

@@ -1,0 +1,137 @@
+"""What the state machine wants done (effects), and what workers answer (events). Plain data.
+
+Commands name a sequence by the number that the gateway gave it. `op_id` is never used twice; the event that
+answers a command carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.caches.records import Record
+from service.caches.requests import Append, Result
+from service.errors import QuireError
+
+# Commands to a worker.
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSequence:
+    """Compute the tokens of `append` at `position` of the sequence."""
+
+    op_id: int
+    number: int
+    position: int
+    append: Append
+    # For draws that have no seed of their own.
+    seed: int
+    # Tokens before this index are prompt to the frequency and presence penalties.
+    prompt_len: int
+    caller: int
+    # Keep all tokens, whatever `append` accepts.
+    keep_all: bool
+    # Release the sequence when done.
+    ephemeral: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForkSequence:
+    """Make `children` that share the pages of `number`."""
+
+    op_id: int
+    number: int
+    children: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TruncateSequence:
+    """Cut `number` to `new_len` tokens."""
+
+    op_id: int
+    number: int
+    new_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSequences:
+    """Forget sequences."""
+
+    op_id: int
+    numbers: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortForward:
+    """Drop a forward that has not finished."""
+
+    op_id: int
+    target_op_id: int
+
+
+Command = ForwardSequence | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward
+
+
+# Effects, in the order in which they have to happen.
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A command for a worker's stream."""
+
+    worker_id: str
+    epoch: int
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A record for the journal. The Reply that follows it may be sent only once it is written."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The end of an operation. Sent once for each ticket that was not cancelled."""
+
+    ticket: int
+    outcome: Result | QuireError
+
+
+Effect = Send | Write | Reply
+
+
+# Events: what a worker answers.
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardDone:
+    """A forward was computed; `kept` of its tokens stay. `answer` is opaque."""
+
+    op_id: int
+    kept: int
+    answer: object
+
+
+@dataclass(frozen=True, slots=True)
+class CommandDone:
+    """Any other command was carried out."""
+
+    op_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommandFailed:
+    """A command was refused or failed, and nothing of it was applied.
+
+    `kv_missing`: the worker has less of the sequence than was thought. `detail` is for the log only.
+    """
+
+    op_id: int
+    error: QuireError
+    kv_missing: bool = False
+    detail: str = ""
+
+
+Event = ForwardDone | CommandDone | CommandFailed

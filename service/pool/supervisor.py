@@ -1,0 +1,163 @@
+"""Keeps the wanted number of workers running.
+
+Each slot has one task: start an incarnation, wait until it is ready, watch it, clean up, start the next. An
+incarnation that is at its end is killed before another takes its place, so that nothing of it can answer
+later. Where workers run is the launcher's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+
+from quire.v1 import executor_pb2, worker_pb2
+
+from service.caches import effects
+from service.config import Config
+from service.logging import get_logger
+from service.pool import wire
+from service.pool.base import PoolFailed, WorkerListener, WorkerSlot
+from service.pool.incarnation import Incarnation
+from service.pool.launcher import Launcher
+
+_log = get_logger(__name__)
+
+# Exit status by which a worker says that its configuration cannot work (sysexits.h EX_CONFIG).
+EXIT_CONFIG = 78
+_MAX_BACKOFF_S = 10.0
+# So often in a row a worker may fail to start before the gateway gives up, if none has ever been ready.
+_MAX_START_FAILURES = 5
+_REFRESH_TIMEOUT_S = 0.5
+_CHECK_TIMEOUT_S = 10.0
+
+
+class Supervisor:
+    """Owner of the slots and of what runs in them."""
+
+    def __init__(self, config: Config, model: str, launcher: Launcher, listener: WorkerListener) -> None:
+        self._config = config
+        self._model = model
+        self._launcher = launcher
+        self._listener = listener
+        self._slots = [WorkerSlot(f"worker-{index}", index) for index in range(config.workers)]
+        self._live: dict[str, Incarnation] = {}
+        self._last_epoch = 0
+        self._was_ready: set[str] = set()
+
+    @property
+    def slots(self) -> Sequence[WorkerSlot]:
+        """All workers, in a stable order."""
+        return self._slots
+
+    def send(self, worker_id: str, epoch: int, command: effects.Command) -> None:
+        """Sends a command to one incarnation; dropped if that one is gone."""
+        incarnation = self._live.get(worker_id)
+        if incarnation is not None and incarnation.epoch == epoch:
+            incarnation.link.send(wire.to_message(command))
+
+    async def refresh_snapshots(self, *, check_integrity: bool = False) -> None:
+        """Brings the slots' snapshots up to date with everything sent so far, within a bounded time."""
+        timeout_s = _CHECK_TIMEOUT_S if check_integrity else _REFRESH_TIMEOUT_S
+        ready = [i for i in self._live.values() if i.slot.ready is not None]
+        await asyncio.gather(
+            *(i.refresh(check_integrity=check_integrity, timeout_s=timeout_s) for i in ready)
+        )
+
+    async def run(self) -> None:
+        """Starts the workers and keeps them running until cancelled. Raises PoolFailed."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for slot in self._slots:
+                    group.create_task(self._supervise(slot), name=f"supervise-{slot.worker_id}")
+        except* PoolFailed as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            self._launcher.close()
+
+    async def _supervise(self, slot: WorkerSlot) -> None:
+        backoff_s, failures = 0.0, 0
+        while True:
+            await asyncio.sleep(backoff_s)
+            began_s = time.monotonic()
+            await self._run_once(slot)
+            # A worker that served for a while is replaced at once; one that dies young is not hammered.
+            young = time.monotonic() - began_s < _MAX_BACKOFF_S
+            died_before_ready = slot.ready is None
+            failures = failures + 1 if died_before_ready else 0
+            if failures >= _MAX_START_FAILURES and not self._was_ready:
+                raise PoolFailed(f"{slot.worker_id} failed to start {failures} times in a row; see its log")
+            backoff_s = min(max(0.25, backoff_s * 2), _MAX_BACKOFF_S) if young and died_before_ready else 0.0
+
+    async def _run_once(self, slot: WorkerSlot) -> None:
+        """One incarnation from its start to the end of its processes."""
+        self._last_epoch += 1
+        epoch = self._last_epoch
+        try:
+            processes = await self._launcher.start(self._worker_config(slot), epoch)
+        except OSError as error:
+            # No descriptors or processes left, say: that may pass.
+            slot.ready = None
+            _log.error("worker cannot be started", worker_id=slot.worker_id, error=error.strerror)
+            return
+        incarnation = Incarnation(slot, epoch, processes, self._config, self._on_response)
+        self._live[slot.worker_id] = incarnation
+        log = _log.bind(worker_id=slot.worker_id, epoch=epoch, pid=slot.pid)
+        log.info("worker started")
+        hangs = False
+        try:
+            end = await incarnation.watch()
+            hangs = end.hangs
+            log.warning("worker is gone", why=end.why)
+        finally:
+            self._forget(incarnation)
+            await incarnation.link.close()
+            status = await processes.end(at_once=hangs)
+        if status == EXIT_CONFIG and slot.worker_id not in self._was_ready:
+            raise PoolFailed("the worker refused its configuration; its last log line says why")
+
+    def _worker_config(self, slot: WorkerSlot) -> worker_pb2.WorkerConfig:
+        """The settings that workers have too, by their names, and what only the pool knows."""
+        config = worker_pb2.WorkerConfig()
+        for field in config.DESCRIPTOR.fields:
+            value = getattr(self._config, field.name, None)
+            if value is not None:
+                setattr(config, field.name, value)
+        config.worker_id = slot.worker_id
+        config.model = self._model
+        config.device_index = slot.index
+        cores = max(1, (os.cpu_count() or 1) // self._config.workers)
+        config.threads = self._config.threads_per_worker or cores
+        return config
+
+    def _on_response(self, incarnation: Incarnation, response: worker_pb2.ConnectResponse) -> None:
+        slot = incarnation.slot
+        if self._live.get(slot.worker_id) is not incarnation:
+            return
+        for event in response.events:
+            match event.WhichOneof("event"):
+                case "progress":
+                    _on_progress(slot, event.progress)
+                case "ready":
+                    slot.ready, slot.load_progress = event.ready, 1.0
+                    slot.state = executor_pb2.WORKER_STATE_READY
+                    self._was_ready.add(slot.worker_id)
+                    _log.info("worker ready", worker_id=slot.worker_id, epoch=slot.epoch)
+                    self._listener.worker_ready(slot)
+        if slot.ready is not None:
+            self._listener.worker_answered(slot, wire.to_events(response), response.pages_available)
+
+    def _forget(self, incarnation: Incarnation) -> None:
+        slot = incarnation.slot
+        self._live.pop(slot.worker_id, None)
+        slot.state = executor_pb2.WORKER_STATE_DEAD
+        if slot.ready is not None:
+            self._listener.worker_lost(slot.worker_id, incarnation.epoch)
+
+
+def _on_progress(slot: WorkerSlot, progress: worker_pb2.LoadProgress) -> None:
+    if progress.total_bytes:
+        slot.load_progress = progress.done_bytes / progress.total_bytes
+    percent = round(100 * slot.load_progress)
+    _log.info("worker loading", worker_id=slot.worker_id, phase=progress.phase, percent=percent)
