@@ -7,7 +7,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 # Changes with what has to be installed, so that an unchanged environment costs nothing.
 REQUIREMENTS := constraints.txt pyproject.toml clients/python/pyproject.toml
-INSTALLED := .venv/installed-$(shell cat $(REQUIREMENTS) | cksum | tr ' ' '-')
+STATE := $(shell cat $(REQUIREMENTS) | cksum | tr ' ' '-')
+# What serving needs, and beside it what tests and checks need.
+SERVING := .venv/serving-$(STATE)
+INSTALLED := .venv/installed-$(STATE)
 PROTO_IMAGE := build/protos.binpb
 # The first two are a pair; Triton has wheels for Linux on x86_64 only.
 TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),triton==3.7.1)
@@ -23,17 +26,21 @@ setup: $(INSTALLED) ## Install everything into .venv (the other targets do it th
 	@:
 
 # An environment without its mark was interrupted half-way: it is made anew. One with an older mark is updated.
-$(INSTALLED):
+$(SERVING):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'Python 3.11 or later is needed: make PYTHON=python3.12 ...' >&2; exit 1; }
-	@ls .venv/installed-* >/dev/null 2>&1 || { echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; }
-	@rm -f .venv/installed-*
+	@ls .venv/serving-* >/dev/null 2>&1 || { echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; }
+	@rm -f .venv/serving-* .venv/installed-*
 	$(PIP) setuptools $(TORCH)
-	$(PIP) --no-build-isolation --editable clients/python --editable '.[dev]'
+	$(PIP) --no-build-isolation --editable clients/python --editable .
 	$(BIN)/python -m kernels.cpu.library
 	@touch $@
 
-serve: setup ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
+$(INSTALLED): $(SERVING)
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+serve: $(SERVING) ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)
 
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")

@@ -161,10 +161,9 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
     def GetModelInfo(self, request: Any, context: Any) -> executor_pb2.GetModelInfoResponse:
         with self._call("GetModelInfo", request, context):
             return executor_pb2.GetModelInfoResponse(
-                model_id="fake",
-                vocab_size=VOCAB,
-                max_seq_len=self.max_seq_len,
-                eos_token_ids=[EOS],
+                model=types_pb2.ModelDescription(
+                    model_id="fake", vocab_size=VOCAB, max_seq_len=self.max_seq_len, eos_token_ids=[EOS]
+                ),
                 tokenizer_json=self.tokenizer_json if request.include_tokenizer else b"",
             )
 
@@ -176,21 +175,21 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
                 worker_id="worker-0",
                 pid=4711,
                 epoch=3,
-                device="cpu",
-                runner="eager",
                 state=executor_pb2.WORKER_STATE_READY,
-                sequences=5,
-                pages_total=100,
-                pages_free=60,
-                pages_cached=15,
-                prefill_operations=10 * count,
-                decode_operations=100 * count,
-                avg_prefill_ms=12.34,
-                avg_decode_ms=1.26,
+                executor=types_pb2.ExecutorCapabilities(device="cpu", runner="eager"),
+                pool=types_pb2.PoolUsage(
+                    sequences=5, pages_total=100, pages_free=60, pages_cached=15, pages_referenced=25
+                ),
+                counts=types_pb2.StepCounts(
+                    prefill_operations=10 * count,
+                    prefill_ns=123_400_000 * count,
+                    decode_operations=100 * count,
+                    decode_ns=126_000_000 * count,
+                    steps=50 * count,
+                    step_tokens=1000 * count,
+                    batch_items=150 * count,
+                ),
                 memory_bytes=300 << 20,
-                steps=50 * count,
-                step_tokens=1000 * count,
-                batch_items=150 * count,
                 operations_in_flight=2,
             )
             starting = executor_pb2.WorkerStatus(

@@ -99,8 +99,9 @@ class GatewayProcess:
 
     def assert_pools_are_whole(self) -> None:
         """No sequence holds a page, and the accounting of every pool adds up."""
-        for pool in self.pools():
-            assert pool.pool_intact, pool
+        for worker in self.pools():
+            pool = worker.pool
+            assert worker.pool_intact, worker
             assert pool.sequences == 0 and pool.pages_referenced == 0, pool
             assert pool.pages_free + pool.pages_cached == pool.pages_total > 0, pool
 

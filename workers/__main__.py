@@ -13,7 +13,9 @@ from pathlib import Path
 import grpc
 import structlog
 import uvloop
+from google.protobuf import json_format
 from quire.v1 import worker_pb2_grpc
+from quire.v1.worker_pb2 import WorkerConfig
 
 from workers.executors.base import ModelExecutor
 from workers.server import Progress, WorkerServer
@@ -34,30 +36,21 @@ class ConfigurationError(Exception):
     """What was asked for cannot be had on this machine or with this model."""
 
 
-def _parse_arguments() -> argparse.Namespace:
+def _parse_arguments() -> tuple[str, WorkerConfig]:
+    """The address to serve on, and what to serve."""
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
-    parser.add_argument("--socket", required=True, help="path of the Unix socket to serve on")
-    parser.add_argument("--worker-id", required=True)
-    parser.add_argument("--model", required=True, help=f"a model directory, or {WEIGHTLESS_MODEL}")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--device-index", type=int, default=0)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-pages", type=int)
-    parser.add_argument("--gpu-memory-utilization", type=float, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--max-batch-tokens", type=int, required=True)
-    parser.add_argument("--max-batch-items", type=int, required=True)
-    parser.add_argument("--max-mixed-prefill-tokens", type=int)
-    parser.add_argument("--max-request-bytes", type=int, required=True)
-    parser.add_argument("--max-response-bytes", type=int, required=True)
-    parser.add_argument("--log-level", default="info")
-    parser.add_argument("--log-format", choices=("auto", "json", "pretty"), default="auto")
-    return parser.parse_args()
+    parser.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:/path or host:port")
+    parser.add_argument("--config", required=True, metavar="JSON", help="a quire.v1.WorkerConfig")
+    arguments = parser.parse_args()
+    try:
+        return arguments.listen, json_format.Parse(arguments.config, WorkerConfig())
+    except json_format.ParseError as error:
+        parser.error(f"--config: {error}")
 
 
-def _configure_logging(arguments: argparse.Namespace) -> None:
+def _configure_logging(config: WorkerConfig) -> None:
     """Lines like the gateway's, on the same standard error."""
-    pretty = arguments.log_format == "pretty" or (arguments.log_format == "auto" and sys.stderr.isatty())
+    pretty = config.log_format == "pretty" or (config.log_format == "auto" and sys.stderr.isatty())
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -65,7 +58,7 @@ def _configure_logging(arguments: argparse.Namespace) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *_renderers(pretty=pretty),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, arguments.log_level.upper())),
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
 
@@ -89,28 +82,28 @@ def _end_with_the_gateway() -> None:
     threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
 
 
-def _choose_device(arguments: argparse.Namespace) -> str:
+def _choose_device(config: WorkerConfig) -> str:
     """The device as torch names it. With "auto" a GPU, if there is one and it has kernels for the model.
 
     Each worker has a GPU of its own: two of them would each take what the other counts on.
     """
     import torch
 
-    if arguments.device == "cpu" or (arguments.device == "auto" and not torch.cuda.is_available()):
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda was asked for, and this machine has no CUDA device")
-    if arguments.device == "auto" and not _has_cuda_kernels(arguments.model):
+    if config.device == "auto" and not _has_cuda_kernels(config.model):
         _log.info("the GPU has no kernels for this model's head_dim, which is run on the CPU")
         return "cpu"
     count = torch.cuda.device_count()
-    if arguments.device_index >= count:
+    if config.device_index >= count:
         raise ConfigurationError(
-            f"workers = {arguments.device_index + 1} or more, and this machine has {count} CUDA devices:"
+            f"workers = {config.device_index + 1} or more, and this machine has {count} CUDA devices:"
             " each worker takes one of its own; set device = cpu, or fewer workers"
         )
-    torch.cuda.set_device(arguments.device_index)  # kernels are launched on the thread's current device
-    return f"cuda:{arguments.device_index}"
+    torch.cuda.set_device(config.device_index)  # kernels are launched on the thread's current device
+    return f"cuda:{config.device_index}"
 
 
 def _has_cuda_kernels(model: str) -> bool:
@@ -119,55 +112,64 @@ def _has_cuda_kernels(model: str) -> bool:
     return model != WEIGHTLESS_MODEL and runs_on_cuda(Path(model))
 
 
-def _make_executor(arguments: argparse.Namespace, progress: Progress) -> ModelExecutor:
+def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
     # Imported here, on the compute thread: torch takes seconds, and the stream should answer meanwhile.
     import torch
 
-    torch.set_num_threads(arguments.threads)
-    device = _choose_device(arguments)
-    if arguments.model == WEIGHTLESS_MODEL:
+    torch.set_num_threads(config.threads)
+    device = _choose_device(config)
+    if config.model == WEIGHTLESS_MODEL:
         from workers.executors.weightless import PagedAttentionExecutor
 
         # Its operations are over before another thread is awake, which would only take a core from others.
         torch.set_num_threads(1)
-        return PagedAttentionExecutor.create(device=device, kv_pages=arguments.kv_pages)
+        return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
     from workers.executors.llm import LlmExecutor, StepLimits
 
     executor = LlmExecutor.load(
-        Path(arguments.model),
-        dtype=arguments.dtype,
+        Path(config.model),
+        dtype=config.dtype,
         device=device,
-        kv_pages=arguments.kv_pages,
+        kv_pages=_kv_pages(config),
         limits=StepLimits(
-            arguments.max_batch_tokens, arguments.max_batch_items, arguments.gpu_memory_utilization
+            config.max_batch_tokens,
+            config.max_batch_items,
+            config.gpu_memory_utilization,
+            cuda_graphs=config.cuda_graphs != "off",
         ),
         progress=lambda done, total: progress("weights", done, total),
     )
     useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)
-    torch.set_num_threads(min(arguments.threads, useful))
+    torch.set_num_threads(min(config.threads, useful))
     return executor
 
 
-async def _serve(arguments: argparse.Namespace) -> int:
+def _kv_pages(config: WorkerConfig) -> int | None:
+    return config.kv_pages if config.HasField("kv_pages") else None
+
+
+async def _serve(address: str, config: WorkerConfig) -> int:
     from workers.scheduler import Scheduler
 
     worker = WorkerServer(
-        lambda progress: _make_executor(arguments, progress),
+        lambda progress: _make_executor(config, progress),
         lambda: Scheduler(
-            arguments.max_batch_tokens,
-            arguments.max_batch_items,
-            max_rows=arguments.max_batch_items,
-            max_mixed_prefill_tokens=arguments.max_mixed_prefill_tokens,
+            config.max_batch_tokens,
+            config.max_batch_items,
+            max_rows=config.max_batch_items,
+            max_mixed_prefill_tokens=(
+                config.max_mixed_prefill_tokens if config.HasField("max_mixed_prefill_tokens") else None
+            ),
         ),
     )
     server = grpc.aio.server(
         options=[
-            ("grpc.max_receive_message_length", arguments.max_request_bytes + _HOP_SLACK_BYTES),
-            ("grpc.max_send_message_length", arguments.max_response_bytes + _HOP_SLACK_BYTES),
+            ("grpc.max_receive_message_length", config.max_request_bytes + _HOP_SLACK_BYTES),
+            ("grpc.max_send_message_length", config.max_response_bytes + _HOP_SLACK_BYTES),
         ]
     )
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
-    server.add_insecure_port(f"unix:{arguments.socket}")
+    server.add_insecure_port(address)
     await server.start()
     worker.start()
     status = 0
@@ -193,13 +195,13 @@ def _report(error: Exception) -> int:
 
 def main() -> int:
     """Runs a worker until its gateway goes away."""
-    arguments = _parse_arguments()
-    _configure_logging(arguments)
-    structlog.contextvars.bind_contextvars(worker_id=arguments.worker_id, pid=os.getpid())
+    address, config = _parse_arguments()
+    _configure_logging(config)
+    structlog.contextvars.bind_contextvars(worker_id=config.worker_id, pid=os.getpid())
     # Ctrl-C reaches the whole process group; the gateway drains first and then ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_the_gateway()
-    return uvloop.run(_serve(arguments))
+    return uvloop.run(_serve(address, config))
 
 
 if __name__ == "__main__":

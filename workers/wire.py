@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from quire.v1 import types_pb2, worker_pb2
 
-from workers.executors.info import Capabilities, ExecutorInfo, StepCounters
-from workers.kv.table import KvStats
+from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics, ModelDescription
+from workers.kv.table import PoolUsage
 from workers.operations import (
     GREEDY,
     Abort,
@@ -26,23 +28,15 @@ from workers.operations import (
     OutputSpec,
     Release,
     RowOutput,
-    Rows,
     Sampling,
     TokenMask,
     Truncate,
 )
 
-_ROWS = {
-    worker_pb2.ROW_SELECTION_UNSPECIFIED: Rows.NONE,
-    worker_pb2.ROW_SELECTION_LAST: Rows.LAST,
-    worker_pb2.ROW_SELECTION_ALL: Rows.ALL,
-}
-_KINDS = {
-    worker_pb2.OPERATION_KIND_PREFILL: Kind.PREFILL,
-    worker_pb2.OPERATION_KIND_DECODE: Kind.DECODE,
-    worker_pb2.OPERATION_KIND_VERIFY: Kind.VERIFY,
-    worker_pb2.OPERATION_KIND_SCORE: Kind.SCORE,
-}
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_KINDS = {worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}"): kind for kind in Kind}
 _FORMATS = {
     types_pb2.LOGITS_FORMAT_UNSPECIFIED: None,
     types_pb2.LOGITS_FORMAT_F32: LogitsFormat.F32,
@@ -55,11 +49,7 @@ _DTYPES = {
     LogitsFormat.F16: types_pb2.DATA_TYPE_F16,
 }
 _REASONS = {
-    FailureReason.KV_MISSING: worker_pb2.WORKER_ERROR_REASON_KV_MISSING,
-    FailureReason.KV_EXHAUSTED: worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED,
-    FailureReason.FAULT: worker_pb2.WORKER_ERROR_REASON_FAULT,
-    FailureReason.TIMEOUT: worker_pb2.WORKER_ERROR_REASON_TIMEOUT,
-    FailureReason.UNSUPPORTED: worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED,
+    reason: worker_pb2.WorkerErrorReason.Value(f"WORKER_ERROR_REASON_{reason.name}") for reason in FailureReason
 }
 
 
@@ -90,7 +80,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand) -> Forward:
         sequence=message.sequence,
         position=message.position,
         token_ids=list(message.token_ids),
-        rows=_ROWS[message.rows],
+        rows=message.rows,
         output=_to_output(message.output) if message.HasField("output") else GREEDY,
         accept=Accept.CHOSEN if message.accept else Accept.ALL,
         kind=_KINDS[message.kind],
@@ -177,78 +167,50 @@ def _row(row: RowOutput) -> types_pb2.StepOutput:
 
 
 def to_ready(
-    info: ExecutorInfo,
+    model: ModelDescription,
     capabilities: Capabilities,
-    stats: KvStats,
+    pool: PoolUsage,
     *,
     pid: int,
-    page_size: int,
-    bytes_per_page: int,
-    limits: Sequence[int],
+    tokenizer_json: bytes,
+    max_batch_tokens: int,
+    max_batch_items: int,
 ) -> worker_pb2.WorkerReady:
-    """Describes a worker that can serve. `limits`: most tokens and most items in one step."""
-    max_batch_tokens, max_batch_items = limits
+    """Describes a worker that can serve."""
     return worker_pb2.WorkerReady(
         pid=pid,
-        device=info.device,
-        model_id=info.model_id,
-        architecture=info.architecture,
-        vocab_size=info.vocab_size,
-        max_seq_len=info.max_seq_len,
-        num_layers=info.num_layers,
-        hidden_size=info.hidden_size,
-        num_attention_heads=info.num_attention_heads,
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
-        dtype=info.dtype,
-        num_parameters=info.num_parameters,
-        weight_bytes=info.weight_bytes,
-        eos_token_ids=info.eos_token_ids,
-        bos_token_id=info.bos_token_id,
-        tokenizer_json=info.tokenizer_json,
-        executor=info.executor,
-        runner=info.runner,
-        kernels=info.kernels,
-        supports_native_unified_decode=capabilities.native_unified_decode,
-        supports_lora=capabilities.lora,
-        page_size_tokens=page_size,
-        bytes_per_page=bytes_per_page,
-        pages_total=stats.pages_total,
-        max_batch_tokens=max_batch_tokens,
-        max_batch_items=max_batch_items,
+        model=types_pb2.ModelDescription(**_fields(model)),
+        tokenizer_json=tokenizer_json,
+        executor=types_pb2.ExecutorCapabilities(
+            **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
+        ),
+        pages_total=pool.pages_total,
     )
 
 
 def to_snapshot(
-    stats: KvStats,
-    counters: StepCounters,
+    pool: PoolUsage,
+    status: ExecutorStatus,
     *,
     operations_in_flight: int,
     memory_bytes: int,
-    step_age_ns: int,
     intact: bool | None,
+    lora_adapters: Sequence[LoraAdapterMetrics] = (),
 ) -> worker_pb2.WorkerSnapshot:
     """Says how a worker is."""
     return worker_pb2.WorkerSnapshot(
-        sequences=stats.sequences,
-        pages_total=stats.pages_total,
-        pages_free=stats.pages_free,
-        pages_cached=stats.pages_cached,
-        pages_referenced=stats.pages_referenced,
-        tokens=stats.tokens,
-        prefix_hit_tokens=stats.prefix_hit_tokens,
-        prefix_query_tokens=stats.prefix_query_tokens,
-        evicted_pages=stats.evicted_pages,
-        copied_pages=stats.copied_pages,
-        prefill_operations=counters.prefill_operations,
-        decode_operations=counters.decode_operations,
-        prefill_ns=counters.prefill_ns,
-        decode_ns=counters.decode_ns,
-        steps=counters.steps,
-        step_tokens=counters.step_tokens,
-        batch_items=counters.batch_items,
+        pool=types_pb2.PoolUsage(**_fields(pool)),
+        counts=types_pb2.StepCounts(**_fields(status.counts)),
         operations_in_flight=operations_in_flight,
         memory_bytes=memory_bytes,
-        step_age_ns=step_age_ns,
+        device_memory_bytes=status.device_memory_bytes,
+        device_memory_peak_bytes=status.device_memory_peak_bytes,
+        step_age_ns=status.step_age_ns,
         pool_intact=intact,
+        lora_adapters=[types_pb2.LoraAdapterMetrics(**_fields(adapter)) for adapter in lora_adapters],
     )
+
+
+def _fields(record: DataclassInstance) -> dict[str, Any]:
+    """The fields of a record by name: messages that tell of the same thing have the same ones."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

@@ -65,7 +65,7 @@ async def test_the_rest(target: str, executor: FakeExecutor) -> None:
         assert not isinstance(results[0], QuireError)
         assert isinstance(results[1], CacheNotFound)
         assert (cache.seq_len, copy.seq_len) == (5, 4)
-        assert (await client.model_info()).model_id == "fake"
+        assert (await client.model_info()).model.model_id == "fake"
         assert len((await client.status()).workers) == 2
         assert len((await client.forward([4, 5])).outputs) == 2
         assert await cache.release() is True

@@ -114,8 +114,8 @@ async def test_calls_made_together_run_together(gateway: GatewayProcess, session
     (before,) = gateway.status().workers
     await asyncio.gather(*(cache.decode(1) for cache in caches))
     (after,) = gateway.status().workers
-    assert after.batch_items - before.batch_items == 8
-    assert after.steps - before.steps == 1
+    assert after.counts.batch_items - before.counts.batch_items == 8
+    assert after.counts.steps - before.counts.steps == 1
 
 
 async def test_errors(gateway: GatewayProcess) -> None:

@@ -242,7 +242,7 @@ def size_cases() -> Iterator[Case]:
             prefill,
             code_pb2.OUT_OF_RANGE,
             "SEQUENCE_TOO_LONG",
-            metadata={"wanted_tokens": str(cache_tokens + count), "max_seq_len": str(MAX_SEQ_LEN)},
+            metadata={"wanted_tokens": str(cache_tokens + count), "kv_capacity_tokens": str(MAX_SEQ_LEN)},
         )
 
 

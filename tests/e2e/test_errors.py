@@ -66,9 +66,10 @@ def refusal(call: Callable[..., Any], request: Any) -> Refusal:
 
 def holdings(gateway: GatewayProcess) -> list[tuple[int, int, int]]:
     """What the sequences of each worker hold, with the pools' invariants checked."""
-    pools = gateway.pools()
+    workers = gateway.pools()
+    assert all(worker.pool_intact for worker in workers)
+    pools = [worker.pool for worker in workers]
     for pool in pools:
-        assert pool.pool_intact, pool
         assert pool.pages_free + pool.pages_cached + pool.pages_referenced == pool.pages_total
     return [(pool.sequences, pool.tokens, pool.pages_referenced) for pool in pools]
 
@@ -224,12 +225,20 @@ def test_exhausted_pools_say_so_until_pages_are_released(weightless_gateway: Gat
     assert (refused.code, refused.reason) == (code_pb2.RESOURCE_EXHAUSTED, "KV_EXHAUSTED")
     assert refused.metadata == {"pages_needed": "33", "pages_available": "31"}
     assert refused.retry_delay_s is not None
-    extension = pb.PrefillRequest(cache_id=held[0], token_ids=more_than_half)
+    # With a page less the other half would do.
+    extension = pb.PrefillRequest(cache_id=held[0], token_ids=more_than_half[:-2])
+    small = [
+        stub.Prefill(pb.PrefillRequest(token_ids=[n]), timeout=TIMEOUT_S).kv_cache.cache_id for n in range(2)
+    ]
     assert refusal(stub.Prefill, extension).reason == "KV_EXHAUSTED"
     batch = pb.BatchPrefillRequest(items=[pb.PrefillRequest(token_ids=[1, 2]), extension])
     good, bad = stub.BatchPrefill(batch, timeout=TIMEOUT_S).results
     assert read_status(bad.error).reason == "KV_EXHAUSTED"
-    release(good.response.kv_cache.cache_id)
+    for cache_id in (good.response.kv_cache.cache_id, *small):
+        release(cache_id)
+    too_long = refusal(stub.Prefill, pb.PrefillRequest(cache_id=held[0], token_ids=more_than_half))
+    assert too_long.reason == "SEQUENCE_TOO_LONG", "waiting cannot help"
+    assert too_long.retry_delay_s is None
     assert holdings(weightless_gateway) == before
     release(held.pop())
     assert holdings(weightless_gateway) != before

@@ -102,7 +102,7 @@ def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str
 class CacheState:
     """A cache as its client knows it, and the requests that fit it.
 
-    `seq_len` goes out as `position` with every step. So a step whose answer was lost may simply be called
+    `seq_len` goes out as `position` with every append. So one whose answer was lost may simply be called
     again: it is answered, never applied twice. Not safe for use by several threads or tasks at once.
     """
 
@@ -111,7 +111,7 @@ class CacheState:
         self.cache_id = prefilled.kv_cache.cache_id
         # Tokens in the cache.
         self.seq_len = prefilled.kv_cache.seq_len
-        # What the last step said.
+        # What the last append said.
         self.output = prefilled.output
         # Tokens of the prompt that need not be computed.
         self.reused_tokens = prefilled.reused_tokens
@@ -136,7 +136,7 @@ class CacheState:
             cache_id=self.cache_id, token_ids=token_ids, position=self.seq_len, output=output, accept=accept
         )
 
-    def _stepped(
+    def _appended(
         self, response: executor_pb2.PrefillResponse | executor_pb2.DecodeResponse
     ) -> types_pb2.StepOutput:
         self.seq_len = response.kv_cache.seq_len
@@ -159,33 +159,33 @@ class CacheState:
 def decode_request(
     cache: CacheState, token_id: int, output: types_pb2.OutputOptions | None
 ) -> executor_pb2.DecodeRequest:
-    """One step of a cache, fenced by its length."""
+    """One more token of a cache, fenced by its length."""
     return executor_pb2.DecodeRequest(
         cache_id=cache.cache_id, token_id=token_id, position=cache.seq_len, output=output
     )
 
 
 # Caches with the token that each of them appends.
-Steps = Sequence[tuple[CacheState, int]]
+Decodes = Sequence[tuple[CacheState, int]]
 
 
 def batch_decode_request(
-    steps: Steps, output: types_pb2.OutputOptions | None
+    decodes: Decodes, output: types_pb2.OutputOptions | None
 ) -> executor_pb2.BatchDecodeRequest:
-    """One step of each of several caches."""
+    """One token for each of several caches."""
     return executor_pb2.BatchDecodeRequest(
-        items=[decode_request(cache, token_id, output) for cache, token_id in steps]
+        items=[decode_request(cache, token_id, output) for cache, token_id in decodes]
     )
 
 
 def batch_decoded(
-    steps: Steps, response: executor_pb2.BatchDecodeResponse
+    decodes: Decodes, response: executor_pb2.BatchDecodeResponse
 ) -> list[types_pb2.StepOutput | QuireError]:
-    """Updates the caches that stepped. Failed items become exceptions that are returned, not raised."""
+    """Updates the caches that grew. Failed items become exceptions that are returned, not raised."""
     results: list[types_pb2.StepOutput | QuireError] = []
-    for (cache, _), result in zip(steps, response.results, strict=True):
+    for (cache, _), result in zip(decodes, response.results, strict=True):
         if result.HasField("error"):
             results.append(from_status(result.error))
         else:
-            results.append(cache._stepped(result.response))  # noqa: SLF001 - the module's own class
+            results.append(cache._appended(result.response))  # noqa: SLF001 - the module's own class
     return results

@@ -51,11 +51,11 @@ class _AsyncCaller(ABC):
         return AsyncCache(self._call, await self._call(_methods.PREFILL, request))
 
     async def batch_decode(
-        self, steps: Sequence[tuple[AsyncCache, int]], *, output: types_pb2.OutputOptions | None = None
+        self, decodes: Sequence[tuple[AsyncCache, int]], *, output: types_pb2.OutputOptions | None = None
     ) -> list[types_pb2.StepOutput | QuireError]:
         """Appends one token to each cache in one call. Failed items are returned as exceptions, in place."""
-        request = _calls.batch_decode_request(steps, output)
-        return _calls.batch_decoded(steps, await self._call(_methods.BATCH_DECODE, request))
+        request = _calls.batch_decode_request(decodes, output)
+        return _calls.batch_decoded(decodes, await self._call(_methods.BATCH_DECODE, request))
 
     async def forward(
         self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
@@ -90,7 +90,7 @@ class AsyncClient(_AsyncCaller):
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         self._timeout_s = timeout_s
         self._max_request_bytes = max_request_bytes
-        # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: a step
+        # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: an append
         # without `position` could be applied twice.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
 
@@ -147,7 +147,7 @@ class AsyncSession(_AsyncCaller):
     Caches that are made here make their calls here; `adopt` moves one to another session or back to the
     client. Calls raise what the client's raise, with three differences. None is retried. A stream that breaks
     raises SessionEnded from every call of it. And a call that was given up (cancelled, or its time limit
-    passed) may still be applied: a step can be repeated, and `truncate` undoes it.
+    passed) may still be applied: an append can be repeated, and `truncate` undoes it.
     """
 
     def __init__(self, stream: AsyncSessionStream, close_timeout_s: float) -> None:
@@ -190,7 +190,7 @@ class AsyncCache(CacheState):
         """Appends a token; says what follows it."""
         request = _calls.decode_request(self, token_id, output)
         response = await self._call(_methods.DECODE, request)
-        return self._stepped(response)
+        return self._appended(response)
 
     async def extend(
         self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
@@ -198,7 +198,7 @@ class AsyncCache(CacheState):
         """Appends several tokens; says what follows the last one."""
         request = self._extend_request(token_ids, output)
         response = await self._call(_methods.PREFILL, request)
-        return self._stepped(response)
+        return self._appended(response)
 
     async def verify(
         self,
@@ -212,7 +212,7 @@ class AsyncCache(CacheState):
         return self._verified(await self._call(_methods.FORWARD_VERIFY, request))
 
     async def truncate(self, new_len: int) -> None:
-        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next step."""
+        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next append."""
         request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len)
         response = await self._call(_methods.TRUNCATE_KV, request)
         self.seq_len = response.kv_cache.seq_len

@@ -48,11 +48,11 @@ class _Caller(ABC):
         return Cache(self._call, self._call(_methods.PREFILL, request))
 
     def batch_decode(
-        self, steps: Sequence[tuple[Cache, int]], *, output: types_pb2.OutputOptions | None = None
+        self, decodes: Sequence[tuple[Cache, int]], *, output: types_pb2.OutputOptions | None = None
     ) -> list[types_pb2.StepOutput | QuireError]:
         """Appends one token to each cache in one call. Failed items are returned as exceptions, in place."""
-        request = _calls.batch_decode_request(steps, output)
-        return _calls.batch_decoded(steps, self._call(_methods.BATCH_DECODE, request))
+        request = _calls.batch_decode_request(decodes, output)
+        return _calls.batch_decoded(decodes, self._call(_methods.BATCH_DECODE, request))
 
     def forward(
         self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
@@ -85,7 +85,7 @@ class Client(_Caller):
             self._channel = grpc.secure_channel(target, credentials, options=options)
         self._timeout_s = timeout_s
         self._max_request_bytes = max_request_bytes
-        # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: a step
+        # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: an append
         # without `position` could be applied twice.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
 
@@ -142,7 +142,7 @@ class Session(_Caller):
     Caches that are made here make their calls here; `adopt` moves one to another session or back to the
     client. Calls raise what the client's raise, with three differences. None is retried. A stream that breaks
     raises SessionEnded from every call of it. And a call that was given up (its time limit passed) may still
-    be applied: a step can be repeated, and `truncate` undoes it.
+    be applied: an append can be repeated, and `truncate` undoes it.
     """
 
     def __init__(self, stream: SessionStream, close_timeout_s: float) -> None:
@@ -182,14 +182,14 @@ class Cache(CacheState):
     def decode(self, token_id: int, *, output: types_pb2.OutputOptions | None = None) -> types_pb2.StepOutput:
         """Appends a token; says what follows it."""
         request = _calls.decode_request(self, token_id, output)
-        return self._stepped(self._call(_methods.DECODE, request))
+        return self._appended(self._call(_methods.DECODE, request))
 
     def extend(
         self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
     ) -> types_pb2.StepOutput:
         """Appends several tokens; says what follows the last one."""
         request = self._extend_request(token_ids, output)
-        return self._stepped(self._call(_methods.PREFILL, request))
+        return self._appended(self._call(_methods.PREFILL, request))
 
     def verify(
         self,
@@ -203,7 +203,7 @@ class Cache(CacheState):
         return self._verified(self._call(_methods.FORWARD_VERIFY, request))
 
     def truncate(self, new_len: int) -> None:
-        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next step."""
+        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next append."""
         request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len)
         self.seq_len = self._call(_methods.TRUNCATE_KV, request).kv_cache.seq_len
 

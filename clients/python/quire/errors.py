@@ -101,7 +101,7 @@ class SessionEnded(Unavailable):
 
 
 class DeadlineExceeded(QuireError):
-    """The time limit passed. A step may have been applied: repeating it is safe."""
+    """The time limit passed. An append may have been applied: repeating it is safe."""
 
 
 class Cancelled(QuireError):
