@@ -70,7 +70,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             executor = self._make_executor(self._report_progress)
             executor.warmup()
             scheduler = self._make_scheduler()
-            steps = StepLoop(executor, scheduler, self._emit)
+            steps = StepLoop(executor.engine, scheduler, self._emit)
             self._loop.call_soon_threadsafe(self._became_ready, executor, scheduler, steps)
             steps.run()
             executor.shutdown()
@@ -155,14 +155,12 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _became_ready(self, executor: ModelExecutor, scheduler: Scheduler, steps: StepLoop) -> None:
         self._executor, self._steps = executor, steps
-        capacity = executor.kv_capacity()
         ready = wire.to_ready(
             executor.info(),
             executor.capabilities(),
             executor.cache_metrics_snapshot(),
+            executor.tokenizer_json,
             pid=os.getpid(),
-            page_size=capacity.page_size_tokens,
-            bytes_per_page=capacity.bytes_per_page,
             limits=(scheduler.max_batch_tokens, scheduler.max_batch_items),
         )
         self._send([worker_pb2.WorkerEvent(ready=ready), self._snapshot(0)])
@@ -183,13 +181,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     def _snapshot(self, op_id: int, *, intact: bool | None = None) -> worker_pb2.WorkerEvent:
         snapshot = worker_pb2.WorkerSnapshot()
         if self._executor is not None and self._steps is not None:
-            began_ns = self._steps.step_began_ns
             snapshot = wire.to_snapshot(
                 self._executor.cache_metrics_snapshot(),
                 self._executor.status(),
                 operations_in_flight=self._steps.operations_in_flight,
                 memory_bytes=self._process.memory_info().rss,
-                step_age_ns=time.monotonic_ns() - began_ns if began_ns else 0,
                 intact=intact,
             )
         return worker_pb2.WorkerEvent(op_id=op_id, snapshot=snapshot)

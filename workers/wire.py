@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
-from workers.executors.info import Capabilities, ExecutorInfo, StepCounters
-from workers.kv.table import KvStats
+from workers.executors.info import Capabilities, ExecutorStatus, ModelDescription
+from workers.kv.table import PoolUsage
 from workers.operations import (
     GREEDY,
     Abort,
@@ -26,17 +26,11 @@ from workers.operations import (
     OutputSpec,
     Release,
     RowOutput,
-    Rows,
     Sampling,
     TokenMask,
     Truncate,
 )
 
-_ROWS = {
-    worker_pb2.ROW_SELECTION_UNSPECIFIED: Rows.NONE,
-    worker_pb2.ROW_SELECTION_LAST: Rows.LAST,
-    worker_pb2.ROW_SELECTION_ALL: Rows.ALL,
-}
 _KINDS = {
     worker_pb2.OPERATION_KIND_PREFILL: Kind.PREFILL,
     worker_pb2.OPERATION_KIND_DECODE: Kind.DECODE,
@@ -85,12 +79,17 @@ def to_command(message: worker_pb2.WorkerCommand) -> Command:
 
 def _to_forward(op_id: int, message: worker_pb2.ForwardCommand) -> Forward:
     now_ns = time.monotonic_ns()
+    rows = {
+        worker_pb2.ROW_SELECTION_UNSPECIFIED: 0,
+        worker_pb2.ROW_SELECTION_LAST: 1,
+        worker_pb2.ROW_SELECTION_ALL: len(message.token_ids),
+    }
     return Forward(
         op_id=op_id,
         sequence=message.sequence,
         position=message.position,
         token_ids=list(message.token_ids),
-        rows=_ROWS[message.rows],
+        rows=rows[message.rows],
         output=_to_output(message.output) if message.HasField("output") else GREEDY,
         accept=Accept.CHOSEN if message.accept else Accept.ALL,
         kind=_KINDS[message.kind],
@@ -177,78 +176,76 @@ def _row(row: RowOutput) -> types_pb2.StepOutput:
 
 
 def to_ready(
-    info: ExecutorInfo,
+    model: ModelDescription,
     capabilities: Capabilities,
-    stats: KvStats,
+    pool: PoolUsage,
+    tokenizer_json: bytes,
     *,
     pid: int,
-    page_size: int,
-    bytes_per_page: int,
     limits: Sequence[int],
 ) -> worker_pb2.WorkerReady:
     """Describes a worker that can serve. `limits`: most tokens and most items in one step."""
     max_batch_tokens, max_batch_items = limits
     return worker_pb2.WorkerReady(
         pid=pid,
-        device=info.device,
-        model_id=info.model_id,
-        architecture=info.architecture,
-        vocab_size=info.vocab_size,
-        max_seq_len=info.max_seq_len,
-        num_layers=info.num_layers,
-        hidden_size=info.hidden_size,
-        num_attention_heads=info.num_attention_heads,
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
-        dtype=info.dtype,
-        num_parameters=info.num_parameters,
-        weight_bytes=info.weight_bytes,
-        eos_token_ids=info.eos_token_ids,
-        bos_token_id=info.bos_token_id,
-        tokenizer_json=info.tokenizer_json,
-        executor=info.executor,
-        runner=info.runner,
-        kernels=info.kernels,
-        supports_native_unified_decode=capabilities.native_unified_decode,
-        supports_lora=capabilities.lora,
-        page_size_tokens=page_size,
-        bytes_per_page=bytes_per_page,
-        pages_total=stats.pages_total,
+        device=capabilities.device,
+        model_id=model.model_id,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_seq_len=model.max_seq_len,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=model.dtype,
+        num_parameters=model.num_parameters,
+        weight_bytes=model.weight_bytes,
+        eos_token_ids=model.eos_token_ids,
+        bos_token_id=model.bos_token_id,
+        tokenizer_json=tokenizer_json,
+        executor=capabilities.executor,
+        runner=capabilities.runner,
+        kernels=capabilities.kernels,
+        supports_native_unified_decode=capabilities.supports_native_unified_decode,
+        supports_lora=capabilities.supports_lora,
+        page_size_tokens=capabilities.page_size_tokens,
+        bytes_per_page=capabilities.bytes_per_page,
+        pages_total=pool.pages_total,
         max_batch_tokens=max_batch_tokens,
         max_batch_items=max_batch_items,
     )
 
 
 def to_snapshot(
-    stats: KvStats,
-    counters: StepCounters,
+    pool: PoolUsage,
+    status: ExecutorStatus,
     *,
     operations_in_flight: int,
     memory_bytes: int,
-    step_age_ns: int,
     intact: bool | None,
 ) -> worker_pb2.WorkerSnapshot:
     """Says how a worker is."""
     return worker_pb2.WorkerSnapshot(
-        sequences=stats.sequences,
-        pages_total=stats.pages_total,
-        pages_free=stats.pages_free,
-        pages_cached=stats.pages_cached,
-        pages_referenced=stats.pages_referenced,
-        tokens=stats.tokens,
-        prefix_hit_tokens=stats.prefix_hit_tokens,
-        prefix_query_tokens=stats.prefix_query_tokens,
-        evicted_pages=stats.evicted_pages,
-        copied_pages=stats.copied_pages,
-        prefill_operations=counters.prefill_operations,
-        decode_operations=counters.decode_operations,
-        prefill_ns=counters.prefill_ns,
-        decode_ns=counters.decode_ns,
-        steps=counters.steps,
-        step_tokens=counters.step_tokens,
-        batch_items=counters.batch_items,
+        sequences=pool.sequences,
+        pages_total=pool.pages_total,
+        pages_free=pool.pages_free,
+        pages_cached=pool.pages_cached,
+        pages_referenced=pool.pages_referenced,
+        tokens=pool.tokens,
+        prefix_hit_tokens=pool.prefix_hit_tokens,
+        prefix_query_tokens=pool.prefix_query_tokens,
+        evicted_pages=pool.evicted_pages,
+        copied_pages=pool.copied_pages,
+        prefill_operations=status.counts.prefill_operations,
+        decode_operations=status.counts.decode_operations,
+        prefill_ns=status.counts.prefill_ns,
+        decode_ns=status.counts.decode_ns,
+        steps=status.counts.steps,
+        step_tokens=status.counts.step_tokens,
+        batch_items=status.counts.batch_items,
         operations_in_flight=operations_in_flight,
         memory_bytes=memory_bytes,
-        step_age_ns=step_age_ns,
+        step_age_ns=status.step_age_ns,
         pool_intact=intact,
     )
