@@ -19,7 +19,7 @@ WORKER_LAYERS = (
     {"__main__"},
     {"server", "wire"},
     {"step_loop"},
-    {"scheduler", "forward_queue", "coalescing", "batch", "executors"},
+    {"scheduler", "forward_queue", "coalescing", "batch", "running", "executors"},
     {"runners"},
     {"models", "row_outputs", "device_sampling"},
     {"sampling", "counter_rng"},
@@ -30,6 +30,7 @@ WORKER_LAYERS = (
 WITHOUT_TORCH = (
     "workers.coalescing",
     "workers.operations",
+    "workers.running",
     "workers.scheduler",
     "workers.kv.page_pool",
     "workers.kv.prefix_index",

@@ -1,101 +1,77 @@
-"""Packs the items of one step into the tensors of one forward.
+"""Packs the chunks of one step into the tensors of one forward.
 
-Dimension letters: T tokens of all items; N items; R wanted rows; P pages in the longest page table.
+Dimension letters: T tokens of all chunks; N chunks; R wanted rows; P pages in the longest page table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from workers.kv.table import KvSequence
-from workers.models.inputs import ForwardInputs
-from workers.operations import Kind, Rows
+from workers.models.inputs import AttentionBatch, ForwardInputs
+from workers.operations import Kind
+from workers.running import Chunk
 from workers.sampling import SamplingRow
-from workers.scheduler import Chunk
 
 
-@dataclass(frozen=True, slots=True)
-class BatchItem:
-    """A chunk of an operation and the sequence it extends, whose pages for it are reserved."""
+def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
+    """Builds the inputs of one forward over `chunks`, in their order, on the host.
 
-    chunk: Chunk
-    sequence: KvSequence
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The tokens this step appends."""
-        chunk = self.chunk
-        return chunk.op.token_ids[chunk.start : chunk.start + chunk.count]
-
-    @property
-    def wanted(self) -> range:
-        """Which of these tokens have an output, as indices into `token_ids`."""
-        chunk = self.chunk
-        if chunk.op.rows is Rows.ALL:
-            return range(chunk.count)
-        if chunk.op.rows is Rows.LAST and chunk.is_last:
-            return range(chunk.count - 1, chunk.count)
-        return range(0)
-
-
-def pack(items: Sequence[BatchItem], page_size: int) -> ForwardInputs:
-    """Builds the inputs of one forward over `items`, in their order, on the host."""
+    The pages for their tokens are reserved.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     wanted_rows: list[int] = []
     query_starts = [0]
     context_lens: list[int] = []
-    for item in items:
-        first_row = len(token_ids)
-        length = len(item.sequence.token_ids)
-        chunk_tokens = item.token_ids
-        end = length + len(chunk_tokens)
-        token_ids.extend(chunk_tokens)
+    for chunk in chunks:
+        sequence, first_row = chunk.running.sequence, len(token_ids)
+        length = len(sequence)
+        end = length + chunk.count
+        token_ids.extend(chunk.token_ids)
         positions.extend(range(length, end))
-        pages = item.sequence.pages
-        slots.extend(pages[i // page_size] * page_size + i % page_size for i in range(length, end))
-        wanted_rows.extend(first_row + index for index in item.wanted)
+        slots.extend(sequence.pages[i // page_size] * page_size + i % page_size for i in range(length, end))
+        wanted_rows.extend(first_row + index for index in chunk.wanted)
         query_starts.append(len(token_ids))
         context_lens.append(end)
     return ForwardInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),  # [T]
         positions=torch.tensor(positions, dtype=torch.int64),  # [T]
         slots=torch.tensor(slots, dtype=torch.int64),  # [T]
-        query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [N + 1]
-        context_lens=torch.tensor(context_lens, dtype=torch.int32),  # [N]
-        page_tables=_page_tables(items, context_lens, page_size),  # [N, P]
         wanted_rows=torch.tensor(wanted_rows, dtype=torch.int64),  # [R]
-        query_lens=[item.chunk.count for item in items],
-        context_lens_host=context_lens,
+        attention=AttentionBatch(
+            page_tables=_page_tables(chunks, context_lens, page_size),  # [N, P]
+            query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [N + 1]
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),  # [N]
+            query_lens=[chunk.count for chunk in chunks],
+            context_lens_host=context_lens,
+        ),
     )
 
 
-def _page_tables(items: Sequence[BatchItem], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
+def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
     counts = [-(-length // page_size) for length in context_lens]
     longest = max(counts)
     rows = [
-        item.sequence.pages[:count] + [0] * (longest - count)
-        for item, count in zip(items, counts, strict=True)
+        chunk.running.sequence.pages[:count] + [0] * (longest - count)
+        for chunk, count in zip(chunks, counts, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.int32)  # [N, P]
 
 
-def sampling_rows(items: Sequence[BatchItem]) -> list[SamplingRow]:
+def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:
     """How the token of each wanted row is chosen; R entries in the order of `ForwardInputs.wanted_rows`."""
     rows = []
-    for item in items:
-        op = item.chunk.op
-        length = len(item.sequence.token_ids)
+    for chunk in chunks:
+        op, committed = chunk.op, chunk.running.sequence.token_ids
         history: Sequence[int] = ()
-        if item.wanted and op.output.sampling is not None and op.output.sampling.has_penalty:
-            history = [*item.sequence.token_ids, *item.token_ids]
-        for index in item.wanted:
+        if chunk.wanted and op.output.sampling is not None and op.output.sampling.has_penalty:
+            history = [*committed, *chunk.token_ids]
+        for index in chunk.wanted:
             # The chosen token would stand at this position; the tokens before it are its history.
-            position = length + index + 1
+            position = len(committed) + index + 1
             rows.append(
                 SamplingRow(
                     spec=op.output.sampling,
@@ -108,9 +84,9 @@ def sampling_rows(items: Sequence[BatchItem]) -> list[SamplingRow]:
     return rows
 
 
-def score_targets(item: BatchItem) -> list[int]:
-    """For a scoring item: the token that really follows each of its tokens; none after the last."""
-    chunk = item.chunk
+def score_targets(chunk: Chunk) -> list[int]:
+    """Of a scoring operation: the token that really follows each wanted one; none after the last."""
     if chunk.op.kind is not Kind.SCORE:
         return []
-    return list(chunk.op.token_ids[chunk.start + 1 : chunk.start + chunk.count + 1])
+    first, end = chunk.start + chunk.wanted.start, chunk.start + chunk.count
+    return list(chunk.op.token_ids[first + 1 : end + 1])

@@ -18,6 +18,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from workers.operations import Forward
+from workers.running import RunningForward
 
 # A forward with no more tokens than this to go is short.
 SHORT_TOKENS = 16
@@ -25,7 +26,7 @@ SHORT_TOKENS = 16
 
 @dataclass(slots=True, eq=False)
 class QueuedForward:
-    """A forward held. Changed by `ForwardQueue` only, but for `step`."""
+    """A forward held. Changed by `ForwardQueue` only, but for `step`; `running` belongs to the engine."""
 
     arrival: int
     op: Forward
@@ -35,9 +36,20 @@ class QueuedForward:
     lane: Lane
     tag: int
     in_line: bool = False
-    begun: bool = False
+    # What it has become; None before it has begun.
+    running: RunningForward | None = None
     # The last step it was put in: the scheduler's note.
     step: int = -1
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has had its first turn."""
+        return self.running is not None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to go."""
+        return len(self.op.token_ids) if self.running is None else self.running.remaining
 
 
 by_arrival = attrgetter("arrival")
@@ -170,7 +182,7 @@ class ForwardQueue:
     def add(self, op: Forward) -> None:
         """Queue `op` behind the others of its sequence. Its op_id must be new, and tokens remain."""
         caller = op.caller or -1 - self._arrivals
-        lane = self._lane_of(op)
+        lane = self._lane_of(len(op.token_ids))
         entry = QueuedForward(self._arrivals, op, caller, lane, tag=lane.join(caller))
         self._arrivals += 1
         self._entries[op.op_id] = entry
@@ -184,14 +196,15 @@ class ForwardQueue:
                 self._deadlines = list(filter(self._is_watched, self._deadlines))
                 heapq.heapify(self._deadlines)
 
-    def mark_begun(self, entry: QueuedForward) -> None:
-        """Note that `entry` has begun; its deadline no longer matters."""
-        entry.begun = True
+    def mark_begun(self, entry: QueuedForward, running: RunningForward) -> None:
+        """Note what `entry` has become; its deadline no longer matters."""
+        entry.running = running
         self.begun += 1
+        self.reclassify(entry)  # Reuse may have made it short.
 
     def reclassify(self, entry: QueuedForward) -> None:
         """Move a forward in line to the lane of its class, if what it has computed made that another one."""
-        lane = self._lane_of(entry.op)
+        lane = self._lane_of(entry.remaining)
         if entry.lane is not lane:
             entry.lane.step_out(entry)
             entry.lane.quit(entry.caller)
@@ -225,8 +238,8 @@ class ForwardQueue:
                 expired.append(entry.op)
         return expired
 
-    def _lane_of(self, op: Forward) -> Lane:
-        return self.short if op.remaining <= SHORT_TOKENS else self.long
+    def _lane_of(self, remaining: int) -> Lane:
+        return self.short if remaining <= SHORT_TOKENS else self.long
 
     def _is_watched(self, deadline: tuple[int, int, int]) -> bool:
         _, arrival, op_id = deadline
@@ -240,7 +253,7 @@ class ForwardQueue:
         assert sorted((entry for queue in queues for entry in queue), key=by_arrival) == held
         assert all(queue == sorted(queue, key=by_arrival) for queue in queues)
         assert all(entry.in_line == (entry is queue[0]) for queue in queues for entry in queue)
-        assert all(entry.lane is self._lane_of(entry.op) for entry in held)
+        assert all(entry.lane is self._lane_of(entry.remaining) for entry in held)
         for lane in (self.short, self.long):
             lane.check_invariants([entry for entry in held if entry.lane is lane])
         assert not any(entry.begun for queue in queues for entry in queue[1:])

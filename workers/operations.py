@@ -10,14 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
-class Rows(enum.Enum):
-    """Which rows of an item's logits are wanted."""
-
-    NONE = enum.auto()
-    LAST = enum.auto()
-    ALL = enum.auto()
-
-
 class Kind(enum.Enum):
     """What a forward is to its caller. Counted apart in the statistics; no difference otherwise."""
 
@@ -109,18 +101,18 @@ class RowOutput:
     logits_format: LogitsFormat | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Forward:
     """Append `token_ids` to `sequence` at `position`: the one primitive.
 
-    Mutable only in its progress fields, which the step loop owns.
+    `rows` of its last tokens have an output: 0 none, 1 the last, len(token_ids) all.
     """
 
     op_id: int
     sequence: int
     position: int
     token_ids: Sequence[int]
-    rows: Rows = Rows.LAST
+    rows: int = 1
     output: OutputSpec = GREEDY
     accept: Accept = Accept.ALL
     kind: Kind = Kind.PREFILL
@@ -131,19 +123,6 @@ class Forward:
     # time.monotonic_ns() after which it is not started any more. None: no limit.
     deadline_ns: int | None = None
     arrived_ns: int = 0
-
-    # Progress. `computed` counts the tokens of `token_ids` whose KV is in the cache (reused or computed).
-    computed: int = 0
-    reused: int = 0
-    started_ns: int = 0
-    steps: int = 0
-    outputs: list[RowOutput] = field(default_factory=list)
-    token_logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def remaining(self) -> int:
-        """Tokens not yet in the cache."""
-        return len(self.token_ids) - self.computed
 
 
 @dataclass(frozen=True, slots=True)

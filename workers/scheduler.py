@@ -14,7 +14,8 @@ starve the other:
 
 Forwards of one sequence run one after the other, in order of arrival.
 
-This module does not know about pages, tensors or clocks, and never changes a sequence; `begin` does.
+This module does not know about pages, tensors or clocks, and never changes a sequence or what runs; `begin`
+and the engine do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from workers.forward_queue import ForwardQueue, Lane, QueuedForward
-from workers.operations import Forward, Kind, Rows
+from workers.operations import Forward, Kind
+from workers.running import Chunk, RunningForward
+
+# Starts a forward: what it has become, or None if it could not begin, which is answered already.
+Begin = Callable[[Forward], RunningForward | None]
 
 # One n-th of a step is held back for the first long forward.
 LONG_SHARE = 4
@@ -31,23 +36,6 @@ LONG_SHARE = 4
 
 # Their callers wait for every single token.
 _DECODES = (Kind.DECODE, Kind.VERIFY)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Run `op.token_ids[start : start + count]` in this step. `is_last`: the forward ends with it."""
-
-    op: Forward
-    start: int
-    count: int
-    is_last: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows of logits wanted of this chunk: its last ones."""
-        if self.op.rows is Rows.ALL:
-            return self.count
-        return int(self.op.rows is Rows.LAST and self.is_last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,34 +131,29 @@ class Scheduler:
         return self._queue.begun
 
     def add(self, op: Forward) -> None:
-        """Queue `op`. Raises ValueError for an op_id that is held, or an op with nothing to do."""
+        """Queue `op`. Raises ValueError for an op_id that is held, or an op without tokens for its rows."""
         if self._queue.get(op.op_id) is not None:
             raise ValueError(f"operation {op.op_id} is queued already")
-        if op.remaining < 1:
-            raise ValueError(f"operation {op.op_id} has no tokens to append")
+        if not op.token_ids or not 0 <= op.rows <= len(op.token_ids):
+            raise ValueError(f"operation {op.op_id} wants {op.rows} rows of {len(op.token_ids)} tokens")
         self._queue.add(op)
 
-    def abort(self, op_id: int) -> Forward | None:
-        """Drop a forward, begun or not, and return it; None if it is not held (any more).
+    def remove(self, op_id: int) -> QueuedForward | None:
+        """Drop a forward that is aborted or failed, and return its entry; None if it is not held (any more).
 
-        Not between `next_batch` and the `advance` of its chunk. The caller rolls its sequence back.
+        Of a chunk of the running step it takes the place of `advance`. The caller rolls back what runs.
         """
         entry = self._queue.get(op_id)
-        if entry is None:
-            return None
-        self._queue.leave(entry)
-        return entry.op
+        if entry is not None:
+            self._queue.leave(entry)
+        return entry
 
-    def remove(self, op_id: int) -> Forward | None:
-        """Drop a forward that failed, in place of `advance`. Otherwise like `abort`."""
-        return self.abort(op_id)
-
-    def next_batch(self, now_ns: int, begin: Callable[[Forward], bool]) -> Batch:
+    def next_batch(self, now_ns: int, begin: Begin) -> Batch:
         """Choose the next step. Empty if nothing is held, or forwards failed to begin.
 
-        `begin(op)` is called once for each forward, when there is budget for its first token. It may raise
-        `op.computed`, but must leave a token to compute. If it returns False the forward leaves
-        the scheduler; if it raises, nothing is lost and the forward is begun again in a later step.
+        `begin(op)` is called once for each forward, when there is budget for its first token. It must leave a
+        token to compute. If it returns None the forward leaves the scheduler; if it raises, nothing is lost
+        and the forward is begun again in a later step.
         """
         expired = self._queue.expire(now_ns)
         self._steps += 1
@@ -197,16 +180,14 @@ class Scheduler:
         return Batch([chunk for _, chunk in chunks], expired)
 
     def advance(self, chunk: Chunk) -> bool:
-        """Count a chunk whose step succeeded into `op.computed`; return whether the forward is done.
+        """Note that a chunk has run, which `computed` says already; return whether the forward is done.
 
-        A forward that is done leaves. Raises ValueError for a chunk that is not the next of its forward.
+        A forward that is done leaves. Raises ValueError for a chunk that is not the last that ran of it.
         """
-        op = chunk.op
-        entry = self._queue.get(op.op_id)
-        if entry is None or entry.op is not op or not entry.begun or op.computed != chunk.start:
-            raise ValueError(f"operation {op.op_id}: tokens from {chunk.start} on are not due")
-        op.computed += chunk.count
-        if op.remaining == 0:
+        entry, running = self._queue.get(chunk.op.op_id), chunk.running
+        if entry is None or entry.running is not running or running.computed != chunk.start + chunk.count:
+            raise ValueError(f"operation {chunk.op.op_id}: tokens from {chunk.start} on were not due")
+        if running.remaining == 0:
             self._queue.leave(entry)
             return True
         self._queue.reclassify(entry)
@@ -216,13 +197,14 @@ class Scheduler:
         """Split off what long forwards are sure of: some of a step, or all of a tiny one in their turn."""
         if not self._queue.long.line:
             return _Budget(0, 0, 0)
-        first = self._queue.long.line[0].op
+        first = self._queue.long.line[0]
         least = int(self._long_goes_first)
-        wanted_rows = min(step.rows // LONG_SHARE, first.remaining) if first.rows is Rows.ALL else 0
+        tokens = min(step.tokens // LONG_SHARE, first.remaining)
+        wanted_rows = max(0, tokens - _tokens_before_rows(first))
         part = _Budget(
-            tokens=max(least, min(step.tokens // LONG_SHARE, first.remaining)),
+            tokens=max(least, tokens),
             items=max(least, int(step.items > 1)),
-            rows=max(least, wanted_rows),
+            rows=max(least, min(step.rows // LONG_SHARE, wanted_rows)),
         )
         step.tokens -= part.tokens
         step.items -= part.items
@@ -233,7 +215,7 @@ class Scheduler:
         self,
         lane: Lane,
         budget: _Budget,
-        begin: Callable[[Forward], bool],
+        begin: Begin,
         chunks: list[tuple[QueuedForward, Chunk]],
     ) -> bool:
         """Put chunks of `lane` into the step until one does not fit; return whether any did.
@@ -250,43 +232,43 @@ class Scheduler:
             if entry.step == self._steps:
                 i += 1
                 continue
-            op = entry.op
-            if self._fit(op, budget) == 0:
+            if self._fit(entry, budget) == 0:
                 break
-            if not entry.begun:
-                # Also of one that fails to begin.
-                lane.turn(entry.tag)
-                if not begin(op):
-                    self._queue.leave(entry)
-                    continue
-                if op.remaining < 1:
-                    self._queue.leave(entry)
-                    raise ValueError(f"operation {op.op_id} was begun with no tokens left to compute")
-                self._queue.mark_begun(entry)
-                self._queue.reclassify(entry)  # Reuse may have made it short: then it is out of this lane.
-            count = self._fit(op, budget)
+            running = entry.running or self._begin(entry, begin)
+            if running is None:
+                continue
+            count = self._fit(entry, budget)
             if count == 0:
-                break  # Only its last token is left, and no row for that.
-            chunk = Chunk(op, op.computed, count, is_last=count == op.remaining)
+                break  # All that is left of it wants rows, and there is none.
+            chunk = Chunk(running, running.computed, count)
             entry.step = self._steps
             chunks.append((entry, chunk))
             budget.take(chunk)
             i += entry.lane is lane
         return len(chunks) > placed_before
 
-    def _fit(self, op: Forward, budget: _Budget) -> int:
-        """Return how many tokens of `op` fit into `budget`: 0 if none."""
+    def _begin(self, entry: QueuedForward, begin: Begin) -> RunningForward | None:
+        """Begin `entry`, which may change lanes by that. None if it fails to begin, and so has left."""
+        entry.lane.turn(entry.tag)  # Also of one that fails to begin.
+        running = begin(entry.op)
+        if running is None:
+            self._queue.leave(entry)
+        elif running.remaining < 1:
+            self._queue.leave(entry)
+            raise ValueError(f"operation {entry.op.op_id} was begun with no tokens left to compute")
+        else:
+            self._queue.mark_begun(entry, running)
+        return running
+
+    def _fit(self, entry: QueuedForward, budget: _Budget) -> int:
+        """Return how many tokens of `entry` fit into `budget`: 0 if none."""
         if budget.items < 1:
             return 0
-        count = min(op.remaining, budget.tokens)
-        if op.rows is Rows.ALL:
-            count = min(count, budget.rows)
-        elif op.rows is Rows.LAST and count == op.remaining and budget.rows < 1:
-            count -= 1  # Its last token waits for a row.
-        if count < op.remaining:
+        count = min(entry.remaining, budget.tokens, _tokens_before_rows(entry) + budget.rows)
+        if count < entry.remaining:
             # End on a page if that leaves anything: the page can be shared from now on, and the
             # next chunk begins with a page of its own.
-            start = op.position + op.computed
+            start = entry.op.position + len(entry.op.token_ids) - entry.remaining
             aligned = (start + count) // self.page_size * self.page_size - start
             count = aligned if aligned > 0 else count
         return count
@@ -294,3 +276,8 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that what is held is consistent. For tests; O(held)."""
         self._queue.check_invariants()
+
+
+def _tokens_before_rows(entry: QueuedForward) -> int:
+    """How many of the tokens to go come before the first that has a row."""
+    return max(0, entry.remaining - entry.op.rows)

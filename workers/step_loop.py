@@ -1,6 +1,6 @@
 """The step loop: take -> pack -> forward -> sample -> emit. READ FIRST in the worker.
 
-One thread owns the executor and the scheduler, and everything in them. Commands come in through a queue in
+One thread owns the engine and the scheduler, and everything in them. Commands come in through a queue in
 batches; between two steps all that have come are taken, so that whatever arrived together runs together.
 Results go out once per step. What a cancelled or failed operation did is rolled back before the next step.
 
@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from workers.coalescing import CoalescingWindow
-from workers.executors.base import DeviceLostError, KvMissing, ModelExecutor, OutOfPages
+from workers.executors.engine import Engine
+from workers.executors.errors import KvMissing
+from workers.kv.page_pool import OutOfPages
 from workers.operations import (
     Abort,
     CheckIntegrity,
@@ -32,7 +34,9 @@ from workers.operations import (
     Result,
     Truncate,
 )
-from workers.scheduler import Chunk, Scheduler
+from workers.runners.base import DeviceLostError
+from workers.running import Chunk, RunningForward
+from workers.scheduler import Scheduler
 
 _log = structlog.get_logger(__name__)
 
@@ -40,10 +44,13 @@ Emit = Callable[[Sequence[Result]], None]
 
 
 class StepLoop:
-    """Runs commands on an executor until stopped. `emit` is called on the loop's thread, once per round."""
+    """Runs commands on an engine until stopped. `emit` is called on the loop's thread, once per round.
 
-    def __init__(self, executor: ModelExecutor, scheduler: Scheduler, emit: Emit) -> None:
-        self._executor = executor
+    A round is `take`, `step`, `flush`: `run` repeats it, and whoever has its thread may go through one.
+    """
+
+    def __init__(self, engine: Engine, scheduler: Scheduler, emit: Emit) -> None:
+        self._engine = engine
         self._scheduler = scheduler
         self._emit = emit
         self._inbox: queue.SimpleQueue[Sequence[Command] | None] = queue.SimpleQueue()
@@ -52,8 +59,6 @@ class StepLoop:
         self._answered: list[int] = []
         self._window = CoalescingWindow()
         self._stopping = threading.Event()
-        # When the running step began, in time.monotonic_ns(); 0 between steps. Read by other threads.
-        self.step_began_ns = 0
 
     # Called by other threads.
 
@@ -76,11 +81,11 @@ class StepLoop:
     def run(self) -> None:
         """Runs until `stop`."""
         while not self._stopping.is_set():
-            self._take()
-            self._step()
-            self._flush()
+            self.take()
+            self.step()
+            self.flush()
 
-    def _take(self) -> None:
+    def take(self) -> None:
         """Takes all commands that have come; waits for one if there is nothing to run.
 
         With something to run it may wait a moment for callers who are about to come back.
@@ -116,12 +121,12 @@ class StepLoop:
                     self._abort(command)
                     return
                 case Fork():
-                    self._executor.fork(command.sequence, command.children)
+                    self._engine.fork(command.sequence, command.children)
                 case Truncate():
-                    self._executor.truncate_kv(command.sequence, command.new_len)
+                    self._engine.truncate(command.sequence, command.new_len)
                 case Release():
                     for sequence in command.sequences:
-                        self._executor.release_cache(sequence)
+                        self._engine.release(sequence)
                         self._window.forget(sequence)
                 case CheckIntegrity():
                     self._results.append(IntegrityReport(command.op_id, self._is_intact(command)))
@@ -135,73 +140,68 @@ class StepLoop:
 
     def _abort(self, command: Abort) -> None:
         """Drops a forward that is queued or between two of its chunks; it gets no answer."""
-        op = self._scheduler.abort(command.target_op_id)
-        if op is not None:
-            self._executor.roll_back(op)
+        entry = self._scheduler.remove(command.target_op_id)
+        if entry is not None and entry.running is not None:
+            self._engine.roll_back(entry.running)
 
     def _is_intact(self, command: CheckIntegrity) -> bool | None:
         if not command.walk_pages:
             return None
         try:
-            self._executor.check_integrity()
+            self._engine.check_integrity()
         except Exception:
             _log.exception("the pool has lost its integrity")
             return False
         return True
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """One forward over whatever the scheduler picks."""
         batch = self._scheduler.next_batch(time.monotonic_ns(), self._begin)
         for op in batch.expired:
             self._results.append(Failed(op.op_id, FailureReason.TIMEOUT))
         if not batch.chunks:
             return
-        began_ns = self.step_began_ns = time.monotonic_ns()
-        try:
-            self._run(batch.chunks)
-        finally:
-            self.step_began_ns = 0
+        began_ns = time.monotonic_ns()
+        self._run(batch.chunks)
         now_ns = time.monotonic_ns()
         self._window.opened(self._answered, now_ns, now_ns - began_ns)
         self._answered = []
 
-    def _begin(self, op: Forward) -> bool:
+    def _begin(self, op: Forward) -> RunningForward | None:
         """Prepares an operation for its first step; answers it if that fails."""
         try:
-            self._executor.begin(op)
+            return self._engine.begin(op)
         except DeviceLostError:
             raise
         except OutOfPages as error:
-            self._fail(
-                op,
-                Failed(
-                    op.op_id,
-                    FailureReason.KV_EXHAUSTED,
-                    pages_needed=error.needed,
-                    pages_available=error.available,
-                ),
+            failure = Failed(
+                op.op_id,
+                FailureReason.KV_EXHAUSTED,
+                pages_needed=error.needed,
+                pages_available=error.available,
             )
         except KvMissing as error:
-            self._fail(op, Failed(op.op_id, FailureReason.KV_MISSING, str(error)))
+            failure = Failed(op.op_id, FailureReason.KV_MISSING, str(error))
         except Exception as error:
             _log.exception("an operation could not begin")
-            self._fail(op, Failed(op.op_id, FailureReason.FAULT, repr(error)))
-        else:
-            return True
-        return False
+            failure = Failed(op.op_id, FailureReason.FAULT, repr(error))
+        self._results.append(failure)
+        return None
 
     def _run(self, chunks: Sequence[Chunk]) -> None:
         """Runs the chunks together; if that fails, each alone, so that only the cause of it fails."""
         try:
-            self._executor.execute(chunks)
+            self._engine.execute(chunks)
         except DeviceLostError:
             # Nothing on the device can be used any more: the process ends, and another takes its place.
             raise
         except Exception as error:
             if len(chunks) == 1:
-                self._scheduler.remove(chunks[0].op.op_id)
                 _log.exception("a step failed")
-                self._fail(chunks[0].op, Failed(chunks[0].op.op_id, FailureReason.FAULT, repr(error)))
+                (chunk,) = chunks
+                self._scheduler.remove(chunk.op.op_id)
+                self._engine.roll_back(chunk.running)
+                self._results.append(Failed(chunk.op.op_id, FailureReason.FAULT, repr(error)))
                 return
             _log.warning("a shared step failed; its items are run one by one", error=repr(error))
             for chunk in chunks:
@@ -209,15 +209,12 @@ class StepLoop:
             return
         for chunk in chunks:
             if self._scheduler.advance(chunk):
-                self._results.append(self._executor.complete(chunk.op, len(chunks)))
+                self._results.append(self._engine.complete(chunk.running, len(chunks)))
                 if not chunk.op.ephemeral:
                     self._answered.append(chunk.op.sequence)
 
-    def _fail(self, op: Forward, failure: Failed) -> None:
-        self._executor.roll_back(op)
-        self._results.append(failure)
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Hands out the results that have come together."""
         if self._results:
             results, self._results = self._results, []
             self._emit(results)

@@ -10,13 +10,14 @@ import torch
 
 from benchmarks.gpu.plan import PAGE_SIZE, Plan, settings
 from benchmarks.shapes import Shape
-from workers.executors.info import ExecutorInfo
+from workers.executors.describe import describe, kv_shape
+from workers.executors.engine import Engine
 from workers.executors.llm import LlmExecutor
 from workers.kv.table import KvSequence, KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.models.inputs import ForwardInputs
+from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.runners.cuda_graph import CudaGraphRunner
 
 SEED = 20_260
@@ -53,15 +54,8 @@ def make_bench(plan: Plan, shape: Shape, pool_tokens: int) -> Bench:
     config = ModelConfig.from_settings(settings(shape))
     decoder = Decoder.from_config(config, plan.dtype, plan.device)
     _fill_weights(decoder)
-    kv = KvTensors(
-        num_layers=config.num_hidden_layers,
-        num_pages=-(-pool_tokens // PAGE_SIZE),
-        page_size=PAGE_SIZE,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=plan.dtype,
-        device=plan.device,
-    )
+    num_pages = -(-pool_tokens // PAGE_SIZE)
+    kv = KvTensors(num_pages=num_pages, device=plan.device, **kv_shape(config, plan.dtype))
     for index in range(kv.num_layers):
         for pages in kv.layer(index):
             pages.normal_()
@@ -73,7 +67,8 @@ def make_bench(plan: Plan, shape: Shape, pool_tokens: int) -> Bench:
         capture=_repeat_launches if plan.rehearsal else None,
     )
     table = KvTable(kv.num_pages, PAGE_SIZE)
-    return Bench(shape, LlmExecutor(_info(config, runner, plan), table, kv, runner), table, runner)
+    executor = LlmExecutor(describe(config, "random", plan.dtype), Engine(table, kv, runner))
+    return Bench(shape, executor, table, runner)
 
 
 def decode_inputs(sequences: Sequence[KvSequence]) -> ForwardInputs:
@@ -88,12 +83,14 @@ def decode_inputs(sequences: Sequence[KvSequence]) -> ForwardInputs:
         token_ids=torch.arange(count),
         positions=torch.tensor(contexts) - 1,
         slots=torch.tensor(slots),
-        query_starts=torch.arange(count + 1, dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        page_tables=torch.tensor([sequence.pages for sequence in sequences], dtype=torch.int32),
         wanted_rows=torch.arange(count),
-        query_lens=[1] * count,
-        context_lens_host=contexts,
+        attention=AttentionBatch(
+            page_tables=torch.tensor([sequence.pages for sequence in sequences], dtype=torch.int32),
+            query_starts=torch.arange(count + 1, dtype=torch.int32),
+            context_lens=torch.tensor(contexts, dtype=torch.int32),
+            query_lens=[1] * count,
+            context_lens_host=contexts,
+        ),
     )
 
 
@@ -111,22 +108,3 @@ def _repeat_launches(run: Callable[[], None]) -> Callable[[], None]:
     """In place of a CUDA graph."""
     run()
     return run
-
-
-def _info(config: ModelConfig, runner: CudaGraphRunner, plan: Plan) -> ExecutorInfo:
-    return ExecutorInfo(
-        executor="llm",
-        runner=runner.name,
-        kernels=("torch", "triton"),
-        device=str(plan.device),
-        dtype=str(plan.dtype).removeprefix("torch."),
-        model_id="random",
-        architecture=config.model_type,
-        vocab_size=config.vocab_size,
-        max_seq_len=config.max_position_embeddings,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )

@@ -72,33 +72,28 @@ def measure(plan: Plan) -> list[Row]:
 
 
 def _serve(bench: Bench, plan: Plan, requests: list[Request], counts: _Counts) -> None:
-    executor = bench.executor
+    engine = bench.executor.engine
     scheduler = Scheduler(plan.step_tokens, plan.max_rows, plan.max_rows, PAGE_SIZE)
     for index, request in enumerate(requests):
         scheduler.add(_operation(index, 0, request.prompt, Kind.PREFILL))
 
-    def begin(op: Forward) -> bool:
-        executor.begin(op)
-        return True
-
     while len(scheduler):
-        chunks = scheduler.next_batch(time.monotonic_ns(), begin).chunks
-        executor.execute(chunks)
+        chunks = scheduler.next_batch(time.monotonic_ns(), engine.begin).chunks
+        engine.execute(chunks)
         counts.steps += 1
         counts.decode_steps += all(chunk.op.kind is Kind.DECODE for chunk in chunks)
         for chunk in chunks:
             if not scheduler.advance(chunk):
                 continue
-            op = chunk.op
-            executor.complete(op, len(chunks))
+            op, outputs = chunk.op, engine.complete(chunk.running, len(chunks)).outputs
             request = requests[op.sequence]
             request.made += 1
             counts.output_tokens += 1
             if request.made == request.wanted:
-                executor.release_cache(op.sequence)
+                engine.release(op.sequence)
                 continue
             position = op.position + len(op.token_ids)
-            scheduler.add(_operation(op.sequence, position, [op.outputs[-1].token_id], Kind.DECODE))
+            scheduler.add(_operation(op.sequence, position, [outputs[-1].token_id], Kind.DECODE))
 
 
 def _operation(sequence: int, position: int, tokens: list[int], kind: Kind) -> Forward:

@@ -25,8 +25,8 @@ class ExecutorPeer(Peer):
         self._next: list[int] = []
 
     def versions(self) -> dict[str, str]:
-        info = self._executor.info()
-        return {"torch": torch.__version__, "kernels": ", ".join(info.kernels), "runner": info.runner}
+        able = self._executor.capabilities()
+        return {"torch": torch.__version__, "kernels": ", ".join(able.kernels), "runner": able.runner}
 
     def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
         self._context_tokens = context_tokens

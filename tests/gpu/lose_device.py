@@ -1,7 +1,8 @@
 """A process that breaks its device: `python -m tests.gpu.lose_device MODEL_DIR DEVICE prefill|decode`.
 
-It asks for a token beyond the vocabulary, which on a GPU is an assertion in a kernel. Nothing can be done in
-the process after that, which is why it is one of its own. Prints the type of what the executor raises.
+It asks the engine, which does not look, for a token beyond the vocabulary: on a GPU that is an assertion in a
+kernel. Nothing can be done in the process after that, which is why it is one of its own. Prints the type of
+what is raised.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 from workers.executors.llm import LlmExecutor, StepLimits
+from workers.operations import Forward
+from workers.running import Chunk
 
 BEYOND = 1_000_000
 
@@ -22,10 +25,9 @@ def main() -> None:
     executor.prefill(0, [1, 2, 3])
     executor.decode(0, 4)
     try:
-        if operation == "prefill":
-            executor.prefill(1, [5, BEYOND, 6])
-        else:
-            executor.decode(0, BEYOND)
+        prefill, decode = Forward(1, 1, 0, [5, BEYOND, 6]), Forward(2, 0, 4, [BEYOND])
+        running = executor.engine.begin(prefill if operation == "prefill" else decode)
+        executor.engine.execute([Chunk(running, 0, running.remaining)])
         print("nothing", flush=True)
     except Exception as error:
         print(type(error).__name__, flush=True)

@@ -43,9 +43,10 @@ def as_tensor(outputs: list[RowOutput]) -> torch.Tensor:
 
 
 def all_rows(executor: LlmExecutor, text: list[int]) -> torch.Tensor:
-    """Logits of every position: of the first half from a verify, of the others from decodes."""
+    """Logits of every position: of the first from a prefill, then from a verify, of the last half from decodes."""
     half = len(text) // 2
-    outputs, _ = executor.forward_verify(1, text[:half], WITH_LOGITS)
+    outputs = [executor.prefill(1, text[:1], WITH_LOGITS)]
+    outputs += executor.forward_verify(1, text[1:half], WITH_LOGITS)[0]
     outputs += [executor.decode(1, token, WITH_LOGITS) for token in text[half:]]
     executor.release_cache(1)
     return as_tensor(outputs)
@@ -83,7 +84,7 @@ def test_64_greedy_tokens_are_identical(directory: Path, device: torch.device) -
 @pytest.mark.gpu
 def test_decodes_are_replayed(directory: Path, device: torch.device) -> None:
     executor = load(directory, device)
-    info = executor.info()
-    assert (info.runner, info.kernels, info.device) == ("cuda_graph", ("torch", "triton"), "cuda:0")
+    able = executor.capabilities()
+    assert (able.runner, able.kernels, able.device) == ("cuda_graph", ("torch", "triton"), "cuda:0")
     executor.warmup()
     assert executor.kv_capacity().available == 128

@@ -28,7 +28,7 @@ from tests.gpu.sizes import sized
 from tests.gpu.test_executor import MAX_RELATIVE_ERROR, WITH_LOGITS
 from tests.model_factory import TinyModel, make_model
 from workers.executors.llm import LlmExecutor, StepLimits
-from workers.operations import Accept, RowOutput, Rows
+from workers.operations import Accept, RowOutput
 
 MODEL = TinyModel(head_dim=64)
 VOCAB = MODEL.vocab_size
@@ -121,7 +121,7 @@ class OperationsMachine(RuleBasedStateMachine):
         one = self.pick(number)
         one.tokens.append(token)
         started = self.new(prompt)
-        items = [(one.key, [token], Rows.LAST, WITH_LOGITS), (started.key, prompt, Rows.LAST, WITH_LOGITS)]
+        items = [(one.key, [token], 1, WITH_LOGITS), (started.key, prompt, 1, WITH_LOGITS)]
         rows = self.executor.unified_decode(items)
         self.check(rows[0][-1], one.tokens)
         self.check(rows[1][-1], prompt)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from workers.kv.tensors import KvTensors
-from workers.models.inputs import ForwardInputs
+from workers.models.inputs import AttentionBatch, ForwardInputs
 
 
 @dataclass
@@ -62,12 +62,14 @@ class HandPacker:
             token_ids=torch.tensor(tokens),
             positions=torch.tensor(positions),
             slots=torch.tensor(slots),
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            context_lens=torch.tensor(lengths, dtype=torch.int32),
-            page_tables=torch.tensor(tables, dtype=torch.int32),
             wanted_rows=torch.tensor(wanted, dtype=torch.int64),
-            query_lens=[len(item.tokens) for item in items],
-            context_lens_host=lengths,
+            attention=AttentionBatch(
+                page_tables=torch.tensor(tables, dtype=torch.int32),
+                query_starts=torch.tensor(starts, dtype=torch.int32),
+                context_lens=torch.tensor(lengths, dtype=torch.int32),
+                query_lens=[len(item.tokens) for item in items],
+                context_lens_host=lengths,
+            ),
         )
 
 

@@ -95,13 +95,13 @@ class TableMachine(RuleBasedStateMachine):
             return [], error
 
     def try_to_reserve(self, seq: KvSequence, n: int) -> bool:
-        before = (seq.token_ids.copy(), seq.pages.copy(), self.table.stats())
+        before = (seq.token_ids.copy(), seq.pages.copy(), self.table.usage())
         available = self.pages - len(self.held_pages())
         room_tokens = len(seq.pages) * PAGE - len(seq)
         copies, refusal = self.reserve_or_refuse(seq, n)
         if refusal is not None:
             assert refusal.available == available < refusal.needed
-            assert before == (seq.token_ids, seq.pages, self.table.stats())
+            assert before == (seq.token_ids, seq.pages, self.table.usage())
             return False
         # One page more than the missing ones at most: the copy.
         missing_pages = -(-max(0, n - room_tokens) // PAGE)
@@ -202,13 +202,12 @@ class TableMachine(RuleBasedStateMachine):
     @invariant()
     def accounts_balance(self) -> None:
         self.table.check_integrity()
-        stats = self.table.stats()
-        assert stats.sequences == len(self.table) == len(self.tokens)
-        assert stats.tokens == sum(map(len, self.tokens.values()))
-        assert stats.pages_total == self.pages
-        assert stats.pages_referenced == len(self.held_pages())
-        assert stats.pages_free + stats.pages_cached + stats.pages_referenced == self.pages
-        assert stats.prefix_hit_tokens <= stats.prefix_query_tokens
+        usage = self.table.usage()
+        assert usage.sequences == len(self.table) == len(self.tokens)
+        assert usage.tokens == sum(map(len, self.tokens.values()))
+        assert usage.pages_total == self.pages
+        assert usage.pages_referenced == len(self.held_pages())
+        assert usage.pages_free + usage.pages_cached + usage.pages_referenced == self.pages
 
     def teardown(self) -> None:
         if not hasattr(self, "table"):
@@ -216,9 +215,9 @@ class TableMachine(RuleBasedStateMachine):
         for key in self.tokens:
             self.table.release(key)
         self.table.check_integrity()
-        stats = self.table.stats()
-        assert (stats.sequences, stats.tokens, stats.pages_referenced) == (0, 0, 0)
-        assert stats.pages_free + stats.pages_cached == self.pages
+        usage = self.table.usage()
+        assert (usage.sequences, usage.tokens, usage.pages_referenced) == (0, 0, 0)
+        assert usage.pages_free + usage.pages_cached == self.pages
         seq = self.table.create(-1)
         self.table.reserve(seq, self.pages * PAGE)
         with pytest.raises(OutOfPages):
@@ -299,7 +298,7 @@ def test_the_oracle_notices_a_mutant(
     machine = TableMachine()
     drive(machine)
     machine.accounts_balance()
-    assert machine.table.stats().evicted_pages > 0
+    assert machine.table.usage().evicted_pages > 0
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(AssertionError):
         drive(TableMachine())
@@ -319,7 +318,7 @@ def test_a_released_sequence_is_found_again() -> None:
     assert first is not None
     pages = first.pages.copy()
     assert table.release(1)
-    assert table.stats().pages_cached == 3
+    assert table.usage().pages_cached == 3
     stranger = table.create(2, b"b")
     assert table.match_prefix(stranger, tokens, 14) == 0
     again = table.create(3, b"a")
@@ -327,8 +326,16 @@ def test_a_released_sequence_is_found_again() -> None:
     assert table.match_prefix(again, tokens[8:], 6) == 4
     assert again.pages == pages[:3]
     assert again.token_ids == tokens[:12]
-    stats = table.stats()
-    assert (stats.prefix_hit_tokens, stats.prefix_query_tokens) == (12, 12 + 8 + 4)
+
+
+def test_prompts_are_counted_from_the_last_reset() -> None:
+    table = KvTable(8, PAGE)
+    table.count_prompt(30, 12)
+    table.reset_counts()
+    table.count_prompt(7, 4)
+    table.count_prompt(5, 0)
+    usage = table.usage()
+    assert (usage.prefix_hit_tokens, usage.prefix_query_tokens) == (4, 12)
 
 
 def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
@@ -337,7 +344,7 @@ def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
     grow(table, table.create(1), tokens)
     table.release(1)
     grow(table, table.create(2), [99] * 5)
-    assert table.stats().evicted_pages == 2
+    assert table.usage().evicted_pages == 2
     assert table.match_prefix(table.create(3), tokens, 16) == 8
 
 
@@ -386,7 +393,7 @@ def test_a_fork_copies_a_partial_page_on_write_and_only_once() -> None:
     assert grow(table, child, [7]) == []
     assert grow(table, parent, [8]) == []
     assert child.pages[0] == parent.pages[0]
-    assert table.stats().copied_pages == 1
+    assert table.usage().copied_pages == 1
 
 
 def test_a_fork_of_full_pages_copies_nothing() -> None:
@@ -406,9 +413,9 @@ def test_reserved_room_goes_back() -> None:
     seq = table.create(1)
     grow(table, seq, [1])
     table.reserve(seq, 15)
-    assert table.stats().pages_free == 0
+    assert table.usage().pages_free == 0
     table.truncate(seq, 1)
-    assert table.stats().pages_free == 3
+    assert table.usage().pages_free == 3
     with pytest.raises(ValueError, match="do not fit"):
         table.append(seq, [2])
 
@@ -433,14 +440,13 @@ def test_a_sequence_within_a_page_or_with_room_reserved_is_not_matched() -> None
     assert table.match_prefix(seq, [1, 2, 3, 4], 4) == 0
     table.append(seq, [1])
     assert table.match_prefix(seq, [2, 3, 4, 5], 4) == 0
-    assert table.stats().prefix_query_tokens == 0
 
 
 def test_wrong_calls_change_nothing() -> None:
     table = KvTable(4, PAGE)
     seq = table.create(1)
     grow(table, seq, [1, 2, 3])
-    before = table.stats()
+    before = table.usage()
     with pytest.raises(ValueError, match="exists"):
         table.create(1)
     with pytest.raises(ValueError, match="exists"):
@@ -451,7 +457,7 @@ def test_wrong_calls_change_nothing() -> None:
     with pytest.raises(ValueError, match="not in this table"):
         table.fork(KvSequence(1), 2)
     assert not table.release(7)
-    assert table.stats() == before
+    assert table.usage() == before
     assert table.get(1) is seq
     with pytest.raises(ValueError, match="page_size"):
         KvTable(4, 0)

@@ -19,9 +19,11 @@ from hypothesis.stateful import (
 )
 
 from workers import scheduler as scheduler_module
-from workers.forward_queue import SHORT_TOKENS, ForwardQueue
-from workers.operations import Forward, Kind, Rows
-from workers.scheduler import Batch, Chunk, Scheduler
+from workers.forward_queue import SHORT_TOKENS, ForwardQueue, QueuedForward
+from workers.kv.table import KvSequence
+from workers.operations import Forward, Kind
+from workers.running import Chunk, RunningForward
+from workers.scheduler import Batch, Scheduler
 
 # A class may be passed over this often in a row where a step is too small for both.
 PATIENCE_STEPS = 2
@@ -32,7 +34,7 @@ def forward(
     tokens: int = 1,
     *,
     sequence: int | None = None,
-    rows: Rows = Rows.LAST,
+    rows: int = 1,
     deadline_ns: int | None = None,
     position: int = 0,
     caller: int = 0,
@@ -48,8 +50,15 @@ def forward(
     )
 
 
-def accept(op: Forward) -> bool:
-    return True
+def accept(op: Forward, reused: int = 0) -> RunningForward:
+    """What the engine's `begin` gives, without an engine."""
+    return RunningForward(op, KvSequence(op.sequence), reused, computed=reused, started_ns=0)
+
+
+def advance(scheduler: Scheduler, chunk: Chunk) -> bool:
+    """Run a chunk, as the engine's `execute` does, and tell the scheduler."""
+    chunk.running.computed += chunk.count
+    return scheduler.advance(chunk)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -59,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, tokens: int, items: int, rows: int) -> None:
         self.scheduler = Scheduler(tokens, items, rows)
         self.held: dict[int, Forward] = {}
-        self.begun: set[int] = set()
+        self.begun: dict[int, RunningForward] = {}
         # What `begin` will do: fail, or find so many tokens in the cache.
         self.fails: set[int] = set()
         self.reusable: dict[int, int] = {}
@@ -78,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         sequence=st.integers(0, 7),
         tokens=st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 120)),
-        rows=st.sampled_from(Rows),
+        rows=st.one_of(st.sampled_from([0, 1, 120]), st.integers(2, 119)),
         patience_ns=st.one_of(st.none(), st.integers(0, 5)),
         reusable=st.sampled_from([0, 0, 0, 16, 1000]),
         fails=st.sampled_from([False, False, False, True]),
@@ -89,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         sequence: int,
         tokens: int,
-        rows: Rows,
+        rows: int,
         patience_ns: int | None,
         reusable: int,
         fails: bool,
@@ -97,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caller: int,
     ) -> None:
         deadline_ns = None if patience_ns is None else self.now_ns + patience_ns
+        rows = min(rows, tokens)
         op = forward(
             self.next_id,
             tokens,
@@ -110,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.add(op)
         self.held[op.op_id] = op
         self.ran[op.op_id] = []
-        self.reusable[op.op_id] = min(reusable, tokens - 1)
+        self.reusable[op.op_id] = min(reusable, tokens - max(rows, 1))
         if fails:
             self.fails.add(op.op_id)
 
@@ -118,8 +128,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         op_id = data.draw(st.sampled_from(sorted(self.held)))
-        assert self.scheduler.abort(op_id) is self.held.pop(op_id)
-        assert self.scheduler.abort(op_id) is None
+        entry = self.scheduler.remove(op_id)
+        assert entry is not None and entry.op is self.held.pop(op_id)
+        assert entry.running is self.begun.get(op_id)
+        assert self.scheduler.remove(op_id) is None
 
     @rule(passed_ns=st.integers(0, 4))
     def wait(self, passed_ns: int) -> None:
@@ -134,20 +146,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         for chunk in batch.chunks:
             if chunk is failed:
-                assert self.scheduler.remove(chunk.op.op_id) is self.held.pop(chunk.op.op_id)
+                entry = self.scheduler.remove(chunk.op.op_id)
+                assert entry is not None and entry.op is self.held.pop(chunk.op.op_id)
             elif outcome != "all again":
                 self.run(chunk)
 
     def run(self, chunk: Chunk) -> None:
         op_id = chunk.op.op_id
         self.ran[op_id] += range(chunk.start, chunk.start + chunk.count)
-        done = self.scheduler.advance(chunk)
-        assert done == chunk.is_last
+        is_last = chunk.count == chunk.running.remaining
         with pytest.raises(ValueError, match="not due"):
-            self.scheduler.advance(chunk)
-        if done:
+            self.scheduler.advance(chunk)  # It has not run yet.
+        assert advance(self.scheduler, chunk) == is_last
+        if is_last:
             op = self.held.pop(op_id)
-            assert self.ran[op_id] == list(range(op.reused, len(op.token_ids)))
+            assert self.ran[op_id] == list(range(self.reusable[op_id], len(op.token_ids)))
 
     def next_batch(self) -> Batch:
         late = {
@@ -160,17 +173,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         short_line, long_line = self.lines()
         failures = 0
 
-        def begin(op: Forward) -> bool:
+        def begin(op: Forward) -> RunningForward | None:
             nonlocal failures
             assert op.op_id not in self.begun
             assert op.op_id in {head.op_id for head in self.heads()}
             if op.op_id in self.fails:
                 del self.held[op.op_id]
                 failures += 1
-                return False
-            self.begun.add(op.op_id)
-            op.computed = op.reused = self.reusable[op.op_id]
-            return True
+                return None
+            self.begun[op.op_id] = accept(op, self.reusable[op.op_id])
+            return self.begun[op.op_id]
 
         batch = self.scheduler.next_batch(self.now_ns, begin)
         assert {op.op_id for op in batch.expired} == late
@@ -185,12 +197,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in batch.chunks:
             op = chunk.op
             assert heads.pop(op.op_id) is op
-            assert op.op_id in self.begun
-            assert chunk.start == op.computed == op.reused + len(self.ran[op.op_id])
-            assert 1 <= chunk.count <= op.remaining
-            assert chunk.is_last == (chunk.count == op.remaining)
+            assert chunk.running is self.begun[op.op_id]
+            assert chunk.start == chunk.running.computed
+            assert chunk.start == self.reusable[op.op_id] + len(self.ran[op.op_id])
+            assert 1 <= chunk.count <= chunk.running.remaining
         order = [
-            (chunk.op.remaining > SHORT_TOKENS, chunk.count > 1, arrivals.index(chunk.op.op_id))
+            (chunk.running.remaining > SHORT_TOKENS, chunk.count > 1, arrivals.index(chunk.op.op_id))
             for chunk in batch.chunks
         ]
         assert order == sorted(order)
@@ -200,7 +212,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [chunk.rows for chunk in batch.chunks] == [wanted_rows(chunk) for chunk in batch.chunks]
 
     def is_long(self, op_id: int) -> bool:
-        return self.held[op_id].remaining > SHORT_TOKENS
+        return self.remaining(op_id) > SHORT_TOKENS
+
+    def remaining(self, op_id: int) -> int:
+        running = self.begun.get(op_id)
+        return len(self.held[op_id].token_ids) if running is None else running.remaining
 
     def lines(self) -> tuple[list[int], list[int]]:
         """Who stands in line and is not late, short and long. Their order is the queue's own invariant."""
@@ -225,7 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.passed_over = {op_id: self.passed_over.get(op_id, 0) + 1 for op_id in stuck}
         assert all(steps <= PATIENCE_STEPS for steps in self.passed_over.values())
         if (self.held.keys() - ran).intersection(short_line):
-            short = [chunk for chunk in batch.chunks if chunk.op.remaining <= SHORT_TOKENS]
+            short = [chunk for chunk in batch.chunks if chunk.running.remaining <= SHORT_TOKENS]
             limits = self.scheduler
             assert (
                 sum(chunk.count for chunk in short)
@@ -238,13 +254,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def is_consistent(self) -> None:
         self.scheduler.check_invariants()
         assert len(self.scheduler) == len(self.held)
-        assert self.scheduler.in_flight == len(self.begun & self.held.keys())
+        assert self.scheduler.in_flight == len(self.begun.keys() & self.held.keys())
 
     def teardown(self) -> None:
         """Whatever is left runs to its end in a bounded number of steps."""
         if not hasattr(self, "held"):
             return
-        steps = sum(op.remaining + PATIENCE_STEPS for op in self.held.values())
+        steps = sum(self.remaining(op_id) + PATIENCE_STEPS for op_id in self.held)
         while self.held:
             steps -= 1
             assert steps >= 0
@@ -259,12 +275,9 @@ def share(limit: int) -> int:
 
 
 def wanted_rows(chunk: Chunk) -> int:
-    end = chunk.start + chunk.count
-    return {
-        Rows.NONE: 0,
-        Rows.LAST: int(end == len(chunk.op.token_ids)),
-        Rows.ALL: chunk.count,
-    }[chunk.op.rows]
+    """One by one: the tokens of the chunk that are among the last `rows` of the forward."""
+    first_wanted = len(chunk.op.token_ids) - chunk.op.rows
+    return sum(index >= first_wanted for index in range(chunk.start, chunk.start + chunk.count))
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -275,12 +288,12 @@ TestScheduler.settings = settings(
 true_fit = Scheduler._fit
 
 
-def forget_rows(scheduler: Scheduler, op: Forward, budget: scheduler_module._Budget) -> int:
-    return min(op.remaining, budget.tokens) if budget.items else 0
+def forget_rows(scheduler: Scheduler, entry: QueuedForward, budget: scheduler_module._Budget) -> int:
+    return min(entry.remaining, budget.tokens) if budget.items else 0
 
 
-def forget_items(scheduler: Scheduler, op: Forward, budget: scheduler_module._Budget) -> int:
-    return true_fit(scheduler, op, scheduler_module._Budget(budget.tokens, 1, budget.rows))
+def forget_items(scheduler: Scheduler, entry: QueuedForward, budget: scheduler_module._Budget) -> int:
+    return true_fit(scheduler, entry, scheduler_module._Budget(budget.tokens, 1, budget.rows))
 
 
 def hold_nothing_back(scheduler: Scheduler, step: object) -> scheduler_module._Budget:
@@ -304,14 +317,14 @@ def drive(machine: SchedulerMachine, tokens: int, items: int, rows: int) -> None
         machine.add(
             n % 7,
             40 if n % 3 == 0 else 1 + n % 5,
-            list(Rows)[n % 3],
+            (0, 1, 3, 40)[n % 4],
             None,
             0,
             False,
             position=n,
             caller=n % 2,
         )
-    machine.add(8, 1, Rows.LAST, 0, 0, fails=False, position=0, caller=0)
+    machine.add(8, 1, 1, 0, 0, fails=False, position=0, caller=0)
     machine.wait(1)
     machine.teardown()
 
@@ -350,7 +363,7 @@ def layout(batch: Batch) -> list[tuple[int, int, int]]:
 def run_step(scheduler: Scheduler, now_ns: int = 0) -> list[tuple[int, int, int]]:
     batch = scheduler.next_batch(now_ns, accept)
     for chunk in batch.chunks:
-        scheduler.advance(chunk)
+        advance(scheduler, chunk)
     return layout(batch)
 
 
@@ -358,7 +371,7 @@ def test_decodes_go_first_and_a_prefill_fills_the_rest_in_whole_pages() -> None:
     scheduler = Scheduler(64, 8, 8)
     scheduler.add(forward(1, 100))
     scheduler.add(forward(2))
-    scheduler.add(forward(3, 5, rows=Rows.ALL))
+    scheduler.add(forward(3, 5, rows=5))
     assert run_step(scheduler) == [(2, 0, 1), (3, 0, 5), (1, 0, 48)]
     assert run_step(scheduler) == [(1, 48, 52)]
     assert len(scheduler) == 0
@@ -401,15 +414,24 @@ def test_a_step_of_one_token_is_taken_in_turns() -> None:
 
 def test_rows_cut_chunks() -> None:
     scheduler = Scheduler(64, 8, 10)
-    scheduler.add(forward(1, 30, rows=Rows.ALL))
+    scheduler.add(forward(1, 30, rows=30))
     assert run_step(scheduler) == [(1, 0, 10)]
-    scheduler.abort(1)
-    scheduler.add(forward(2, 30, rows=Rows.NONE))
-    scheduler.add(forward(3, 12, rows=Rows.ALL))
-    scheduler.add(forward(4, 20, rows=Rows.LAST))
+    scheduler.remove(1)
+    scheduler.add(forward(2, 30, rows=0))
+    scheduler.add(forward(3, 12, rows=12))
+    scheduler.add(forward(4, 20, rows=1))
     # No row is left for the last token of 4: all others of it run, down to a page.
     assert run_step(scheduler) == [(3, 0, 10), (2, 0, 30), (4, 0, 16)]
     assert run_step(scheduler) == [(3, 10, 2), (4, 16, 4)]
+
+
+def test_only_the_last_tokens_of_a_forward_need_rows() -> None:
+    """Tokens without a row fill the step; from the first with one on, rows bound it."""
+    scheduler = Scheduler(64, 8, 10)
+    scheduler.add(forward(1, 90, rows=20))
+    assert run_step(scheduler) == [(1, 0, 64)]
+    assert run_step(scheduler) == [(1, 64, 16)]  # six without and ten with; both end on a page
+    assert run_step(scheduler) == [(1, 80, 10)]
 
 
 def test_one_sequence_is_served_in_order_and_once_a_step() -> None:
@@ -435,14 +457,12 @@ def test_reuse_makes_a_prefill_short() -> None:
     scheduler.add(forward(1, 100))
     scheduler.add(forward(2, 100))
 
-    def begin(op: Forward) -> bool:
-        if op.op_id == 2:
-            op.computed = op.reused = 96
-        return True
+    def begin(op: Forward) -> RunningForward:
+        return accept(op, 96 if op.op_id == 2 else 0)
 
     batch = scheduler.next_batch(0, begin)
     assert layout(batch) == [(1, 0, 64)]
-    scheduler.abort(1)
+    scheduler.remove(1)
     scheduler.add(forward(3, 100))
     assert layout(scheduler.next_batch(0, begin)) == [(2, 96, 4), (3, 0, 48)]
 
@@ -453,9 +473,9 @@ def test_a_forward_that_fails_to_begin_makes_room_for_the_next_of_its_sequence()
     scheduler.add(forward(2, sequence=5))
     seen = []
 
-    def begin(op: Forward) -> bool:
+    def begin(op: Forward) -> RunningForward | None:
         seen.append(op.op_id)
-        return op.op_id != 1
+        return None if op.op_id == 1 else accept(op)
 
     assert layout(scheduler.next_batch(0, begin)) == [(2, 0, 1)]
     assert seen == [1, 2]
@@ -467,10 +487,10 @@ def test_a_begin_that_raises_loses_nothing() -> None:
     scheduler.add(forward(1))
     scheduler.add(forward(2))
 
-    def begin(op: Forward) -> bool:
+    def begin(op: Forward) -> RunningForward:
         if op.op_id == 2:
             raise RuntimeError
-        return True
+        return accept(op)
 
     with pytest.raises(RuntimeError):
         scheduler.next_batch(0, begin)
@@ -482,12 +502,8 @@ def test_begin_must_leave_a_token() -> None:
     scheduler = Scheduler(64, 8, 8)
     scheduler.add(forward(1))
 
-    def begin(op: Forward) -> bool:
-        op.computed = 1
-        return True
-
     with pytest.raises(ValueError, match="no tokens left"):
-        scheduler.next_batch(0, begin)
+        scheduler.next_batch(0, lambda op: accept(op, 1))
     assert len(scheduler) == 0
     scheduler.check_invariants()
 
@@ -530,9 +546,9 @@ def test_a_step_looks_only_at_what_it_takes() -> None:
         scheduler.add(forward(op_id, 1 + op_id % 40))
     begun = []
 
-    def begin(op: Forward) -> bool:
+    def begin(op: Forward) -> RunningForward:
         begun.append(op.op_id)
-        return True
+        return accept(op)
 
     scheduler.next_batch(0, begin)
     assert len(begun) == 4
@@ -543,10 +559,11 @@ def test_wrong_calls_are_refused() -> None:
     scheduler.add(forward(1))
     with pytest.raises(ValueError, match="queued already"):
         scheduler.add(forward(1))
-    with pytest.raises(ValueError, match="no tokens"):
-        scheduler.add(forward(2, 0))
+    for tokens, rows in ((0, 0), (3, 4), (3, -1)):
+        with pytest.raises(ValueError, match=f"{rows} rows of {tokens} tokens"):
+            scheduler.add(forward(2, tokens, rows=rows))
     with pytest.raises(ValueError, match="not due"):
-        scheduler.advance(Chunk(forward(3), 0, 1, is_last=True))
+        advance(scheduler, Chunk(accept(forward(3)), 0, 1))
     with pytest.raises(ValueError, match="max_rows"):
         Scheduler(1, 1, 0)
     assert scheduler.remove(7) is None
@@ -557,14 +574,14 @@ def test_a_prefill_beside_decodes_is_bounded() -> None:
     scheduler = Scheduler(512, 64, 64, max_mixed_prefill_tokens=32)
     scheduler.add(Forward(1, 1, 0, range(1000), kind=Kind.PREFILL))
     scheduler.add(Forward(2, 2, 40, [7], kind=Kind.DECODE))
-    mixed = scheduler.next_batch(0, lambda _: True)
+    mixed = scheduler.next_batch(0, accept)
     assert [(chunk.op.op_id, chunk.count) for chunk in mixed.chunks] == [(2, 1), (1, 32)]
     for chunk in mixed.chunks:
-        scheduler.advance(chunk)
+        advance(scheduler, chunk)
     # Who decoded is about to come back, and would wait for a whole step of the prefill.
-    after = scheduler.next_batch(0, lambda _: True)
+    after = scheduler.next_batch(0, accept)
     assert [(chunk.op.op_id, chunk.count) for chunk in after.chunks] == [(1, 32)]
     for chunk in after.chunks:
-        scheduler.advance(chunk)
-    alone = scheduler.next_batch(0, lambda _: True)
+        advance(scheduler, chunk)
+    alone = scheduler.next_batch(0, accept)
     assert [(chunk.op.op_id, chunk.count) for chunk in alone.chunks] == [(1, 512)]

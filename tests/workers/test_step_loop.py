@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
 
-from workers.executors.base import DeviceLostError
+from workers.executors.engine import Engine
 from workers.executors.weightless import PagedAttentionExecutor
-from workers.operations import Failed, FailureReason, Forward, ForwardDone, Kind, Result, Rows
-from workers.scheduler import Chunk, Scheduler
+from workers.operations import Failed, FailureReason, Forward, ForwardDone, Kind, Result
+from workers.runners.base import DeviceLostError
+from workers.running import Chunk
+from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
 
@@ -19,7 +22,6 @@ def forward(op_id: int) -> Forward:
         sequence=op_id,
         position=0,
         token_ids=[1, 2],
-        rows=Rows.LAST,
         kind=Kind.PREFILL,
         prompt_len=2,
     )
@@ -28,48 +30,48 @@ def forward(op_id: int) -> Forward:
 def run(loop: StepLoop, results: list[Result], count: int) -> None:
     """Until there are so many results."""
     while len(results) < count:
-        loop._take()
-        loop._step()
-        loop._flush()
+        loop.take()
+        loop.step()
+        loop.flush()
 
 
-def make_loop(executor: PagedAttentionExecutor, results: list[Result]) -> StepLoop:
-    return StepLoop(executor, Scheduler(64, 16, max_rows=16), results.extend)
+def make_loop(engine: Engine, results: list[Result]) -> StepLoop:
+    return StepLoop(engine, Scheduler(64, 16, max_rows=16), results.extend)
 
 
 def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = PagedAttentionExecutor.create(kv_pages=16)
-    execute = executor.execute
+    engine = PagedAttentionExecutor.create(kv_pages=16).engine
+    execute = engine.execute
 
     def fail_with_two(chunks: Sequence[Chunk]) -> None:
         if any(chunk.op.op_id == 2 for chunk in chunks):
             raise RuntimeError("planted")
         execute(chunks)
 
-    monkeypatch.setattr(executor, "execute", fail_with_two)
+    monkeypatch.setattr(engine, "execute", fail_with_two)
     results: list[Result] = []
-    loop = make_loop(executor, results)
+    loop = make_loop(engine, results)
     loop.submit([forward(op_id) for op_id in (1, 2, 3)])
     run(loop, results, 3)
     done = {result.op_id for result in results if isinstance(result, ForwardDone)}
     assert done == {1, 3}
     (failed,) = (result for result in results if isinstance(result, Failed))
     assert failed.op_id == 2 and failed.reason is FailureReason.FAULT
-    executor.check_integrity()
+    engine.check_integrity()
 
 
 def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing on it can be used any more, so no operation is tried on its own, and none is answered."""
-    executor = PagedAttentionExecutor.create(kv_pages=16)
+    engine = PagedAttentionExecutor.create(kv_pages=16).engine
     tried = []
 
     def lose(chunks: Sequence[Chunk]) -> None:
         tried.append(len(chunks))
         raise DeviceLostError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(executor, "execute", lose)
+    monkeypatch.setattr(engine, "execute", lose)
     results: list[Result] = []
-    loop = make_loop(executor, results)
+    loop = make_loop(engine, results)
     loop.submit([forward(op_id) for op_id in (1, 2, 3)])
     with pytest.raises(DeviceLostError):
         loop.run()
@@ -78,42 +80,41 @@ def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_bounded_prefill_waits_for_those_who_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each of their steps would be followed by one of the prefill alone."""
-    executor = PagedAttentionExecutor.create(kv_pages=64)
+    engine = PagedAttentionExecutor.create(kv_pages=64).engine
     for protected, waits in ((8, True), (None, False)):
         results: list[Result] = []
-        loop = StepLoop(executor, Scheduler(64, 16, 16, max_mixed_prefill_tokens=protected), results.extend)
+        loop = StepLoop(engine, Scheduler(64, 16, 16, max_mixed_prefill_tokens=protected), results.extend)
         asked: list[int] = []
         monkeypatch.setattr(
             loop._window, "remaining_ns", lambda _now, waiting, asked=asked: asked.append(waiting) or 0
         )
         loop.submit([forward(1)])
-        loop._take()
+        loop.take()
         loop._scheduler.add(
             Forward(
                 op_id=9, sequence=9, position=0, token_ids=list(range(300)), kind=Kind.PREFILL, prompt_len=300
             )
         )
         asked.clear()
-        loop._take()
+        loop.take()
         assert bool(asked) is waits
 
 
 def test_a_full_step_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = PagedAttentionExecutor.create(kv_pages=64)
-    loop = StepLoop(executor, Scheduler(64, 2, max_rows=2), lambda _: None)
+    engine = PagedAttentionExecutor.create(kv_pages=64).engine
+    loop = StepLoop(engine, Scheduler(64, 2, max_rows=2), lambda _: None)
     monkeypatch.setattr(loop._window, "remaining_ns", lambda *_: pytest.fail("it asked how long to wait"))
     loop.submit([forward(op_id) for op_id in (1, 2, 3)])
-    loop._take()
+    loop.take()
     assert loop.operations_in_flight == 3
 
 
 def test_a_caller_who_scores_is_not_expected_back() -> None:
     """Its sequence is gone with the answer."""
-    executor = PagedAttentionExecutor.create(kv_pages=64)
+    engine = PagedAttentionExecutor.create(kv_pages=64).engine
     results: list[Result] = []
-    loop = make_loop(executor, results)
-    scored = forward(1)
-    scored.ephemeral, scored.rows, scored.kind = True, Rows.ALL, Kind.SCORE
+    loop = make_loop(engine, results)
+    scored = dataclasses.replace(forward(1), ephemeral=True, rows=2, kind=Kind.SCORE)
     loop.submit([scored, forward(2)])
     run(loop, results, 2)
     assert set(loop._window._away) == {2}

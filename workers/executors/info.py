@@ -1,20 +1,17 @@
-"""What an executor says of itself."""
+"""What an executor says of itself: plain data, named as the protos name it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from workers.operations import Kind
+
 
 @dataclass(frozen=True, slots=True)
-class ExecutorInfo:
-    """The model and how it is run. Sizes in bytes and tokens."""
+class ModelDescription:
+    """The model. Sizes in elements, tokens and bytes."""
 
-    executor: str
-    runner: str
-    kernels: Sequence[str]
-    device: str
-    dtype: str
     model_id: str
     architecture: str
     vocab_size: int
@@ -24,12 +21,32 @@ class ExecutorInfo:
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
+    dtype: str
     num_parameters: int = 0
     weight_bytes: int = 0
     eos_token_ids: Sequence[int] = ()
     bos_token_id: int | None = None
-    # Contents of tokenizer.json; empty where there is none.
-    tokenizer_json: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """How the model is run, and what can be asked for."""
+
+    executor: str
+    runner: str
+    kernels: Sequence[str]
+    device: str
+    supports_native_unified_decode: bool
+    supports_verify: bool
+    supports_fork: bool
+    supports_sampling: bool
+    supports_prefix_reuse: bool
+    supports_lora: bool
+    page_size_tokens: int
+    bytes_per_page: int
+    # The most that one sequence can have: the model's context, or all of a smaller pool.
+    kv_capacity_tokens: int
+    max_lora_adapters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +65,61 @@ class KvCapacity:
         return self.free + self.cached
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What the executor can do."""
-
-    native_unified_decode: bool
-    verify: bool
-    fork: bool
-    sampling: bool
-    prefix_reuse: bool
-    lora: bool
-
-
 @dataclass(slots=True)
-class StepCounters:
-    """What was run since the start. Owned by the executor; times in ns."""
+class StepCounts:
+    """What was run since the start, each operation under its own kind. Times in ns, from begin to answer."""
 
     prefill_operations: int = 0
     decode_operations: int = 0
+    verify_operations: int = 0
+    score_operations: int = 0
     prefill_ns: int = 0
     decode_ns: int = 0
+    verify_ns: int = 0
+    score_ns: int = 0
     steps: int = 0
     step_tokens: int = 0
     batch_items: int = 0
+
+    def add_operation(self, kind: Kind, took_ns: int) -> None:
+        """Count an operation that is done."""
+        match kind:
+            case Kind.PREFILL:
+                self.prefill_operations += 1
+                self.prefill_ns += took_ns
+            case Kind.DECODE:
+                self.decode_operations += 1
+                self.decode_ns += took_ns
+            case Kind.VERIFY:
+                self.verify_operations += 1
+                self.verify_ns += took_ns
+            case Kind.SCORE:
+                self.score_operations += 1
+                self.score_ns += took_ns
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatus:
+    """What runs now, and what has been run.
+
+    Attributes:
+        counts: A copy.
+        step_age_ns: How long the running step has been running; 0 between steps.
+        device_memory_bytes: Memory of the device that tensors take; 0 on the CPU.
+        device_memory_peak_bytes: The most there was of it.
+    """
+
+    counts: StepCounts
+    step_age_ns: int
+    device_memory_bytes: int
+    device_memory_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapterMetrics:
+    """How one adapter is used."""
+
+    adapter_id: str
+    rank: int
+    sequences: int
+    operations: int

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 
 from workers.executors.base import ModelExecutor
-from workers.executors.info import ExecutorInfo
+from workers.executors.describe import PAGE_SIZE, describe, kv_shape
+from workers.executors.engine import Engine
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
-from workers.models.backends import active_kernels, cuda_head_widths
+from workers.models.backends import cuda_head_widths
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.weights import LoadedModel, load_model
@@ -21,8 +23,6 @@ from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
 from workers.runners.working_memory import measure_working_bytes
-
-PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class StepLimits:
 class LlmExecutor(ModelExecutor):
     """Any decoder-only model that `workers/models` knows."""
 
+    name = "llm"
+
     @classmethod
     def load(
         cls,
@@ -47,7 +49,7 @@ class LlmExecutor(ModelExecutor):
         kv_pages: int | None = None,
         limits: StepLimits | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> LlmExecutor:
+    ) -> Self:
         """Loads the weights and allocates the pool.
 
         dtype: "auto" (the model's own), "bfloat16", "float16" or "float32", for weights and KV.
@@ -72,8 +74,13 @@ class LlmExecutor(ModelExecutor):
                 f" {free_bytes >> 20} MiB of them were left"
             ) from error
         kv, runner = _on_gpu(loaded, kv_pages, limits) if device.type == "cuda" else _on_cpu(loaded, kv_pages)
-        info = _describe(directory, loaded, runner.name, device)
-        return cls(info, KvTable(kv.num_pages, PAGE_SIZE), kv, runner)
+        model = describe(loaded.config, directory.name, kv.dtype, loaded.num_parameters, loaded.weight_bytes)
+        tokenizer = directory / "tokenizer.json"
+        return cls(
+            model,
+            Engine(KvTable(kv.num_pages, kv.page_size), kv, runner),
+            tokenizer.read_bytes() if tokenizer.is_file() else b"",
+        )
 
 
 def _on_cpu(loaded: LoadedModel, kv_pages: int | None) -> tuple[KvTensors, Runner]:
@@ -129,46 +136,10 @@ def _check_has_kernels(directory: Path) -> None:
         raise ModelError(f"head_dim: must be one of {known} on a CUDA device, got {head_dim}")
 
 
-def _shape(loaded: LoadedModel) -> dict[str, int]:
-    config = loaded.config
-    return {
-        "num_layers": config.num_hidden_layers,
-        "page_size": PAGE_SIZE,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-    }
-
-
 def _page_bytes(loaded: LoadedModel) -> int:
-    return KvTensors.page_bytes(dtype=loaded.decoder.dtype, **_shape(loaded))
+    return KvTensors.page_bytes(**kv_shape(loaded.config, loaded.decoder.dtype))
 
 
 def _pages(loaded: LoadedModel, num_pages: int) -> KvTensors:
     decoder = loaded.decoder
-    return KvTensors(num_pages=num_pages, dtype=decoder.dtype, device=decoder.device, **_shape(loaded))
-
-
-def _describe(directory: Path, loaded: LoadedModel, runner: str, device: torch.device) -> ExecutorInfo:
-    config, dtype = loaded.config, loaded.decoder.dtype
-    tokenizer = directory / "tokenizer.json"
-    return ExecutorInfo(
-        executor="llm",
-        runner=runner,
-        kernels=active_kernels(dtype, device),
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        model_id=directory.name,
-        architecture=config.model_type,
-        vocab_size=config.vocab_size,
-        max_seq_len=config.max_position_embeddings,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        eos_token_ids=config.eos_token_ids,
-        bos_token_id=config.bos_token_id,
-        tokenizer_json=tokenizer.read_bytes() if tokenizer.is_file() else b"",
-    )
+    return KvTensors(num_pages=num_pages, device=decoder.device, **kv_shape(loaded.config, decoder.dtype))

@@ -41,11 +41,16 @@ class GpuMemory:
         return int(self.total_bytes * self.utilization) - taken_bytes - self.working_bytes
 
 
+# A sequence needs one, and a worker can be warmed up with one.
+_LEAST_PAGES = 1
+
+
 def choose_num_pages(asked: int | None, bytes_per_page: int) -> int:
     """The number of pages in the machine's memory: the one asked for, or what fits a share of what is free.
 
-    Raises KvSizingError if that does not fit, or if not a single page does.
+    Raises KvSizingError if that does not fit or is nothing, or if not a single page does.
     """
+    _check_asked(asked)
     available_bytes = psutil.virtual_memory().available
     if asked is not None:
         if asked * bytes_per_page > available_bytes:
@@ -64,8 +69,9 @@ def choose_num_pages(asked: int | None, bytes_per_page: int) -> int:
 def choose_num_gpu_pages(asked: int | None, bytes_per_page: int, memory: GpuMemory) -> int:
     """The number of pages on a GPU: the one asked for, or all that fit.
 
-    Raises KvSizingError if that does not fit, or if not a single page does.
+    Raises KvSizingError if that does not fit or is nothing, or if not a single page does.
     """
+    _check_asked(asked)
     if asked is not None:
         spare_bytes = memory.free_bytes - memory.working_bytes
         if asked * bytes_per_page > spare_bytes:
@@ -84,3 +90,8 @@ def choose_num_gpu_pages(asked: int | None, bytes_per_page: int, memory: GpuMemo
             f" leaves {memory.budget_bytes >> 20} MiB"
         )
     return pages
+
+
+def _check_asked(asked: int | None) -> None:
+    if asked is not None and asked < _LEAST_PAGES:
+        raise KvSizingError(f"kv_pages = {asked}: must be at least {_LEAST_PAGES}")

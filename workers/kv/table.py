@@ -45,8 +45,8 @@ class KvSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class KvStats:
-    """A snapshot. The blocks are now; the last four count up from the start of the table."""
+class PoolUsage:
+    """A snapshot. Sequences, tokens and pages are now; the last four count up from the table's start."""
 
     sequences: int
     tokens: int
@@ -54,7 +54,7 @@ class KvStats:
     pages_free: int
     pages_cached: int
     pages_referenced: int
-    # Tokens found in shared pages, and tokens (in whole pages) that were looked for.
+    # Of the prompts that were begun, all tokens (`query`) and those found in shared pages (`hit`).
     prefix_hit_tokens: int
     prefix_query_tokens: int
     evicted_pages: int
@@ -73,7 +73,7 @@ class KvTable:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, KvSequence] = {}
-        # Kept beside the sequences so that `stats` need not visit them.
+        # Kept beside the sequences so that `usage` need not visit them.
         self._tokens = 0
         self._prefix_hit_tokens = 0
         self._prefix_query_tokens = 0
@@ -127,9 +127,16 @@ class KvTable:
             reused_tokens += page_size
         seq.reserved_len_tokens += reused_tokens
         self._tokens += reused_tokens
-        self._prefix_query_tokens += whole_tokens
-        self._prefix_hit_tokens += reused_tokens
         return reused_tokens
+
+    def count_prompt(self, tokens: int, reused_tokens: int) -> None:
+        """Count a prompt for `usage`, once it is sure to be computed: as often as it is begun, so once."""
+        self._prefix_query_tokens += tokens
+        self._prefix_hit_tokens += reused_tokens
+
+    def reset_counts(self) -> None:
+        """Count prompts from zero again."""
+        self._prefix_query_tokens = self._prefix_hit_tokens = 0
 
     def reserve(self, seq: KvSequence, n: int) -> list[tuple[int, int]]:
         """Make room for `n` tokens after the committed ones; return the (src, dst) page copies now due.
@@ -224,9 +231,9 @@ class KvTable:
         del self._sequences[key]
         return True
 
-    def stats(self) -> KvStats:
+    def usage(self) -> PoolUsage:
         """Return a snapshot, in O(1)."""
-        return KvStats(
+        return PoolUsage(
             sequences=len(self._sequences),
             tokens=self._tokens,
             pages_total=self._pool.num_pages,

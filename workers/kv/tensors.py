@@ -53,7 +53,7 @@ class KvTensors:
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
-        # One block of memory, so that a page is copied in all layers at once. K is index 0, V index 1.
+        # One piece of memory, so that a page is copied in all layers at once. K is index 0, V index 1.
         self._data = torch.empty(
             (num_layers, 2, num_pages, page_size, kv_heads, head_dim), dtype=dtype, device=self.device
         )  # [L, 2, P, S, K, D]

@@ -8,6 +8,9 @@ from kernels.cpu.library import kernel_name
 from kernels.linear import can_pack
 from kernels.paged_attention import CUDA_WIDTHS
 
+# In the place of compiled kernels for the CPU: it is slower.
+NOT_COMPILED = "cpu-not-compiled"
+
 
 def active_kernels(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
     """What a model of this dtype on this device runs on, such as ("torch", "onednn-packed", "cpu-avx512")."""
@@ -16,8 +19,7 @@ def active_kernels(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
     names = ["torch"]
     if can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
         names.append("onednn-packed")
-    compiled = kernel_name()
-    return (*names, compiled) if compiled else tuple(names)
+    return (*names, kernel_name() or NOT_COMPILED)
 
 
 def cuda_head_widths() -> tuple[int, ...]:

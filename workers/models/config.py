@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernels.rope import RopeSpec
+from workers.models.config_keys import check_keys, check_rope_keys
 from workers.models.errors import ModelError
 from workers.models.registry import family_of
 
@@ -106,8 +107,7 @@ class ModelConfig:
         activation = settings.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise ModelError(f"hidden_act: must be silu, got {activation!r}")
-        if settings.get("quantization_config") is not None:
-            raise ModelError("quantization_config: quantised weights are not supported")
+        check_keys(settings)
         hidden_size = _integer(settings, "hidden_size")
         heads = _integer(settings, "num_attention_heads")
         layers = _integer(settings, "num_hidden_layers")
@@ -129,7 +129,7 @@ class ModelConfig:
             attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
             attention_output_bias=bias if family.output_bias is None else family.output_bias,
             qk_norm=family.qk_norm,
-            layer_windows=_layer_windows(settings, layers),
+            layer_windows=_layer_windows(settings, layers, opt_in=family.windows_opt_in),
             eos_token_ids=_token_ids(settings, "eos_token_id"),
             bos_token_id=next(iter(_token_ids(settings, "bos_token_id")), None),
             dtype=_dtype(settings),
@@ -203,6 +203,7 @@ def _rope(settings: Mapping[str, object], default_theta: float, max_positions: i
         raise ModelError(f"rope_parameters: must be an object, got {parameters!r}")
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ModelError("rope_parameters: separate parameters for each layer type are not supported")
+    check_rope_keys(parameters)
     partial = parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ModelError(f"partial_rotary_factor: must be 1, got {partial!r}")
@@ -232,8 +233,11 @@ def _rope(settings: Mapping[str, object], default_theta: float, max_positions: i
         raise ModelError(f"rope_parameters: {error}") from error
 
 
-def _layer_windows(settings: Mapping[str, object], layers: int) -> tuple[int | None, ...]:
+def _layer_windows(settings: Mapping[str, object], layers: int, *, opt_in: bool) -> tuple[int | None, ...]:
     """The sliding window of each layer. Raises ModelError."""
+    named = {name for name in ("sliding_window", "use_sliding_window") if settings.get(name) is not None}
+    if named == {"sliding_window"} and not opt_in:
+        raise ModelError("sliding_window: is not supported without use_sliding_window for this model_type")
     window = None
     if _boolean(settings, "use_sliding_window", default=False) and settings.get("sliding_window") is not None:
         window = _integer(settings, "sliding_window")

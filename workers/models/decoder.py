@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.attention_batch import AttentionBatch
 from kernels.linear import linear, pack_weight
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -189,13 +188,6 @@ class Decoder:
         cos_sin = self._rope_table.index_select(0, inputs.positions)  # [T, D]
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)  # [T, C]
         last = len(self.layers) - 1
-        batch = AttentionBatch(
-            inputs.page_tables,
-            inputs.query_starts,
-            inputs.context_lens,
-            inputs.query_lens,
-            inputs.context_lens_host,
-        )
         for index, layer in enumerate(self.layers):
             query = self._project(index, normed, cos_sin, inputs.slots, kv)  # [T, H, D]
             if index == last and not len(inputs.wanted_rows):
@@ -203,7 +195,7 @@ class Decoder:
             attended = paged_attention(
                 query,
                 *kv.layer(index),
-                batch,
+                inputs.attention,
                 scale=self._scale,
                 sliding_window=self.config.layer_windows[index],
             ).flatten(1)  # [T, H * D]

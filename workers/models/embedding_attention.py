@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention_batch import AttentionBatch
 from kernels.kv_write import kv_write
 from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors
@@ -45,7 +44,8 @@ class EmbeddingConfig:
     head_dim: int = 16
     max_position_embeddings: int = 32768
     eos_token_ids: tuple[int, ...] = ()
-    model_type: str = "paged_attention"
+    bos_token_id: int | None = None
+    model_type: str = "paged-attention"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
@@ -83,9 +83,9 @@ class EmbeddingAttention:
         self.config = EmbeddingConfig() if config is None else config
         self.dtype = dtype
         self.device = torch.device(device)
-        self._table = embedding_table(self.config).to(device=self.device, dtype=dtype)  # [V, K, D]
+        self._embeddings = embedding_table(self.config).to(device=self.device, dtype=dtype)  # [V, K, D]
         self._group_size = self.config.num_attention_heads // self.config.num_key_value_heads
-        self._head = self._table.repeat_interleave(self._group_size, dim=1).flatten(1)  # [V, H * D]
+        self._head = self._embeddings.repeat_interleave(self._group_size, dim=1).flatten(1)  # [V, H * D]
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
@@ -100,21 +100,14 @@ class EmbeddingAttention:
         Returns:
             [R, H * D] the attended rows of `inputs.wanted_rows`, in that order.
         """
-        embedded = self._table.index_select(0, inputs.token_ids)  # [T, K, D]
+        embedded = self._embeddings.index_select(0, inputs.token_ids)  # [T, K, D]
         k_pages, v_pages = kv.layer(0)
         kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
-        batch = AttentionBatch(
-            inputs.page_tables,
-            inputs.query_starts,
-            inputs.context_lens,
-            inputs.query_lens,
-            inputs.context_lens_host,
-        )
         attended = paged_attention(
             embedded.repeat_interleave(self._group_size, dim=1),  # [T, H, D]
             k_pages,
             v_pages,
-            batch,
+            inputs.attention,
             scale=self.config.head_dim**-0.5,
         )
         return attended.flatten(1).index_select(0, inputs.wanted_rows)

@@ -20,16 +20,19 @@ class Family:
         qkv_bias: The q, k and v projections have a bias; None: as `attention_bias` says.
         output_bias: The output projection of attention has a bias; None: as `attention_bias` says.
         rope_theta: The rotary base of a config that names none.
+        windows_opt_in: `sliding_window` counts only beside a `use_sliding_window` that is true. In other
+            families it counts by itself, which the decoder does not know, and refuses.
     """
 
     qk_norm: bool
     qkv_bias: bool | None
     output_bias: bool | None
     rope_theta: float
+    windows_opt_in: bool = False
 
 
 FAMILIES: dict[str, Family] = {
-    "qwen3": Family(qk_norm=True, qkv_bias=None, output_bias=None, rope_theta=10_000.0),
+    "qwen3": Family(qk_norm=True, qkv_bias=None, output_bias=None, rope_theta=10_000.0, windows_opt_in=True),
 }
 
 

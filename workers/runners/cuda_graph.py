@@ -84,11 +84,11 @@ class CudaGraphRunner:
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""
-        items = len(inputs.query_lens)
+        items = len(inputs.attention.query_lens)
         return (
             len(inputs.token_ids) == items == len(rows) <= self._max_rows
-            and max(inputs.query_lens) == 1
-            and inputs.page_tables.shape[1] <= self._max_pages
+            and max(inputs.attention.query_lens) == 1
+            and inputs.attention.page_tables.shape[1] <= self._max_pages
         )
 
     def _replay(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
@@ -153,9 +153,9 @@ class CudaGraphRunner:
             inputs.token_ids,
             inputs.positions,
             inputs.slots,
-            inputs.context_lens,
+            inputs.attention.context_lens,
             chosen,
-            inputs.page_tables,
+            inputs.attention.page_tables,
             page_size=self._kv.page_size,
         )
         return logits

@@ -17,7 +17,7 @@ import torch
 
 from workers.counter_rng import mix_key
 from workers.device_sampling import is_simple
-from workers.models.inputs import ForwardInputs
+from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.sampling import BadLogitsError, SamplingRow
 
 
@@ -83,12 +83,14 @@ class DecodeBuffers:
             token_ids=self._columns.token_ids[:bucket],
             positions=self._columns.positions[:bucket],
             slots=self._columns.slots[:bucket],
-            query_starts=self._query_starts[: bucket + 1],
-            context_lens=self._columns.context_lens[:bucket],
-            page_tables=self._page_tables[:bucket],
             wanted_rows=self._row_numbers[:bucket],
-            query_lens=[1] * bucket,
-            context_lens_host=[1] * bucket,
+            attention=AttentionBatch(
+                page_tables=self._page_tables[:bucket],
+                query_starts=self._query_starts[: bucket + 1],
+                context_lens=self._columns.context_lens[:bucket],
+                query_lens=[1] * bucket,
+                context_lens_host=[1] * bucket,
+            ),
         )
 
     def draws(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +107,7 @@ class DecodeBuffers:
         """
         count = len(rows)
         greedy = all(row.spec is None or row.spec.temperature <= 0 or not is_simple(row) for row in rows)
-        same_tables = torch.equal(inputs.page_tables, self._tables)
+        same_tables = torch.equal(inputs.attention.page_tables, self._tables)
         if (
             same_tables
             and greedy
@@ -119,12 +121,12 @@ class DecodeBuffers:
         host.token_ids[:count] = inputs.token_ids
         host.positions[:count] = inputs.positions
         host.slots[:count] = inputs.slots
-        host.context_lens[:count] = inputs.context_lens
+        host.context_lens[:count] = inputs.attention.context_lens
         self._set_draws(rows, greedy=greedy)
         self._pad(count)
         self._memory.copy_(self._host_memory, non_blocking=True)
         if not same_tables:
-            self._send_tables(inputs.page_tables)
+            self._send_tables(inputs.attention.page_tables)
         self._greedy = greedy
         return True
 

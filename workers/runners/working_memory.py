@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from workers.kv.tensors import KvTensors
-from workers.models.inputs import ForwardInputs
+from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.runners.base import Model
 from workers.runners.cuda_graph import buckets_up_to
 
@@ -57,10 +57,12 @@ def _prefills(tokens: int, max_seq_len: int, rows: int, page_size: int) -> Forwa
         token_ids=torch.zeros(tokens, dtype=torch.int64),
         positions=positions,
         slots=positions,
-        query_starts=starts,
-        context_lens=torch.tensor(lengths, dtype=torch.int32),
-        page_tables=torch.arange(pages, dtype=torch.int32).expand(len(lengths), -1).contiguous(),
         wanted_rows=torch.arange(tokens - rows, tokens),
-        query_lens=lengths,
-        context_lens_host=lengths,
+        attention=AttentionBatch(
+            page_tables=torch.arange(pages, dtype=torch.int32).expand(len(lengths), -1).contiguous(),
+            query_starts=starts,
+            context_lens=torch.tensor(lengths, dtype=torch.int32),
+            query_lens=lengths,
+            context_lens_host=lengths,
+        ),
     )

@@ -1,0 +1,218 @@
+"""The engine: forwards over mixed batches of operations, in four moves that the step loop drives.
+
+    begin(op)            match the prefix cache, reserve pages
+    execute(chunks)      one forward over chunks of several operations
+    complete(running)    settle what is kept, release what was temporary
+    roll_back(running)   leave the sequence as it was before the operation
+
+Sequences are named by integers that the caller chooses. Not thread-safe: one thread owns an engine; `metrics`
+may be read by any. It does not know what a model is called, nor who asks; `base` is its face to callers in
+the same process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.batch import pack, sampling_rows, score_targets
+from workers.executors.errors import DuplicateSequence, KvMissing, TruncateBeyondEnd
+from workers.executors.info import StepCounts
+from workers.kv.table import KvSequence, KvTable, PoolUsage
+from workers.kv.tensors import KvTensors
+from workers.operations import Accept, Forward, ForwardDone, Kind
+from workers.row_outputs import build_outputs, score_tokens
+from workers.runners.base import Runner, device_errors
+from workers.running import Chunk, RunningForward
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """A snapshot. `step_age_ns`: how long the running step has been running; 0 between steps."""
+
+    pool: PoolUsage
+    counts: StepCounts
+    step_age_ns: int
+
+
+class Engine:
+    """Owns the pages, the sequences, the runner and the counts."""
+
+    def __init__(self, kv_table: KvTable, kv: KvTensors, runner: Runner) -> None:
+        self.kv = kv
+        self.runner = runner
+        self._kv_table = kv_table
+        self._counts = StepCounts()
+        # In time.monotonic_ns(); 0 between steps.
+        self._step_began_ns = 0
+
+    def begin(self, op: Forward) -> RunningForward:
+        """Finds what of the operation is computed already and reserves pages for the rest.
+
+        Cuts a sequence that is longer than the operation's position. A sequence unknown at position 0 is
+        created. Raises KvMissing or OutOfPages; then nothing is left of it but the cut.
+        """
+        table = self._kv_table
+        sequence = table.get(op.sequence)
+        if sequence is None and op.position == 0:
+            sequence = table.create(op.sequence)
+        if sequence is None or len(sequence) < op.position:
+            raise KvMissing(f"{len(sequence or ())} tokens of {op.position}")
+        if len(sequence) > op.position:
+            table.truncate(sequence, op.position)
+        started_ns = time.monotonic_ns()
+        # One token is always left to compute, so that every operation takes part in a step.
+        reusable_tokens = len(op.token_ids) - max(op.rows, 1)
+        try:
+            reused = table.match_prefix(sequence, op.token_ids, reusable_tokens)
+            with device_errors():
+                self.kv.copy_pages(table.reserve(sequence, len(op.token_ids) - reused))
+        except Exception:
+            self._restore(op)
+            raise
+        if reusable_tokens or op.kind is Kind.PREFILL:
+            table.count_prompt(len(op.token_ids), reused)
+        return RunningForward(op, sequence, reused, computed=reused, started_ns=started_ns)
+
+    def execute(self, chunks: Sequence[Chunk]) -> None:
+        """One forward over chunks of operations that have begun; adds their outputs to them.
+
+        On an exception nothing has been appended: the step may be run again, or its operations rolled back.
+        """
+        self._step_began_ns = time.monotonic_ns()
+        try:
+            self._execute(chunks)
+        finally:
+            self._step_began_ns = 0
+
+    def _execute(self, chunks: Sequence[Chunk]) -> None:
+        inputs = pack(chunks, self.kv.page_size)
+        with device_errors():
+            result = self.runner.step(inputs, sampling_rows(chunks))
+            specs = [chunk.op.output for chunk in chunks for _ in chunk.wanted]
+            outputs = build_outputs(result.logits, result.chosen, specs)
+            scores = _scores(chunks, result.logits)
+        first = 0
+        for chunk, chunk_scores in zip(chunks, scores, strict=True):
+            running, last = chunk.running, first + chunk.rows
+            self._kv_table.append(running.sequence, chunk.token_ids)
+            running.computed += chunk.count
+            running.steps += 1
+            running.outputs += outputs[first:last]
+            running.token_logprobs += chunk_scores
+            first = last
+        self._counts.steps += 1
+        self._counts.batch_items += len(chunks)
+        self._counts.step_tokens += len(inputs.token_ids)
+
+    def complete(self, running: RunningForward, batch_items: int) -> ForwardDone:
+        """Settles an operation whose tokens are all in the cache, and returns its answer."""
+        op = running.op
+        kept = len(op.token_ids) if op.accept is Accept.ALL else 1 + _accepted_drafts(running)
+        self._kv_table.truncate(running.sequence, op.position + kept)
+        if op.ephemeral:
+            self._kv_table.release(op.sequence)
+        compute_ns = time.monotonic_ns() - running.started_ns
+        self._counts.add_operation(op.kind, compute_ns)
+        return ForwardDone(
+            op_id=op.op_id,
+            sequence=op.sequence,
+            outputs=running.outputs,
+            kept=kept,
+            reused=running.reused,
+            token_logprobs=running.token_logprobs,
+            queue_ns=max(0, running.started_ns - op.arrived_ns) if op.arrived_ns else 0,
+            compute_ns=compute_ns,
+            steps=running.steps,
+            batch_items=batch_items,
+        )
+
+    def roll_back(self, running: RunningForward) -> None:
+        """Leaves the operation's sequence as it was before it."""
+        self._restore(running.op)
+
+    def _restore(self, op: Forward) -> None:
+        sequence = self._kv_table.get(op.sequence)
+        if op.ephemeral or op.position == 0:
+            # At position 0 there was nothing: either it was unknown, or empty, which is the same.
+            self._kv_table.release(op.sequence)
+        elif sequence is not None and len(sequence) >= op.position:
+            self._kv_table.truncate(sequence, op.position)
+
+    def length(self, sequence: int) -> int | None:
+        """Tokens of a sequence; None if it is not known."""
+        known = self._kv_table.get(sequence)
+        return None if known is None else len(known)
+
+    def fork(self, sequence: int, children: Sequence[int]) -> None:
+        """Makes sequences that share the pages of another. Raises KvMissing or DuplicateSequence."""
+        parent = self._known(sequence)
+        if len(set(children)) < len(children) or any(map(self._kv_table.get, children)):
+            raise DuplicateSequence(f"children {list(children)} of {sequence}")
+        for child in children:
+            self._kv_table.fork(parent, child)
+
+    def truncate(self, sequence: int, new_len: int) -> None:
+        """Cuts a sequence and frees its pages. Raises KvMissing or TruncateBeyondEnd."""
+        known = self._known(sequence)
+        if not 0 <= new_len <= len(known):
+            raise TruncateBeyondEnd(f"{len(known)} tokens cannot be cut to {new_len}")
+        self._kv_table.truncate(known, new_len)
+
+    def release(self, sequence: int) -> bool:
+        """Forgets a sequence; False if it was not known."""
+        return self._kv_table.release(sequence)
+
+    def release_all(self) -> None:
+        """Forgets every sequence."""
+        for sequence in list(self._kv_table):
+            self._kv_table.release(sequence.key)
+
+    def metrics(self) -> EngineMetrics:
+        """How the pages are used, what was run, and whether a step runs. Reads numbers only."""
+        began_ns = self._step_began_ns
+        return EngineMetrics(
+            pool=self._kv_table.usage(),
+            counts=dataclasses.replace(self._counts),
+            step_age_ns=time.monotonic_ns() - began_ns if began_ns else 0,
+        )
+
+    def reset_counts(self) -> None:
+        """Counts from zero again: what warms up is nobody's."""
+        self._counts = StepCounts()
+        self._kv_table.reset_counts()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if the pool contradicts the sequences."""
+        self._kv_table.check_integrity()
+
+    def _known(self, sequence: int) -> KvSequence:
+        known = self._kv_table.get(sequence)
+        if known is None:
+            raise KvMissing(f"sequence {sequence} is not known")
+        return known
+
+
+def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[list[float]]:
+    """For each chunk the log-probabilities of the tokens that follow its wanted ones, if it asks for them."""
+    scores, first = [], 0
+    for chunk in chunks:
+        targets = score_targets(chunk)
+        rows = logits[first : first + len(targets)]
+        scores.append(score_tokens(rows, torch.tensor(targets)) if targets else [])
+        first += chunk.rows
+    return scores
+
+
+def _accepted_drafts(running: RunningForward) -> int:
+    """Drafts that equal the token chosen before them, up to the first that does not."""
+    accepted = 0
+    for draft, output in zip(running.op.token_ids[1:], running.outputs, strict=False):
+        if draft != output.token_id:
+            break
+        accepted += 1
+    return accepted

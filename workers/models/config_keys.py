@@ -1,0 +1,76 @@
+"""The keys that a config.json may have: whatever else one says might change the model, so it is refused.
+
+A key is read by `config`, or has no effect on what a forward computes, or is at the value that makes it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from workers.models.errors import ModelError
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+READ = _names(
+    """
+    model_type vocab_size hidden_size intermediate_size hidden_act rms_norm_eps tie_word_embeddings
+    num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias
+    max_position_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor
+    layer_types use_sliding_window sliding_window max_window_layers
+    eos_token_id bos_token_id dtype torch_dtype
+    """
+)
+ROPE_READ = _names(
+    """
+    rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor
+    beta_fast beta_slow attention_factor mscale mscale_all_dim truncate partial_rotary_factor
+    """
+)
+
+# Whatever their value: who made the file and how, training, what a Python call returns, and how its
+# generate() goes on from the logits.
+WITHOUT_EFFECT = _names(
+    """
+    _name_or_path architectures transformers_version unsloth_fixed unsloth_version tokenizer_class
+    model_max_length task_specific_params finetuning_task problem_type id2label label2id num_labels prefix
+    initializer_range attention_dropout use_cache return_dict output_hidden_states output_attentions
+    torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward
+    _attn_implementation attn_implementation _attn_implementation_autoset
+    pad_token_id sep_token_id unk_token_id decoder_start_token_id
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature
+    top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens
+    """
+)
+
+# What they ask for at any other value is not there.
+HARMLESS_AT: dict[str, object] = {
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+    "use_mrope": False,
+}
+
+
+def check_keys(settings: Mapping[str, object]) -> None:
+    """Raises ModelError for a key of a config.json that means something else. null counts as absent."""
+    for name in sorted(settings.keys() - READ - WITHOUT_EFFECT):
+        value = settings[name]
+        if value is not None and (name not in HARMLESS_AT or value != HARMLESS_AT[name]):
+            raise ModelError(f"{name}: is not supported, got {value!r}")
+
+
+def check_rope_keys(parameters: Mapping[str, object]) -> None:
+    """The same for the parameters of a rotary embedding."""
+    for name in sorted(parameters.keys() - ROPE_READ):
+        if parameters[name] is not None:
+            raise ModelError(f"rope_parameters: {name} is not supported, got {parameters[name]!r}")

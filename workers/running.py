@@ -1,0 +1,62 @@
+"""Forwards that have begun, and the parts of them that steps run. Plain data without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from workers.kv.table import KvSequence
+from workers.operations import Forward, RowOutput
+
+
+@dataclass(slots=True, eq=False)
+class RunningForward:
+    """A forward from `begin` to `complete` or `roll_back`. Only the engine writes to it.
+
+    `computed` counts the tokens of the request whose KV is in the cache, `reused` those of them that were
+    found there. `sequence` has pages reserved for the others.
+    """
+
+    op: Forward
+    sequence: KvSequence
+    reused: int
+    computed: int
+    started_ns: int
+    steps: int = 0
+    outputs: list[RowOutput] = field(default_factory=list)
+    token_logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens not yet in the cache."""
+        return len(self.op.token_ids) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Run `count` tokens of a forward, from `start` on, in this step."""
+
+    running: RunningForward
+    start: int
+    count: int
+
+    @property
+    def op(self) -> Forward:
+        """The request."""
+        return self.running.op
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens this step appends."""
+        return self.op.token_ids[self.start : self.start + self.count]
+
+    @property
+    def rows(self) -> int:
+        """How many of them have an output: the last ones, as far as they are among the op's last `rows`."""
+        first_wanted = len(self.op.token_ids) - self.op.rows
+        return max(0, self.start + self.count - max(self.start, first_wanted))
+
+    @property
+    def wanted(self) -> range:
+        """The same as indices into `token_ids`."""
+        return range(self.count - self.rows, self.count)
