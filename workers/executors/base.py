@@ -16,6 +16,7 @@ import itertools
 import time
 from abc import ABC
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -165,8 +166,8 @@ class ModelExecutor(ABC):  # noqa: B024 - subclasses differ in how they are made
     # The trait, for callers in the same process. Each data method is one forward.
 
     def info(self) -> ExecutorInfo:
-        """The model and how it is run."""
-        return self._info
+        """The model and how it is run now."""
+        return replace(self._info, runner=self._runner.name)
 
     def prefill(self, sequence: int, token_ids: Sequence[int], output: OutputSpec = GREEDY) -> RowOutput:
         """Appends tokens to a sequence, new or known; says what follows the last of them."""
