@@ -49,7 +49,8 @@ _DTYPES = {
     LogitsFormat.F16: types_pb2.DATA_TYPE_F16,
 }
 _REASONS = {
-    reason: worker_pb2.WorkerErrorReason.Value(f"WORKER_ERROR_REASON_{reason.name}") for reason in FailureReason
+    reason: worker_pb2.WorkerErrorReason.Value(f"WORKER_ERROR_REASON_{reason.name}")
+    for reason in FailureReason
 }
 
 
@@ -128,7 +129,7 @@ def to_event(result: ForwardDone | Done | Failed) -> worker_pb2.WorkerEvent:
             return worker_pb2.WorkerEvent(op_id=result.op_id, done=worker_pb2.ControlDone())
         case Failed():
             error = worker_pb2.WorkerError(
-                reason=_REASONS[result.reason],
+                reason=_REASONS[result.reason],  # type: ignore[arg-type]  # an enum to the stubs
                 detail=result.detail,
                 pages_needed=result.pages_needed,
                 pages_available=result.pages_available,

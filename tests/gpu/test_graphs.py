@@ -12,9 +12,12 @@ from kernels.cuda import compilations
 from tests.gpu.sizes import layers_of_qwen3_8b, nan_kv, random_decoder, sized
 from tests.kernels.cuda.conftest import INTERPRETED
 from tests.workers.packing import HandPacker, HandSequence, Item
+from workers.kv.tensors import KvTensors
 from workers.models.decoder import Decoder
+from workers.models.inputs import ForwardInputs
 from workers.operations import Sampling
 from workers.runners.cuda_graph import CudaGraphRunner
+from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingRow
 
 MAX_ROWS = sized(256, 3)
@@ -74,6 +77,7 @@ def test_a_replay_gives_the_bits_of_its_launches(decoder: Decoder) -> None:
             assert tokens == theirs.chosen.tolist()
         for sequence in sequences:
             packer.free_pages += sequence.pages
+    assert replayed.name == "cuda_graph", "the graphs could not be captured"
 
 
 def test_nothing_is_compiled_after_the_graphs_are_captured(decoder: Decoder) -> None:
@@ -89,7 +93,7 @@ def test_nothing_is_compiled_after_the_graphs_are_captured(decoder: Decoder) -> 
         picked = dice.sample(sequences, dice.randint(1, MAX_ROWS))
         inputs = packer.pack([Item(sequence, random_tokens(dice, 1)) for sequence in picked])
         runner.step(inputs, random_rows(dice, picked))
-    assert compilations.names()[before:] == []
+    assert compilations.names()[before:] == [] and runner.name == "cuda_graph"
 
 
 def test_prefills_compile_a_few_variants_and_then_none(decoder: Decoder) -> None:
@@ -111,3 +115,62 @@ def test_prefills_compile_a_few_variants_and_then_none(decoder: Decoder) -> None
             packer.free_pages += item.sequence.pages
     new = compilations.names()[before:]
     assert len(new) <= MOST_PREFILL_VARIANTS, new
+
+
+class Uncapturable:
+    """A model that does something while a graph is captured that fails there, after `succeed` captures."""
+
+    def __init__(self, decoder: Decoder, fail: Callable[[], object], succeed: int) -> None:
+        self._decoder, self._fail, self._succeed = decoder, fail, succeed
+
+    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+        hidden = self._decoder.forward(inputs, kv)
+        if torch.cuda.is_current_stream_capturing():
+            self._succeed -= 1
+            if self._succeed < 0:
+                self._fail()
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._decoder.logits(hidden)
+
+
+def run_out_of_memory() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+
+def reserved_bytes() -> int:
+    """Without unused memory, and without the workspaces that libraries keep for each stream."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("succeed", [0, 3])
+@pytest.mark.parametrize("fail", [torch.cuda.synchronize, run_out_of_memory], ids=["invalid", "memory"])
+def test_a_failed_capture_leaves_the_device_as_it_was(
+    decoder: Decoder, fail: Callable[[], object], succeed: int
+) -> None:
+    kvs = [nan_kv(CONFIG, PAGES, decoder.device) for _ in range(2)]
+    broken = Uncapturable(decoder, fail, succeed)
+    runner = CudaGraphRunner(broken, kvs[0], max_rows=MAX_ROWS, max_seq_len=MAX_TOKENS)
+    eager = EagerRunner(decoder, kvs[1])
+    dice, packer = random.Random(4), HandPacker(16, range(1, PAGES))
+    sequence = HandSequence()
+    prompt = packer.pack([Item(sequence, random_tokens(dice, 30), ())])
+    for one in (runner, eager):
+        one.step(prompt, [])
+    stream = torch.cuda.current_stream()
+    before_bytes = reserved_bytes()
+    for token in random_tokens(dice, 3):
+        inputs = packer.pack([Item(sequence, [token])])
+        logits = [one.step(inputs, [SamplingRow()]).logits for one in (runner, eager)]
+        assert torch.equal(*logits)
+        logits.clear()
+    assert runner.name == "eager" and torch.cuda.current_stream() == stream
+    assert reserved_bytes() <= before_bytes
+    # The next ones, with all that works, are captured.
+    working = make_runner(decoder, launched=False)
+    working.step(packer.pack([Item(HandSequence(), [1])]), [SamplingRow()])
+    assert working.name == "cuda_graph"

@@ -7,6 +7,7 @@ thread works with an executor; the methods that only read may be called from any
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -168,7 +169,8 @@ class ModelExecutor:
 
     def capabilities(self) -> Capabilities:
         """How the model is run, and what can be asked for."""
-        return self._capabilities
+        # A runner whose graphs could not be captured goes by another name from then on.
+        return dataclasses.replace(self._capabilities, runner=self.engine.runner.name)
 
     @property
     def supports_native_unified_decode(self) -> bool:

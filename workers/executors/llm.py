@@ -27,11 +27,15 @@ from workers.runners.working_memory import measure_working_bytes
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that will be asked for, and the share of a GPU's memory that may be taken in all."""
+    """The largest step that will be asked for, and the share of a GPU's memory that may be taken in all.
+
+    cuda_graphs: whether a GPU replays decodes, or launches each kernel of each step.
+    """
 
     max_tokens: int = 512
     max_items: int = 256
     gpu_memory_utilization: float = 0.9
+    cuda_graphs: bool = True
 
 
 class LlmExecutor(ModelExecutor):
@@ -118,6 +122,8 @@ def _on_gpu(loaded: LoadedModel, kv_pages: int | None, limits: StepLimits) -> tu
         raise KvSizingError(
             f"{num_pages} pages need {needed_bytes >> 20} MiB of GPU memory in one piece, which is not there"
         ) from error
+    if not limits.cuda_graphs:
+        return kv, EagerRunner(decoder, kv)
     return kv, CudaGraphRunner(
         decoder, kv, max_rows=limits.max_items, max_seq_len=config.max_position_embeddings
     )

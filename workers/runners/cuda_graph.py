@@ -5,12 +5,15 @@ from the embedding to the choice of the next tokens, and is launched at once. Ev
 steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `decode_buffers`.
 
 A batch runs in the smallest bucket that holds it; the rows beyond it are padded. Graphs are captured on the
-first decode. All else (prefills, mixed batches, verifies, larger batches) runs eagerly with the same kernels.
+first decode. All else (prefills, mixed batches, verifies, larger batches) runs eagerly with the same kernels,
+and so does every decode if a capture fails: more slowly, but it runs.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from workers.device_sampling import is_simple
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
-from workers.runners.base import Model, StepResult, device_errors
+from workers.runners.base import DeviceLostError, Model, StepResult, device_errors
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.eager import EagerRunner, choose_tokens
 from workers.sampling import SamplingRow
@@ -49,10 +52,16 @@ class _Graph:
     made: list[torch.Tensor]
 
 
-class CudaGraphRunner:
-    """Replays decode steps; runs everything else eagerly."""
+class CaptureError(Exception):
+    """A capture failed, and the device is as it was before. The cause says why."""
 
-    name = "cuda_graph"
+
+class CudaGraphRunner:
+    """Replays decode steps; runs everything else eagerly.
+
+    Attributes:
+        name: What runs decodes: "cuda_graph", or "eager" once a capture has failed.
+    """
 
     def __init__(
         self, model: Model, kv: KvTensors, *, max_rows: int, max_seq_len: int, capture: Capture | None = None
@@ -71,16 +80,20 @@ class CudaGraphRunner:
         self._buckets = buckets_up_to(max_rows)
         max_pages = -(-max_seq_len // kv.page_size)
         self._max_rows, self._max_pages = self._buckets[-1], max_pages
-        self._capture = capture or _CudaCapture(kv.device)
+        self.name = "cuda_graph"
+        self._capture: Capture | None = capture or _CudaCapture(kv.device)  # None: used
         self._buffers: DecodeBuffers | None = None
         self._graphs: dict[int, _Graph] = {}
 
     def step(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
         """See `Runner.step`."""
         with device_errors(), torch.inference_mode():
-            if not self._is_decode(inputs, rows):
-                return self._eager.step(inputs, rows)
-            return self._replay(inputs, rows)
+            if self._is_decode(inputs, rows):
+                if self._capture is not None:
+                    self._capture_all(self._capture)
+                if self._buffers is not None:
+                    return self._replay(self._buffers, inputs, rows)
+            return self._eager.step(inputs, rows)
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""
@@ -91,8 +104,10 @@ class CudaGraphRunner:
             and inputs.attention.page_tables.shape[1] <= self._max_pages
         )
 
-    def _replay(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
-        buffers, count = self._buffers or self._capture_all(), len(rows)
+    def _replay(
+        self, buffers: DecodeBuffers, inputs: ForwardInputs, rows: Sequence[SamplingRow]
+    ) -> StepResult:
+        count = len(rows)
         bucket = next(size for size in self._buckets if size >= count)
         buffers.load(inputs, rows)
         self._graphs[bucket].replay()
@@ -113,23 +128,41 @@ class CudaGraphRunner:
         For measuring what the device alone needs. Launches without waiting. The caller has reserved pages,
         and sent tables that name them, with the step before; nothing here tells it what was chosen.
         """
-        assert self._buffers is not None, "no decode step has run"
+        assert self._buffers is not None, "no decode step has run, or a capture has failed"
         graph = self._graphs[next(size for size in self._buckets if size >= count)]
         for _ in range(steps):
             graph.replay()
         self._buffers.forget()
 
-    def _capture_all(self) -> DecodeBuffers:
-        """Capture a graph for each bucket, the largest first: the others fit into its memory.
+    def _capture_all(self, capture: Capture) -> None:
+        """Capture the graphs, or give up on them for good: what failed once would fail in every step.
 
-        All or none: after a failure the next decode tries again.
+        Raises:
+            DeviceLostError: The device did not survive the failure.
         """
-        buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device)
-        graphs = {bucket: self._capture_one(buffers, bucket) for bucket in reversed(self._buckets)}
-        self._buffers, self._graphs = buffers, graphs
-        return buffers
+        self._capture = None
+        try:
+            with device_errors():
+                self._buffers, self._graphs = self._captured(capture)
+            return
+        except DeviceLostError:
+            raise
+        except Exception as error:  # whatever it is: there is another way to run
+            reason = _first_line(error.__cause__ if isinstance(error, CaptureError) else error)
+        # Only out here does nothing refer to the graphs that were captured before the one that failed.
+        if self._kv.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.name = EagerRunner.name
+        _warn("CUDA graphs could not be captured: decodes are launched one kernel at a time", reason)
 
-    def _capture_one(self, buffers: DecodeBuffers, bucket: int) -> _Graph:
+    def _captured(self, capture: Capture) -> tuple[DecodeBuffers, dict[int, _Graph]]:
+        """A graph for each bucket, the largest first: the others fit into its memory."""
+        buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device)
+        return buffers, {
+            bucket: self._capture_one(capture, buffers, bucket) for bucket in reversed(self._buckets)
+        }
+
+    def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int) -> _Graph:
         # All rows are padded while it is captured and before: no page is read or written.
         buffers.clear()
         made: list[torch.Tensor] = []
@@ -137,7 +170,7 @@ class CudaGraphRunner:
         def run() -> None:
             made[:] = [self._decode(buffers, bucket)]
 
-        return _Graph(self._capture(run), made)
+        return _Graph(capture(run), made)
 
     def _decode(self, buffers: DecodeBuffers, bucket: int) -> torch.Tensor:
         """One step over the first `bucket` rows of the buffers. Returns the logits [bucket, vocab]."""
@@ -168,23 +201,71 @@ class _CudaCapture:
         self._device = device
         self._pool: Any = None
         # One for all: libraries keep a workspace for each stream they have seen.
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: Any = None
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Warms up, then captures `run`."""
+        """Warms up, then captures `run`.
+
+        Raises:
+            CaptureError: That failed, and the device can be used as before.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            # Kernels are compiled, and libraries take their workspaces, before anything is recorded.
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            self._warm_up(run)
+            return self._record(run)
+        except Exception as error:
+            # A device that is lost says so again, here as in every call that follows.
+            torch.cuda.synchronize(self._device)
+            raise CaptureError from error
+
+    def _warm_up(self, run: Callable[[], None]) -> None:
+        """Kernels are compiled, and libraries take their workspaces, before anything is recorded."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             for _ in range(2):
                 run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
+        # Not `torch.cuda.graph`, which leaves its stream the current one where a capture cannot be ended.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            run()
-        self._pool = self._pool or graph.pool()
+        with torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(pool=self._pool)
+                run()
+                graph.capture_end()
+            except Exception:
+                self._abandon(graph)
+                raise
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture, as far as it got. The first error is the one to report."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # The stream is free again, but where its end failed the allocator still counts a capture. Where
+            # the end got past that, the first of these raises, and the graph releases the pool itself.
+            index = self._stream.device_index
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, self._pool)  # noqa: SLF001
+                torch._C._cuda_releasePool(index, self._pool)  # noqa: SLF001
+
+
+def _first_line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _warn(event: str, reason: str) -> None:
+    """Log, also where there is only what kernels and models need."""
+    try:
+        import structlog  # noqa: PLC0415
+    except ImportError:
+        logging.getLogger(__name__).warning("%s: %s", event, reason)
+    else:
+        structlog.get_logger(__name__).warning(event, reason=reason)
