@@ -15,6 +15,8 @@ from quire.v1 import types_pb2 as types
 # Of the weightless model, and of the gateway that the cases are for.
 VOCAB = 1024
 MAX_SEQ_LEN = 32768
+# 64 pages, see conftest: what one sequence can have of these.
+KV_CAPACITY = 64 * 16
 MAX_RESPONSE_BYTES = 524_288
 # What the cache holds that the cases are about.
 PROMPT = list(range(1, 21))
@@ -242,7 +244,7 @@ def size_cases() -> Iterator[Case]:
             prefill,
             code_pb2.OUT_OF_RANGE,
             "SEQUENCE_TOO_LONG",
-            metadata={"wanted_tokens": str(cache_tokens + count), "kv_capacity_tokens": str(MAX_SEQ_LEN)},
+            metadata={"wanted_tokens": str(cache_tokens + count), "kv_capacity_tokens": str(KV_CAPACITY)},
         )
 
 
