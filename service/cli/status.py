@@ -22,6 +22,8 @@ _COLUMNS = (
 )  # fmt: skip
 _RATE_COLUMNS = ("tokens/s", "prefills/s", "decodes/s", "steps/s")
 _TEXT_COLUMNS = frozenset({"worker", "device", "runner", "state"})
+# Among the kernels of a worker whose CPU kernels could not be compiled.
+NOT_COMPILED = "cpu-not-compiled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         if before is not None:
             cells += rate_cells(worker, earlier.get(worker.worker_id), now.taken_s - before.taken_s)
         table.add_row(*cells)
-    return Group(Text(line), table)
+    slow = [w.worker_id for w in status.workers if NOT_COMPILED in w.executor.kernels]
+    notes = [Text(f"slow: the CPU kernels of {', '.join(slow)} are not compiled (see the log)")] if slow else []
+    return Group(Text(line), table, *notes)
 
 
 def worker_cells(worker: executor_pb2.WorkerStatus) -> list[str]:
