@@ -95,11 +95,9 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         if before is not None:
             cells += rate_cells(worker, earlier.get(worker.worker_id), now.taken_s - before.taken_s)
         table.add_row(*cells)
-    slow = [w.worker_id for w in status.workers if NOT_COMPILED in w.executor.kernels]
-    notes = (
-        [Text(f"slow: the CPU kernels of {', '.join(slow)} are not compiled (see the log)")] if slow else []
-    )
-    return Group(Text(line), table, *([Text(note)] if slow else []))
+    slow = ", ".join(w.worker_id for w in status.workers if NOT_COMPILED in w.executor.kernels)
+    note = [Text(f"slow: the CPU kernels of {slow} are not compiled, see the log")] if slow else []
+    return Group(Text(line), table, *note)
 
 
 def worker_cells(worker: executor_pb2.WorkerStatus) -> list[str]:
