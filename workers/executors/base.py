@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-import structlog
 import torch
 
 from workers.executors.engine import Engine
@@ -25,7 +24,7 @@ from workers.executors.errors import (
 )
 from workers.executors.info import Capabilities, ExecutorStatus, KvCapacity, ModelDescription
 from workers.kv.table import PoolUsage
-from workers.models.backends import NOT_COMPILED, active_kernels
+from workers.models.backends import active_kernels
 from workers.operations import (
     GREEDY,
     Accept,
@@ -38,8 +37,6 @@ from workers.operations import (
     TokenMask,
 )
 from workers.running import Chunk, RunningForward
-
-_log = structlog.get_logger(__name__)
 
 # Names of sequences that no caller has.
 _SCORED, _WARM, _WARM_TOO = -1, -2, -3
@@ -60,11 +57,6 @@ class ModelExecutor:
         self._capabilities = _capabilities(self.name, model, engine)
         self._op_ids = itertools.count(1)
         self._closed = False
-        if NOT_COMPILED in self._capabilities.kernels:
-            _log.warning(
-                "the CPU kernels are not compiled, and torch, which is slower, stands in for them;"
-                " `make setup` compiles them where there is a g++"
-            )
 
     # Work. What raises has changed nothing.
 
