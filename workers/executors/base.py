@@ -257,9 +257,11 @@ class ModelExecutor:
         if not 0 <= op.rows <= len(op.token_ids):
             raise RowsOutOfRange(f"{op.rows} rows of {len(op.token_ids)} tokens")
         vocab_size = self._model.vocab_size
-        for token in itertools.chain(op.token_ids, op.output.logprob_token_ids):
-            if not 0 <= token < vocab_size:
-                raise TokenOutOfVocabulary(f"token {token} of a vocabulary of {vocab_size}")
+        for tokens in (op.token_ids, op.output.logprob_token_ids):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                raise TokenOutOfVocabulary(
+                    f"tokens from {min(tokens)} to {max(tokens)} of a vocabulary of {vocab_size}"
+                )
         most, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
         if end > most:
             raise SequenceTooLong(f"{end} tokens in sequence {op.sequence}, which can have {most}")
