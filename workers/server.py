@@ -21,6 +21,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import wire
 from workers.executors.base import ModelExecutor
+from workers.models.backends import NOT_COMPILED
 from workers.operations import Command, IntegrityReport, Result
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
@@ -68,6 +69,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     def _compute(self) -> None:
         try:
             executor = self._make_executor(self._report_progress)
+            if NOT_COMPILED in executor.capabilities().kernels:
+                _log.warning(
+                    "the CPU kernels are not compiled, and torch, which is slower, stands in for them;"
+                    " `make setup` compiles them where there is a g++"
+                )
             executor.warmup()
             scheduler = self._make_scheduler()
             steps = StepLoop(executor.engine, scheduler, self._emit)

@@ -44,7 +44,7 @@ def as_tensor(outputs: list[RowOutput]) -> torch.Tensor:
 
 
 def all_rows(executor: LlmExecutor, text: list[int]) -> torch.Tensor:
-    """Logits of every position: of the first from a prefill, then from a verify, of the last half from decodes."""
+    """Logits of every position: of the first half from a prefill and a verify, of the others from decodes."""
     half = len(text) // 2
     outputs = [executor.prefill(1, text[:1], WITH_LOGITS)]
     outputs += executor.forward_verify(1, text[1:half], WITH_LOGITS)[0]

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config
 
 from kernels.rope import RopeSpec
 from tests.model_factory import TinyModel, hf_config
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
+from workers.models.registry import FAMILIES, Family
 
 # As in the checkpoint of Qwen3-0.6B, spelled as by transformers 4.
 OLD: dict[str, Any] = {
@@ -176,6 +178,93 @@ def test_generation_config_replaces_the_end_tokens(tmp_path: Path, eos: object, 
     ],
 )
 def test_refusals_name_the_setting(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(**changes)
+
+
+# As published for Mistral 7B: its window counts without a word about it.
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+
+
+def test_a_new_family_is_never_silently_without_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line in the registry makes a family known, not its window."""
+    family = Family(qk_norm=False, qkv_bias=False, output_bias=False, rope_theta=10_000.0)
+    monkeypatch.setitem(FAMILIES, "mistral", family)
+    with pytest.raises(ModelError, match="sliding_window: is not supported without use_sliding_window"):
+        ModelConfig.from_settings(MISTRAL)
+    with pytest.raises(ModelError, match="sliding_window"):
+        ModelConfig.from_settings(MISTRAL | {"layer_types": ["sliding_attention"] * 32})
+    whole = ModelConfig.from_settings(MISTRAL | {"sliding_window": None})
+    assert whole.layer_windows == (None,) * 32
+
+
+def test_what_qwen3_ignores_is_ignored() -> None:
+    assert set(read(use_sliding_window=..., sliding_window=9).layer_windows) == {None}
+
+
+def test_the_full_config_of_transformers_loads() -> None:
+    assert ModelConfig.from_settings(Qwen3Config().to_dict()).num_hidden_layers == 32
+
+
+def test_keys_without_effect_load() -> None:
+    """As they are written by transformers 4 and by those who fine-tune, and settings of generate()."""
+    changes = {
+        "_name_or_path": "somewhere",
+        "transformers_version": "4.51.0",
+        "initializer_range": 0.02,
+        "attention_dropout": 0.1,
+        "use_cache": False,
+        "pad_token_id": 151643,
+        "unsloth_fixed": True,
+        "id2label": {"0": "A"},
+        "is_decoder": False,
+        "pruned_heads": {},
+        "temperature": 0.6,
+        "chunk_size_feed_forward": 0,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "what_nobody_knows": None,
+    }
+    assert read(**changes) == read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: is not supported, got 30.0"),
+        ({"embedding_multiplier": 12}, "embedding_multiplier: is not supported, got 12"),
+        ({"num_experts": 128}, "num_experts: is not supported"),
+        ({"mlp_bias": True}, "mlp_bias: is not supported, got True"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: is not supported"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder: is not supported"),
+        ({"rope_parameters": {"rope_type": "default", "interleaved": True}}, "rope_parameters: interleaved"),
+    ],
+)
+def test_a_key_that_the_decoder_does_not_know_refuses_the_model(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         read(**changes)
 

@@ -9,7 +9,7 @@ import pytest
 
 from workers.executors.engine import Engine
 from workers.executors.weightless import PagedAttentionExecutor
-from workers.operations import Failed, FailureReason, Forward, ForwardDone, Kind, Result
+from workers.operations import Abort, Failed, FailureReason, Forward, ForwardDone, Kind, Result
 from workers.runners.base import DeviceLostError
 from workers.running import Chunk
 from workers.scheduler import Scheduler
@@ -107,6 +107,27 @@ def test_a_full_step_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     loop.submit([forward(op_id) for op_id in (1, 2, 3)])
     loop.take()
     assert loop.operations_in_flight == 3
+
+
+def test_an_abort_of_what_has_not_begun_touches_nothing() -> None:
+    """Its sequence is another forward's, which is in the middle of a prompt."""
+    engine = PagedAttentionExecutor.create(kv_pages=16).engine
+    results: list[Result] = []
+    loop = StepLoop(engine, Scheduler(16, 4, max_rows=4), results.extend)
+    prompt = Forward(2, sequence=1, position=2, token_ids=list(range(40)))
+    behind = Forward(3, sequence=1, position=2, token_ids=[7])
+    loop.submit([forward(1), prompt, behind])
+    for _ in range(2):
+        loop.take()
+        loop.step()
+    loop.flush()
+    assert 2 < (engine.length(1) or 0) < 42
+    loop.submit([Abort(op_id=4, target_op_id=3)])
+    run(loop, results, 2)
+    assert [result.op_id for result in results if isinstance(result, ForwardDone)] == [1, 2]
+    assert engine.length(1) == 42
+    assert loop.operations_in_flight == 0
+    engine.check_integrity()
 
 
 def test_a_caller_who_scores_is_not_expected_back() -> None:

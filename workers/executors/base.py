@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-import structlog
 import torch
 
 from workers.executors.engine import Engine
@@ -32,7 +31,7 @@ from workers.executors.info import (
     ModelDescription,
 )
 from workers.kv.table import PoolUsage
-from workers.models.backends import NOT_COMPILED, active_kernels
+from workers.models.backends import active_kernels
 from workers.operations import (
     GREEDY,
     Accept,
@@ -45,8 +44,6 @@ from workers.operations import (
     TokenMask,
 )
 from workers.running import Chunk, RunningForward
-
-_log = structlog.get_logger(__name__)
 
 # Names of sequences that no caller has.
 _SCORED, _WARM, _WARM_TOO = -1, -2, -3
@@ -67,11 +64,6 @@ class ModelExecutor:
         self._capabilities = _capabilities(self.name, model, engine)
         self._op_ids = itertools.count(1)
         self._closed = False
-        if NOT_COMPILED in self._capabilities.kernels:
-            _log.warning(
-                "the CPU kernels are not compiled, and torch, which is slower, stands in for them;"
-                " `make setup` compiles them where there is a g++"
-            )
 
     # Work. What raises has changed nothing.
 
@@ -273,9 +265,11 @@ class ModelExecutor:
         if not 0 <= op.rows <= len(op.token_ids):
             raise RowsOutOfRange(f"{op.rows} rows of {len(op.token_ids)} tokens")
         vocab_size = self._model.vocab_size
-        for token in itertools.chain(op.token_ids, op.output.logprob_token_ids):
-            if not 0 <= token < vocab_size:
-                raise TokenOutOfVocabulary(f"token {token} of a vocabulary of {vocab_size}")
+        for tokens in (op.token_ids, op.output.logprob_token_ids):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                raise TokenOutOfVocabulary(
+                    f"tokens from {min(tokens)} to {max(tokens)} of a vocabulary of {vocab_size}"
+                )
         most, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
         if end > most:
             raise SequenceTooLong(f"{end} tokens in sequence {op.sequence}, which can have {most}")

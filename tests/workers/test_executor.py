@@ -1,0 +1,266 @@
+"""The executor in the caller's own process: it refuses what the RPCs refuse, and says what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model_factory import TinyModel, make_model
+from workers.executors.base import ModelExecutor
+from workers.executors.errors import (
+    DuplicateSequence,
+    EmptyTokens,
+    ExecutorClosed,
+    ExecutorError,
+    KvMissing,
+    RowsOutOfRange,
+    SequenceTooLong,
+    TokenOutOfVocabulary,
+    TruncateBeyondEnd,
+)
+from workers.executors.llm import LlmExecutor
+from workers.executors.weightless import PagedAttentionExecutor
+from workers.kv.page_pool import OutOfPages
+from workers.kv.sizing import KvSizingError
+from workers.operations import GREEDY, Forward, OutputSpec
+from workers.running import Chunk
+
+torch.set_num_threads(1)
+
+PAGES = 12
+CAPACITY_TOKENS = PAGES * 16
+VOCAB = 1024
+
+Call = Callable[[ModelExecutor], object]
+
+
+@pytest.fixture
+def executor() -> ModelExecutor:
+    """One that holds sequence 1 of three tokens."""
+    made = PagedAttentionExecutor.create(kv_pages=PAGES)
+    made.prefill(1, [5, 6, 7])
+    return made
+
+
+REFUSED: list[tuple[Call, type[ExecutorError]]] = [
+    (lambda e: e.decode(2, 4), KvMissing),
+    (lambda e: e.batch_decode([(1, 4, GREEDY), (2, 4, GREEDY)]), KvMissing),
+    (lambda e: e.forward_verify(2, [4, 5]), KvMissing),
+    (lambda e: e.fork(2, [3]), KvMissing),
+    (lambda e: e.truncate_kv(2, 0), KvMissing),
+    (lambda e: e.prefill(2, []), EmptyTokens),
+    (lambda e: e.batch_prefill([(3, [1], GREEDY), (2, [], GREEDY)]), EmptyTokens),
+    (lambda e: e.unified_decode([(2, [], 0, GREEDY)]), EmptyTokens),
+    (lambda e: e.forward_verify(1, []), EmptyTokens),
+    (lambda e: e.forward([]), EmptyTokens),
+    (lambda e: e.prefill(2, [1, VOCAB]), TokenOutOfVocabulary),
+    (lambda e: e.decode(1, -1), TokenOutOfVocabulary),
+    (lambda e: e.forward([VOCAB]), TokenOutOfVocabulary),
+    (lambda e: e.decode(1, 4, OutputSpec(logprob_token_ids=[VOCAB])), TokenOutOfVocabulary),
+    (lambda e: e.unified_decode([(2, [4, 5], 3, GREEDY)]), RowsOutOfRange),
+    (lambda e: e.unified_decode([(2, [4, 5], -1, GREEDY)]), RowsOutOfRange),
+    (lambda e: e.prefill(2, [0] * (CAPACITY_TOKENS + 1)), SequenceTooLong),
+    (lambda e: e.prefill(1, [0] * (CAPACITY_TOKENS - 2)), SequenceTooLong),
+    (lambda e: e.forward([0] * (CAPACITY_TOKENS + 1)), SequenceTooLong),
+    (lambda e: e.batch_decode([(1, 4, GREEDY), (1, 5, GREEDY)]), DuplicateSequence),
+    (lambda e: e.batch_prefill([(2, [4], GREEDY), (2, [5], GREEDY)]), DuplicateSequence),
+    (lambda e: e.fork(1, [2, 1]), DuplicateSequence),
+    (lambda e: e.fork(1, [2, 2]), DuplicateSequence),
+    (lambda e: e.truncate_kv(1, 4), TruncateBeyondEnd),
+    (lambda e: e.truncate_kv(1, -1), TruncateBeyondEnd),
+]
+
+
+@pytest.mark.parametrize(("call", "error"), REFUSED)
+def test_what_is_refused_has_a_name_and_leaves_nothing(
+    executor: ModelExecutor, call: Call, error: type[ExecutorError]
+) -> None:
+    before = executor.cache_metrics_snapshot(), executor.status().counts
+    with pytest.raises(error):
+        call(executor)
+    assert (executor.cache_metrics_snapshot(), executor.status().counts) == before
+    executor.check_integrity()
+
+
+def test_past_the_context_of_the_model_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path, TinyModel(max_positions=20))
+    executor = LlmExecutor.load(model, kv_pages=PAGES)
+    assert executor.capabilities().kv_capacity_tokens == 20
+    executor.prefill(1, [3] * 20)
+    with pytest.raises(SequenceTooLong, match="21 tokens in sequence 1, which can have 20"):
+        executor.decode(1, 3)
+
+
+def test_empty_batches_are_answered() -> None:
+    executor = PagedAttentionExecutor.create(kv_pages=1)
+    assert [executor.batch_prefill([]), executor.batch_decode([]), executor.unified_decode([])] == [[]] * 3
+    assert executor.status().counts.steps == 0
+
+
+def test_a_batch_runs_whole_or_not_at_all(executor: ModelExecutor) -> None:
+    with pytest.raises(OutOfPages):
+        executor.batch_prefill([(key, [key] * 95, GREEDY) for key in (2, 3)])
+    assert executor.cache_metrics_snapshot().sequences == 1
+    assert executor.kv_capacity().available == PAGES - 1
+    executor.check_integrity()
+
+
+def test_rows_between_one_and_all(executor: ModelExecutor) -> None:
+    text = [9, 8, 7, 6, 5]
+    (all_rows,) = executor.unified_decode([(2, text, 5, GREEDY)])
+    for rows in range(6):
+        executor.release_cache(3)
+        (found,) = executor.unified_decode([(3, text, rows, GREEDY)])
+        assert [row.token_id for row in found] == [row.token_id for row in all_rows][5 - rows :]
+
+
+def test_after_shutdown_reads_answer_and_work_is_refused(executor: ModelExecutor) -> None:
+    executor.shutdown()
+    assert executor.info().vocab_size == VOCAB
+    assert executor.kv_capacity().available == PAGES
+    assert executor.cache_metrics_snapshot().sequences == 0
+    assert executor.status().counts.prefill_operations == 1
+    assert executor.capabilities().supports_verify
+    assert executor.lora_metrics_snapshot() == ()
+    executor.check_integrity()
+    work: Sequence[Call] = (
+        lambda e: e.prefill(1, [1]),
+        lambda e: e.batch_prefill([]),
+        lambda e: e.decode(1, 1),
+        lambda e: e.batch_decode([]),
+        lambda e: e.unified_decode([]),
+        lambda e: e.forward_verify(1, [1]),
+        lambda e: e.forward([1]),
+        lambda e: e.fork(1, [2]),
+        lambda e: e.truncate_kv(1, 0),
+        lambda e: e.warmup(),
+    )
+    for call in work:
+        with pytest.raises(ExecutorClosed):
+            call(executor)
+    assert not executor.release_cache(1)
+
+
+def test_status_says_whether_a_step_runs(executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, ages = executor.engine.runner, []
+    step = runner.step
+
+    def look(inputs: object, rows: object) -> object:
+        ages.append(executor.status().step_age_ns)
+        return step(inputs, rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "step", look)
+    executor.decode(1, 4)
+    monkeypatch.setattr(runner, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        executor.decode(1, 4)
+    assert ages[0] > 0
+    status = executor.status()
+    assert status.step_age_ns == 0
+    assert (status.device_memory_bytes, status.device_memory_peak_bytes) == (0, 0)  # of a CPU
+
+
+def test_each_operation_counts_under_its_own_kind(executor: ModelExecutor) -> None:
+    executor.engine.reset_counts()
+    executor.forward([1, 2, 3])
+    executor.forward_verify(1, [4, 5])
+    executor.decode(1, 6)
+    # A prompt's first token comes alone too, and so does what follows a cut to nothing.
+    executor.unified_decode([(1, [7], 1, GREEDY), (2, [8], 0, GREEDY), (3, [9, 9], 1, GREEDY)])
+    executor.truncate_kv(3, 0)
+    executor.unified_decode([(3, [9], 1, GREEDY)])
+    counts = executor.status().counts
+    assert (counts.score_operations, counts.verify_operations) == (1, 1)
+    assert (counts.decode_operations, counts.prefill_operations) == (2, 3)
+    assert min(counts.score_ns, counts.verify_ns, counts.decode_ns, counts.prefill_ns) > 0
+    assert (counts.steps, counts.batch_items, counts.step_tokens) == (5, 7, 3 + 2 + 1 + 4 + 1)
+
+
+def prefix_counts(executor: ModelExecutor) -> tuple[int, int]:
+    usage = executor.cache_metrics_snapshot()
+    return usage.prefix_hit_tokens, usage.prefix_query_tokens
+
+
+def test_every_token_of_a_prompt_that_is_begun_counts_as_looked_for(executor: ModelExecutor) -> None:
+    executor.engine.reset_counts()
+    prompt = list(range(40))
+    executor.prefill(2, prompt)
+    assert prefix_counts(executor) == (0, 40)
+    executor.prefill(3, prompt)
+    assert prefix_counts(executor) == (32, 80)
+    executor.prefill(3, [1, 2, 3])  # within a page: nothing can be found, all of it is computed
+    executor.unified_decode([(4, [5], 0, GREEDY)])
+    assert prefix_counts(executor) == (32, 84)
+    executor.decode(3, 4)
+    executor.forward_verify(3, [5, 6])
+    executor.forward(prompt)
+    assert prefix_counts(executor) == (32, 84)
+
+
+def test_a_prompt_refused_for_lack_of_pages_does_not_count(executor: ModelExecutor) -> None:
+    executor.prefill(2, list(range(40)))
+    counted = prefix_counts(executor)
+    prompt = list(range(40)) + [500] * 124
+    for _ in range(2):
+        with pytest.raises(OutOfPages):
+            executor.prefill(3, prompt)
+    assert prefix_counts(executor) == counted
+    executor.release_cache(1)
+    executor.release_cache(2)
+    executor.prefill(3, prompt)
+    assert prefix_counts(executor) == (counted[0] + 32, counted[1] + 164)
+
+
+def test_only_rows_decide_what_may_be_reused(executor: ModelExecutor) -> None:
+    """Tokens that have a row are computed again, and so is the last one in any case."""
+    executor.prefill(2, list(range(50)))
+    for op_id, (rows, reused) in enumerate(((0, 48), (1, 48), (2, 48), (3, 32), (18, 32), (19, 16), (50, 0))):
+        op = Forward(op_id, 9, 0, list(range(50)), rows=rows)
+        running = executor.engine.begin(op)
+        assert running.reused == running.computed == reused
+        executor.engine.execute([Chunk(running, reused, running.remaining)])
+        assert len(executor.engine.complete(running, 1).outputs) == rows
+        executor.release_cache(9)
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3])
+@pytest.mark.parametrize("weightless", [False, True])
+def test_small_pools_warm_up_and_serve(tmp_path: Path, pages: int, weightless: bool) -> None:
+    executor: ModelExecutor
+    if weightless:
+        executor = PagedAttentionExecutor.create(kv_pages=pages)
+    else:
+        executor = LlmExecutor.load(make_model(tmp_path, TinyModel()), kv_pages=pages)
+    empty = executor.cache_metrics_snapshot()
+    executor.warmup()
+    assert executor.cache_metrics_snapshot() == empty
+    assert executor.status().counts.steps == 0
+    assert executor.capabilities().kv_capacity_tokens == 16 * pages
+    executor.prefill(1, [3] * (16 * pages - 1))
+    executor.decode(1, 3)
+    with pytest.raises(SequenceTooLong):
+        executor.decode(1, 3)
+    executor.release_cache(1)
+    assert executor.kv_capacity().available == pages
+
+
+@pytest.mark.parametrize("length", [2, 3, 17])
+def test_short_contexts_warm_up(tmp_path: Path, length: int) -> None:
+    executor = LlmExecutor.load(make_model(tmp_path, TinyModel(max_positions=length)), kv_pages=4)
+    executor.warmup()
+    assert executor.kv_capacity().available == 4
+
+
+def test_no_pages_are_refused_as_a_setting() -> None:
+    with pytest.raises(KvSizingError, match="kv_pages = 0: must be at least 1"):
+        PagedAttentionExecutor.create(kv_pages=0)
+
+
+def test_capabilities_say_where_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.models.backends.kernel_name", lambda: None)
+    assert "cpu-not-compiled" in PagedAttentionExecutor.create(kv_pages=1).capabilities().kernels
+    monkeypatch.setattr("workers.models.backends.kernel_name", lambda: "cpu-avx2")
+    assert "cpu-not-compiled" not in PagedAttentionExecutor.create(kv_pages=1).capabilities().kernels

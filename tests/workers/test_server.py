@@ -1,0 +1,32 @@
+"""What a worker says of itself when it starts."""
+
+from __future__ import annotations
+
+import pytest
+from structlog.testing import capture_logs
+
+from workers.executors.weightless import PagedAttentionExecutor
+from workers.scheduler import Scheduler
+from workers.server import WorkerServer
+
+
+class StartedError(Exception):
+    """Ends the worker once it has loaded."""
+
+
+def stop() -> Scheduler:
+    raise StartedError
+
+
+@pytest.mark.parametrize(("compiled", "warnings"), [(None, 1), ("cpu-avx2", 0)])
+async def test_slow_kernels_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, compiled: str | None, warnings: int
+) -> None:
+    monkeypatch.setattr("workers.models.backends.kernel_name", lambda: compiled)
+    with capture_logs() as logs:
+        worker = WorkerServer(lambda _: PagedAttentionExecutor.create(kv_pages=1), stop)
+        worker.start()
+        with pytest.raises(StartedError):
+            await worker.ended
+    said = [entry for entry in logs if "kernels are not compiled" in entry["event"]]
+    assert [entry["log_level"] for entry in said] == ["warning"] * warnings
