@@ -103,7 +103,8 @@ class Dispatcher:
 
     def cancel(self, tickets: Iterable[int]) -> None:
         """Undoes those that have no outcome yet; they get none."""
-        for ticket in tickets:
+        # The last first: cancelling one lets the next of its cache begin, which may be one of these.
+        for ticket in sorted(tickets, reverse=True):
             if self._waiting.pop(ticket, None) is not None:
                 self._caches.cancel(ticket, self._clock_s())
         self._carry_out()

@@ -130,6 +130,41 @@ def test_every_call_is_answered_as_its_unary_twin(gateway: GatewayProcess) -> No
     release_all(gateway)
 
 
+def calls_in_order(cache_id: str) -> list[pb.SessionCall]:
+    """Everything that can be asked of a cache of 20 tokens, up to its end and past it."""
+    return [
+        pb.SessionCall(tag=1, decode=pb.DecodeRequest(cache_id=cache_id, token_id=5, position=20)),
+        pb.SessionCall(tag=2, truncate_kv=pb.TruncateKVRequest(cache_id=cache_id, new_len=10)),
+        pb.SessionCall(tag=3, renew_cache=pb.RenewCacheRequest(cache_id=cache_id)),
+        pb.SessionCall(tag=4, decode=pb.DecodeRequest(cache_id=cache_id, token_id=6, position=10)),
+        pb.SessionCall(tag=5, release_cache=pb.ReleaseCacheRequest(cache_id=cache_id)),
+        pb.SessionCall(tag=6, release_cache=pb.ReleaseCacheRequest(cache_id=cache_id)),
+        pb.SessionCall(tag=7, decode=pb.DecodeRequest(cache_id=cache_id, token_id=7)),
+        pb.SessionCall(tag=8, renew_cache=pb.RenewCacheRequest(cache_id=cache_id)),
+    ]
+
+
+@pytest.mark.parametrize("messages", [1, 8])
+def test_calls_on_a_cache_run_in_the_order_sent(gateway: GatewayProcess, messages: int) -> None:
+    """Its release and renewal too, in one message or in several."""
+    with Lane(gateway) as lane:
+        lane.send(pb.SessionCall(tag=1, prefill=pb.PrefillRequest(token_ids=PROMPT)))
+        cache_id = lane.take(1)[1].prefill.kv_cache.cache_id
+        calls = calls_in_order(cache_id)
+        for first in range(0, len(calls), len(calls) // messages):
+            lane.send(*calls[first : first + len(calls) // messages])
+        answers = lane.take(len(calls))
+        assert list(answers) == list(range(1, 9)), "answered in order"
+        assert answers[1].decode.kv_cache.seq_len == 21
+        assert answers[2].truncate_kv.kv_cache.seq_len == 10
+        assert answers[3].renew_cache.kv_cache.seq_len == 10
+        assert answers[4].decode.kv_cache.seq_len == 11
+        assert answers[5].release_cache.released
+        assert answers[6].HasField("release_cache") and not answers[6].release_cache.released
+        assert [reason_in(answers[tag]) for tag in (7, 8)] == ["CACHE_NOT_FOUND"] * 2
+    gateway.assert_pools_are_whole()
+
+
 def test_an_error_is_the_calls_own(gateway: GatewayProcess) -> None:
     with Lane(gateway) as lane:
         lane.send(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from quire.v1 import types_pb2, worker_pb2
 
-from service.caches import table as sequences
-from service.caches.requests import Append, ForkRequest, Kind, Reply, Rows, TruncateRequest
-from service.caches.table import Limits
-from service.errors import KvExhausted, QueueFull
-from tests.sim.harness import MAX_SEQ_LEN, Gateway, decode, prefill, verify
-from tests.sim.model_worker import next_token
+from service.caches.requests import Append, Appended, Fork, Handles, Kind, Release, Released, Renew, Truncate
+from service.caches.table import MAX_WAITING_PER_CACHE, Limits
+from service.errors import QueueFull
+from tests.sim.harness import MAX_SEQ_LEN, Gateway, answer_of, decode, prefill, verify
+from tests.sim.model_worker import Pool, next_token
 
 LOGITS = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
 
@@ -23,33 +22,33 @@ def gateway() -> Gateway:
 # Fencing: DESIGN, section 4.
 
 
-def test_a_step_is_journaled_and_answered(gateway: Gateway) -> None:
+def test_an_append_is_journaled_and_answered(gateway: Gateway) -> None:
     cache = gateway.create(1, 2, 3)
-    result = gateway.step(decode(cache, 4, position=3))
+    result = gateway.append(decode(cache, 4, position=3))
     assert result.handle is not None and result.handle.seq_len == 4
-    assert result.done.outputs[0].token_id == next_token([1, 2, 3, 4], None)
+    assert answer_of(result).outputs[0].token_id == next_token([1, 2, 3, 4], None)
     assert gateway.tokens(cache) == [1, 2, 3, 4]
 
 
-def test_a_step_without_a_position_is_not_fenced(gateway: Gateway) -> None:
+def test_an_append_without_a_position_is_not_fenced(gateway: Gateway) -> None:
     cache = gateway.create(1)
-    gateway.step(decode(cache, 2))
-    gateway.step(decode(cache, 2))
+    gateway.append(decode(cache, 2))
+    gateway.append(decode(cache, 2))
     assert gateway.tokens(cache) == [1, 2, 2]
 
 
-def test_a_repeated_step_is_answered_from_memory(gateway: Gateway) -> None:
+def test_a_repeated_append_is_answered_from_memory(gateway: Gateway) -> None:
     cache = gateway.create(1, 2)
-    first = gateway.step(decode(cache, 3, position=2))
+    first = gateway.append(decode(cache, 3, position=2))
     sent = len(gateway.sent)
-    assert gateway.step(decode(cache, 3, position=2)) == first
+    assert gateway.append(decode(cache, 3, position=2)) == first
     assert len(gateway.sent) == sent
     assert gateway.tokens(cache) == [1, 2, 3]
 
 
 def test_a_repetition_that_overtakes_the_answer_waits_for_it(gateway: Gateway) -> None:
     cache = gateway.create(1)
-    first, again = (gateway.submit(decode(cache, 2, position=1)) for _ in range(2))
+    first, again = (gateway.ask(decode(cache, 2, position=1)) for _ in range(2))
     gateway.work()
     assert gateway.replies[first] == gateway.replies[again]
     assert gateway.tokens(cache) == [1, 2]
@@ -57,20 +56,22 @@ def test_a_repetition_that_overtakes_the_answer_waits_for_it(gateway: Gateway) -
 
 def test_a_repetition_with_other_options_is_computed_on_a_copy(gateway: Gateway) -> None:
     cache = gateway.create(1, 2)
-    plain = gateway.step(decode(cache, 3, position=2))
-    again = gateway.step(decode(cache, 3, position=2, output=LOGITS))
-    assert again.done.outputs[0].logits.data and not plain.done.outputs[0].logits.data
-    assert again.done.outputs[0].token_id == plain.done.outputs[0].token_id
+    plain = gateway.append(decode(cache, 3, position=2))
+    again = gateway.append(decode(cache, 3, position=2, output=LOGITS))
+    assert answer_of(again).outputs[0].logits.data and not answer_of(plain).outputs[0].logits.data
+    assert answer_of(again).outputs[0].token_id == answer_of(plain).outputs[0].token_id
     assert again.handle == plain.handle
     assert gateway.tokens(cache) == [1, 2, 3]
     assert gateway.held() == [[1, 2, 3]], "the copy is gone"
 
 
-@pytest.mark.parametrize("reason", list(worker_pb2.WorkerErrorReason.values())[2:5])
-def test_a_copy_does_not_outlive_a_failed_repetition(gateway: Gateway, reason: int) -> None:
+@pytest.mark.parametrize("reason", worker_pb2.WorkerErrorReason.values()[2:5])
+def test_a_copy_does_not_outlive_a_failed_repetition(
+    gateway: Gateway, reason: worker_pb2.WorkerErrorReason
+) -> None:
     cache = gateway.create(1, 2)
-    gateway.step(decode(cache, 3, position=2))
-    ticket = gateway.submit(decode(cache, 3, position=2, output=LOGITS))
+    gateway.append(decode(cache, 3, position=2))
+    ticket = gateway.ask(decode(cache, 3, position=2, output=LOGITS))
     gateway.worker.take(1)
     # The forward never begins, as when its deadline passes: the worker has nothing to roll back.
     assert gateway.worker.inbox.popleft().op_id == ticket
@@ -82,18 +83,18 @@ def test_a_copy_does_not_outlive_a_failed_repetition(gateway: Gateway, reason: i
 @pytest.mark.parametrize(("token_id", "position"), [(9, 2), (3, 1), (3, 4), (1, 0)])
 def test_any_other_position_is_a_mismatch(gateway: Gateway, token_id: int, position: int) -> None:
     cache = gateway.create(1, 2)
-    gateway.step(decode(cache, 3, position=2))
+    gateway.append(decode(cache, 3, position=2))
     error = gateway.refusal(decode(cache, token_id, position))
     assert error.reason == "POSITION_MISMATCH"
     assert error.metadata == {"position": str(position), "seq_len": "3"}
     assert gateway.tokens(cache) == [1, 2, 3]
 
 
-def test_a_truncation_forgets_the_last_step(gateway: Gateway) -> None:
+def test_a_truncation_forgets_the_last_append(gateway: Gateway) -> None:
     cache = gateway.create(1, 2)
-    gateway.step(decode(cache, 3, position=2))
-    gateway.handles(TruncateRequest(cache, 2))
-    gateway.step(decode(cache, 3, position=2))
+    gateway.append(decode(cache, 3, position=2))
+    gateway.handles(Truncate(cache, 2))
+    gateway.append(decode(cache, 3, position=2))
     assert gateway.tokens(cache) == [1, 2, 3]
 
 
@@ -101,11 +102,11 @@ def test_a_verify_keeps_what_is_accepted_and_is_repeatable(gateway: Gateway) -> 
     cache = gateway.create(1, 2)
     right = next_token([1, 2, 3], None)
     wrong = next_token([1, 2, 3, right], None) + 1
-    step = verify(cache, 3, right, wrong, 5, position=2)
-    first = gateway.step(step)
-    assert first.kept == 2 and len(first.done.outputs) == 4
+    append = verify(cache, 3, right, wrong, 5, position=2)
+    first = gateway.append(append)
+    assert first.kept == 2 and len(answer_of(first).outputs) == 4
     assert gateway.tokens(cache) == [1, 2, 3, right]
-    assert gateway.step(step) == first
+    assert gateway.append(append) == first
     assert gateway.refusal(verify(cache, 3, right, wrong, 5, position=2, accept=False)).reason == (
         "POSITION_MISMATCH"
     )
@@ -113,15 +114,15 @@ def test_a_verify_keeps_what_is_accepted_and_is_repeatable(gateway: Gateway) -> 
 
 def test_the_context_is_the_limit(gateway: Gateway) -> None:
     cache = gateway.create(*range(MAX_SEQ_LEN - 1))
-    gateway.step(decode(cache, 1))
+    gateway.append(decode(cache, 1))
     error = gateway.refusal(decode(cache, 1))
     assert error.reason == "SEQUENCE_TOO_LONG"
-    assert error.metadata == {"wanted_tokens": str(MAX_SEQ_LEN + 1), "max_seq_len": str(MAX_SEQ_LEN)}
+    assert error.metadata == {"wanted_tokens": str(MAX_SEQ_LEN + 1), "kv_capacity_tokens": str(MAX_SEQ_LEN)}
 
 
 def test_a_truncation_ends_at_the_end(gateway: Gateway) -> None:
     cache = gateway.create(1, 2)
-    error = gateway.refusal(TruncateRequest(cache, 3))
+    error = gateway.refusal(Truncate(cache, 3))
     assert error.reason == "TRUNCATE_BEYOND_END"
     assert error.metadata == {"new_len": "3", "seq_len": "2"}
 
@@ -131,30 +132,65 @@ def test_a_truncation_ends_at_the_end(gateway: Gateway) -> None:
 
 def test_operations_of_a_cache_run_in_order(gateway: Gateway) -> None:
     cache = gateway.create(1)
-    gateway.submit(decode(cache, 2))
-    gateway.submit(TruncateRequest(cache, 1))
-    last = gateway.submit(decode(cache, 3))
+    gateway.ask(decode(cache, 2))
+    gateway.ask(Truncate(cache, 1))
+    last = gateway.ask(decode(cache, 3))
     assert len(gateway.worker.inbox) == 1, "the others wait in the gateway"
     gateway.work()
     assert list(gateway.replies)[-1] == last
     assert gateway.tokens(cache) == [1, 3]
 
 
-def test_a_release_ends_what_runs_and_waits(gateway: Gateway) -> None:
+def test_a_release_and_a_renewal_wait_their_turn(gateway: Gateway) -> None:
     cache = gateway.create(1)
-    tickets = [gateway.submit(decode(cache, 2)) for _ in range(2)]
-    gateway.worker.take(1)
-    assert gateway.release(cache)
-    assert [gateway.reason(ticket) for ticket in tickets] == ["CACHE_NOT_FOUND"] * 2
-    assert not gateway.release(cache)
+    tickets = gateway.submit(
+        decode(cache, 2, position=1), Truncate(cache, 1), Renew(cache, 50.0), decode(cache, 3), Release(cache)
+    )
+    assert not gateway.replies.keys() & set(tickets)
     gateway.work()
+    assert list(gateway.replies)[1:] == tickets
+    appended, truncated, renewed, again, released = (gateway.replies[ticket] for ticket in tickets)
+    assert isinstance(appended, Appended) and isinstance(again, Appended)
+    assert isinstance(truncated, Handles) and isinstance(renewed, Handles)
+    assert [handle.expires_at_s for handle in renewed.handles] == [50.0]
+    assert released == Released(released=True)
     assert gateway.held() == [] and len(gateway.journal) == 0
 
 
+def test_what_comes_after_a_release_finds_no_cache(gateway: Gateway) -> None:
+    cache = gateway.create(1)
+    before, release, after, again, renewal = gateway.submit(
+        decode(cache, 2), Release(cache), decode(cache, 3), Release(cache), Renew(cache)
+    )
+    gateway.work()
+    assert isinstance(gateway.replies[before], Appended)
+    assert gateway.replies[release] == Released(released=True)
+    assert gateway.replies[again] == Released(released=False)
+    assert gateway.reason(after) == gateway.reason(renewal) == "CACHE_NOT_FOUND"
+    assert gateway.held() == [] and len(gateway.journal) == 0
+
+
+def test_what_is_not_there_is_not_released(gateway: Gateway) -> None:
+    cache = gateway.create(1)
+    assert not gateway.release("unknown")
+    assert gateway.release(cache)
+    assert not gateway.release(cache)
+
+
+def test_a_fork_that_releases_a_cache_ends_what_runs_and_waits_there(gateway: Gateway) -> None:
+    cache, other = gateway.create(1), gateway.create(5)
+    tickets = gateway.submit(decode(other, 6), Truncate(other, 0), Release(other))
+    gateway.worker.take(1)
+    gateway.handles(Fork(cache, 0, (other,)))
+    assert [gateway.reason(ticket) for ticket in tickets[:2]] == ["CACHE_NOT_FOUND"] * 2
+    assert gateway.replies[tickets[2]] == Released(released=False)
+    assert gateway.held() == [[1]] and len(gateway.journal) == 1
+
+
 @pytest.mark.parametrize("computed", [False, True])
-def test_a_cancelled_step_leaves_the_length(gateway: Gateway, computed: bool) -> None:
+def test_a_cancelled_append_leaves_the_length(gateway: Gateway, computed: bool) -> None:
     cache = gateway.create(1, 2)
-    ticket = gateway.submit(decode(cache, 3))
+    ticket = gateway.ask(decode(cache, 3))
     if computed:
         gateway.worker.take(1)
         gateway.worker.step(all_jobs=True)
@@ -164,25 +200,38 @@ def test_a_cancelled_step_leaves_the_length(gateway: Gateway, computed: bool) ->
     assert gateway.tokens(cache) == [1, 2] and gateway.held() == [[1, 2]]
 
 
+def test_calls_that_are_cancelled_together_never_begin(gateway: Gateway) -> None:
+    """The end of the first must not let the second begin: a fork of nothing would be done at once."""
+    cache = gateway.create(1)
+    gateway.handles(Truncate(cache, 0))
+    tickets = gateway.submit(decode(cache, 2), decode(cache, 3), Fork(cache, 2), Renew(cache, 50.0))
+    sent = len(gateway.sent)
+    gateway.cancel(*tickets)
+    assert [message.WhichOneof("command") for message in gateway.sent[sent:]] == ["abort", "truncate"]
+    gateway.work()
+    assert gateway.held() == [] and len(gateway.table) == 1
+    assert [handle.expires_at_s for _, handle in gateway.table.handles()] == [1800.0]
+
+
 def test_a_cancelled_creation_leaves_nothing(gateway: Gateway) -> None:
-    gateway.cancel(gateway.submit(prefill(1, 2)))
+    gateway.cancel(gateway.ask(prefill(1, 2)))
     gateway.work()
     assert len(gateway.table) == len(gateway.journal) == len(gateway.held()) == 0
 
 
 def test_a_truncation_that_has_started_is_carried_out(gateway: Gateway) -> None:
     cache = gateway.create(1, 2)
-    gateway.cancel(gateway.submit(TruncateRequest(cache, 1)))
+    gateway.cancel(gateway.ask(Truncate(cache, 1)))
     gateway.work()
     assert gateway.tokens(cache) == [1] and gateway.held() == [[1]]
 
 
-def test_a_beam_step_copies_then_releases(gateway: Gateway) -> None:
+def test_a_fork_copies_then_releases(gateway: Gateway) -> None:
     cache, other = gateway.create(1, 2), gateway.create(5)
-    result = gateway.handles(ForkRequest(cache, 2, (cache, other, "unknown", other)))
+    result = gateway.handles(Fork(cache, 2, (cache, other, "unknown", other)))
     copies = [handle.cache_id for handle in result.handles]
     assert [gateway.tokens(copy) for copy in copies] == [[1, 2], [1, 2]]
-    gateway.step(decode(copies[0], 3))
+    gateway.append(decode(copies[0], 3))
     assert gateway.tokens(copies[1]) == [1, 2]
     gateway.work()
     assert gateway.held() == [[1, 2, 3], [1, 2]] and len(gateway.table) == 2
@@ -190,7 +239,7 @@ def test_a_beam_step_copies_then_releases(gateway: Gateway) -> None:
 
 def test_a_cancelled_fork_releases_nothing_and_leaves_no_copy(gateway: Gateway) -> None:
     cache = gateway.create(1, 2)
-    ticket = gateway.submit(ForkRequest(cache, 2, (cache,)))
+    ticket = gateway.ask(Fork(cache, 2, (cache,)))
     gateway.worker.take(1)
     gateway.cancel(ticket)
     gateway.work()
@@ -199,17 +248,17 @@ def test_a_cancelled_fork_releases_nothing_and_leaves_no_copy(gateway: Gateway) 
 
 def test_an_empty_cache_needs_no_copy_in_the_worker(gateway: Gateway) -> None:
     cache = gateway.create(1)
-    gateway.handles(TruncateRequest(cache, 0))
-    # The worker rolls a step back to nothing, and with it the sequence.
-    ticket = gateway.submit(decode(cache, 2))
+    gateway.handles(Truncate(cache, 0))
+    # The worker rolls an append back to nothing, and with it the sequence.
+    ticket = gateway.ask(decode(cache, 2))
     gateway.worker.take(1)
     gateway.cancel(ticket)
     gateway.work()
     assert gateway.held() == []
-    gateway.handles(TruncateRequest(cache, 0))
-    (child,) = gateway.handles(ForkRequest(cache, 1)).handles
-    gateway.step(decode(child.cache_id, 3))
-    gateway.step(decode(cache, 4))
+    gateway.handles(Truncate(cache, 0))
+    (child,) = gateway.handles(Fork(cache, 1)).handles
+    gateway.append(decode(child.cache_id, 3))
+    gateway.append(decode(cache, 4))
     assert gateway.held() == [[3], [4]]
 
 
@@ -217,10 +266,10 @@ def test_an_empty_cache_needs_no_copy_in_the_worker(gateway: Gateway) -> None:
 
 
 def test_a_repeated_creation_gets_the_first_cache(gateway: Gateway) -> None:
-    first = gateway.step(prefill(1, 2, request_id="a"))
-    assert gateway.step(prefill(1, 2, request_id="a")) == first
+    first = gateway.append(prefill(1, 2, request_id="a"))
+    assert gateway.append(prefill(1, 2, request_id="a")) == first
     assert len(gateway.table) == 1
-    assert gateway.step(prefill(1, 2, request_id="b")).handle != first.handle
+    assert gateway.append(prefill(1, 2, request_id="b")).handle != first.handle
 
 
 def test_a_request_id_belongs_to_its_tokens(gateway: Gateway) -> None:
@@ -229,7 +278,7 @@ def test_a_request_id_belongs_to_its_tokens(gateway: Gateway) -> None:
 
 
 def test_a_repeated_creation_survives_the_first_ones_cancellation(gateway: Gateway) -> None:
-    first, again = (gateway.submit(prefill(1, 2, request_id="a")) for _ in range(2))
+    first, again = (gateway.ask(prefill(1, 2, request_id="a")) for _ in range(2))
     gateway.cancel(first)
     gateway.work()
     assert again in gateway.replies and gateway.held() == [[1, 2]]
@@ -240,7 +289,7 @@ def test_a_repeated_creation_survives_the_first_ones_cancellation(gateway: Gatew
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     gateway = Gateway(Limits(max_queued_operations=2))
-    tickets = [gateway.submit(prefill(1)) for _ in range(3)]
+    tickets = [gateway.ask(prefill(1)) for _ in range(3)]
     assert gateway.reason(tickets[2]) == "QUEUE_FULL"
     error = gateway.replies[tickets[2]]
     assert isinstance(error, QueueFull) and error.retry_after_s
@@ -248,21 +297,35 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 def test_one_cache_cannot_fill_the_queue(gateway: Gateway) -> None:
     cache = gateway.create(1)
-    tickets = [gateway.submit(decode(cache, 2)) for _ in range(sequences.MAX_WAITING_PER_CACHE + 2)]
+    tickets = gateway.submit(*(decode(cache, 2) for _ in range(MAX_WAITING_PER_CACHE + 2)))
     assert list(gateway.replies)[1:] == tickets[-1:]
     assert gateway.reason(tickets[-1]) == "QUEUE_FULL"
 
 
 def test_draining_refuses_what_is_new_and_finishes_what_is_not(gateway: Gateway) -> None:
-    ticket = gateway.submit(prefill(1))
-    gateway.table.draining = True
+    ticket = gateway.ask(prefill(1))
+    gateway.dispatcher.start_draining()
     assert gateway.refusal(prefill(1)).reason == "DRAINING"
-    assert not isinstance(gateway.replies[ticket], Exception)
+    assert isinstance(gateway.replies[ticket], Appended)
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_to_renew_and_release_there_is_always_room(draining: bool) -> None:
+    gateway = Gateway(Limits(max_queued_operations=1))
+    cache = gateway.create(1)
+    append = gateway.ask(decode(cache, 2))
+    if draining:
+        gateway.dispatcher.start_draining()
+    refused, renewal, release = gateway.submit(prefill(1), Renew(cache, 50.0), Release(cache))
+    assert gateway.reason(refused) == ("DRAINING" if draining else "QUEUE_FULL")
+    gateway.work()
+    assert isinstance(gateway.replies[append], Appended) and isinstance(gateway.replies[renewal], Handles)
+    assert gateway.replies[release] == Released(released=True)
 
 
 def test_scoring_keeps_nothing(gateway: Gateway) -> None:
-    result = gateway.step(Append(Kind.SCORE, "", [1, 2, 3], rows=Rows.ALL))
-    assert result.handle is None and len(result.done.outputs) == 3
+    result = gateway.append(Append(Kind.SCORE, "", [1, 2, 3], rows=3))
+    assert result.handle is None and len(answer_of(result).outputs) == 3
     assert len(gateway.table) == len(gateway.journal) == len(gateway.held()) == 0
 
 
@@ -271,19 +334,20 @@ def test_a_bug_while_starting_leaves_nothing_waiting(
 ) -> None:
     cache = gateway.create(1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("service.pool.commands.forward", lambda *_, **__: 1 / 0)
+        patch.setattr("service.caches.table.ForwardSequence", lambda *_, **__: 1 / 0)
         error = gateway.refusal(decode(cache, 3))
     assert error.reason == "INTERNAL" and isinstance(error.__cause__, ZeroDivisionError)
     assert gateway.table.operations_in_flight == 0
-    assert gateway.step(decode(cache, 3)).handle is not None
+    assert gateway.append(decode(cache, 3)).handle is not None
 
 
-def test_what_can_never_fit_is_refused_without_a_reason_to_wait() -> None:
-    table = sequences.CacheTable(Limits())
-    table.worker_ready("worker", 1, pages_available=4, max_seq_len=1000)
-    ticket = table.submit(Append(Kind.PREFILL, "", list(range(65))), 0.0)
-    replies = [effect for effect in table.take_effects() if isinstance(effect, Reply)]
-    assert [reply.ticket for reply in replies] == [ticket]
-    error = replies[0].outcome
-    assert isinstance(error, KvExhausted)
-    assert error.retry_after_s is None and error.metadata["pages_needed"] == "5"
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+def test_what_can_never_fit_is_refused_without_a_reason_to_wait(page_tokens: int) -> None:
+    """More than all the worker's pages, less than the model's context."""
+    gateway = Gateway(pool=Pool(48 // page_tokens, page_tokens))
+    error = gateway.refusal(prefill(*range(49)))
+    assert error.reason == "SEQUENCE_TOO_LONG" and error.retry_after_s is None
+    assert error.metadata == {"wanted_tokens": "49", "kv_capacity_tokens": "48"}
+    cache = gateway.create(*range(48))
+    assert gateway.refusal(decode(cache, 1)).reason == "SEQUENCE_TOO_LONG"
+    assert gateway.refusal(prefill(1)).reason == "KV_EXHAUSTED", "another is in the way: waiting can help"

@@ -9,13 +9,15 @@ import pytest
 from quire.v1 import types_pb2, worker_pb2
 
 from service import dispatcher as dispatcher_module
-from service.caches.requests import AppendResult, ForkRequest, Request, Result
+from service.caches.placement import WorkerView
+from service.caches.records import CacheReleased, Record, TokensAppended
+from service.caches.requests import Appended, Fork, Release, Released, Renew, Request
 from service.caches.table import CacheTable, Limits
-from service.dispatcher import Dispatcher
+from service.dispatcher import Dispatcher, Outcome
 from service.errors import CacheNotFound, InternalError, QuireError
-from service.journal.base import Appended, JournalConflict, Record, Released
+from service.journal.base import JournalConflict
 from service.journal.memory import MemoryJournal
-from service.pool.base import WorkerSlot
+from service.pool import wire
 from tests.sim.harness import decode, prefill
 
 
@@ -38,12 +40,12 @@ class Bench:
         self.sent: list[worker_pb2.WorkerCommand] = []
         self.journal = FussyJournal()
         self.table = CacheTable(Limits())
-        self.dispatcher = Dispatcher(self.table, self.journal, lambda *sent: self.sent.append(sent[2]))
-        ready = worker_pb2.WorkerReady(pages_total=100, max_seq_len=100)
-        self.slot = WorkerSlot("worker-0", epoch=1, ready=ready)
-        self.dispatcher.worker_ready(self.slot)
+        self.dispatcher = Dispatcher(
+            self.table, self.journal, lambda *sent: self.sent.append(wire.to_message(sent[2]))
+        )
+        self.dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 100, 100, 100))
 
-    async def start(self, *requests: Request) -> asyncio.Task[list[Result | QuireError]]:
+    async def start(self, *requests: Request) -> asyncio.Task[list[Outcome]]:
         """A call whose commands have been sent."""
         task = asyncio.create_task(self.dispatcher.run(requests))
         await asyncio.sleep(0)
@@ -63,14 +65,14 @@ class Bench:
         self.respond(*events)
 
     def respond(self, *events: worker_pb2.WorkerEvent) -> None:
-        response = worker_pb2.ConnectResponse(events=events, pages_available=50)
-        self.dispatcher.worker_response(self.slot, response)
+        response = worker_pb2.ConnectResponse(events=events)
+        self.dispatcher.worker_answered("worker-0", 1, wire.to_events(response), pages_available=50)
 
     async def create(self, *token_ids: int) -> str:
         task = await self.start(prefill(*token_ids))
         self.answer(self.sent.pop())
         (result,) = await task
-        assert isinstance(result, AppendResult) and result.handle is not None
+        assert isinstance(result, Appended) and result.handle is not None
         return result.handle.cache_id
 
 
@@ -93,7 +95,7 @@ async def test_a_call_is_answered_when_all_of_it_is_done(bench: Bench) -> None:
     bench.answer(first)
     outcomes = await task
     assert isinstance(outcomes[1], CacheNotFound)
-    handles = [o.handle for o in (outcomes[0], outcomes[2]) if isinstance(o, AppendResult)]
+    handles = [o.handle for o in (outcomes[0], outcomes[2]) if isinstance(o, Appended)]
     assert [handle.cache_id for handle in handles if handle] == [a, b], "in the order of the requests"
 
 
@@ -148,32 +150,31 @@ async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
 async def test_a_refused_record_is_an_internal_error_for_that_cache_alone(bench: Bench) -> None:
     a, b = await bench.create(1), await bench.create(2)
     first, second = await bench.start(decode(a, 3)), await bench.start(decode(b, 4))
-    bench.journal.refuses = Appended
+    bench.journal.refuses = TokensAppended
     bench.answer(*bench.sent)
     assert isinstance((await first)[0], InternalError)
-    assert isinstance((await second)[0], AppendResult)
+    assert isinstance((await second)[0], Appended)
 
 
-async def test_a_step_that_is_not_in_the_journal_is_never_answered(bench: Bench) -> None:
+async def test_an_append_that_is_not_in_the_journal_is_never_answered(bench: Bench) -> None:
     cache = await bench.create(1)
     task = await bench.start(decode(cache, 3, position=1))
-    bench.journal.refuses = Appended
+    bench.journal.refuses = TokensAppended
     bench.answer(bench.sent.pop())
     await task
     (again,) = await bench.dispatcher.run([decode(cache, 3, position=1)])
     assert isinstance(again, InternalError), "remembered, but not written"
-    fork = await bench.start(ForkRequest(cache, 1))
+    fork = await bench.start(Fork(cache, 1))
     bench.answer(bench.sent.pop())
     assert isinstance((await fork)[0], InternalError), "the copy would have what the journal has not"
-    assert bench.dispatcher.release(cache)
+    assert await bench.dispatcher.run([Release(cache)]) == [Released(released=True)]
 
 
 async def test_a_release_that_was_not_written_is_nobody_elses_failure(bench: Bench) -> None:
     cache = await bench.create(1)
-    task = await bench.start(decode(cache, 3))
-    bench.journal.refuses = Released
-    assert bench.dispatcher.release(cache)
-    assert isinstance((await task)[0], CacheNotFound)
+    bench.journal.refuses = CacheReleased
+    outcomes = await bench.dispatcher.run([Release(cache), decode(cache, 3)])
+    assert outcomes[0] == Released(released=True) and isinstance(outcomes[1], CacheNotFound)
 
 
 async def test_those_who_wait_for_a_dead_worker_are_answered(bench: Bench) -> None:
@@ -218,7 +219,7 @@ async def test_an_unknown_cache_is_an_outcome(bench: Bench) -> None:
 async def test_leases_run_out_by_themselves(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher_module, "_EXPIRY_INTERVAL_S", 0.0)
     cache = await bench.create(1)
-    bench.dispatcher.renew(cache, 0.0)
+    await bench.dispatcher.run([Renew(cache, 0.0)])
     expiry = asyncio.create_task(bench.dispatcher.expire_leases())
     while bench.dispatcher.sequences:
         await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -14,12 +15,14 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
 
 from service import errors
 from service.api.interceptor import CallInterceptor
+from service.caches.effects import Command
+from service.caches.placement import WorkerView
 from service.caches.requests import Append, Kind
 from service.caches.table import CacheTable, Limits
 from service.dispatcher import Dispatcher
 from service.journal.memory import MemoryJournal
 from service.logging import current_request_id
-from service.pool.base import WorkerSlot
+from service.pool import wire
 
 SECRET = "hunter2-/home/anna/weights"
 DECODE = "/quire.v1.ModelExecutorService/Decode"
@@ -107,23 +110,22 @@ async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, erro
 
 
 async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harness) -> None:
-    sent: list[worker_pb2.WorkerCommand] = []
+    sent: list[Command] = []
     dispatcher = Dispatcher(
         CacheTable(Limits()), MemoryJournal(), lambda _worker, _epoch, command: sent.append(command)
     )
-    slot = WorkerSlot("worker-0")
-    slot.ready = worker_pb2.WorkerReady(pages_total=8, max_seq_len=64)
-    dispatcher.worker_ready(slot)
+    dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 8, 64, 8))
 
     async def behave(_request: Any) -> executor_pb2.DecodeResponse:
         running = asyncio.ensure_future(
             dispatcher.run([Append(kind=Kind.PREFILL, cache_id="", token_ids=[1])])
         )
-        await asyncio.sleep(0)  # Lets the step reach the worker.
+        await asyncio.sleep(0)  # Lets the append reach the worker.
         event = worker_pb2.WorkerEvent(op_id=sent[0].op_id)
         event.error.reason = worker_pb2.WORKER_ERROR_REASON_FAULT
         event.error.detail = repr(RuntimeError(SECRET))
-        dispatcher.worker_response(slot, worker_pb2.ConnectResponse(events=[event]))
+        events = wire.to_events(worker_pb2.ConnectResponse(events=[event]))
+        dispatcher.worker_answered("worker-0", 1, events, pages_available=8)
         (outcome,) = await running
         if isinstance(outcome, errors.QuireError):
             raise outcome
@@ -189,6 +191,112 @@ async def test_bytes_that_are_no_message_are_the_callers_fault(harness: Harness,
 
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert client_errors.from_rpc_error(caught.value).reason == "MALFORMED_REQUEST"
+
+
+# Calls of streams. Ours are generators, or coroutines that write by themselves.
+
+
+def answer(tag: int) -> executor_pb2.SessionResponse:
+    return executor_pb2.SessionResponse(results=[executor_pb2.SessionResult(tag=tag)])
+
+
+async def generated(_request: Any, _context: Any) -> AsyncIterator[executor_pb2.SessionResponse]:
+    yield answer(1)
+    yield answer(2)
+
+
+async def written(_request: Any, context: Any) -> None:
+    await context.write(answer(1))
+    await context.write(answer(2))
+
+
+async def generated_until_refused(
+    _request: Any, _context: Any
+) -> AsyncIterator[executor_pb2.SessionResponse]:
+    yield answer(1)
+    raise errors.QueueFull(5, 0.5)
+
+
+async def written_until_refused(_request: Any, context: Any) -> None:
+    await context.write(answer(1))
+    raise errors.QueueFull(5, 0.5)
+
+
+async def generated_until_broken(_request: Any, _context: Any) -> AsyncIterator[executor_pb2.SessionResponse]:
+    yield answer(1)
+    raise RuntimeError(SECRET)
+
+
+@contextlib.asynccontextmanager
+async def streaming(behaviour: Callable[[Any, Any], Any], *, many: bool) -> AsyncIterator[Any]:
+    """A client of a call of ours that returns a stream, of one request or (`many`) of a stream."""
+    make: Any = grpc.stream_stream_rpc_method_handler if many else grpc.unary_stream_rpc_method_handler
+    handler = make(
+        behaviour,
+        request_deserializer=executor_pb2.SessionRequest.FromString,
+        response_serializer=executor_pb2.SessionResponse.SerializeToString,
+    )
+    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("quire.v1.Test", {"Stream": handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.stream_stream if many else channel.unary_stream
+        rpc = call("/quire.v1.Test/Stream", None, executor_pb2.SessionResponse.FromString)
+        yield lambda: rpc(iter([b""]) if many else b"", timeout=PATIENCE_S)
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("behaviour", [generated, written])
+async def test_a_stream_of_answers_passes(behaviour: Any, many: bool) -> None:
+    async with streaming(behaviour, many=many) as start:
+        call = start()
+        assert [message.results[0].tag async for message in call] == [1, 2]
+        assert await call.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("behaviour", [generated_until_refused, written_until_refused])
+async def test_an_error_of_ours_ends_a_stream_whole(behaviour: Any, many: bool) -> None:
+    async with streaming(behaviour, many=many) as start:
+        call = start()
+        assert (await call.read()).results[0].tag == 1, "what was said before the error arrives"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        parsed = client_errors.from_rpc_error(caught.value)
+        assert (parsed.reason, parsed.retry_delay_s) == ("QUEUE_FULL", 0.5)
+
+
+async def test_nothing_of_an_exception_is_in_the_end_of_a_stream() -> None:
+    async with streaming(generated_until_broken, many=False) as start:
+        call = start()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert SECRET.encode() not in everything_sent(caught.value)
+
+
+@pytest.mark.parametrize("many", [False, True])
+async def test_the_callers_cancellation_ends_a_generator(many: bool) -> None:
+    ended = asyncio.Event()
+
+    async def endless(_request: Any, _context: Any) -> AsyncIterator[executor_pb2.SessionResponse]:
+        try:
+            yield answer(1)
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.set()
+
+    async with streaming(endless, many=many) as start:
+        call = start()
+        assert (await call.read()).results[0].tag == 1
+        call.cancel()
+        await asyncio.wait_for(ended.wait(), PATIENCE_S)
+        assert await call.code() is grpc.StatusCode.CANCELLED
 
 
 async def seen_request_id(harness: Harness, request: Any, *metadata: tuple[str, str]) -> str:

@@ -2,69 +2,122 @@
 
 from __future__ import annotations
 
-from service.caches.placement import PAGE_TOKENS, PrefixAffinity, WorkerView, choose_worker, pages_for
+import pytest
 
-PROMPT = list(range(3 * PAGE_TOKENS + 5))
+from service.caches.placement import Placement, PrefixAffinity, WorkerView
+from service.errors import NoWorker
+
+# Prefixes are remembered every so many tokens.
+GRAIN = 16
+PROMPT = list(range(3 * GRAIN + 5))
+
+
+def view(
+    worker_id: str, epoch: int, pages_available: int, *, page_tokens: int = 16, capacity_tokens: int = 1000
+) -> WorkerView:
+    return WorkerView(worker_id, epoch, page_tokens, 100, capacity_tokens, pages_available)
+
+
+def placed(*workers: WorkerView) -> Placement:
+    placement = Placement()
+    for worker in workers:
+        placement.add(worker)
+    return placement
 
 
 def test_nobody_takes_it_where_there_is_nobody() -> None:
-    assert choose_worker([], PROMPT, PrefixAffinity()) is None
+    with pytest.raises(NoWorker):
+        placed().choose(PROMPT)
 
 
 def test_the_most_free_pages_less_what_is_queued() -> None:
-    a = WorkerView("a", 1, pages_available=10, pages_queued=6)
-    b = WorkerView("b", 2, pages_available=8)
-    assert choose_worker([a, b], PROMPT, PrefixAffinity()) is b
+    a, b = view("a", 1, 10), view("b", 2, 8)
+    a.pages_queued = 6
+    assert placed(a, b).choose(PROMPT) is b
     a.pages_queued = 0
-    assert choose_worker([a, b], PROMPT, PrefixAffinity()) is a
+    assert placed(a, b).choose(PROMPT) is a
 
 
 def test_of_equals_the_one_with_fewer_sequences() -> None:
-    a, b = WorkerView("a", 1, 10, sequences=3), WorkerView("b", 2, 10, sequences=2)
-    assert choose_worker([a, b], PROMPT, PrefixAffinity()) is b
+    a, b = view("a", 1, 10), view("b", 2, 10)
+    a.sequences, b.sequences = 3, 2
+    assert placed(a, b).choose(PROMPT) is b
 
 
-def test_the_holder_of_the_longest_prefix_takes_it_if_the_rest_fits() -> None:
-    a, b = WorkerView("a", 1, 1), WorkerView("b", 2, 100)
-    affinity = PrefixAffinity()
-    affinity.record(PROMPT[: 3 * PAGE_TOKENS], a)
-    assert choose_worker([a, b], PROMPT, affinity) is a, "one page is missing, one is free"
+@pytest.mark.parametrize(("page_tokens", "missing"), [(1, 5), (4, 2), (16, 1)])
+def test_the_holder_of_the_longest_prefix_takes_it_if_the_rest_fits(page_tokens: int, missing: int) -> None:
+    """Whatever the size of its pages: the worker says how many tokens they hold."""
+    a, b = view("a", 1, 200, page_tokens=page_tokens), view("b", 2, 100, page_tokens=page_tokens)
+    placement = placed(a, b)
+    assert placement.choose(PROMPT) is a
+    a.pages_available = missing
+    assert placement.choose(PROMPT) is a, "just what is missing is free"
     a.pages_queued = 1
-    assert choose_worker([a, b], PROMPT, affinity) is b
+    assert placement.choose(PROMPT) is b
+
+
+def test_a_page_that_is_larger_than_what_is_remembered_is_counted_in_full() -> None:
+    a, b = view("a", 1, 200, page_tokens=64), view("b", 2, 100, page_tokens=64)
+    placement = placed(a, b)
+    assert placement.choose(PROMPT) is a
+    a.pages_available = 0
+    assert placement.choose(PROMPT) is b, "48 tokens known are no page of 64"
+
+
+def test_one_that_could_never_take_it_is_no_choice_while_there_is_another() -> None:
+    small, large = view("small", 1, 100, capacity_tokens=len(PROMPT) - 1), view("large", 2, 1)
+    assert placed(small, large).choose(PROMPT) is large
+    assert placed(small, large).choose(PROMPT[:-1]) is small
+    assert placed(small).choose(PROMPT) is small, "which says how much is missing"
 
 
 def test_a_new_incarnation_holds_nothing() -> None:
-    affinity = PrefixAffinity()
-    affinity.record(PROMPT, WorkerView("a", 1, 50))
-    a, b = WorkerView("a", 3, 50), WorkerView("b", 2, 100)
-    assert choose_worker([a, b], PROMPT, affinity) is b
+    a, b = view("a", 1, 200), view("b", 2, 100)
+    placement = placed(a, b)
+    assert placement.choose(PROMPT) is a
+    placement.remove(a)
+    placement.add(view("a", 3, 50))
+    assert placement.choose(PROMPT) is b
+
+
+def test_a_worker_is_ready_once() -> None:
+    a = view("a", 1, 10)
+    placement = placed(a)
+    with pytest.raises(ValueError, match="a is ready"):
+        placement.add(view("a", 2, 10))
+    assert placement.has(a) and placement.find("a", 1) is a
+    assert placement.find("a", 2) is None and placement.find("b", 1) is None
+
+
+def test_what_was_refused_is_forgotten() -> None:
+    full, empty = view("full", 1, 101), view("empty", 2, 100)
+    placement = placed(full, empty)
+    assert placement.choose(PROMPT) is full
+    full.pages_available = 31
+    assert placement.choose(PROMPT) is full
+    placement.not_computed(PROMPT, full)
+    assert placement.choose(PROMPT) is empty
 
 
 def test_a_prefix_ends_where_the_tokens_differ() -> None:
     affinity = PrefixAffinity()
-    affinity.record(PROMPT, WorkerView("a", 1, 50))
-    assert affinity.longest(PROMPT) == (("a", 1), 3)
-    assert affinity.longest([*PROMPT[:PAGE_TOKENS], *[999] * PAGE_TOKENS]) == (("a", 1), 1)
+    affinity.record(PROMPT, view("a", 1, 50))
+    assert affinity.longest(PROMPT) == (("a", 1), 3 * GRAIN)
+    assert affinity.longest([*PROMPT[:GRAIN], *[999] * GRAIN]) == (("a", 1), GRAIN)
     assert affinity.longest([999, *PROMPT]) is None
-    assert affinity.longest(PROMPT[: PAGE_TOKENS - 1]) is None
+    assert affinity.longest(PROMPT[: GRAIN - 1]) is None
 
 
 def test_memory_of_prefixes_is_bounded() -> None:
     affinity = PrefixAffinity(capacity=4)
     for first in range(10):
-        affinity.record([first] * (2 * PAGE_TOKENS), WorkerView("a", 1, 50))
-    assert affinity.longest([0] * PAGE_TOKENS) is None
-    assert affinity.longest([9] * (2 * PAGE_TOKENS)) == (("a", 1), 2)
+        affinity.record([first] * (2 * GRAIN), view("a", 1, 50))
+    assert affinity.longest([0] * GRAIN) is None
+    assert affinity.longest([9] * (2 * GRAIN)) == (("a", 1), 2 * GRAIN)
 
 
-def test_pages_are_rounded_up() -> None:
-    assert [pages_for(n) for n in (0, 1, PAGE_TOKENS, PAGE_TOKENS + 1)] == [0, 1, 1, 2]
-
-
-def test_what_was_refused_is_forgotten() -> None:
-    affinity = PrefixAffinity()
-    full, empty = WorkerView("full", 1, 31), WorkerView("empty", 2, 100)
-    affinity.record(PROMPT, full)
-    assert choose_worker([full, empty], PROMPT, affinity) is full
-    affinity.forget(PROMPT, full)
-    assert choose_worker([full, empty], PROMPT, affinity) is empty
+@pytest.mark.parametrize("page_tokens", [1, 4, 16, 64])
+def test_pages_are_rounded_up(page_tokens: int) -> None:
+    worker = view("a", 1, 10, page_tokens=page_tokens)
+    counts = [worker.pages_for(n) for n in (0, 1, page_tokens, page_tokens + 1)]
+    assert counts == [0, 1, 1, 2]

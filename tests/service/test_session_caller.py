@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import cast
 
-from quire.v1 import executor_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
+from service.caches.effects import Command, ForwardDone, ForwardSequence
+from service.caches.placement import WorkerView
 from service.caches.table import CacheTable, Limits
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.journal.memory import MemoryJournal
-from service.pool.base import WorkerSlot
 
 
 class Peer:
@@ -31,13 +32,12 @@ class Peer:
 
 
 async def test_calls_of_a_session_are_of_one_caller() -> None:
-    sent: list[worker_pb2.WorkerCommand] = []
+    sent: list[Command] = []
     dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), lambda *effect: sent.append(effect[2]))
-    ready = worker_pb2.WorkerReady(pages_total=100, max_seq_len=100, vocab_size=100)
-    slot = WorkerSlot("worker-0", epoch=1, ready=ready)
-    dispatcher.worker_ready(slot)
+    dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 100, 100, 100))
     state = ServerState(Config())
-    state.worker_became_ready(ready)
+    model = types_pb2.ModelDescription(vocab_size=100)
+    state.worker_became_ready(worker_pb2.WorkerReady(model=model))
 
     async def calls() -> AsyncIterator[executor_pb2.SessionRequest]:
         prefill = executor_pb2.PrefillRequest(token_ids=[1])
@@ -59,7 +59,8 @@ async def test_calls_of_a_session_are_of_one_caller() -> None:
         await asyncio.sleep(0)
     by_caller: dict[int, list[int]] = {}
     for command in sent:
-        by_caller.setdefault(command.forward.caller, []).append(command.op_id)
+        assert isinstance(command, ForwardSequence)
+        by_caller.setdefault(command.caller, []).append(command.op_id)
     assert 0 not in by_caller
     assert [len(op_ids) for op_ids in by_caller.values()] == [6, 6]
 
@@ -67,7 +68,7 @@ async def test_calls_of_a_session_are_of_one_caller() -> None:
     done = worker_pb2.ForwardDone(kept=1)
     done.outputs.add(token_id=9)
     for op_ids, peer, session in zip(by_caller.values(), peers, sessions, strict=True):
-        events = [worker_pb2.WorkerEvent(op_id=op_id, forward=done) for op_id in op_ids]
-        dispatcher.worker_response(slot, worker_pb2.ConnectResponse(events=events))
+        events = [ForwardDone(op_id, done.kept, done) for op_id in op_ids]
+        dispatcher.worker_answered("worker-0", 1, events, pages_available=50)
         await session
         assert [result.tag for result in peer.results] == [1, 2, 3, 4]

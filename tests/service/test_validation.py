@@ -16,6 +16,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service import errors
 from service.api import validation
+from service.api.status import to_status
 from service.api.validation import RequestLimits
 
 VOCAB = 40
@@ -208,7 +209,7 @@ def test_no_answer_is_larger_than_was_checked(
     logits: types_pb2.LogitsFormat, vocab_size: int, top: int, chosen: int, rows: int
 ) -> None:
     output = types_pb2.OutputOptions(
-        logits=logits, top_logprobs=top, logprob_token_ids=[0] * chosen, logprob=True
+        logits=logits, top_logprobs=min(top, vocab_size), logprob_token_ids=[0] * chosen, logprob=True
     )
     limits = RequestLimits(vocab_size, 1 << 30)
     row = largest_row(output, vocab_size)
@@ -224,9 +225,9 @@ def test_no_answer_is_larger_than_was_checked(
         results=[executor_pb2.BatchPrefillResult(response=prefill)] * rows
     )
 
-    assert verify.ByteSize() <= validation.response_bytes(output, limits, rows)
-    assert forward.ByteSize() <= validation.response_bytes(output, limits, rows)
-    assert batch.ByteSize() <= rows * validation.response_bytes(output, limits, 1)
+    assert verify.ByteSize() <= validation.check_output(output, limits, rows)
+    assert forward.ByteSize() <= validation.check_output(output, limits, rows)
+    assert batch.ByteSize() <= rows * validation.check_output(output, limits, 1)
 
 
 def test_no_error_of_an_item_is_larger_than_was_checked() -> None:
@@ -238,12 +239,12 @@ def test_no_error_of_an_item_is_larger_than_was_checked() -> None:
     others = [
         errors.PositionMismatch(BIG, BIG),
         errors.SequenceTooLong(2 * BIG, BIG),
-        errors.KvExhausted(BIG, BIG, retry_after_s=1.5),
+        errors.KvExhausted(BIG, BIG),
         errors.QueueFull(BIG, 1.5),
         errors.Unsupported("this executor has no LoRA adapters", metadata={"field": "adapter_id"}),
     ]
     for error in (token, *others):
-        result = executor_pb2.BatchDecodeResult(error=errors.to_status(error, "r" * 128))
+        result = executor_pb2.BatchDecodeResult(error=to_status(error, "r" * 128))
         answer = executor_pb2.BatchDecodeResponse(results=[result])
         assert answer.ByteSize() <= validation.ANSWER_BYTES
 
@@ -253,9 +254,3 @@ def test_a_batch_has_items_and_no_more_than_can_be_answered() -> None:
     expected = {0: ("EMPTY_BATCH", "items"), 1: None, 10: None, 11: ("OUTPUT_TOO_LARGE", "items")}
     for count, refused in expected.items():
         assert refusal(validation.check_batch, [None] * count, limits) == refused
-
-
-@given(st.lists(st.sampled_from(["", "a", "b", "c"])))
-def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[str]) -> None:
-    duplicates = validation.duplicate_ids(cache_ids)
-    assert duplicates == {c for c in cache_ids if c and cache_ids.count(c) > 1}

@@ -8,9 +8,10 @@ from collections import deque
 
 from quire.v1 import types_pb2
 
-from service.caches.requests import Append, ForkRequest, Kind, Request, Rows, TruncateRequest
+from service.caches.requests import Append, Fork, Kind, Release, Renew, Request, Truncate
 from tests.sim.model_worker import VOCAB, next_token
-from tests.sim.oracle import Cache, Oracle
+from tests.sim.oracle import Oracle
+from tests.sim.truth import Cache
 
 PLAIN = (
     None,
@@ -23,6 +24,11 @@ SAMPLED = (
     types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1.0)),
     types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1.0), top_logprobs=1),
 )
+
+
+def has_logits(output: types_pb2.OutputOptions | None) -> bool:
+    """Whether an answer is too large to be kept for a repetition."""
+    return output is not None and bool(output.logits)
 
 
 class Callers:
@@ -40,27 +46,30 @@ class Callers:
         """The next request of anyone."""
         rng = self._rng
         choice = rng.random()
+        if choice > 0.97:
+            name = self._any_name()
+            return Release(name) if rng.random() < 0.4 else Renew(name, rng.choice((None, 3.0, 60.0)))
         cache = self._any_cache()
         if cache is None or choice < (0.03 if len(self._oracle.caches) >= 3 else 0.2):
             request: Request = self._creation()
         elif choice < 0.32:
             again = self._again(cache)
-            request = again or self._step(cache)
-        elif choice < 0.82:
-            request = self._step(cache)
-        elif choice < 0.90:
-            request = ForkRequest(self._name(cache), rng.randint(0, 3), self._releases(cache))
+            request = again or self._append(cache)
+        elif choice < 0.80:
+            request = self._append(cache)
+        elif choice < 0.88:
+            request = Fork(self._name(cache), rng.randint(0, 3), self._releases(cache))
         else:
             length = len(cache.tokens)
             beyond = rng.random() < 0.1
-            request = TruncateRequest(
+            request = Truncate(
                 self._name(cache), length + 1 if beyond else rng.choice((0, length, rng.randint(0, length)))
             )
         if isinstance(request, Append) and (request.request_id or request.position is not None):
             self._history.append(request)
         return request
 
-    def cache_id(self) -> str:
+    def _any_name(self) -> str:
         """A cache to release or renew."""
         cache = self._any_cache()
         return self._gone[0] if cache is None else self._name(cache)
@@ -79,34 +88,36 @@ class Callers:
         return cache.cache_id
 
     def _releases(self, cache: Cache) -> tuple[str, ...]:
-        """What a beam step drops: often the parent, sometimes what is not there, or named twice."""
+        """What a fork drops: often the parent, sometimes what is not there, or named twice."""
         rng = self._rng
         names = [cache.cache_id] if rng.random() < 0.35 else []
-        others = (self.cache_id() for _ in range(rng.choice((0, 0, 0, 1, 2))))
+        others = (self._any_name() for _ in range(rng.choice((0, 0, 0, 1, 2))))
         return (*names, *others)
 
     def _creation(self) -> Append:
         rng = self._rng
         if rng.random() < 0.1:
             tokens = self._tokens(1, 8)
-            return Append(Kind.SCORE, "", tokens, rows=Rows.ALL, output=rng.choice(PLAIN))
+            return Append(Kind.SCORE, "", tokens, rows=len(tokens), output=rng.choice(PLAIN))
         request_id = ""
         if rng.random() < 0.6:
             self._last_request_id += 1
             request_id = f"request-{self._last_request_id}"
+        output = self._output()
         return Append(
             Kind.PREFILL,
             "",
             self._tokens(1, 18),
             position=rng.choice((None, 0)),
-            rows=rng.choice((Rows.LAST, Rows.NONE)),
-            output=self._output(),
+            rows=rng.choice((1, 0)),
+            output=output,
+            has_logits=has_logits(output),
             lease_s=rng.choice((None, 5.0, 50.0)),
             request_id=request_id,
             timeout_s=self._timeout_s(),
         )
 
-    def _step(self, cache: Cache) -> Append:
+    def _append(self, cache: Cache) -> Append:
         rng = self._rng
         kind = rng.choice((Kind.DECODE, Kind.DECODE, Kind.DECODE, Kind.PREFILL, Kind.VERIFY, Kind.VERIFY))
         output, accept = self._output(), types_pb2.VERIFY_ACCEPT_UNSPECIFIED
@@ -126,8 +137,9 @@ class Callers:
             self._name(cache),
             tokens,
             position=rng.choice((None, length, length, length, wrong if rng.random() < 0.3 else length)),
-            rows=Rows.ALL if kind is Kind.VERIFY else Rows.LAST,
+            rows=len(tokens) if kind is Kind.VERIFY else 1,
             output=output,
+            has_logits=has_logits(output),
             accept=accept,
             timeout_s=self._timeout_s(),
         )
@@ -142,24 +154,26 @@ class Callers:
         return drafts
 
     def _again(self, cache: Cache) -> Append | None:
-        """A step once more: of those under way or long done, or the last one of a cache."""
+        """An append once more: of those under way or long done, or the last one of a cache."""
         rng = self._rng
         if cache.last is not None and rng.random() < 0.6:
-            step = cache.last.step
-            if not (step.request_id and rng.random() < 0.5):
-                step = dataclasses.replace(step, cache_id=cache.cache_id, position=cache.last.base)
+            append = cache.last.append
+            if not (append.request_id and rng.random() < 0.5):
+                append = dataclasses.replace(append, cache_id=cache.cache_id, position=cache.last.base)
         elif self._history:
-            step = rng.choice(self._history)
+            append = rng.choice(self._history)
         else:
             return None
         change = rng.random()
         if change < 0.25:
-            step = dataclasses.replace(step, output=rng.choice(PLAIN + SAMPLED), rows=rng.choice(tuple(Rows)))
+            output, rows = rng.choice(PLAIN + SAMPLED), rng.choice((0, 1, len(append.token_ids)))
+            append = dataclasses.replace(append, output=output, has_logits=has_logits(output), rows=rows)
         elif change < 0.35:
-            step = dataclasses.replace(step, token_ids=self._tokens(1, 3))
-        if step.accept and step.rows is not Rows.ALL:
-            step = dataclasses.replace(step, rows=Rows.ALL)
-        return dataclasses.replace(step, timeout_s=self._timeout_s())
+            tokens = self._tokens(1, 3)
+            append = dataclasses.replace(append, token_ids=tokens, rows=min(append.rows, len(tokens)))
+        if append.accept:
+            append = dataclasses.replace(append, rows=len(append.token_ids))
+        return dataclasses.replace(append, timeout_s=self._timeout_s())
 
     def _output(self) -> types_pb2.OutputOptions | None:
         return self._rng.choice(PLAIN + SAMPLED)

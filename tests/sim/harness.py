@@ -1,4 +1,4 @@
-"""A gateway in miniature for example tests: the table, a journal, and model workers that make no mistakes.
+"""A gateway in miniature for example tests, with model workers that make no mistakes.
 
 Nothing happens until a test says so: `submit` sends, `work` lets the workers answer.
 """
@@ -11,38 +11,35 @@ from collections import Counter
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.caches.requests import (
-    Append,
-    AppendResult,
-    HandlesResult,
-    Kind,
-    Reply,
-    Request,
-    Result,
-    Rows,
-    Send,
-    Write,
-)
+from service.caches.effects import Command
+from service.caches.placement import WorkerView
+from service.caches.requests import Append, Appended, Handles, Kind, Release, Released, Request
 from service.caches.table import CacheTable, Limits
+from service.dispatcher import Dispatcher, Outcome
 from service.errors import QuireError
 from service.journal.memory import MemoryJournal
-from tests.sim.model_worker import Faults, ModelWorker
+from service.pool import wire
+from tests.sim.callers import has_logits
+from tests.sim.model_worker import Faults, ModelWorker, Pool
 
 MAX_SEQ_LEN = 64
 
 
 class Gateway:
-    """The table with everything around it, driven by hand. `now_s` is the clock."""
+    """The gateway but for its sockets, driven by hand. `now_s` is the clock."""
 
-    def __init__(self, limits: Limits | None = None, *, workers: int = 1) -> None:
+    def __init__(self, limits: Limits | None = None, *, workers: int = 1, pool: Pool | None = None) -> None:
         names = itertools.count(1)
         self.now_s = 0.0
+        self.pool = pool or Pool(100)
         self.journal = MemoryJournal()
         self.table = CacheTable(
             limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
         )
+        self.dispatcher = Dispatcher(self.table, self.journal, self._send, clock_s=lambda: self.now_s)
         self.workers: dict[str, ModelWorker] = {}
-        self.replies: dict[int, Result | QuireError] = {}
+        # By ticket, in the order in which they came.
+        self.replies: dict[int, Outcome] = {}
         self.sent: list[worker_pb2.WorkerCommand] = []
         self._last_epoch = 0
         for index in range(workers):
@@ -50,16 +47,24 @@ class Gateway:
 
     def start_worker(self, worker_id: str) -> ModelWorker:
         self._last_epoch += 1
-        worker = ModelWorker(worker_id, self._last_epoch, 100, random.Random(0), Counter())
+        worker = ModelWorker(worker_id, self._last_epoch, self.pool, random.Random(0), Counter())
         worker.faults = Faults(step=0.0, control=0.0, timeout=0.0)
         self.workers[worker_id] = worker
-        self.table.worker_ready(worker_id, worker.epoch, worker.pages, MAX_SEQ_LEN)
+        view = WorkerView(
+            worker_id,
+            worker.epoch,
+            page_tokens=self.pool.page_tokens,
+            pages_total=self.pool.pages,
+            capacity_tokens=min(MAX_SEQ_LEN, self.pool.pages * self.pool.page_tokens),
+            pages_available=self.pool.pages,
+        )
+        self.dispatcher.worker_ready(view)
         return worker
 
     def lose_worker(self, worker_id: str = "worker-0") -> None:
         worker = self.workers.pop(worker_id)
-        self.table.worker_lost(worker_id, worker.epoch)
-        self.pump()
+        self.dispatcher.worker_lost(worker_id, worker.epoch)
+        self.table.check_invariants()
 
     @property
     def worker(self) -> ModelWorker:
@@ -68,36 +73,52 @@ class Gateway:
 
     # Callers.
 
-    def submit(self, request: Request) -> int:
-        """Hands a request in; its commands are with the worker, which has not looked at them yet."""
-        ticket = self.table.submit(request, self.now_s)
-        self.pump()
+    def submit(self, *requests: Request) -> list[int]:
+        """Hands requests in together. Their commands wait in the worker's inbox. Returns the tickets."""
+        early: dict[int, Outcome] = {}
+        tickets: list[int] = []
+
+        def on_outcome(index: int, outcome: Outcome) -> None:
+            if tickets:
+                assert tickets[index] not in self.replies
+                self.replies[tickets[index]] = outcome
+            else:
+                early[index] = outcome
+
+        tickets = self.dispatcher.start(requests, on_outcome, caller=1)
+        self.replies.update((tickets[index], outcome) for index, outcome in early.items())
+        self.table.check_invariants()
+        return tickets
+
+    def ask(self, request: Request) -> int:
+        """Hands one request in."""
+        (ticket,) = self.submit(request)
         return ticket
 
-    def cancel(self, ticket: int) -> None:
-        self.table.cancel(ticket)
-        self.pump()
+    def cancel(self, *tickets: int) -> None:
+        self.dispatcher.cancel(tickets)
+        self.table.check_invariants()
 
-    def release(self, cache_id: str) -> bool:
-        released = self.table.release(cache_id)
-        self.pump()
-        return released
-
-    def run(self, request: Request) -> Result | QuireError:
+    def run(self, request: Request) -> Outcome:
         """The outcome of a request that is alone in the world."""
-        ticket = self.submit(request)
+        ticket = self.ask(request)
         self.work()
         return self.replies[ticket]
 
-    def step(self, request: Append) -> AppendResult:
+    def append(self, request: Append) -> Appended:
         outcome = self.run(request)
-        assert isinstance(outcome, AppendResult), outcome
+        assert isinstance(outcome, Appended), outcome
         return outcome
 
-    def handles(self, request: Request) -> HandlesResult:
+    def handles(self, request: Request) -> Handles:
         outcome = self.run(request)
-        assert isinstance(outcome, HandlesResult), outcome
+        assert isinstance(outcome, Handles), outcome
         return outcome
+
+    def release(self, cache_id: str) -> bool:
+        outcome = self.run(Release(cache_id))
+        assert isinstance(outcome, Released), outcome
+        return outcome.released
 
     def refusal(self, request: Request) -> QuireError:
         outcome = self.run(request)
@@ -106,7 +127,7 @@ class Gateway:
 
     def create(self, *token_ids: int, request_id: str = "", lease_s: float | None = None) -> str:
         """A new cache."""
-        handle = self.step(prefill(*token_ids, request_id=request_id, lease_s=lease_s)).handle
+        handle = self.append(prefill(*token_ids, request_id=request_id, lease_s=lease_s)).handle
         assert handle is not None
         return handle.cache_id
 
@@ -136,35 +157,29 @@ class Gateway:
                 self.deliver(worker)
 
     def deliver(self, worker: ModelWorker) -> None:
-        """What a worker has answered arrives."""
-        while worker.outbox:
-            event = worker.outbox.popleft()
-            if event.WhichOneof("event") == "forward":
-                self.table.forward_done(event.op_id, event.forward, self.now_s)
-            elif event.WhichOneof("event") == "done":
-                self.table.control_done(event.op_id, self.now_s)
-            else:
-                self.refuse(event.op_id, event.error.reason)
-        self.pump()
-
-    def refuse(self, op_id: int, reason: int) -> None:
-        """A worker's error arrives."""
-        missing = reason == worker_pb2.WORKER_ERROR_REASON_KV_MISSING
-        self.table.command_failed(op_id, QuireError("refused"), kv_missing=missing)
-        self.pump()
-
-    def pump(self) -> None:
-        for effect in self.table.take_effects():
-            match effect:
-                case Write(record):
-                    self.journal.append((record,))
-                case Reply(ticket, outcome):
-                    assert ticket not in self.replies
-                    self.replies[ticket] = outcome
-                case Send(worker_id, _, command):
-                    self.sent.append(command)
-                    self.workers[worker_id].inbox.append(command)
+        """What a worker has answered arrives, in one message."""
+        response = worker_pb2.ConnectResponse(events=worker.outbox, pages_available=worker.pages_left)
+        worker.outbox.clear()
+        events = wire.to_events(response)
+        self.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, response.pages_available)
         self.table.check_invariants()
+
+    def refuse(self, op_id: int, reason: worker_pb2.WorkerErrorReason) -> None:
+        """A worker's error arrives."""
+        error = worker_pb2.WorkerError(reason=reason)
+        self.worker.outbox.append(worker_pb2.WorkerEvent(op_id=op_id, error=error))
+        self.deliver(self.worker)
+
+    def _send(self, worker_id: str, _epoch: int, command: Command) -> None:
+        message = wire.to_message(command)
+        self.sent.append(message)
+        self.workers[worker_id].inbox.append(message)
+
+
+def answer_of(result: Appended) -> worker_pb2.ForwardDone:
+    """What the worker said."""
+    assert isinstance(result.answer, worker_pb2.ForwardDone)
+    return result.answer
 
 
 def prefill(
@@ -183,9 +198,9 @@ def decode(
     position: int | None = None,
     output: types_pb2.OutputOptions | None = None,
 ) -> Append:
-    return Append(Kind.DECODE, cache_id, (token_id,), position, output=output)
+    return Append(Kind.DECODE, cache_id, (token_id,), position, output=output, has_logits=has_logits(output))
 
 
 def verify(cache_id: str, *token_ids: int, position: int | None = None, accept: bool = True) -> Append:
     mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_UNSPECIFIED
-    return Append(Kind.VERIFY, cache_id, list(token_ids), position, rows=Rows.ALL, accept=mode)
+    return Append(Kind.VERIFY, cache_id, list(token_ids), position, rows=len(token_ids), accept=mode)

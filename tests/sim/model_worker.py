@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.caches.placement import pages_for
-
 VOCAB = 16
 FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT
 KV_MISSING = worker_pb2.WORKER_ERROR_REASON_KV_MISSING
@@ -26,6 +24,18 @@ TIMEOUT = worker_pb2.WORKER_ERROR_REASON_TIMEOUT
 
 class ProtocolError(Exception):
     """The gateway sent what a worker must never see."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """How many pages there are, of how many tokens each."""
+
+    pages: int
+    page_tokens: int = 16
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +76,11 @@ class ModelWorker:
     """One incarnation. The simulator calls `take`, `step` and `deliver` in any order, any number of times."""
 
     def __init__(
-        self, worker_id: str, epoch: int, pages: int, rng: random.Random, seen: Counter[str]
+        self, worker_id: str, epoch: int, pool: Pool, rng: random.Random, seen: Counter[str]
     ) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
-        self.pages = pages
+        self.pool = pool
         self.faults = Faults()
         # A crashed worker does nothing more; what it had sent may still arrive.
         self.crashed = False
@@ -79,8 +89,7 @@ class ModelWorker:
         self.sequences: dict[int, list[int]] = {}
         # What the journal says each forward must find, by op id. Filled by the simulator.
         self.expected: dict[int, Sequence[int]] = {}
-        # Reasons of the failures reported, by op id; and the op ids that met a copy that was forgotten.
-        self.failed: dict[int, int] = {}
+        # Op ids that met a copy that was forgotten.
         self.excused: set[int] = set()
         # Longer than they should be, since a truncation of them failed.
         self.untrimmed: set[int] = set()
@@ -102,7 +111,8 @@ class ModelWorker:
     @property
     def pages_left(self) -> int:
         """Free pages. Forks share none here, so they may be overdrawn."""
-        return max(0, self.pages - sum(pages_for(len(tokens)) for tokens in self.sequences.values()))
+        held = sum(self.pool.pages_for(len(tokens)) for tokens in self.sequences.values())
+        return max(0, self.pool.pages - held)
 
     def take(self, count: int) -> None:
         """Takes commands off the stream."""
@@ -230,8 +240,8 @@ class ModelWorker:
         expected = self.expected.pop(job.op_id, None)
         if expected is not None and list(expected) != tokens:
             raise ProtocolError(f"op {job.op_id}: the copy holds {tokens}, the journal {list(expected)}")
-        needed = pages_for(len(tokens) + len(job.tokens)) - pages_for(len(tokens))
-        if needed > self.pages_left:
+        pages_for = self.pool.pages_for
+        if pages_for(len(tokens) + len(job.tokens)) - pages_for(len(tokens)) > self.pages_left:
             self._end(job, KV_EXHAUSTED)
             return False
         job.begun = True
@@ -248,9 +258,8 @@ class ModelWorker:
         if body.ephemeral:
             del self.sequences[body.sequence]
         del self._jobs[job.op_id]
-        wanted = {worker_pb2.ROW_SELECTION_LAST: chosen[-1:], worker_pb2.ROW_SELECTION_ALL: chosen}
         done = worker_pb2.ForwardDone(kept=kept)
-        for token in wanted.get(body.rows, []):
+        for token in chosen[len(chosen) - body.rows :]:
             done.outputs.append(output_of(token, body.output))
         self.outbox.append(worker_pb2.WorkerEvent(op_id=job.op_id, forward=done))
 
@@ -260,7 +269,7 @@ class ModelWorker:
         self._fail(job.op_id, reason)
 
     def _roll_back(self, job: _Job) -> None:
-        """As `ModelExecutor.roll_back`: nothing is left of what began at position 0."""
+        """As the engine's: nothing is left of what began at position 0."""
         number, position = job.body.sequence, job.body.position
         if job.body.ephemeral or position == 0:
             self.sequences.pop(number, None)
@@ -273,7 +282,6 @@ class ModelWorker:
         self._fail(op_id, KV_MISSING)
 
     def _fail(self, op_id: int, reason: int) -> None:
-        self.failed[op_id] = reason
         self._seen[f"worker error {reason}"] += 1
         error = worker_pb2.WorkerError(reason=reason)  # type: ignore[arg-type]
         self.outbox.append(worker_pb2.WorkerEvent(op_id=op_id, error=error))

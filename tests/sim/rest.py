@@ -39,5 +39,5 @@ def check_end(table: CacheTable, journal: MemoryJournal, workers: Iterable[Model
     assert not table._by_request_id
     for worker in workers:
         assert not worker.sequences, "a released sequence is still held"
-    for view in table._workers.values():
+    for view in table._placement:
         assert view.sequences == view.pages_queued == 0

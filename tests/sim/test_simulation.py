@@ -6,14 +6,16 @@ A failure names its seed: `python -m tests.sim --seeds SEED` runs that schedule 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
+from service.caches.effects import Effect, ForwardSequence, Reply, Send
 from service.caches.entries import AppliedAppend, CacheEntry, Operation
-from service.caches.requests import Append, Request
+from service.caches.requests import Append, Release, Request
 from service.caches.table import CacheTable
-from service.pool import commands
+from service.dispatcher import Dispatcher
 from tests.sim.schedules import ScheduleFailed, run_schedules
 
 SCHEDULES = 3000
@@ -27,6 +29,9 @@ MUST_HAPPEN = (
     "fork",
     "truncation",
     "crash",
+    "release behind others",
+    "release of nothing",
+    "renew behind others",
     "lease ran out",
     "abort came too late",
     "abort of a begun forward",
@@ -61,10 +66,10 @@ def test_every_schedule_keeps_every_promise() -> None:
 def fencing_off(patch: pytest.MonkeyPatch) -> None:
     submit = CacheTable.submit
 
-    def unfenced(table: CacheTable, request: Request, now_s: float) -> int:
+    def unfenced(table: CacheTable, request: Request, now_s: float, caller: int) -> int:
         if isinstance(request, Append):
             request = dataclasses.replace(request, position=None)
-        return submit(table, request, now_s)
+        return submit(table, request, now_s, caller)
 
     patch.setattr(CacheTable, "submit", unfenced)
 
@@ -80,9 +85,9 @@ def other_tokens_taken_for_a_repetition(patch: pytest.MonkeyPatch) -> None:
 def request_ids_ignored(patch: pytest.MonkeyPatch) -> None:
     submit = CacheTable.submit
 
-    def forgetful(table: CacheTable, request: Request, now_s: float) -> int:
+    def forgetful(table: CacheTable, request: Request, now_s: float, caller: int) -> int:
         table._by_request_id.clear()
-        return submit(table, request, now_s)
+        return submit(table, request, now_s, caller)
 
     patch.setattr(CacheTable, "submit", forgetful)
 
@@ -96,8 +101,10 @@ def copies_not_released(patch: pytest.MonkeyPatch) -> None:
 
 
 def losses_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    def lost(table: CacheTable, worker_id: str, epoch: int) -> None:
-        del table._workers[worker_id]
+    def lost(table: CacheTable, worker_id: str, epoch: int, now_s: float) -> None:
+        worker = table._placement.find(worker_id, epoch)
+        assert worker is not None
+        table._placement.remove(worker)
 
     patch.setattr(CacheTable, "worker_lost", lost)
 
@@ -112,26 +119,67 @@ def order_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheTable, "_advance", last_first)
 
 
-def steps_lost_after_verify(patch: pytest.MonkeyPatch) -> None:
+def releases_overtake(patch: pytest.MonkeyPatch) -> None:
+    submit = CacheTable.submit
+
+    def at_once(table: CacheTable, request: Request, now_s: float, caller: int) -> int:
+        entry = table._entries.get(request.cache_id)
+        ticket = submit(table, request, now_s, caller)
+        if isinstance(request, Release) and entry is not None and entry.busy:
+            table._close(entry)
+        return ticket
+
+    patch.setattr(CacheTable, "submit", at_once)
+
+
+def tokens_lost_after_verify(patch: pytest.MonkeyPatch) -> None:
     """The table believes that all drafts were kept."""
     apply = CacheTable._apply_append
 
-    def all_kept(table: CacheTable, operation: Operation, step: Append, done: object) -> None:
-        apply(table, operation, step, done)  # type: ignore[arg-type]
-        operation.entry.length = operation.base + len(step.token_ids)
+    def all_kept(table: CacheTable, operation: Operation, append: Append, done: object) -> None:
+        apply(table, operation, append, done)  # type: ignore[arg-type]
+        operation.entry.length = operation.base + len(append.token_ids)
 
     patch.setattr(CacheTable, "_apply_append", all_kept)
 
 
 def wrong_position_sent(patch: pytest.MonkeyPatch) -> None:
-    forward = commands.forward
+    def one_early(**fields: Any) -> ForwardSequence:
+        return ForwardSequence(**{**fields, "position": max(0, fields["position"] - 1)})
 
-    def one_early(
-        operation: Operation, step: Append, number: int, position: int, *, replay: bool = False
-    ) -> object:
-        return forward(operation, step, number, max(0, position - 1), replay=replay)
+    patch.setattr("service.caches.table.ForwardSequence", one_early)
 
-    patch.setattr(commands, "forward", one_early)
+
+def effects_as(change: Callable[[list[Effect]], list[Effect]]) -> Plant:
+    """A dispatcher that carries out other effects than those it was given."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        take = CacheTable.take_effects
+        patch.setattr(CacheTable, "take_effects", lambda table: change(take(table)))
+
+    return plant
+
+
+replies_before_records = effects_as(lambda effects: sorted(effects, key=lambda e: not isinstance(e, Reply)))
+sent_twice = effects_as(
+    lambda effects: [
+        e for e in effects for _ in range(1 + (isinstance(e, Send) and e.command.op_id % 8 == 0))
+    ]
+)
+
+
+def cancelled_are_answered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Dispatcher, "cancel", lambda *_: None)
+
+
+def cancelled_oldest_first(patch: pytest.MonkeyPatch) -> None:
+    def cancel(dispatcher: Dispatcher, tickets: Iterable[int]) -> None:
+        for ticket in tickets:
+            if dispatcher._waiting.pop(ticket, None) is not None:
+                dispatcher._caches.cancel(ticket, dispatcher._clock_s())
+        dispatcher._carry_out()
+
+    patch.setattr(Dispatcher, "cancel", cancel)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +193,13 @@ def wrong_position_sent(patch: pytest.MonkeyPatch) -> None:
         copies_not_released,
         losses_not_noticed,
         order_not_kept,
-        steps_lost_after_verify,
+        releases_overtake,
+        tokens_lost_after_verify,
         wrong_position_sent,
+        replies_before_records,
+        sent_twice,
+        cancelled_are_answered,
+        cancelled_oldest_first,
     ],
 )
 def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:

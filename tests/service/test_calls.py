@@ -1,0 +1,49 @@
+"""The table of calls: all there are, and what becomes of the items of a batch."""
+
+from __future__ import annotations
+
+from google.rpc import error_details_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import executor_pb2
+
+from service.api import session
+from service.api.calls import CALLS
+from service.api.executor import ExecutorApi
+from service.api.validation import RequestLimits
+from service.caches.requests import Append
+from service.errors import CacheNotFound
+
+LIMITS = RequestLimits(40, 1 << 20)
+SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"]
+UNIFIED_FORWARD = next(call for call in CALLS if call.method == "UnifiedForward")
+
+
+def test_the_service_has_every_call_of_the_protos() -> None:
+    assert {method.name for method in SERVICE.methods if not hasattr(ExecutorApi, method.name)} == set()
+
+
+def test_every_call_is_in_a_session_too() -> None:
+    fields = executor_pb2.SessionCall.DESCRIPTOR.oneofs_by_name["call"].fields
+    assert set(session._CALLS) == {field.name for field in fields}
+    assert {call.method for call in session._CALLS.values()} == {call.method for call in CALLS}
+
+
+@given(st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1))
+def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[str]) -> None:
+    items = [executor_pb2.UnifiedForwardItem(cache_id=cache_id, token_ids=[1]) for cache_id in cache_ids]
+
+    plan = UNIFIED_FORWARD.plan(executor_pb2.UnifiedForwardRequest(items=items), LIMITS, None)
+
+    refused = [bool(cache_id) and cache_ids.count(cache_id) > 1 for cache_id in cache_ids]
+    asked = [request.cache_id for request in plan.requests if isinstance(request, Append)]
+    assert asked == [name for name, is_refused in zip(cache_ids, refused, strict=True) if not is_refused]
+    answer = plan.answer([CacheNotFound() for _ in asked])
+    assert isinstance(answer, executor_pb2.UnifiedForwardResponse)
+    reasons = {True: "DUPLICATE_CACHE_IN_BATCH", False: "CACHE_NOT_FOUND"}
+    for index, (result, is_refused) in enumerate(zip(answer.results, refused, strict=True)):
+        info, violations = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        assert result.error.details[0].Unpack(info) and info.reason == reasons[is_refused]
+        if is_refused:
+            assert result.error.details[1].Unpack(violations)
+            assert [v.field for v in violations.field_violations] == [f"items[{index}].cache_id"]
