@@ -52,7 +52,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend every item to its own sequence. Checks nothing: see `kernels.paged_attention.paged_attention`.
 
-    The bits of an item's rows depend on how many items of one token come first and on the width of the block
+    The bits of an item's rows depend on how many items of one token come first and on the width of the page
     tables, which decide the splits, but on nothing in the other items.
 
     Args:
