@@ -8,11 +8,13 @@ Dimension letters: N items; P pages in the longest page table; S tokens a page.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec
+from kernels.cuda.compile_spec import CompileSpec, Variant
 
 BLOCK = 128
 
@@ -49,6 +51,11 @@ def advance_kernel(
     tl.store(context_lens + item, length + 1, mask=live)
 
 
+@cache
+def _variant(page_size: int) -> Variant:
+    return Variant(advance_kernel, {"PAGE_SIZE": page_size, "BLOCK": BLOCK}, num_warps=4, num_stages=1)
+
+
 def advance(
     token_ids: torch.Tensor,
     positions: torch.Tensor,
@@ -75,7 +82,8 @@ def advance(
     items, table_pages = page_tables.shape
     if items == 0:
         return
-    advance_kernel[(triton.cdiv(items, BLOCK),)](
+    _variant(page_size).launch(
+        (triton.cdiv(items, BLOCK),),
         token_ids,
         positions,
         slots,
@@ -85,23 +93,12 @@ def advance(
         items,
         page_tables.stride(0),
         table_pages,
-        PAGE_SIZE=page_size,
-        BLOCK=BLOCK,
-        num_warps=4,
     )
 
 
 def compile_specs() -> list[CompileSpec]:
     """The one configuration."""
     pointers = ("token_ids", "positions", "slots", "context_lens", "chosen", "page_tables")
-    signature = dict.fromkeys(pointers, "*i64") | {"context_lens": "*i32", "page_tables": "*i32"}
-    signature |= {"items": "i32", "table_stride": "i32", "table_pages": "i32"}
-    return [
-        CompileSpec(
-            advance_kernel,
-            "advance",
-            signature | {"PAGE_SIZE": "constexpr", "BLOCK": "constexpr"},
-            {"PAGE_SIZE": 16, "BLOCK": BLOCK},
-            divisible_by_16=pointers,
-        )
-    ]
+    types = dict.fromkeys(pointers, "*i64") | {"context_lens": "*i32", "page_tables": "*i32"}
+    types |= dict.fromkeys(("items", "table_stride", "table_pages"), "i32")
+    return [CompileSpec(_variant(16), "advance", types, divisible_by_16=pointers)]

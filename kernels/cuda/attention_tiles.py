@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
+
+from kernels.cuda.compile_spec import Variant
 
 # Where a running maximum begins. Finite, so that a row whose first keys are all hidden subtracts no
 # infinities. Scores of hidden keys are -inf, and their weights exact zeros.
@@ -39,17 +42,21 @@ class TileConfig:
     num_warps: int
     num_stages: int
 
-    def constexprs(self, heads: int, k_pages: Sequence[int], sliding_window: int | None) -> dict[str, int]:
-        """The arguments that both kernels are compiled for.
+    def variant(
+        self, kernel: Any, heads: int, k_pages: Sequence[int], sliding_window: int | None, **others: Any
+    ) -> Variant:
+        """What a kernel is compiled for.
 
         Args:
+            kernel: One of the two.
             heads: Query heads.
             k_pages: Shape [pages, S, K, D].
             sliding_window: Positions a token sees, or None.
+            others: Constants that only this kernel has.
         """
         _, page_size, kv_heads, width = k_pages
         group = heads // kv_heads
-        return {
+        constexprs = {
             "KV_HEADS": kv_heads,
             "GROUP": group,
             "D": width,
@@ -59,6 +66,7 @@ class TileConfig:
             "BLOCK_M": max(self.block_m, triton.next_power_of_2(group)),
             "TILE": self.tile,
         }
+        return Variant(kernel, constexprs | others, self.num_warps, self.num_stages)
 
 
 @triton.jit

@@ -8,12 +8,14 @@ Dimension letters: N items; H query heads; C splits; D head width; E the power o
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.cuda.attention_tiles import LOWEST
-from kernels.cuda.compile_spec import CompileSpec
+from kernels.cuda.compile_spec import CompileSpec, Variant
 
 # Splits that are added up at once.
 CHUNK = 16
@@ -51,6 +53,12 @@ def combine_kernel(
     tl.store(out + line * D + columns, combined.to(out.dtype.element_ty), mask=columns < D)
 
 
+@cache
+def _variant(width: int) -> Variant:
+    constexprs = {"D": width, "E": triton.next_power_of_2(width), "CHUNK": CHUNK}
+    return Variant(combine_kernel, constexprs, num_warps=4, num_stages=1)
+
+
 def combine_splits(out: torch.Tensor, partials: torch.Tensor, partial_lse: torch.Tensor) -> None:
     """Add up the splits. Checks nothing and mutates `out`.
 
@@ -60,31 +68,18 @@ def combine_splits(out: torch.Tensor, partials: torch.Tensor, partial_lse: torch
         partial_lse: [N, H, C] float32 contiguous, logarithms to base 2.
     """
     items, heads, num_splits, width = partials.shape
-    combine_kernel[(items * heads,)](
-        out,
-        partials,
-        partial_lse,
-        num_splits,
-        D=width,
-        E=triton.next_power_of_2(width),
-        CHUNK=CHUNK,
-        num_warps=4,
-    )
+    _variant(width).launch((items * heads,), out, partials, partial_lse, num_splits)
 
 
 def compile_specs() -> list[CompileSpec]:
     """Head widths that are powers of two and that are not, and each dtype."""
-    specs = []
-    for dtype, width in (("bf16", 80), ("bf16", 128), ("bf16", 256), ("fp16", 128), ("fp32", 128)):
-        constexprs = {"D": width, "E": triton.next_power_of_2(width), "CHUNK": CHUNK}
-        pointers = {"out": f"*{dtype}", "partials": "*fp32", "partial_lse": "*fp32"}
-        specs.append(
-            CompileSpec(
-                combine_kernel,
-                f"combine_splits {dtype} D={width}",
-                {**pointers, "num_splits": "i32", **dict.fromkeys(constexprs, "constexpr")},
-                constexprs,
-                divisible_by_16=tuple(pointers),
-            )
+    shapes = (("bf16", 80), ("bf16", 128), ("bf16", 256), ("fp16", 128), ("fp32", 128))
+    return [
+        CompileSpec(
+            _variant(width),
+            f"combine_splits {dtype} D={width}",
+            {"out": f"*{dtype}", "partials": "*fp32", "partial_lse": "*fp32", "num_splits": "i32"},
+            divisible_by_16=("out", "partials", "partial_lse"),
         )
-    return specs
+        for dtype, width in shapes
+    ]

@@ -22,6 +22,7 @@ below it; P pages in the longest page table; S tokens a page; C splits; M rows (
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -29,7 +30,7 @@ import triton.language as tl
 
 from kernels.cuda.attention_tiles import LOWEST, TileConfig, attend_keys
 from kernels.cuda.combine_splits import combine_splits
-from kernels.cuda.compile_spec import CompileSpec, Expectations
+from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
 
 # Programs that a multiprocessor holds at once, by their shared memory; more splits would only queue.
 PROGRAMS_A_MULTIPROCESSOR = 3
@@ -151,6 +152,14 @@ def decode_kernel(
         tl.store(out + lines[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
+@cache
+def _variant(
+    dtype: torch.dtype, heads: int, k_pages: tuple[int, ...], sliding_window: int | None, *, split: bool
+) -> Variant:
+    config = config_for(dtype, k_pages[3])
+    return config.variant(decode_kernel, heads, k_pages, sliding_window, SPLIT=split)
+
+
 def decode_attention(
     out: torch.Tensor,
     query: torch.Tensor,
@@ -188,8 +197,9 @@ def decode_attention(
         shape = (items, heads, num_splits)
         partials = torch.empty((*shape, width), dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    config = config_for(query.dtype, width)
-    decode_kernel[(items, kv_heads, num_splits)](
+    variant = _variant(query.dtype, heads, k_pages.shape, sliding_window, split=num_splits > 1)
+    variant.launch(
+        (items, kv_heads, num_splits),
         out,
         partials,
         partial_lse,
@@ -203,10 +213,6 @@ def decode_attention(
         page_tables.stride(0),
         num_splits,
         scale * math.log2(math.e),
-        SPLIT=num_splits > 1,
-        **config.constexprs(heads, k_pages.shape, sliding_window),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
     )
     if partials is not None and partial_lse is not None:
         combine_splits(out, partials, partial_lse)
@@ -224,27 +230,21 @@ def compile_specs() -> list[CompileSpec]:
 
 def _compile_spec(dtype: str, width: int, split: bool, window: int | None) -> CompileSpec:
     element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    config = config_for(element, width)
+    variant = _variant(element, 32, (1, 16, 8, width), window, split=split)
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
-    constexprs: dict[str, object] = {"SPLIT": split, **config.constexprs(32, (1, 16, 8, width), window)}
+    absent = {} if split else {"partials": None, "partial_lse": None}
     if split:
         pointers |= {"partials": "*fp32", "partial_lse": "*fp32"}
-    else:
-        constexprs |= {"partials": None, "partial_lse": None}
-    types = {
-        **pointers,
-        **dict.fromkeys(("page_tables", "context_lens"), "*i32"),
-        **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_splits"), "i32"),
-        "scale_log2": "fp32",
-        **dict.fromkeys(constexprs, "constexpr"),
-    }
     return CompileSpec(
-        kernel=decode_kernel,
-        name=f"decode_attention {dtype} D={width}{' split' if split else ''} window={window}",
-        signature={name: types[name] for name in decode_kernel.arg_names},
-        constexprs=constexprs,
+        variant,
+        f"decode_attention {dtype} D={width}{' split' if split else ''} window={window}",
+        {
+            **pointers,
+            **absent,
+            **dict.fromkeys(("page_tables", "context_lens"), "*i32"),
+            **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_splits"), "i32"),
+            "scale_log2": "fp32",
+        },
         divisible_by_16=(*pointers, "query_stride", "head_stride"),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        expects=Expectations(kv_buffers=config.num_stages - 1),
+        expects=Expectations(kv_buffers=variant.num_stages - 1),
     )

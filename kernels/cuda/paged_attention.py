@@ -11,23 +11,34 @@ Dimension letters: T tokens; N items; H query heads; K key-value heads; D head w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
 
 from kernels.attention_batch import AttentionBatch
+from kernels.cuda.compile_spec import SHARED_BYTES
 from kernels.cuda.decode_attention import decode_attention, num_splits_for
 from kernels.cuda.prefill_attention import prefill_attention
 
-# Of an H100 or H200; assumed where there is no GPU, in Triton's interpreter.
-DEFAULT_MULTIPROCESSORS = 132
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What the kernels go by of a device: its multiprocessors, and shared memory that a program may use."""
+
+    multiprocessors: int
+    shared_bytes: int
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def limits_of(device: torch.device) -> DeviceLimits:
+    """Those of an H100 or H200 where there is no GPU, in Triton's interpreter."""
     if device.type != "cuda":
-        return DEFAULT_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return DeviceLimits(132, SHARED_BYTES[90])
+    # What Triton holds a launch to.
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"])
 
 
 def paged_attention(
@@ -41,7 +52,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend every item to its own sequence. Checks nothing: see `kernels.paged_attention.paged_attention`.
 
-    The bits of an item's rows depend on how many items of one token come first and on the width of the block
+    The bits of an item's rows depend on how many items of one token come first and on the width of the page
     tables, which decide the splits, but on nothing in the other items.
 
     Args:
@@ -56,6 +67,7 @@ def paged_attention(
         A new contiguous tensor [T, H, D] with the dtype of query. Rows of items without context are zeros.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [T, H, D]
+    limits = limits_of(query.device)
     items = len(batch.query_lens)
     page_size, kv_heads = k_pages.shape[1:3]
     decodes = next((item for item, length in enumerate(batch.query_lens) if length != 1), items)
@@ -71,7 +83,7 @@ def paged_attention(
             scale=scale,
             sliding_window=sliding_window,
             num_splits=num_splits_for(
-                decodes, kv_heads, min(capacity, sliding_window or capacity), _multiprocessors(query.device)
+                decodes, kv_heads, min(capacity, sliding_window or capacity), limits.multiprocessors
             ),
         )
     if decodes < items:
@@ -85,5 +97,6 @@ def paged_attention(
             batch.context_lens[decodes:],
             scale=scale,
             sliding_window=sliding_window,
+            shared_bytes=limits.shared_bytes,
         )
     return out

@@ -17,6 +17,15 @@ Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4; nothing spills, and wgmma
     256       128    32            8       3        240         160 KiB         3
 
 With a width of 128, 4 warps take 255 registers and spill; so does a width of 256 with 64 keys a tile.
+
+Devices with less shared memory have no wgmma either, and keep more in registers. For sm_89 (sm_80 differs in
+registers only); nothing spills, which with 64 keys a tile it does for windows and groups of 7:
+
+    width     rows   keys a tile   warps   stages   registers   shared memory   buffers each of K and V
+    64        128    32            8       3        144         32 KiB          2
+    80-128    128    32            8       3        184-188     64 KiB          2
+    256       64     16            8       3        187         66 KiB          2
+
 float32 has no matrix instruction without loss: 32 rows and a width of 128 spill, 16 do not.
 
 Dimension letters: T tokens; N items; H query heads; K key-value heads; G = H / K; D head width; E the power
@@ -26,20 +35,39 @@ of two not below it; P pages in the longest page table; S tokens a page; M rows 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.cuda.attention_tiles import LOWEST, TileConfig, attend_keys
-from kernels.cuda.compile_spec import CompileSpec, Expectations
+from kernels.cuda.compile_spec import SHARED_BYTES, CompileSpec, Expectations, Variant
 
 
-def config_for(dtype: torch.dtype, width: int) -> TileConfig:
-    """The configuration for a dtype and head width."""
+def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
+    """The configuration for a dtype and head width.
+
+    Args:
+        dtype: Of queries, keys and values.
+        width: D.
+        shared_bytes: Shared memory that a program may use on the device.
+
+    Raises:
+        ValueError: There is none for so little shared memory.
+    """
+    if shared_bytes < SHARED_BYTES[89]:
+        raise ValueError(
+            f"prefill attention needs {SHARED_BYTES[89] >> 10} KiB of shared memory a program,"
+            f" and this device has {shared_bytes >> 10} KiB"
+        )
     if dtype is torch.float32:
         return TileConfig(block_m=16, tile=16, num_warps=4, num_stages=3)
-    return TileConfig(block_m=128, tile=64 if width <= 128 else 32, num_warps=8, num_stages=3)
+    if shared_bytes >= SHARED_BYTES[90]:
+        return TileConfig(block_m=128, tile=64 if width <= 128 else 32, num_warps=8, num_stages=3)
+    if width <= 128:
+        return TileConfig(block_m=128, tile=32, num_warps=8, num_stages=3)
+    return TileConfig(block_m=64, tile=16, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -178,6 +206,18 @@ def prefill_kernel(
     tl.store(out + lines[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
+@cache
+def _variant(
+    dtype: torch.dtype,
+    heads: int,
+    k_pages: tuple[int, ...],
+    sliding_window: int | None,
+    shared_bytes: int,
+) -> Variant:
+    config = config_for(dtype, k_pages[3], shared_bytes)
+    return config.variant(prefill_kernel, heads, k_pages, sliding_window)
+
+
 def prefill_attention(
     out: torch.Tensor,
     query: torch.Tensor,
@@ -189,6 +229,7 @@ def prefill_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    shared_bytes: int,
 ) -> None:
     """Attend the new tokens of each item to its own sequence, whose last tokens they are.
 
@@ -206,17 +247,18 @@ def prefill_attention(
         context_lens: [N] int32 or int64, new tokens included. 0: a padded item, for which no page is read.
         scale: Multiplies the scores.
         sliding_window: Positions a token sees, its own included; None: all of them.
+        shared_bytes: Shared memory that a program may use, which decides the tiles; see `config_for`.
     """
-    rows, heads, width = query.shape
+    rows, heads, _ = query.shape
     kv_heads = k_pages.shape[2]
     items = len(context_lens)
     if rows == 0:
         return
-    config = config_for(query.dtype, width)
-    constexprs = config.constexprs(heads, k_pages.shape, sliding_window)
-    tokens_a_block = constexprs["BLOCK_M"] // constexprs["GROUP"]
+    variant = _variant(query.dtype, heads, k_pages.shape, sliding_window, shared_bytes)
+    tokens_a_block = variant.constexprs["BLOCK_M"] // variant.constexprs["GROUP"]
     blocks = rows // tokens_a_block + items
-    prefill_kernel[(blocks * kv_heads,)](
+    variant.launch(
+        (blocks * kv_heads,),
         out,
         query,
         k_pages,
@@ -229,9 +271,6 @@ def prefill_attention(
         page_tables.stride(0),
         items,
         scale * math.log2(math.e),
-        **constexprs,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
     )
 
 
@@ -242,30 +281,22 @@ def compile_specs() -> list[CompileSpec]:
     ]
     shapes += [("bf16", 128, 4, 4096), ("bf16", 128, 7, None), ("fp16", 128, 4, None)]
     shapes += [("fp32", width, 4, None) for width in (64, 128, 256)]
-    return [_compile_spec(*shape) for shape in shapes]
+    return [_compile_spec(*shape, architecture) for shape in shapes for architecture in SHARED_BYTES]
 
 
-def _compile_spec(dtype: str, width: int, group: int, window: int | None) -> CompileSpec:
+def _compile_spec(dtype: str, width: int, group: int, window: int | None, architecture: int) -> CompileSpec:
     element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    config = config_for(element, width)
-    # The registers of these do not suffice on sm_80, which has no wgmma: they work there, more slowly.
-    spills_on_sm_80 = dtype != "fp32" and (width == 256 or window is not None or group == 7)
-    constexprs = config.constexprs(8 * group, (1, 16, 8, width), window)
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
     return CompileSpec(
-        kernel=prefill_kernel,
-        name=f"prefill_attention {dtype} D={width} G={group} window={window}",
-        signature={
+        _variant(element, 8 * group, (1, 16, 8, width), window, SHARED_BYTES[architecture]),
+        f"prefill_attention {dtype} D={width} G={group} window={window}",
+        {
             **pointers,
             **dict.fromkeys(("page_tables", "query_starts", "context_lens"), "*i32"),
             **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_items"), "i32"),
             "scale_log2": "fp32",
-            **dict.fromkeys(constexprs, "constexpr"),
         },
-        constexprs=constexprs,
         divisible_by_16=(*pointers, "query_stride", "head_stride"),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        architectures=(90,) if spills_on_sm_80 else (90, 80),
+        architectures=(architecture,),
         expects=Expectations(wgmma=dtype != "fp32", kv_buffers=2),
     )

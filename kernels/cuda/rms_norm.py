@@ -8,11 +8,13 @@ two; R rows of a program.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec
+from kernels.cuda.compile_spec import CompileSpec, Variant
 
 # Elements of a program where rows are short, and of a thread: two loads of 16 bytes in half precision.
 BLOCK_ELEMENTS = 1024
@@ -85,14 +87,28 @@ def _tile(width: int) -> tuple[int, int, int]:
     return padded, rows, min(16, max(1, rows * padded // (32 * THREAD_ELEMENTS)))
 
 
+@cache
+def _norm(heads: int, width: int, weight_stride: int) -> Variant:
+    padded, rows, num_warps = _tile(width)
+    constexprs = {"HEADS": heads, "D": width, "E": padded, "R": rows, "WEIGHT_STRIDE": weight_stride}
+    return Variant(rms_norm_kernel, constexprs, num_warps=num_warps, num_stages=1)
+
+
+@cache
+def _add_norm(width: int) -> Variant:
+    padded, _, num_warps = _tile(width)
+    return Variant(add_rms_norm_kernel, {"D": width, "E": padded}, num_warps=num_warps, num_stages=1)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Launch `rms_norm_kernel`; see `kernels.rms_norm.rms_norm`. Arguments are checked."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     heads, width = (1 if x.dim() == 2 else x.shape[1]), x.shape[-1]
-    padded, rows, num_warps = _tile(width)
-    rms_norm_kernel[(triton.cdiv(len(x) * heads, rows),)](
+    variant = _norm(heads, width, weight.stride(0) if weight.dim() == 2 else 0)
+    variant.launch(
+        (triton.cdiv(len(x) * heads, variant.constexprs["R"]),),
         out,
         x,
         weight,
@@ -100,12 +116,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x.stride(0),
         x.stride(1) if x.dim() == 3 else 0,
         eps,
-        HEADS=heads,
-        D=width,
-        E=padded,
-        R=rows,
-        WEIGHT_STRIDE=weight.stride(0) if weight.dim() == 2 else 0,
-        num_warps=num_warps,
     )
     return out
 
@@ -118,56 +128,27 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    padded, _, num_warps = _tile(x.shape[1])
-    add_rms_norm_kernel[(len(x),)](
-        out,
-        x,
-        residual,
-        weight,
-        x.stride(0),
-        residual.stride(0),
-        eps,
-        D=x.shape[1],
-        E=padded,
-        num_warps=num_warps,
-    )
+    _add_norm(x.shape[1]).launch((len(x),), out, x, residual, weight, x.stride(0), residual.stride(0), eps)
     return out
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Hidden sizes that are powers of two and that are not, and heads."""
+    """Hidden sizes that are powers of two and that are not, with each number of warps; and heads."""
     specs = []
-    for dtype, width in (("bf16", 1024), ("bf16", 4096), ("bf16", 5120), ("fp16", 4096), ("fp32", 4096)):
-        padded, _, num_warps = _tile(width)
-        pointers = ("out", "x", "residual", "weight")
+    hidden = (("bf16", 1024), ("bf16", 2048), ("bf16", 4096), ("bf16", 5120), ("fp16", 4096), ("fp32", 4096))
+    for dtype, width in hidden:
+        pointers: tuple[str, ...] = ("out", "x", "residual", "weight")
         strides = ("x_stride", "residual_stride")
-        specs.append(
-            CompileSpec(
-                add_rms_norm_kernel,
-                f"add_rms_norm {dtype} D={width}",
-                dict.fromkeys(pointers, f"*{dtype}")
-                | dict.fromkeys(strides, "i32")
-                | {"eps": "fp32", "D": "constexpr", "E": "constexpr"},
-                {"D": width, "E": padded},
-                divisible_by_16=pointers + strides,
-                num_warps=num_warps,
-            )
+        types = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(strides, "i32") | {"eps": "fp32"}
+        name = f"add_rms_norm {dtype} D={width}"
+        specs.append(CompileSpec(_add_norm(width), name, types, divisible_by_16=pointers + strides))
+    normed = [(dtype, 1, width, 0) for dtype, width in hidden]
+    for dtype, heads, width, per_head in (*normed, ("bf16", 8, 128, 1), ("fp32", 8, 80, 1)):
+        pointers, strides = ("out", "x", "weight"), ("token_stride", "head_stride")
+        types = (
+            dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(("rows", *strides), "i32") | {"eps": "fp32"}
         )
-    for dtype, heads, width, per_head in (("bf16", 1, 1024, 0), ("bf16", 8, 128, 1), ("fp32", 8, 80, 1)):
-        padded, rows, num_warps = _tile(width)
-        constexprs = {"HEADS": heads, "D": width, "E": padded, "R": rows, "WEIGHT_STRIDE": per_head * width}
-        integers = ("rows", "token_stride", "head_stride")
-        specs.append(
-            CompileSpec(
-                rms_norm_kernel,
-                f"rms_norm {dtype} H={heads} D={width}",
-                dict.fromkeys(("out", "x", "weight"), f"*{dtype}")
-                | dict.fromkeys(integers, "i32")
-                | {"eps": "fp32"}
-                | dict.fromkeys(constexprs, "constexpr"),
-                constexprs,
-                divisible_by_16=("out", "x", "weight", *integers[1:]),
-                num_warps=num_warps,
-            )
-        )
+        name = f"rms_norm {dtype} H={heads} D={width}"
+        variant = _norm(heads, width, per_head * width)
+        specs.append(CompileSpec(variant, name, types, divisible_by_16=pointers + strides))
     return specs

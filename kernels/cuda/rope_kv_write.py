@@ -10,16 +10,17 @@ two; B heads of a program; P pages; S tokens a page.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec
+from kernels.cuda.compile_spec import CompileSpec, Variant
 
 # Elements of one half in a program, and of values: loads of 16 bytes a thread in half precision.
 HALF_ELEMENTS = 1024
 VALUE_ELEMENTS = 1024
-NUM_WARPS = 4
 
 
 @triton.jit
@@ -94,12 +95,12 @@ def rope_kv_write_kernel(
         tl.store(v_pages + slot * (KV_HEADS * D) + element, value, mask=is_value)
 
 
-def _constexprs(heads: int, kv_heads: int, width: int, *, norm: bool) -> dict[str, int | bool]:
-    """What the kernel is compiled for."""
+@cache
+def _variant(heads: int, kv_heads: int, width: int, *, norm: bool) -> Variant:
     padded = triton.next_power_of_2(width // 2)
     block = min(max(1, HALF_ELEMENTS // padded), triton.next_power_of_2(heads + kv_heads))
     values = min(VALUE_ELEMENTS, triton.next_power_of_2(kv_heads * width))
-    return {
+    constexprs = {
         "NORM": norm,
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -108,6 +109,7 @@ def _constexprs(heads: int, kv_heads: int, width: int, *, norm: bool) -> dict[st
         "B": block,
         "VALUES": values,
     }
+    return Variant(rope_kv_write_kernel, constexprs, num_warps=4, num_stages=1)
 
 
 def rope_kv_write(
@@ -129,11 +131,11 @@ def rope_kv_write(
     query = torch.empty(len(qkv), heads, width, dtype=qkv.dtype, device=qkv.device)
     if query.numel() == 0:
         return query
-    constexprs = _constexprs(heads, kv_heads, width, norm=qk_norm is not None)
-    programs = triton.cdiv(heads + kv_heads, constexprs["B"]) + triton.cdiv(
-        kv_heads * width, constexprs["VALUES"]
-    )
-    rope_kv_write_kernel[(len(qkv) * programs,)](
+    variant = _variant(heads, kv_heads, width, norm=qk_norm is not None)
+    rotating = triton.cdiv(heads + kv_heads, variant.constexprs["B"])
+    copying = triton.cdiv(kv_heads * width, variant.constexprs["VALUES"])
+    variant.launch(
+        (len(qkv) * (rotating + copying),),
         query,
         qkv,
         qkv if qk_norm is None else qk_norm.contiguous(),
@@ -144,8 +146,6 @@ def rope_kv_write(
         qkv.stride(0),
         cos_sin.stride(0),
         eps,
-        **constexprs,
-        num_warps=NUM_WARPS,
     )
     return query
 
@@ -165,7 +165,6 @@ def compile_specs() -> list[CompileSpec]:
 
 
 def _spec(dtype: str, heads: int, kv_heads: int, width: int, norm: bool) -> CompileSpec:
-    constexprs = _constexprs(heads, kv_heads, width, norm=norm)
     pointers = ("query", "qkv", "qk_norm", "k_pages", "v_pages")
     types = dict.fromkeys(pointers, f"*{dtype}") | {
         "cos_sin": "*fp32",
@@ -175,10 +174,8 @@ def _spec(dtype: str, heads: int, kv_heads: int, width: int, norm: bool) -> Comp
         "eps": "fp32",
     }
     return CompileSpec(
-        rope_kv_write_kernel,
+        _variant(heads, kv_heads, width, norm=norm),
         f"rope_kv_write {dtype} H={heads} K={kv_heads} D={width}" + (" norm" if norm else ""),
-        {name: types.get(name, "constexpr") for name in rope_kv_write_kernel.arg_names},
-        constexprs,
+        types,
         divisible_by_16=tuple(name for name in types if name != "eps"),
-        num_warps=NUM_WARPS,
     )

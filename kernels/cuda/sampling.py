@@ -12,11 +12,13 @@ Dimension letters: R rows; V vocabulary; B blocks of the vocabulary.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec
+from kernels.cuda.compile_spec import CompileSpec, Variant
 
 # Tokens a program: one row of 152k gives 149 programs, enough for the 132 multiprocessors.
 BLOCK = 1024
@@ -115,6 +117,15 @@ def choose_row_kernel(
     tl.store(out_best + row, tl.where(all_usable, best, float("nan")))
 
 
+_BLOCKS = Variant(choose_block_kernel, {"BLOCK": BLOCK}, num_warps=4, num_stages=1)
+
+
+@cache
+def _rows(num_blocks: int) -> Variant:
+    constexprs = {"WIDTH": triton.next_power_of_2(num_blocks)}
+    return Variant(choose_row_kernel, constexprs, num_warps=4, num_stages=1)
+
+
 def choose(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
@@ -148,7 +159,8 @@ def choose(
     block_logits = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
     block_noise = torch.empty((rows, num_blocks), dtype=torch.float64, device=logits.device)
     block_best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
-    choose_block_kernel[(rows, num_blocks)](
+    _BLOCKS.launch(
+        (rows, num_blocks),
         logits,
         logits.stride(0),
         vocab,
@@ -160,10 +172,9 @@ def choose(
         block_logits,
         block_noise,
         block_best,
-        BLOCK=BLOCK,
-        num_warps=4,
     )
-    choose_row_kernel[(rows,)](
+    _rows(num_blocks).launch(
+        (rows,),
         out_ids,
         out_best,
         temperatures,
@@ -172,8 +183,6 @@ def choose(
         block_noise,
         block_best,
         num_blocks,
-        WIDTH=triton.next_power_of_2(num_blocks),
-        num_warps=4,
     )
 
 
@@ -193,18 +202,15 @@ def _block_spec(dtype: str, *, cut: bool) -> CompileSpec:
         "block_noise": "*fp64",
         "block_best": "*fp32",
     }
-    constexprs: dict[str, object] = {"BLOCK": BLOCK}
     if cut:
         pointers |= {"cut_values": "*fp32", "cut_ids": "*i32"}
-    else:
-        constexprs |= {"cut_values": None, "cut_ids": None}
-    types = {**pointers, "logits_stride": "i32", "vocab": "i32", **dict.fromkeys(constexprs, "constexpr")}
+    sizes = {"logits_stride": "i32", "vocab": "i32"}
+    absent = {} if cut else {"cut_values": None, "cut_ids": None}
     return CompileSpec(
-        kernel=choose_block_kernel,
-        name=f"choose_block {dtype} cut={cut}",
-        signature={name: types[name] for name in choose_block_kernel.arg_names},
-        constexprs=constexprs,
-        divisible_by_16=(*pointers, "logits_stride", "vocab"),
+        _BLOCKS,
+        f"choose_block {dtype} cut={cut}",
+        {**pointers, **sizes, **absent},
+        divisible_by_16=(*pointers, *sizes),
     )
 
 
@@ -219,9 +225,8 @@ def _row_spec(width: int) -> CompileSpec:
         "block_best": "*fp32",
     }
     return CompileSpec(
-        kernel=choose_row_kernel,
-        name=f"choose_row B<={width}",
-        signature={**pointers, "num_blocks": "i32", "WIDTH": "constexpr"},
-        constexprs={"WIDTH": width},
+        _rows(width),
+        f"choose_row B<={width}",
+        {**pointers, "num_blocks": "i32"},
         divisible_by_16=tuple(pointers),
     )

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec
+from kernels.cuda.compile_spec import CompileSpec, Variant
 
 MASK_BLOCK = 1024
 ENTRY_BLOCK = 256
@@ -75,6 +75,10 @@ def penalty_kernel(
     tl.store(where, tl.where(forbidden, float("-inf"), new), mask=within)
 
 
+_MASK = Variant(mask_kernel, {"BLOCK": MASK_BLOCK}, num_warps=4, num_stages=1)
+_PENALTIES = Variant(penalty_kernel, {"BLOCK": ENTRY_BLOCK}, num_warps=4, num_stages=1)
+
+
 def apply_masks(logits: torch.Tensor, mask_rows: torch.Tensor, words: torch.Tensor) -> None:
     """Forbid tokens: their logits become -infinity.
 
@@ -88,9 +92,8 @@ def apply_masks(logits: torch.Tensor, mask_rows: torch.Tensor, words: torch.Tens
     if len(mask_rows) == 0:
         return
     vocab = logits.shape[1]
-    mask_kernel[(len(mask_rows), triton.cdiv(vocab, MASK_BLOCK))](
-        logits, logits.stride(0), vocab, mask_rows, words, words.shape[1], BLOCK=MASK_BLOCK, num_warps=4
-    )
+    grid = len(mask_rows), triton.cdiv(vocab, MASK_BLOCK)
+    _MASK.launch(grid, logits, logits.stride(0), vocab, mask_rows, words, words.shape[1])
 
 
 def apply_penalties(
@@ -117,18 +120,8 @@ def apply_penalties(
     """
     if len(rows) == 0:
         return
-    penalty_kernel[(triton.cdiv(len(rows), ENTRY_BLOCK),)](
-        logits,
-        logits.stride(0),
-        rows,
-        ids,
-        biases,
-        divisors,
-        losses,
-        len(rows),
-        BLOCK=ENTRY_BLOCK,
-        num_warps=4,
-    )
+    grid = (triton.cdiv(len(rows), ENTRY_BLOCK),)
+    _PENALTIES.launch(grid, logits, logits.stride(0), rows, ids, biases, divisors, losses, len(rows))
 
 
 def compile_specs() -> list[CompileSpec]:
@@ -143,19 +136,11 @@ def compile_specs() -> list[CompileSpec]:
         "losses": "*fp64",
     }
     return [
-        _spec(mask_kernel, "sampling_mask", mask, ("vocab", "num_words"), MASK_BLOCK),
-        _spec(penalty_kernel, "sampling_penalties", entry, ("num_entries",), ENTRY_BLOCK),
+        _spec(_MASK, "sampling_mask", mask, ("vocab", "num_words")),
+        _spec(_PENALTIES, "sampling_penalties", entry, ("num_entries",)),
     ]
 
 
-def _spec(
-    kernel: triton.JITFunction, name: str, pointers: dict[str, str], sizes: tuple[str, ...], block: int
-) -> CompileSpec:
-    types = {**pointers, **dict.fromkeys(("logits_stride", *sizes), "i32"), "BLOCK": "constexpr"}
-    return CompileSpec(
-        kernel=kernel,
-        name=name,
-        signature={argument: types[argument] for argument in kernel.arg_names},
-        constexprs={"BLOCK": block},
-        divisible_by_16=(*pointers, "logits_stride"),
-    )
+def _spec(variant: Variant, name: str, pointers: dict[str, str], sizes: tuple[str, ...]) -> CompileSpec:
+    types = pointers | dict.fromkeys(("logits_stride", *sizes), "i32")
+    return CompileSpec(variant, name, types, divisible_by_16=(*pointers, "logits_stride"))

@@ -23,12 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec
+from kernels.cuda.compile_spec import CompileSpec, Variant
 
 # Tokens read at a time. Each lane keeps the largest logit it met: the k-th largest of these is a close lower
 # bound of the k-th largest of all, for k up to BLOCK.
 BLOCK = 2048
-NUM_WARPS = 16
 
 _LOWEST = tl.constexpr(
     -3.4028234663852886e38
@@ -255,6 +254,9 @@ def cut_kernel(
     tl.store(out_ids + index, cut_id)
 
 
+_CUT = Variant(cut_kernel, {"BLOCK": BLOCK}, num_warps=16, num_stages=1)
+
+
 def find_cuts(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
@@ -283,7 +285,8 @@ def find_cuts(
     if rows == 0:
         return
     candidates = torch.empty((rows, vocab), dtype=torch.int32, device=logits.device)
-    cut_kernel[(rows,)](
+    _CUT.launch(
+        (rows,),
         logits,
         logits.stride(0),
         vocab,
@@ -294,8 +297,6 @@ def find_cuts(
         out_values,
         out_ids,
         candidates,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
     )
 
 
@@ -311,14 +312,5 @@ def compile_specs() -> list[CompileSpec]:
         "out_ids": "*i32",
         "candidates": "*i32",
     }
-    types = {**pointers, "logits_stride": "i32", "vocab": "i32", "BLOCK": "constexpr"}
-    return [
-        CompileSpec(
-            kernel=cut_kernel,
-            name="sampling_cut",
-            signature={name: types[name] for name in cut_kernel.arg_names},
-            constexprs={"BLOCK": BLOCK},
-            divisible_by_16=(*pointers, "logits_stride", "vocab"),
-            num_warps=NUM_WARPS,
-        )
-    ]
+    types = pointers | {"logits_stride": "i32", "vocab": "i32"}
+    return [CompileSpec(_CUT, "sampling_cut", types, divisible_by_16=tuple(types))]

@@ -5,15 +5,16 @@ Dimension letters: T tokens; I intermediate width; B columns of a program.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec
+from kernels.cuda.compile_spec import CompileSpec, Variant
 
 # Columns of a program: one load of 16 bytes a thread, from each half, in half precision.
 BLOCK = 1024
-NUM_WARPS = 4
 
 
 @triton.jit
@@ -39,15 +40,18 @@ def silu_mul_kernel(
     tl.store(out + row * WIDTH + column, product.to(gate.dtype), mask=mask)
 
 
+@cache
+def _variant(width: int) -> Variant:
+    return Variant(silu_mul_kernel, {"WIDTH": width, "B": BLOCK}, num_warps=4, num_stages=1)
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Launch `silu_mul_kernel`; see `kernels.silu_mul.silu_mul`. The argument is checked."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out
-    silu_mul_kernel[(tokens * triton.cdiv(width, BLOCK),)](
-        out, gate_up, gate_up.stride(0), WIDTH=width, B=BLOCK, num_warps=NUM_WARPS
-    )
+    _variant(width).launch((tokens * triton.cdiv(width, BLOCK),), out, gate_up, gate_up.stride(0))
     return out
 
 
@@ -55,18 +59,10 @@ def compile_specs() -> list[CompileSpec]:
     """Widths with and without a last block that is cut off."""
     return [
         CompileSpec(
-            silu_mul_kernel,
+            _variant(width),
             f"silu_mul {dtype} I={width}",
-            {
-                "out": f"*{dtype}",
-                "gate_up": f"*{dtype}",
-                "row_stride": "i32",
-                "WIDTH": "constexpr",
-                "B": "constexpr",
-            },
-            {"WIDTH": width, "B": BLOCK},
+            {"out": f"*{dtype}", "gate_up": f"*{dtype}", "row_stride": "i32"},
             divisible_by_16=("out", "gate_up", "row_stride"),
-            num_warps=NUM_WARPS,
         )
         for dtype, width in (("bf16", 3072), ("bf16", 8960), ("fp16", 3072), ("fp32", 3072))
     ]

@@ -12,7 +12,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.cuda.conftest import HAS_TRITON, INTERPRETED
+from tests.kernels.cuda.conftest import HAS_TRITON, INTERPRETED, _launched_as_compiled
+
+__all__ = ["_launched_as_compiled"]  # for every test here, too
 
 if not HAS_TRITON:
     collect_ignore_glob = ["*.py"]

@@ -8,17 +8,37 @@ from collections.abc import Sequence
 import torch
 
 
-def assert_close(actual: torch.Tensor, exact: torch.Tensor, floor_factor: float = 2.0) -> None:
+def assert_close(actual: torch.Tensor, exact: torch.Tensor, relative: float = 0.0) -> None:
     """Check a result against its float64 value.
 
-    Allowed is a small multiple of what rounding the exact value to the dtype costs, plus 1e-6 for the float32
-    accumulation inside.
+    Allowed is twice what rounding the exact value to the dtype costs, plus 1e-6 for the float32 accumulation
+    inside; and `relative` of the largest value, for what the operation is known to lose beside that.
     """
     assert exact.dtype == torch.float64
     assert torch.isfinite(actual).all(), "not finite"
     floor = (exact.to(actual.dtype).double() - exact).abs().max().item()
     error = (actual.double() - exact).abs().max().item()
-    assert error <= floor_factor * (floor + 1e-6), f"error {error}, rounding alone costs {floor}"
+    allowed = 2 * (floor + 1e-6) + relative * exact.abs().max().item()
+    assert error <= allowed, f"error {error} of {allowed}, rounding alone costs {floor}"
+
+
+def angle_loss(largest: float) -> float:
+    """What angles up to `largest`, in float32, cost a rotation at most, relative to the largest value.
+
+    An angle is off by half a unit in its last place, and the pair (a, b) by that times its length, which is
+    at most sqrt(2) of the largest element.
+    """
+    last_place: float = 2.0 ** (math.ceil(math.log2(largest)) - 24)
+    return last_place / 2 * math.sqrt(2)
+
+
+def norm_loss(width: int) -> float:
+    """What RMSNorm in float32 costs at most, relative to each value, in whatever order squares are summed.
+
+    A square is rounded once and a sum of `width` of them at most `width` times, each by 2^-24 of it; the root
+    halves that. Mean, epsilon, root, reciprocal and the two products are rounded once each, or twice.
+    """
+    return (width / 2 + 8) * 2**-24
 
 
 def rms_norm64(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from kernels.cpu import rope_kv_write as cpu
 from kernels.rope import RopeSpec, rope_frequencies, rope_table
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
-from tests.kernels.references import assert_close, rms_norm64, rotate64
+from tests.kernels.references import angle_loss, assert_close, norm_loss, rms_norm64, rotate64
 
 torch.set_num_threads(1)
 
@@ -45,9 +45,9 @@ def test_float32_is_accurate(width: int, heads: int, kv_heads: int, *, normed: b
     if weight is not None:
         turned = rms_norm64(turned, weight, EPS)
     exact = rotate64(turned, positions, rope_frequencies(SPEC, width)[0].tolist())
-    # The rounding of the largest angle, 63 * 2^-24, is in the allowance; a weight scales it.
-    assert_close(query, exact[:, :-kv_heads], floor_factor=24.0)
-    assert_close(keys.flatten(0, 1)[slots], exact[:, -kv_heads:], floor_factor=24.0)
+    lost = angle_loss(63) + (norm_loss(width) if normed else 0)
+    assert_close(query, exact[:, :-kv_heads], lost)
+    assert_close(keys.flatten(0, 1)[slots], exact[:, -kv_heads:], lost)
     assert torch.equal(values.flatten(0, 1)[slots], by_head[:, -kv_heads:])
 
 

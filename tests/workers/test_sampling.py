@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,24 +20,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.workers.sampling_reference import FLOAT32_MAX, FORBIDDING_ALL, INF, adjust
 from workers.counter_rng import gumbel, mix_key
 from workers.operations import Sampling, TokenMask
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow, choose_tokens
 
 torch.set_num_threads(1)
 
-INF = float("inf")
-# Biases and masks that leave nothing of 18 tokens, of which the model forbids token 3.
-FORBIDDING_ALL: list[tuple[dict[int, float], TokenMask | None]] = [
-    ({}, TokenMask(allowed=[])),
-    ({}, TokenMask(packed=b"\x00\x00\xfc")),  # Only bits beyond the vocabulary.
-    ({}, TokenMask()),
-    ({}, TokenMask(allowed=[3, 18, 2**31])),  # The model itself forbids 3; the others are no tokens.
-    ({5: -INF}, TokenMask(allowed=[5])),
-    (dict.fromkeys(range(18), -INF), None),
-]
-
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 SEEDS = st.one_of(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
 POSITIONS = st.one_of(st.integers(0, 300), st.sampled_from([2**31 - 1, 2**31, 2**40]))
 # Few distinct values, so that tokens tie; floats, so that they do not; and both ends of the range.
@@ -47,34 +35,6 @@ LOGITS = st.one_of(
     st.floats(-20, 20, width=32),
     st.sampled_from([-INF, 0.0, -0.0, FLOAT32_MAX, -FLOAT32_MAX, 1e-45]),
 )
-
-
-def as_float32(value: float) -> float:
-    return float(np.float32(min(max(value, -FLOAT32_MAX), FLOAT32_MAX)))
-
-
-def adjust(logits: list[float], row: SamplingRow) -> list[float]:
-    """Mask, bias and penalties, one token at a time."""
-    spec = row.spec or Sampling()
-    count = Counter(row.history[row.prompt_len :])
-    result = []
-    for token, raw in enumerate(logits):
-        value, allowed = raw, True
-        if row.mask and row.mask.packed is not None:
-            allowed = row.mask.packed[token // 8] >> token % 8 & 1 == 1
-        elif row.mask and row.mask.allowed is not None:
-            allowed = token in row.mask.allowed
-        if not allowed or value == -INF or spec.logit_bias.get(token) == -INF:
-            result.append(-INF)
-            continue
-        value = as_float32(value + spec.logit_bias.get(token, 0.0))
-        if token in row.history:
-            penalty = spec.repetition_penalty
-            value = as_float32(value / penalty if value > 0 else value * penalty)
-        if count[token]:
-            value = as_float32(value - (count[token] * spec.frequency_penalty + spec.presence_penalty))
-        result.append(value)
-    return result
 
 
 def reference(logits: list[float], row: SamplingRow) -> int | None:

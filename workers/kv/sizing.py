@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 # Share of the memory that is free at the time, and the most of it, so that a machine stays usable for others.
 _CPU_MEMORY_SHARE = 0.25
 _CPU_MAX_BYTES = 4 << 30
@@ -50,6 +48,8 @@ def choose_num_pages(asked: int | None, bytes_per_page: int) -> int:
 
     Raises KvSizingError if that does not fit or is nothing, or if not a single page does.
     """
+    import psutil  # noqa: PLC0415 - here, since machines with a GPU may lack it
+
     _check_asked(asked)
     available_bytes = psutil.virtual_memory().available
     if asked is not None:

@@ -24,11 +24,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.cuda.compile_spec import CompileSpec
+from kernels.cuda.compile_spec import SHARED_BYTES, CompileSpec
 
 PROCESSES = 2
-# Shared memory that a block may use.
-SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 
 
 @dataclass(frozen=True)
@@ -56,16 +54,21 @@ def discover(where: str) -> list[CompileSpec]:
     return [spec for module in modules if hasattr(module, "compile_specs") for spec in module.compile_specs()]
 
 
+@functools.cache
+def shipped_options(where: str = "kernels.cuda") -> frozenset[tuple[str, int, int]]:
+    """Each kernel with the warps and stages that it is compiled for, by name."""
+    variants = [spec.variant for spec in discover(where)]
+    return frozenset((one.kernel.fn.__name__, one.num_warps, one.num_stages) for one in variants)
+
+
 def signature_faults(spec: CompileSpec) -> list[str]:
     """Whether a spec describes its kernel at all."""
     faults = []
-    if list(spec.signature) != list(spec.kernel.arg_names):
-        faults.append(f"signature has {list(spec.signature)}, the kernel {list(spec.kernel.arg_names)}")
-    constexprs = {name for name, kind in spec.signature.items() if kind == "constexpr"}
-    if constexprs != set(spec.constexprs):
-        faults.append(f"constexprs without type or value: {sorted(constexprs ^ set(spec.constexprs))}")
-    if not set(spec.divisible_by_16) <= set(spec.signature):
-        faults.append(f"divisible_by_16 names {sorted(set(spec.divisible_by_16) - set(spec.signature))}")
+    described = [*spec.types, *spec.variant.constexprs]
+    if sorted(described) != sorted(spec.variant.kernel.arg_names):
+        faults.append(f"describes {described}, the kernel has {spec.variant.kernel.arg_names}")
+    if not set(spec.divisible_by_16) <= set(spec.types):
+        faults.append(f"divisible_by_16 names {sorted(set(spec.divisible_by_16) - set(spec.types))}")
     return faults
 
 
@@ -77,12 +80,12 @@ def compile_for(spec: CompileSpec, architecture: int) -> Any:
 
     position = {name: (index,) for index, name in enumerate(spec.signature)}
     source = ASTSource(
-        spec.kernel,
-        signature=dict(spec.signature),
+        spec.variant.kernel,
+        signature=spec.signature,
         constexprs={position[name]: value for name, value in spec.constexprs.items()},
         attrs={position[name]: [["tt.divisibility", 16]] for name in spec.divisible_by_16},
     )
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    options = {"num_warps": spec.variant.num_warps, "num_stages": spec.variant.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 

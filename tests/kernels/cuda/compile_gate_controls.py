@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Expectations
+from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
 
 
 @triton.jit
@@ -47,12 +47,10 @@ def _attention(name: str, rows: int, *, ahead: bool, expects: Expectations) -> C
     pointers = {"out": "*bf16", "query": "*bf16", "k_slots": "*bf16", "table": "*i32"}
     constexprs = {"M": rows, "L": 64, "D": 128, "AHEAD": ahead}
     return CompileSpec(
-        attention_kernel,
+        Variant(attention_kernel, constexprs, num_warps=4, num_stages=3),
         name,
-        pointers | {"length": "i32"} | dict.fromkeys(constexprs, "constexpr"),
-        constexprs,
+        pointers | {"length": "i32"},
         divisible_by_16=tuple(pointers),
-        num_stages=3,
         expects=expects,
         architectures=(90,),
     )
@@ -61,27 +59,18 @@ def _attention(name: str, rows: int, *, ahead: bool, expects: Expectations) -> C
 def compile_specs() -> list[CompileSpec]:
     """Named by the fault that has to be found."""
     pipelined = Expectations(kv_buffers=2)
-    spilling = CompileSpec(
-        spilling_kernel,
-        "spills",
-        dict.fromkeys(("out", "a", "b"), "*fp32") | {"N": "constexpr"},
-        {"N": 128},
-        divisible_by_16=("out", "a", "b"),
-        num_warps=1,
-        architectures=(90,),
-    )
+    pointers = dict.fromkeys(("out", "a", "b"), "*fp32")
+
+    def product(size: int, name: str, types: dict[str, str]) -> CompileSpec:
+        variant = Variant(spilling_kernel, {"N": size}, num_warps=1, num_stages=1)
+        return CompileSpec(variant, name, types, divisible_by_16=tuple(types), architectures=(90,))
+
     return [
         _attention("well", 16, ahead=True, expects=pipelined),
         _attention("one buffer", 16, ahead=False, expects=pipelined),
         _attention("no wgmma", 16, ahead=True, expects=Expectations(wgmma=True)),
         _attention("too much shared memory", 16, ahead=True, expects=Expectations(max_shared_bytes=1024)),
-        spilling,
-        CompileSpec(spilling_kernel, "signature", {"out": "*fp32"}, {}, architectures=(90,)),
-        CompileSpec(
-            spilling_kernel,
-            "does not compile",
-            spilling.signature,
-            {"N": 100},  # tl.arange needs a power of two
-            architectures=(90,),
-        ),
+        product(128, "spills", pointers),
+        product(128, "signature", {"out": "*fp32"}),
+        product(100, "does not compile", pointers),  # tl.arange needs a power of two
     ]

@@ -80,6 +80,28 @@ def _filled_with_nan(allocate: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 
 @pytest.fixture(autouse=True)
+def _launched_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel fails that is launched with options which the compile gate does not compile it for."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    for kind in (JITFunction, InterpretedFunction):
+        monkeypatch.setattr(kind, "run", _refusing_other_options(kind.run))
+
+
+def _refusing_other_options(run: Callable[..., Any]) -> Callable[..., Any]:
+    from tests.kernels.cuda.compile_gate import shipped_options
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched = self.fn.__name__, kwargs.get("num_warps"), kwargs.get("num_stages")
+        if self.fn.__module__.startswith("kernels.cuda."):
+            assert launched in shipped_options(), f"{launched} is not compiled by the compile gate"
+        return run(self, *args, **kwargs)
+
+    return checked
+
+
+@pytest.fixture(autouse=True)
 def _silent_numpy() -> Iterator[None]:
     """As on the GPU, NaN and overflow in the interpreter are values and not warnings."""
     with np.errstate(all="ignore"):

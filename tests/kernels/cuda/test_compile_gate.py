@@ -10,7 +10,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from kernels.cuda import advance
+from kernels.cuda.compile_spec import SHARED_BYTES, Variant
+from kernels.cuda.prefill_attention import config_for
 from tests.kernels.cuda.compile_gate import Report
 
 ROOT = Path(__file__).parents[3]
@@ -64,10 +68,40 @@ def test_faults_are_found() -> None:
         "no wgmma": "does not use wgmma",
         "too much shared memory": "bytes of shared memory of 1024",
         "spills": "spills",
-        "signature": "signature has",
+        "signature": "describes",
         "does not compile": "does not compile: ",
     }
     assert found.keys() == expected.keys()
     for name, fault in expected.items():
         assert fault in found[name], name
     assert found["well"] == ""
+
+
+@pytest.mark.parametrize("options", [{"num_warps": 8, "num_stages": 1}, {"num_warps": 4, "num_stages": 3}])
+def test_a_launch_with_other_options_fails(options: dict[str, int], device: str) -> None:
+    columns = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(5)]
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    constexprs = {"PAGE_SIZE": 16, "BLOCK": advance.BLOCK}
+    variant = Variant(advance.advance_kernel, constexprs, **options)
+    with pytest.raises(AssertionError, match="not compiled by the compile gate"):
+        variant.launch((1,), *columns, table, 1, 1, 1)
+
+
+def test_a_launch_that_leaves_options_to_triton_fails(device: str) -> None:
+    columns = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(5)]
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    with pytest.raises(AssertionError, match="not compiled by the compile gate"):
+        advance.advance_kernel[(1,)](*columns, table, 1, 1, 1, PAGE_SIZE=16, BLOCK=advance.BLOCK, num_warps=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+def test_prefill_tiles_go_by_the_shared_memory_of_the_device(width: int, dtype: torch.dtype) -> None:
+    """Those of any device are the ones that the gate compiles for an architecture with no more of it."""
+    for shared_bytes in (99 << 10, 100 << 10, 163 << 10, 226 << 10, 227 << 10, 228 << 10):
+        compiled = max(limit for limit in SHARED_BYTES.values() if limit <= shared_bytes)
+        assert config_for(dtype, width, shared_bytes) == config_for(dtype, width, compiled)
+    with pytest.raises(
+        ValueError, match="needs 99 KiB of shared memory a program, and this device has 64 KiB"
+    ):
+        config_for(dtype, width, 64 << 10)

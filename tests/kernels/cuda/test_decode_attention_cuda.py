@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kernels.cuda import decode_attention as module
 from kernels.cuda.decode_attention import MAX_SPLITS, decode_attention, num_splits_for
@@ -158,21 +158,16 @@ def test_no_items(device: str) -> None:
     assert decode(make_case([], device), 2).isnan().all()
 
 
-@given(
-    batch=st.integers(1, 512),
-    kv_heads=st.integers(1, 32),
-    max_context=st.integers(0, 1 << 20),
-    multiprocessors=st.integers(1, 200),
-)
-def test_splits_fill_the_device_and_no_more(
-    batch: int, kv_heads: int, max_context: int, multiprocessors: int
-) -> None:
-    splits = num_splits_for(batch, kv_heads, max_context, multiprocessors)
-    assert 1 <= splits <= MAX_SPLITS
-    if splits > 1:
-        # Each reads a good number of keys, and all programs run at once.
-        assert (splits - 1) * module.MIN_SPLIT_KEYS < max_context
-        assert batch * kv_heads * splits <= module.PROGRAMS_A_MULTIPROCESSOR * multiprocessors
+def test_splits_fill_the_device_and_no_more() -> None:
+    batches, heads = (1, 2, 3, 7, 16, 100, 256, 512), (1, 2, 5, 8, 32)
+    contexts = (0, 1, 127, 128, 129, 1000, 4096, 32_768, 1 << 20)
+    for batch, kv_heads, max_context, count in itertools.product(batches, heads, contexts, (1, 56, 132, 200)):
+        splits = num_splits_for(batch, kv_heads, max_context, count)
+        assert 1 <= splits <= MAX_SPLITS
+        if splits > 1:
+            # Each reads a good number of keys, and all programs run at once.
+            assert (splits - 1) * module.MIN_SPLIT_KEYS < max_context
+            assert batch * kv_heads * splits <= module.PROGRAMS_A_MULTIPROCESSOR * count
 
 
 @pytest.mark.parametrize(

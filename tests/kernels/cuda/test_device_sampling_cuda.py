@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
-from tests.workers.test_sampling import FORBIDDING_ALL, adjust, batches, reference
+from tests.workers.sampling_reference import FLOAT32_MAX, FORBIDDING_ALL, INF, adjust
 from workers import device_sampling, sampling
 from workers.counter_rng import gumbel, mix_key
 from workers.device_sampling import choose_tokens
@@ -18,9 +17,7 @@ from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
 torch.set_num_threads(1)
 
-INF = float("inf")
 NAN = float("nan")
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 SCORE_ERROR = 1e-12  # as in test_sampling_cuda
 
 
@@ -47,19 +44,9 @@ def assert_as_on_cpu(logits: torch.Tensor, rows: list[SamplingRow], device: str)
     return expected
 
 
-# Derandomised: what rounding may decide, a new example in each run would meet some day.
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(batch=batches())
-def test_all_settings_and_combinations(
-    batch: tuple[list[list[float]], list[SamplingRow]], device: str
-) -> None:
-    listed, rows = batch
+def assert_as_defined(listed: list[list[float]], rows: list[SamplingRow], device: str) -> None:
+    from tests.workers.test_sampling import reference
+
     # Beside larger logits 1e-45 and 0.0 have one log-weight. At the edge of top_p the CPU then keeps the
     # lower id, and the device the larger logit.
     listed = [[0.0 if abs(value) < 1e-30 else value for value in values] for values in listed]
@@ -71,6 +58,27 @@ def test_all_settings_and_combinations(
         assert failure.value.rows == tuple(i for i, token in enumerate(expected) if token is None)
     else:
         assert_as_on_cpu(logits, rows, device)
+
+
+def test_all_settings_and_combinations(device: str) -> None:
+    pytest.importorskip("hypothesis")  # a machine with a GPU may lack it
+    from hypothesis import HealthCheck, given, settings
+
+    from tests.workers.test_sampling import batches
+
+    # Derandomised: what rounding may decide, a new example in each run would meet some day.
+    @settings(
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(batch=batches())
+    def check(batch: tuple[list[list[float]], list[SamplingRow]]) -> None:
+        assert_as_defined(*batch, device)
+
+    check()
 
 
 SPECS = [
