@@ -24,7 +24,7 @@ from quire.session import DEFAULT_MAX_IN_FLIGHT
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
-from benchmarks.gateway_process import channel_options
+from benchmarks.gateway_process import CHANNEL_OPTIONS
 
 _SESSION = "/quire.v1.ModelExecutorService/Session"
 # A stream that takes no message for so long is full.
@@ -160,7 +160,7 @@ KINDS: dict[str, Callable[[str, Done], Awaitable[None]]] = {
 
 def _connect(address: str) -> grpc.aio.Channel:
     """Stays open until the process ends."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def _stub(address: str) -> Any:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from benchmarks.gateway_process import ROOT
+from benchmarks.checkout import ROOT
 from benchmarks.report import readme_block
 from benchmarks.results import FORMAT, Result
 
@@ -29,7 +29,7 @@ class ReadmeError(Exception):
 
 
 def newest_result() -> tuple[Path, Result]:
-    """The newest result that is committed (or staged). Raises ReadmeError if there is none."""
+    """The newest committed (or staged) result of a whole run on a CPU. Or ReadmeError."""
     git = shutil.which("git")
     if git is None:
         raise ReadmeError("git is needed to know which results are committed")
@@ -38,7 +38,7 @@ def newest_result() -> tuple[Path, Result]:
     found = []
     for name in listed.stdout.splitlines():
         result = cast(Result, json.loads((ROOT / name).read_text(encoding="utf-8")))
-        if result["format"] == FORMAT:
+        if result["format"] == FORMAT and result["suite"] == "cpu" and result["whole"]:
             found.append((result["date"], Path(name), result))
     if not found:
         raise ReadmeError(f"nothing is committed in {RESULTS_DIR}: run make bench, and git add what it wrote")

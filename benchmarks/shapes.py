@@ -10,7 +10,7 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 with tied embeddings. Names are those of Hugging Face configs.
+    """A Qwen3. Names are those of Hugging Face configs.
 
     Attributes:
         name: What `--shape` calls it.
@@ -27,6 +27,7 @@ class Shape:
     max_position_embeddings: int = 40_960
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
+    tie_word_embeddings: bool = True
 
     @property
     def layer_elements(self) -> int:
@@ -36,7 +37,7 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        """What a decode step reads of the weights: every matrix once, the embedding as the head."""
+        """What a decode step reads of the weights: every matrix once; of the embedding, only as the head."""
         matrices = self.num_hidden_layers * self.layer_elements + self.vocab_size * self.hidden_size
         return ELEMENT_BYTES * matrices
 
@@ -66,7 +67,6 @@ class Shape:
             "attention_bias": False,
             "attention_dropout": 0.0,
             "hidden_act": "silu",
-            "tie_word_embeddings": True,
             "use_sliding_window": False,
             "torch_dtype": "bfloat16",
             # No end token: loops run for as many steps as they are told to.
@@ -75,18 +75,36 @@ class Shape:
         }
 
 
+_QWEN3 = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128}
+DEFAULT_SHAPE = "qwen3-0.6b"
 SHAPES = {
     shape.name: shape
     for shape in (
         Shape(
-            name="qwen3-0.6b",
-            vocab_size=151_936,
+            name=DEFAULT_SHAPE,
             hidden_size=1024,
             intermediate_size=3072,
             num_hidden_layers=28,
             num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
+            **_QWEN3,
+        ),
+        Shape(
+            name="qwen3-8b",
+            hidden_size=4096,
+            intermediate_size=12_288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            tie_word_embeddings=False,
+            **_QWEN3,
+        ),
+        Shape(
+            name="qwen3-14b",
+            hidden_size=5120,
+            intermediate_size=17_408,
+            num_hidden_layers=40,
+            num_attention_heads=40,
+            tie_word_embeddings=False,
+            **_QWEN3,
         ),
         # For trying the suite: its figures mean nothing.
         Shape(
@@ -98,6 +116,18 @@ SHAPES = {
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
+        ),
+        # Likewise for a GPU's, in Triton's interpreter.
+        Shape(
+            name="rehearsal",
+            vocab_size=160,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            max_position_embeddings=128,
         ),
     )
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -27,7 +27,6 @@ _VERSION = 1
 _PART_ELEMENTS = 1 << 24
 
 Bits = NDArray[np.uint16]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,10 @@ class Matrix:
         return math.prod(self.shape)
 
 
-def make_model(shape: Shape, cache_dir: Path, progress: Progress | None = None) -> Path:
+def make_model(shape: Shape, cache_dir: Path) -> Path:
     """The directory of the shape's model, made if it is not there.
 
-    `progress` is called with (done_bytes, total_bytes). A directory is complete or absent: it is made beside
-    its place and moved.
+    A directory is complete or absent: it is made beside its place and moved.
     """
     directory = cache_dir / f"{shape.name}-seed{SEED}-v{_VERSION}"
     if directory.is_dir():
@@ -57,7 +55,7 @@ def make_model(shape: Shape, cache_dir: Path, progress: Progress | None = None) 
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     (partial / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
-    _write(partial / MODEL_FILE, matrices(shape), progress)
+    _write(partial / MODEL_FILE, matrices(shape))
     partial.rename(directory)
     return directory
 
@@ -107,7 +105,7 @@ def _norm(name: str, width: int) -> Matrix:
     return Matrix(name, (width,), 0.0)
 
 
-def _write(path: Path, tensors: list[Matrix], progress: Progress | None) -> None:
+def _write(path: Path, tensors: list[Matrix]) -> None:
     header, end = {}, 0
     for tensor in tensors:
         begin, end = end, end + ELEMENT_BYTES * tensor.size
@@ -115,7 +113,6 @@ def _write(path: Path, tensors: list[Matrix], progress: Progress | None) -> None
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of their element size
     random, quantiles = np.random.default_rng(SEED), _normal_quantiles()
-    done = 0
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
@@ -123,9 +120,6 @@ def _write(path: Path, tensors: list[Matrix], progress: Progress | None) -> None
             for first in range(0, tensor.size, _PART_ELEMENTS):
                 count = min(_PART_ELEMENTS, tensor.size - first)
                 table[random.integers(0, 1 << 16, count, dtype=np.uint16)].tofile(file)
-                done += ELEMENT_BYTES * count
-                if progress is not None:
-                    progress(done, end)
 
 
 def _normal_quantiles() -> NDArray[np.float32]:

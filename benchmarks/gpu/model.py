@@ -1,22 +1,21 @@
-"""Models of random weights, made on the device, and executors with sequences that look prefilled."""
+"""Models of random weights, made on the device, in executors with sequences that look prefilled."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.plan import PAGE_SIZE, Plan, settings
+from benchmarks.gpu.kernels import PAGE_SIZE
 from benchmarks.shapes import Shape
 from workers.executors.info import ExecutorInfo
 from workers.executors.llm import LlmExecutor
-from workers.kv.table import KvSequence, KvTable
+from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.models.inputs import ForwardInputs
 from workers.runners.cuda_graph import CudaGraphRunner
 
 SEED = 20_260
@@ -31,27 +30,25 @@ class Bench:
     table: KvTable
     runner: CudaGraphRunner
 
-    def fill(self, batch: int, tokens: int) -> list[KvSequence]:
-        """Make `batch` sequences of random tokens, their keys and values being what lies in the pages."""
+    def fill(self, batch: int, tokens: int) -> None:
+        """Makes `batch` sequences of random tokens, their keys and values being what lies in the pages."""
         dice = random.Random(SEED)
-        made = []
         for key in range(batch):
             sequence = self.table.create(key)
             self.table.reserve(sequence, tokens)
-            self.table.append(sequence, [dice.randrange(self.shape.vocab_size) for _ in range(tokens)])
-            made.append(sequence)
-        return made
-
-    def release(self, batch: int) -> None:
-        """Forget the sequences that `fill` made."""
-        for key in range(batch):
-            self.executor.release_cache(key)
+            self.table.append(sequence, dice.choices(range(self.shape.vocab_size), k=tokens))
 
 
-def make_bench(plan: Plan, shape: Shape, pool_tokens: int) -> Bench:
-    """An executor like the one that `LlmExecutor.load` makes, over random weights and a pool of random KV."""
-    config = ModelConfig.from_settings(settings(shape))
-    decoder = Decoder.from_config(config, plan.dtype, plan.device)
+def make_bench(shape: Shape, pool_tokens: int, max_rows: int, *, rehearsal: bool) -> Bench:
+    """An executor like the one that `LlmExecutor.load` makes, over random weights and a pool of random KV.
+
+    In a rehearsal it is on the CPU, and launches are repeated in place of a CUDA graph.
+    """
+    device = torch.device("cpu" if rehearsal else "cuda:0")
+    # Triton's interpreter computes bfloat16 wrongly.
+    dtype = torch.float32 if rehearsal else torch.bfloat16
+    config = ModelConfig.from_settings(shape.hf_config())
+    decoder = Decoder.from_config(config, dtype, device)
     _fill_weights(decoder)
     kv = KvTensors(
         num_layers=config.num_hidden_layers,
@@ -59,8 +56,8 @@ def make_bench(plan: Plan, shape: Shape, pool_tokens: int) -> Bench:
         page_size=PAGE_SIZE,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        dtype=plan.dtype,
-        device=plan.device,
+        dtype=dtype,
+        device=device,
     )
     for index in range(kv.num_layers):
         for pages in kv.layer(index):
@@ -68,33 +65,12 @@ def make_bench(plan: Plan, shape: Shape, pool_tokens: int) -> Bench:
     runner = CudaGraphRunner(
         decoder,
         kv,
-        max_rows=plan.max_rows,
+        max_rows=max_rows,
         max_seq_len=config.max_position_embeddings,
-        capture=_repeat_launches if plan.rehearsal else None,
+        capture=_repeat_launches if rehearsal else None,
     )
     table = KvTable(kv.num_pages, PAGE_SIZE)
-    return Bench(shape, LlmExecutor(_info(config, runner, plan), table, kv, runner), table, runner)
-
-
-def decode_inputs(sequences: Sequence[KvSequence]) -> ForwardInputs:
-    """One more token for each of several sequences, with page tables of all the pages they own."""
-    contexts = [len(sequence) + 1 for sequence in sequences]
-    slots = [
-        sequence.pages[len(sequence) // PAGE_SIZE] * PAGE_SIZE + len(sequence) % PAGE_SIZE
-        for sequence in sequences
-    ]
-    count = len(sequences)
-    return ForwardInputs(
-        token_ids=torch.arange(count),
-        positions=torch.tensor(contexts) - 1,
-        slots=torch.tensor(slots),
-        query_starts=torch.arange(count + 1, dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        page_tables=torch.tensor([sequence.pages for sequence in sequences], dtype=torch.int32),
-        wanted_rows=torch.arange(count),
-        query_lens=[1] * count,
-        context_lens_host=contexts,
-    )
+    return Bench(shape, LlmExecutor(_info(config, runner, device, dtype), table, kv, runner), table, runner)
 
 
 def _fill_weights(decoder: Decoder) -> None:
@@ -108,18 +84,19 @@ def _fill_weights(decoder: Decoder) -> None:
 
 
 def _repeat_launches(run: Callable[[], None]) -> Callable[[], None]:
-    """In place of a CUDA graph."""
     run()
     return run
 
 
-def _info(config: ModelConfig, runner: CudaGraphRunner, plan: Plan) -> ExecutorInfo:
+def _info(
+    config: ModelConfig, runner: CudaGraphRunner, device: torch.device, dtype: torch.dtype
+) -> ExecutorInfo:
     return ExecutorInfo(
         executor="llm",
         runner=runner.name,
         kernels=("torch", "triton"),
-        device=str(plan.device),
-        dtype=str(plan.dtype).removeprefix("torch."),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
         model_id="random",
         architecture=config.model_type,
         vocab_size=config.vocab_size,
