@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc
@@ -204,5 +204,5 @@ def rate(calls: Sequence[Sequence[tuple[int, int]]], tokens: int) -> Sample:
     return Sample([(end_ns - begin_ns) * tokens // len(counted)], tokens, latency_ns)
 
 
-Driver = Callable[[Stub, Sequence[Caller], int], Awaitable[Sample]]
+Driver = Callable[[Stub, Sequence[Caller], int], Coroutine[Any, Any, Sample]]
 MODES: dict[str, Driver] = {"batch": batch, "unary": unary, "session": session, "multiplexed": multiplexed}

@@ -23,7 +23,7 @@ MAX_OTHERS_SHARE = 0.03
 MAX_STEAL_SHARE = 0.02
 
 
-def describe(commit: str | None = None, *, gpu: bool = False) -> dict[str, Any]:
+def describe(commit: str | None = None, *, gpu: bool = False, against: Path | None = None) -> dict[str, Any]:
     """Hardware, operating system, versions and commit. `gpu`: of the first CUDA device, too, if there is one.
 
     `commit` is what is measured, where the checkout itself does not say: a copy may have no history.
@@ -42,6 +42,8 @@ def describe(commit: str | None = None, *, gpu: bool = False) -> dict[str, Any]:
         "commit": commit or _output("git", "rev-parse", "HEAD"),
         "modified": bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")),
     }
+    if against is not None:
+        found["against"] = _output("git", "-C", str(against), "rev-parse", "HEAD")
     return found | (_gpu() if gpu else {})
 
 

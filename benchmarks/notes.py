@@ -22,7 +22,7 @@ Batch: the mean number of sequences in a step of the worker, during the turns.
 The echo server answers with the gateway's own bytes, and parses nothing.
 """
 _ALWAYS_ON_GPU = """
-Kernels are timed with a cold cache, by the device's own clock. The roof is a large copy and a bfloat16 product.
+Kernels are timed with a cold cache, by the device's clock. The roof is a large copy and a bfloat16 product.
 A decode step has the host in its loop, or is fed by the device itself: their ratio is the host's share.
 transformers runs with a static cache: as a graph captured around it, eagerly, and compiled.
 """
@@ -51,5 +51,5 @@ def _disagreements(workloads: Sequence[WorkloadResult]) -> list[str]:
             found.append(
                 f"First tokens differ in {workload['name']} ({listed}): rounding can tip a close choice."
             )
-    agreed = f"All competitors chose the same first tokens in {compared - len(found)} of {compared} decode workloads."
-    return [agreed, *found] if compared else []
+    agreed = f"{compared - len(found)} of {compared} decode workloads"
+    return [f"All competitors chose the same first tokens in {agreed}.", *found] if compared else []

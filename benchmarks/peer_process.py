@@ -116,7 +116,7 @@ def _serve(pipe: Connection, config: PeerConfig, log_dir: Path) -> None:
 
 
 def _import_from(root: Path, alone: Path) -> None:
-    """These benchmarks, and everything else from a checkout: here, and in Python processes started from here."""
+    """These benchmarks, and everything else from a checkout: here, and in processes started from here."""
     alone.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
         (alone / "benchmarks").symlink_to(Path(__file__).parent, target_is_directory=True)

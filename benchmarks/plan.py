@@ -56,7 +56,7 @@ class Workload:
         unit: What a sample is the time of.
         share: How much of the run's time it gets, compared with the others.
         prepare: A method of the peers and its arguments, called before the first turn.
-        warm: Arguments of a first turn, which does not count, that differ from the others'; None: there is none.
+        warm: Arguments of a first turn, which does not count, that differ from the others'; or None.
         rounds: The least and the most.
         optional: Only measured when it is named.
     """

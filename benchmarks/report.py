@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks import machine
-from benchmarks.results import Figure, Ratio, Result, Spread, WorkloadResult
+from benchmarks.results import Figure, Ratio, Result, WorkloadResult
 from benchmarks.workloads import EXECUTOR, LLAMA_CPP, SERVICE, TRANSFORMERS
 
 _RATE_UNITS = {"bytes_per_s": ("GB/s", 1e9), "flops_per_s": ("GFLOP/s", 1e9)}
@@ -47,6 +47,8 @@ def description(result: Result) -> str:
     """One paragraph: what was measured, where, and with what."""
     about, roof = result["machine"], result["roof"]
     commit = (about["commit"] or "no commit")[:12] + (" with changes" if about["modified"] else "")
+    if about.get("against"):
+        commit += f", before: {about['against'][:12]}"
     flags = [name for name in about["flags"] if name in ("avx512_bf16", "amx_bf16")]
     memory_bytes = about.get("gpu_memory_bytes", about["memory_bytes"])
     hardware = ", ".join([f"{about['cores']} cores", *flags, f"{memory_bytes / 1e9:.0f} GB"])
@@ -93,7 +95,7 @@ def _share_goals(workload: WorkloadResult) -> list[_Row]:
     found: list[_Row] = []
     for figure in workload["figures"]:
         if "reached" in figure and figure["reached"][3] is not None:
-            share, goal = figure["reached"][2:]
+                share, goal = figure["reached"][2:]
             label = f"{workload['title']}: {figure['label']}"
             found.append((label, f"{share:.1%}", f"{goal:.0%}", _verdict(share, goal)))
     return found
@@ -101,7 +103,7 @@ def _share_goals(workload: WorkloadResult) -> list[_Row]:
 
 def _ratios(result: Result, *, only_with_goal: bool) -> str:
     rows = [
-        (workload["title"], ratio["ours"], _over(ratio), *_ratio_cells(ratio))
+        (workload["title"], ratio["ours"], *_ratio_cells(ratio))
         for workload in result["workloads"]
         for ratio in workload["ratios"]
         if ratio["goal"] is not None or not only_with_goal
@@ -109,20 +111,18 @@ def _ratios(result: Result, *, only_with_goal: bool) -> str:
     return _table(("workload", "of", "over", "ratio", "goal", ""), rows) if rows else ""
 
 
-def _over(ratio: Ratio) -> str:
-    return ratio["theirs"] + (f" (p{ratio['percentile']})" if ratio["percentile"] else "")
-
-
 def _ratio_cells(ratio: Ratio) -> _Row:
-    goal = "" if ratio["goal"] is None else f"{ratio['goal']:g}"
-    if ratio["ratio"] is None:
-        return "not measured", goal, ""
-    verdict = "" if ratio["goal"] is None else _verdict(ratio["ratio"]["p50"], ratio["goal"])
-    return _spread(ratio["ratio"]), goal, verdict
+    percentile, goal, found = (ratio[name] for name in ("percentile", "goal", "ratio"))
+    over = ratio["theirs"] + (f" (p{percentile})" if percentile else "")
+    if found is None:
+        return over, "not measured", "" if goal is None else f"{goal:g}", ""
+    if goal is None:
+        return over, _spread(found), "", ""
+    return over, _spread(found), f"{goal:g}", _verdict(found["p50"], goal)
 
 
-def _verdict(value: float, goal: float | None) -> str:
-    return "reached" if goal is not None and value >= goal else "not reached"
+def _verdict(value: float, goal: float) -> str:
+    return "reached" if value >= goal else "not reached"
 
 
 def _side_by_side(result: Result) -> str:
@@ -161,7 +161,7 @@ def _version_lines(result: Result) -> list[str]:
     return lines
 
 
-def _spread(spread: Spread) -> str:
+def _spread(spread: Mapping[str, float]) -> str:
     return f"{_number(spread['p50'])} ({_number(spread['p10'])}-{_number(spread['p90'])})"
 
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,7 +53,7 @@ class Suite:
         self._arguments = arguments
         self._began_s = time.monotonic()
         self._before, self._ended = machine.times_s(), False
-        self._description = machine.describe(arguments.commit, gpu=arguments.gpu)
+        self._description = machine.describe(arguments.commit, gpu=arguments.gpu, against=arguments.against)
         self._peers: dict[str, PeerProcess] = {}
         self._roofs: list[dict[str, float]] = []
         self._runs: list[WorkloadRun] = []
@@ -65,7 +66,7 @@ class Suite:
         end_s = self._began_s + 60 * self._arguments.minutes
         for index, workload in enumerate(self._workloads):
             left = self._workloads[index:]
-            run = WorkloadRun(workload, self._peer, lambda what, title=workload.title: self._say(title, what))
+            run = WorkloadRun(workload, self._peer, partial(self._say, workload.title))
             self._runs.append(run)
             left_s = max(0.0, end_s - time.monotonic())
             # A lent GPU goes back; elsewhere everything that was asked for gets its least number of rounds.

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.peer_process import PeerFailed, PeerProcess
@@ -77,9 +78,8 @@ class WorkloadRun:
     def result(self, roof: Mapping[str, float]) -> WorkloadResult:
         """The figures of everyone, and the comparisons."""
         workload = self._workload
-        found = WorkloadResult(
-            name=workload.name, title=workload.title, unit=workload.unit, figures=[], ratios=[]
-        )
+        found: WorkloadResult = {name: getattr(workload, name) for name in ("name", "title", "unit")}
+        found |= {"figures": [], "ratios": []}
         if self._skipped:
             return found | {"problem": "skipped: no time was left"}
         rounds: dict[str, list[Sample]] = {}
@@ -105,7 +105,7 @@ class WorkloadRun:
         entry = contestant.entry
         if not samples:
             problem = contestant.problem or "not measured"
-            return Figure(label=label, peer=entry.peer, failed=contestant.failed, problem=problem)
+            return {"label": label, "peer": entry.peer, "failed": contestant.failed, "problem": problem}
         found = figure(label, entry, samples, roof)
         if contestant.first_tokens:
             found["first_tokens"] = contestant.first_tokens
@@ -119,12 +119,15 @@ class WorkloadRun:
             name = contestant.entry.peer
             if name not in prepared:
                 self._report(f"preparing {name}")
-                found = contestant.attempt(lambda name=name: self._get_peer(name).call(method, **arguments))
+                found = contestant.attempt(partial(self._call, name, method, arguments))
                 contestant.first_tokens = found if isinstance(found, list) else None
                 prepared[name] = contestant
             first = prepared[name]
             contestant.problem, contestant.failed = first.problem, first.failed
             contestant.first_tokens = first.first_tokens
+
+    def _call(self, name: str, method: str, arguments: dict[str, Any]) -> Any:
+        return self._get_peer(name).call(method, **arguments)
 
     def _turn(self, contestant: _Contestant, arguments: dict[str, Any], seed: int) -> None:
         entry = contestant.entry

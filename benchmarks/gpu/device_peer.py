@@ -1,8 +1,8 @@
 """Quire on a GPU: kernels by themselves, and models through the executor and its graph runner.
 
-A decode step is measured in two ways. With the host in the loop it is a call of `batch_decode`: pages, packing,
-launch, reading the tokens. Device-fed, the graph is replayed on the tokens that it chose itself: what the device
-alone needs. What lies between is the host's.
+A decode step is measured in two ways. With the host in the loop it is a call of `batch_decode`: pages,
+packing, launch, reading the tokens. Device-fed, the graph is replayed on the tokens that it chose itself:
+what the device alone needs. What lies between is the host's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DevicePeer(Peer):
         return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
 
     def roof(self) -> dict[str, float]:
-        """Bytes read and written per second by a large copy, and operations per second of a square product."""
+        """Bytes that a large copy reads and writes per second, operations per second of a square product."""
         copy_bytes, size = (1 << 16, 32) if self._rehearsal else (_COPY_BYTES, _MATMUL_SIZE)
         source = torch.ones(copy_bytes, dtype=torch.uint8, device=self._device)
         target = torch.empty_like(source)
@@ -63,9 +63,9 @@ class DevicePeer(Peer):
         call = getattr(KernelBench(SHAPES[shape_name], self._dtype, self._device), name)(*size)
         return Sample(self._timer.kernel(call.run), bytes_read=call.bytes_moved, flops=call.flops)
 
-    def load(self, shape_name: str, batch: int, context_tokens: int, prefill_tokens: int) -> None:
-        """A model, `batch` sequences that look prefilled, and room for what a turn appends and for a prompt."""
-        pool_tokens = batch * (context_tokens + 2 * PAGE_SIZE) + prefill_tokens + PAGE_SIZE
+    def load(self, shape_name: str, batch: int, context_tokens: int, prompt_tokens: int) -> None:
+        """A model, `batch` sequences that look prefilled, and room for what turns add."""
+        pool_tokens = batch * (context_tokens + 2 * PAGE_SIZE) + prompt_tokens + PAGE_SIZE
         self._bench = make_bench(SHAPES[shape_name], pool_tokens, batch, rehearsal=self._rehearsal)
         self._bench.fill(batch, context_tokens)
         self._context_tokens = context_tokens

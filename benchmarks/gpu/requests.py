@@ -40,7 +40,11 @@ def serve(bench: Bench, count: int, low: int, high: int, step_tokens: int) -> Sa
             next_token = dict(zip(next_token, (output.token_id for output in outputs), strict=True))
             decode_steps += 1
     took_ns = time.perf_counter_ns() - began_ns
-    more = {"prompt tokens": sum(map(len, prompts)), "prefill steps": steps, "decode steps": decode_steps}
+    more: dict[str, float] = {
+        "prompt tokens": sum(map(len, prompts)),
+        "prefill steps": steps,
+        "decode steps": decode_steps,
+    }
     return Sample([took_ns], sum(made), more=more | {"output tokens": sum(made)})
 
 

@@ -1,7 +1,7 @@
 """transformers on a GPU, as fast as it gets: decode with a static cache.
 
-Three ways, each a process of its own, the faster the more it asks of the machine: compiled by torch.compile with
-its own CUDA graphs, a graph captured here around the model's forward, and eager.
+Three ways, each a process of its own, the faster the more it asks of the machine: compiled by torch.compile
+with its own CUDA graphs, a graph captured here around the model's forward, and eager.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_TURNS = 12
 
 
 class StaticPeer(Peer):
-    """The name says the way, after the last hyphen. Positions go on from turn to turn, up to the cache's end."""
+    """The name says the way, after the last hyphen. Positions go on from turn to turn, to the cache's end."""
 
     def __init__(self, config: PeerConfig) -> None:
         self._way = config.name.rpartition("-")[2]
@@ -36,7 +36,7 @@ class StaticPeer(Peer):
     def versions(self) -> dict[str, str]:
         return {"transformers": transformers.__version__, "torch": torch.__version__}
 
-    def load(self, shape_name: str, batch: int, context_tokens: int, prefill_tokens: int) -> None:  # noqa: ARG002
+    def load(self, shape_name: str, batch: int, context_tokens: int, prompt_tokens: int) -> None:  # noqa: ARG002
         """Random weights, made on the device, in evaluation mode."""
         config = Qwen3Config(**SHAPES[shape_name].hf_config())
         config._attn_implementation = "sdpa"  # noqa: SLF001 - what from_pretrained sets for its argument

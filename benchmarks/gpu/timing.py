@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-# Many times the L2 of an H200 (60 MB): reading it leaves nothing of what was there, and nothing that has to be
-# written back while something is timed. It also keeps the device busy for a quarter of a millisecond, in which
-# the host launches what is timed: launching is not part of it.
+# Many times the L2 of an H200 (60 MB): reading it leaves nothing of what was there, and nothing that would be
+# written back while something is timed. It also keeps the device busy for a quarter of a millisecond, in
+# which the host launches what is timed: launching is not part of it.
 _FLUSH_BYTES = 1 << 30
 _WARM_UPS = 3
 
@@ -30,7 +30,7 @@ class Timer:
         return [self.once(run, cold=True) for _ in range(self._repeats)]
 
     def once(self, run: Callable[[], object], *, cold: bool = False) -> int:
-        """The device's time for what one call launches, in ns; that of the wall clock where there is no GPU."""
+        """The device's time for what one call launches, in ns; without a GPU the wall clock's."""
         if self._flush is None:
             return wall_ns(run, self._device)
         if cold:

@@ -111,7 +111,7 @@ async def _decode(cache: AsyncCache, seconds: float, rng: random.Random, took_ns
 @contextlib.contextmanager
 def _bad_caller(kind: str, address: str) -> Iterator[tuple[psutil.Process, dict[str, float]]]:
     """A process of `bad_callers.py`, misbehaving meanwhile; what it did is there afterwards."""
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - our own program
         [sys.executable, "-m", "benchmarks.bad_callers", kind, address],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -80,8 +80,8 @@ class Sample:
 class Peer:
     """A competitor; what it does not do, it is not asked for.
 
-    The entries of a plan name its methods. One that measures returns a Sample, or Samples by the entry's parts.
-    One that prepares may return the first tokens of the first sequence, to compare competitors by.
+    The entries of a plan name its methods. One that measures returns a Sample, or Samples by the entry's
+    parts. One that prepares may return the first tokens of the first sequence, to compare competitors by.
     """
 
     def versions(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ _TIMEOUT_S = 30
 
 
 class RecoveryPeer(Peer):
-    """A gateway with two workers of the shipped model, which are killed in turns, and others that only start."""
+    """A gateway with two workers of the shipped model, one of which is killed, and others that only start."""
 
     def __init__(self, config: PeerConfig) -> None:
         self._root = config.root
@@ -33,7 +33,7 @@ class RecoveryPeer(Peer):
             return Sample([took_ns], more={"gateway MB": gateway.status().memory_bytes / 1e6})
 
     def kill(self) -> dict[str, Sample]:
-        """Stops a worker, so that calls are surely in flight, kills it, and waits for its callers and its heir."""
+        """Stops a worker, so that calls are surely in flight, and kills it; until another serves."""
         gateway, stub = self._gateway, self._gateway.stub
         prefill = executor_pb2.PrefillRequest(token_ids=[1, 10, 3, 11])
         cache = stub.Prefill(prefill, timeout=_TIMEOUT_S).kv_cache

@@ -1,4 +1,4 @@
-"""What a long prompt does to those who decode: the time between two tokens of a caller, without and beside it."""
+"""What a long prompt does to those who decode: the time between two of their tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONG_TOKENS = 4096
 
 
 class StallPeer(Peer):
-    """Sixteen callers, each on a Session of its own. A gateway for each turn, since its budget is a setting."""
+    """Sixteen callers, each on a Session of its own. A gateway for each turn: its budget is a setting."""
 
     def __init__(self, config: PeerConfig) -> None:
         self._config = config
