@@ -93,9 +93,9 @@ def _figure_row(figure: Figure) -> _Row:
 
 def _share_goals(workload: WorkloadResult) -> list[_Row]:
     found: list[_Row] = []
-    for figure in workload["figures"]:
-        if "reached" in figure and figure["reached"][3] is not None:
-                share, goal = figure["reached"][2:]
+    for figure in workload.get("figures", []):
+        share, goal = figure.get("reached", [None] * 4)[2:]
+        if goal is not None:
             label = f"{workload['title']}: {figure['label']}"
             found.append((label, f"{share:.1%}", f"{goal:.0%}", _verdict(share, goal)))
     return found

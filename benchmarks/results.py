@@ -47,7 +47,7 @@ def figure(label: str, entry: Entry, samples: Sequence[Sample], roof: Mapping[st
         found["latency_ms"] = spread([value / 1e6 for value in latency_ns])
     bytes_read, flops = entry.bytes_read or first.bytes_read, entry.flops or first.flops
     for rate, amount in (("bytes_per_s", bytes_read), ("flops_per_s", flops)):
-        if amount:
+        if amount and rate in roof:
             per_s = amount / (ms["p50"] / 1e3)
             found["reached"] = [rate, _short(per_s), _short(per_s / roof[rate]), entry.goal]
     if first.more:

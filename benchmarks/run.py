@@ -59,6 +59,7 @@ class Suite:
         self._runs: list[WorkloadRun] = []
         self._versions: dict[str, dict[str, str]] = {}
         self._memory: dict[str, int] = {}
+        self._problems: list[str] = []
         self.log_dir = Path(tempfile.mkdtemp(prefix="quire-bench-logs-"))
 
     def run(self, path: Path) -> None:
@@ -109,7 +110,7 @@ class Suite:
     @property
     def failures(self) -> list[str]:
         """What went wrong that should not have."""
-        return [failure for run in self._runs for failure in run.failures]
+        return self._problems + [failure for run in self._runs for failure in run.failures]
 
     def close(self) -> None:
         """Ends the competitors."""
@@ -121,7 +122,10 @@ class Suite:
         print(f"[{time.monotonic() - self._began_s:6.0f} s] {title}: {what}", flush=True)
 
     def _look_at_machine(self) -> None:
-        self._roofs.append(self._peer("device" if self._arguments.gpu else "machine").call("roof"))
+        try:
+            self._roofs.append(self._peer("device" if self._arguments.gpu else "machine").call("roof"))
+        except PeerFailed as error:
+            self._problems.append(f"the roof: {error}")
 
     def _look_at_peers(self) -> None:
         for name, peer in self._peers.items():
