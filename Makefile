@@ -64,8 +64,8 @@ GPU_ARGS = --out $(OUT) $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 gpu-test: ## Test kernels and runner on a GPU, 8 minutes at most (OUT=DIR ARGS="--parts graphs,executor")
 	$(GPU_PYTHON) -m tests.gpu.run $(GPU_ARGS)
 
-gpu-bench: ## Measure them there, 8 minutes at most (OUT=DIR ARGS="--parts qwen3-8b")
-	$(GPU_PYTHON) -m benchmarks.gpu.run $(GPU_ARGS)
+gpu-bench: ## Measure them there, 8 minutes at most (OUT=DIR ARGS="--rows qwen3-8b")
+	$(GPU_PYTHON) -m benchmarks.run --gpu $(GPU_ARGS)
 
 check: check-code check-types check-protos check-imports ## Check style, types, protos and import rules; changes nothing
 

@@ -8,13 +8,13 @@ a busy process costs.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from quire.session import DEFAULT_MAX_IN_FLIGHT
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
-from benchmarks.gateway_process import channel_options
+from benchmarks.gateway_process import CHANNEL_OPTIONS
 
 _SESSION = "/quire.v1.ModelExecutorService/Session"
 # A stream that takes no message for so long is full.
@@ -37,6 +37,7 @@ _END_S = 5.0
 _ROWS = 16
 _STALLED_CALLS = 64
 _FLOOD_CALLS_PER_MESSAGE = 16
+_FORWARD = pb.ForwardRequest(token_ids=[1, 2])
 
 
 @dataclass(slots=True)
@@ -54,19 +55,13 @@ async def flood(address: str, done: Done) -> None:
         stream = stub.Session()
         done.streams += 1
         with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            for tags in _tags():
-                calls = [pb.SessionCall(tag=t, forward=pb.ForwardRequest(token_ids=[1, 2])) for t in tags]
+            for first in itertools.count(step=_FLOOD_CALLS_PER_MESSAGE):
+                tags = range(first, first + _FLOOD_CALLS_PER_MESSAGE)
+                calls = [pb.SessionCall(tag=tag, forward=_FORWARD) for tag in tags]
                 async with asyncio.timeout(_FULL_S):
                     await stream.write(pb.SessionRequest(calls=calls))
                 done.calls += len(calls)
         stream.cancel()
-
-
-def _tags() -> Iterator[range]:
-    first = 0
-    while True:
-        yield range(first, first + _FLOOD_CALLS_PER_MESSAGE)
-        first += _FLOOD_CALLS_PER_MESSAGE
 
 
 async def stall(address: str, done: Done) -> None:
@@ -88,7 +83,7 @@ async def stall(address: str, done: Done) -> None:
 async def repeat_tags(address: str, done: Done) -> None:
     """Uses a tag twice, which ends the stream; begins anew at once."""
     stub = _stub(address)
-    call = pb.SessionCall(tag=7, forward=pb.ForwardRequest(token_ids=[1, 2]))
+    call = pb.SessionCall(tag=7, forward=_FORWARD)
     while True:
         done.streams += 1
         done.calls += 2
@@ -160,7 +155,7 @@ KINDS: dict[str, Callable[[str, Done], Awaitable[None]]] = {
 
 def _connect(address: str) -> grpc.aio.Channel:
     """Stays open until the process ends."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def _stub(address: str) -> Any:
@@ -191,14 +186,5 @@ async def _misbehave(kind: str, address: str) -> None:
     print(json.dumps({"seconds": seconds, "streams": done.streams, "calls": done.calls}))
 
 
-def main() -> None:
-    """Runs until standard input ends."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bad_callers", description=__doc__)
-    parser.add_argument("kind", choices=list(KINDS))
-    parser.add_argument("address")
-    arguments = parser.parse_args()
-    asyncio.run(_misbehave(arguments.kind, arguments.address))
-
-
 if __name__ == "__main__":
-    main()
+    asyncio.run(_misbehave(*sys.argv[1:]))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc
@@ -103,7 +103,7 @@ async def unary(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
 async def session(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
     """Callers who know nothing of each other, each with a Session of its own."""
     async with contextlib.AsyncExitStack() as stack:
-        lanes = [await stack.enter_async_context(_SessionLane(stub)) for _ in callers]
+        lanes = [await stack.enter_async_context(SessionLane(stub)) for _ in callers]
         return await _loops(lanes, callers, steps)
 
 
@@ -111,7 +111,7 @@ async def multiplexed(stub: Stub, callers: Sequence[Caller], steps: int) -> Samp
     """One Session that carries all sequences, each stepped again as soon as it is answered."""
     begun: dict[int, int] = {}
     done: list[list[tuple[int, int]]] = [[] for _ in callers]
-    async with _SessionLane(stub) as lane:
+    async with SessionLane(stub) as lane:
         ready = list(range(len(callers)))
         while begun or ready:
             if ready:
@@ -127,7 +127,7 @@ async def multiplexed(stub: Stub, callers: Sequence[Caller], steps: int) -> Samp
     return rate(done, len(callers))
 
 
-class _SessionLane:
+class SessionLane:
     """A Session, open while its context is."""
 
     def __init__(self, stub: Stub) -> None:
@@ -204,15 +204,5 @@ def rate(calls: Sequence[Sequence[tuple[int, int]]], tokens: int) -> Sample:
     return Sample([(end_ns - begin_ns) * tokens // len(counted)], tokens, latency_ns)
 
 
-Driver = Callable[[Stub, Sequence[Caller], int], Awaitable[Sample]]
-MODES: dict[str, Driver] = {
-    "batch": batch,
-    "unary": unary,
-    "session": session,
-    "multiplexed": multiplexed,
-}
-
-
-async def run(mode: str, stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
-    """One turn of a load."""
-    return await MODES[mode](stub, callers, steps)
+Driver = Callable[[Stub, Sequence[Caller], int], Coroutine[Any, Any, Sample]]
+MODES: dict[str, Driver] = {"batch": batch, "unary": unary, "session": session, "multiplexed": multiplexed}

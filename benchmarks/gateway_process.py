@@ -1,104 +1,125 @@
-"""Starts `quire serve` as a user would, on a free loopback port, and ends it."""
+"""Runs `quire serve` as a user would, with real workers on the CPU, on a free port of the loopback."""
 
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
-from benchmarks.peers.base import peak_memory_bytes
+from benchmarks.checkout import ROOT, environment, quire_command, serve_flags
 
-ROOT = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 180.0
-_STOP_TIMEOUT_S = 30.0
-_POLL_S = 0.05
+_STOP_TIMEOUT_S = 40.0
+_POLL_S = 0.02
+_MESSAGE_BYTES = 128 << 20
+# A connection of one's own, and room for large messages.
+CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MESSAGE_BYTES),
+)
 
 
 class GatewayProcess:
-    """One gateway with one worker on the CPU. Raises RuntimeError, with the log, if it does not come up."""
+    """A gateway. Use as a context manager; `stub` talks to it.
 
-    def __init__(self, model: str, *, threads: int, kv_pages: int) -> None:
-        handle, path = tempfile.mkstemp(prefix="quire-bench-", suffix=".log")
-        self._log_path = Path(path)
-        settings = {
-            "--model": model,
-            "--listen": "127.0.0.1:0",
-            "--device": "cpu",
-            "--workers": "1",
-            "--threads-per-worker": str(threads),
-            "--kv-pages": str(kv_pages),
-            "--log-format": "json",
-        }
-        command = [sys.executable, "-m", "service.cli.main", "serve"]
-        command += [part for setting in settings.items() for part in setting]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
-        with os.fdopen(handle, "wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own program
-                command, stdout=log, stderr=log, cwd=ROOT, env=environment
+    `root` is the checkout that it runs: its stubs are then those that this process imports. Raises
+    RuntimeError, with the log, if it does not come up or does not stop.
+    """
+
+    def __init__(self, *, model: str, workers: int = 1, flags: Sequence[str] = (), root: Path = ROOT) -> None:
+        self.log_path = Path(tempfile.mkdtemp(prefix="quire-gateway-")) / "log"
+        self._wanted_workers = workers
+        command = quire_command(root, "serve", "--model", model, "--listen", "127.0.0.1:0")
+        command += ["--workers", str(workers), "--device", "cpu", "--log-format", "json"]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(  # noqa: S603 - our own program
+                [*command, *serve_flags(root, flags)],
+                stderr=log,
+                stdout=log,
+                cwd="/",
+                env=environment(root),
             )
+        self.address = ""
+        self.channel: grpc.Channel | None = None
+
+    def __enter__(self) -> Self:
         try:
             self.address = self._wait_for_address()
-            self._worker_pid = self._wait_for_worker()
+            self.channel = self.connect()
+            self.wait_until_ready()
         except BaseException:
-            self.close()
+            self.stop()
             raise
+        return self
 
-    def memory(self) -> dict[str, int]:
-        """Peak resident memory in bytes of the gateway and of its worker."""
-        return {
-            "gateway": peak_memory_bytes(self._process.pid),
-            "worker": peak_memory_bytes(self._worker_pid),
-        }
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
-    def close(self) -> None:
-        """Ends the gateway, and with it the worker."""
-        self._process.terminate()
+    @property
+    def stub(self) -> executor_pb2_grpc.ModelExecutorServiceStub:
+        """The API, blocking."""
+        assert self.channel is not None, "enter the context first"
+        return executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
+
+    def connect(self) -> grpc.Channel:
+        """A channel of its own (not shared with others to the same address)."""
+        return grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+
+    def status(self) -> executor_pb2.GetStatusResponse:
+        """GetStatus."""
+        return self.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10)
+
+    def wait_until_ready(self) -> executor_pb2.GetStatusResponse:
+        """Until all workers are ready."""
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            self._check_alive()
+            status = self.status()
+            ready = [w for w in status.workers if w.state == executor_pb2.WORKER_STATE_READY]
+            if len(ready) == self._wanted_workers:
+                return status
+            time.sleep(_POLL_S)
+        raise RuntimeError(f"workers did not become ready:\n{self.log()}")
+
+    def log(self) -> str:
+        """Everything the gateway and its workers have logged."""
+        return self.log_path.read_text(errors="replace")
+
+    def records(self) -> list[dict[str, object]]:
+        """The log's lines as JSON."""
+        return [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL if that does not help. Returns the exit status."""
+        if self.channel is not None:
+            self.channel.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(_STOP_TIMEOUT_S)
+            return self.process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log_path.unlink(missing_ok=True)
+            self.process.kill()
+            raise RuntimeError(f"the gateway did not stop:\n{self.log()}") from None
 
     def _wait_for_address(self) -> str:
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline_s:
-            for line in self._log().splitlines():
-                record = json.loads(line) if line.startswith("{") else {}
+            self._check_alive()
+            for record in self.records():
                 if record.get("event") == "listening":
                     return str(record["listen"])
-            self._check_alive()
             time.sleep(_POLL_S)
-        raise RuntimeError(f"the gateway does not listen:\n{self._log()}")
-
-    def _wait_for_worker(self) -> int:
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
-        with grpc.insecure_channel(self.address) as channel:
-            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-            while time.monotonic() < deadline_s:
-                status = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=_STOP_TIMEOUT_S)
-                if status.workers[0].state == executor_pb2.WORKER_STATE_READY:
-                    return status.workers[0].pid
-                self._check_alive()
-                time.sleep(_POLL_S)
-        raise RuntimeError(f"the worker does not become ready:\n{self._log()}")
+        raise RuntimeError(f"the gateway does not listen:\n{self.log()}")
 
     def _check_alive(self) -> None:
-        if self._process.poll() is not None:
-            raise RuntimeError(f"the gateway ended:\n{self._log()}")
-
-    def _log(self) -> str:
-        return self._log_path.read_text(errors="replace")
-
-
-def channel_options() -> Sequence[tuple[str, int]]:
-    """A connection of one's own, and room for large answers."""
-    return [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the gateway ended:\n{self.log()}")

@@ -2,99 +2,117 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.gateway_process import ROOT
+from benchmarks.checkout import ROOT
 
 # Of a CPU's flags, those that decide which kernels can run.
 _TELLING_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "bf16", "sve")
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors")
 # Work of others, or of the host, beyond these shares of the machine makes figures doubtful.
 MAX_OTHERS_SHARE = 0.03
 MAX_STEAL_SHARE = 0.02
 
 
-def describe() -> dict[str, Any]:
-    """Hardware, operating system and commit."""
+def describe(commit: str | None = None, *, gpu: bool = False, against: Path | None = None) -> dict[str, Any]:
+    """Hardware, operating system, versions and commit. `gpu`: of the first CUDA device, too, if there is one.
+
+    `commit` is what is measured, where the checkout itself does not say: a copy may have no history.
+    """
     cpu = _cpu_info()
     present = (cpu.get("flags") or cpu.get("Features") or "").split()
-    return {
+    found = {
         "cpu": cpu.get("model name", platform.processor() or platform.machine()),
         "cpu_family_model_stepping": [cpu.get(key) for key in ("cpu family", "model", "stepping")],
         "cores": os.cpu_count(),
         "flags": [flag for flag in _TELLING_FLAGS if flag in present],
         "last_level_cache": cpu.get("cache size"),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **commit(),
+        "commit": commit or _output("git", "rev-parse", "HEAD"),
+        "modified": bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")),
     }
+    if against is not None:
+        found["against"] = _output("git", "-C", str(against), "rev-parse", "HEAD")
+    return found | (_gpu() if gpu else {})
 
 
-def commit() -> dict[str, Any]:
-    """The commit that was measured, and whether anything differs from it."""
-    git = shutil.which("git")
-    if git is None or not (ROOT / ".git").exists():
-        return {"commit": None, "modified": None}
-
-    def run(*arguments: str) -> str:
-        command = [git, *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
-        return done.stdout.strip()
-
-    changes = run("status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return {"commit": run("rev-parse", "HEAD"), "modified": bool(changes)}
+def name(description: dict[str, Any]) -> str:
+    """What most of the time is spent on."""
+    return str(description.get("gpu") or description["cpu"])
 
 
 def slug(description: dict[str, Any]) -> str:
     """The machine in a file's name."""
-    name = re.sub(r"\((R|TM)\)|CPU|Processor|@.*", " ", str(description["cpu"]), flags=re.IGNORECASE)
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    return "-".join([*words, f"{description['cores']}-cores"])
+    short = re.sub(r"\((R|TM)\)|CPU|Processor|@.*", " ", name(description), flags=re.IGNORECASE)
+    words = re.findall(r"[a-z0-9]+", short.lower())
+    return "-".join(words if "gpu" in description else [*words, f"{description['cores']}-cores"])
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """CPU seconds since the machine started, and ours; a moment in time."""
+def times_s() -> tuple[float, float, float, float]:
+    """Now, and CPU seconds until now: of the whole machine, stolen by its host, and ours.
 
-    at_s: float
-    busy_s: float
-    steal_s: float
-    ours_s: float
+    Ours are this process's and of every descendant that has ended and been waited for.
+    """
+    stat, ticks = Path("/proc/stat"), os.sysconf("SC_CLK_TCK")
+    fields = (
+        [int(text) / ticks for text in stat.read_text().split("\n")[0].split()[1:]] if stat.exists() else []
+    )
+    user, nice, system, _idle, _wait, irq, softirq, steal, *_ = [*fields, *[0.0] * 8]
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    ours_s = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return time.monotonic(), user + nice + system + irq + softirq, steal, ours_s
 
 
-def usage() -> Usage:
-    """Now. Ours are this process and every descendant that is still alive."""
-    total = psutil.cpu_times()
-    busy_s = sum(getattr(total, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq"))
-    me = psutil.Process()
-    ours_s = 0.0
-    for process in [me, *me.children(recursive=True)]:
+def disturbance(before: tuple[float, ...], after: tuple[float, ...]) -> dict[str, float]:
+    """Shares of the machine that others took, and that its host withheld, between two `times_s`."""
+    passed_s, busy_s, steal_s, ours_s = (late - early for early, late in zip(before, after, strict=True))
+    capacity_s = max(1e-9, passed_s * (os.cpu_count() or 1))
+    shares = {"others_share": max(0.0, busy_s - ours_s), "steal_share": steal_s}
+    return {name: round(seconds / capacity_s, 6) for name, seconds in shares.items()}
+
+
+def _gpu() -> dict[str, Any]:
+    import torch  # noqa: PLC0415 - where there is a GPU to be asked for
+
+    versions = {}
+    for package in _PACKAGES:
         try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
             continue
-        ours_s += times.user + times.system
-    return Usage(time.monotonic(), busy_s, getattr(total, "steal", 0.0), ours_s)
-
-
-def disturbance(before: Usage, after: Usage) -> dict[str, float]:
-    """Shares of the machine that others took, and that its host withheld, between two moments."""
-    capacity_s = max(1e-9, (after.at_s - before.at_s) * (os.cpu_count() or 1))
-    others_s = (after.busy_s - before.busy_s) - (after.ours_s - before.ours_s)
+    if not torch.cuda.is_available():
+        return {"gpu": "no GPU", "versions": versions}
+    properties = torch.cuda.get_device_properties(0)
     return {
-        "others_share": max(0.0, others_s / capacity_s),
-        "steal_share": (after.steal_s - before.steal_s) / capacity_s,
+        "gpu": properties.name,
+        "versions": versions,
+        "gpu_memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "clocks": _output("nvidia-smi", "--query-gpu=clocks.max.sm,clocks.max.mem", "--format=csv,noheader"),
     }
+
+
+def _output(program: str, *arguments: str) -> str | None:
+    """What a program prints; None if it is not there or fails."""
+    path = shutil.which(program)
+    if path is None:
+        return None
+    done = subprocess.run([path, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_info() -> dict[str, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.machine import MAX_OTHERS_SHARE, MAX_STEAL_SHARE
-from benchmarks.peers.base import PeerConfig
 from benchmarks.results import WorkloadResult
 
 _ALWAYS = """
@@ -22,19 +21,20 @@ Quire's executor prefills a batch in one forward, its worker in steps of 512 tok
 Batch: the mean number of sequences in a step of the worker, during the turns.
 The echo server answers with the gateway's own bytes, and parses nothing.
 """
+_ALWAYS_ON_GPU = """
+Kernels are timed with a cold cache, by the device's clock. The roof is a large copy and a bfloat16 product.
+A decode step has the host in its loop, or is fed by the device itself: their ratio is the host's share.
+transformers runs with a static cache: as a graph captured around it, eagerly, and compiled.
+"""
 
 
-def notes(
-    config: PeerConfig, disturbance: dict[str, float], workloads: Sequence[WorkloadResult]
-) -> list[str]:
+def notes(disturbance: Mapping[str, float], workloads: Sequence[WorkloadResult], *, gpu: bool) -> list[str]:
     """Sentences for the reader of a result."""
+    found = (_ALWAYS_ON_GPU if gpu else _ALWAYS).strip().splitlines() + _disagreements(workloads)
+    if not disturbance:
+        return [*found, "THE RUN WAS NOT FINISHED."]
     others, steal = disturbance["others_share"], disturbance["steal_share"]
-    found = [
-        *_ALWAYS.strip().splitlines(),
-        f"Quire has {config.kv_pages} pages of KV, in process and in the worker.",
-        f"During the run others took {others:.1%} of the machine, and its host {steal:.1%}.",
-    ]
-    found += _disagreements(workloads)
+    found.append(f"During the run others took {others:.1%} of the machine, and its host {steal:.1%}.")
     if others > MAX_OTHERS_SHARE or steal > MAX_STEAL_SHARE:
         found.append("THE MACHINE WAS NOT QUIET: these figures are not to be relied on.")
     return found
@@ -51,8 +51,5 @@ def _disagreements(workloads: Sequence[WorkloadResult]) -> list[str]:
             found.append(
                 f"First tokens differ in {workload['name']} ({listed}): rounding can tip a close choice."
             )
-    agreed = compared - len(found)
-    return [
-        f"All competitors chose the same first tokens in {agreed} of {compared} decode workloads.",
-        *found,
-    ]
+    agreed = f"{compared - len(found)} of {compared} decode workloads"
+    return [f"All competitors chose the same first tokens in {agreed}.", *found] if compared else []

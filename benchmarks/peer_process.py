@@ -1,24 +1,40 @@
-"""The suite's side of a competitor's process: starts it, calls it, ends it."""
+"""The process of a competitor: started, called and ended by the suite."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
+import multiprocessing
 import os
-import queue
-import subprocess
+import signal
 import sys
-import threading
-from dataclasses import asdict
+import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway_process import ROOT
-from benchmarks.peers.base import PeerConfig, Sample, Unavailable, end_descendants
+from benchmarks.peers.base import Peer, PeerConfig, Sample, Unavailable
 
-# A prefill of llama.cpp takes half a minute, loading with a slow disk longer.
+# Module and class of each competitor. Imported in its process, and nowhere else.
+PEERS = {
+    "machine": "benchmarks.peers.machine_peer:MachinePeer",
+    "transformers": "benchmarks.peers.transformers_peer:TransformersPeer",
+    "llama.cpp": "benchmarks.peers.llama_cpp_peer:LlamaCppPeer",
+    "executor": "benchmarks.peers.executor_peer:ExecutorPeer",
+    "service": "benchmarks.peers.service_peer:ServicePeer",
+    "gateway": "benchmarks.peers.gateway_peer:GatewayPeer",
+    "stall": "benchmarks.peers.stall_peer:StallPeer",
+    "recovery": "benchmarks.peers.recovery_peer:RecoveryPeer",
+    "bad-sessions": "benchmarks.peers.bad_session_peer:BadSessionPeer",
+    "device": "benchmarks.gpu.device_peer:DevicePeer",
+    # One process each: what goes wrong on a device may leave it useless to a process.
+    "static-graph": "benchmarks.gpu.static_peer:StaticPeer",
+    "static-eager": "benchmarks.gpu.static_peer:StaticPeer",
+    "static-compiled": "benchmarks.gpu.static_peer:StaticPeer",
+}
+# Of a call: a prefill of llama.cpp takes half a minute, loading with a slow disk longer. Of ending.
 _CALL_TIMEOUT_S = 300.0
-_CLOSE_TIMEOUT_S = 40.0
+_CLOSE_TIMEOUT_S = 60.0
 
 
 class PeerFailed(Exception):
@@ -28,81 +44,89 @@ class PeerFailed(Exception):
 class PeerProcess:
     """One competitor. It loads with its first call; its log is kept."""
 
-    def __init__(self, name: str, config: PeerConfig, log_dir: Path) -> None:
-        self.name = name
-        self.log_path = log_dir / f"{name}.log"
-        settings = asdict(config) | {"model_dir": str(config.model_dir.resolve())}
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own program
-                [sys.executable, "-m", "benchmarks.peers.host", name, json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-                env=_environment(),
-                # Ctrl-C is the suite's alone: it then ends everyone in order.
-                start_new_session=True,
-            )
-        # A thread reads, so that a competitor that hangs costs a time-out and not the run.
-        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name=f"read-{name}", daemon=True).start()
-        self._broken = ""
+    def __init__(self, config: PeerConfig, log_dir: Path, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self.broken = ""
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, config, log_dir), daemon=True)
+        self._process.start()
+        theirs.close()
 
     def call(self, method: str, **arguments: object) -> Any:
         """Calls a method of the peer. Raises Unavailable and PeerFailed."""
-        if self._broken:
-            raise PeerFailed(self._broken)
-        assert self._process.stdin is not None
+        if self.broken:
+            raise PeerFailed(self.broken)
         try:
-            self._process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
-            self._process.stdin.flush()
-            line = self._answers.get(timeout=_CALL_TIMEOUT_S)
-        except queue.Empty:
-            # What it would answer later would be taken for the answer to another call.
-            line, self._broken = "", f"no answer to {method} within {_CALL_TIMEOUT_S:.0f} s"
-        except OSError:
-            line = ""
-        if not line:
-            self._broken = self._broken or "its process has ended"
-            raise PeerFailed(self._broken)
-        answer = json.loads(line)
-        if "unavailable" in answer:
-            raise Unavailable(answer["unavailable"])
-        if "failed" in answer:
-            raise PeerFailed(answer["failed"])
-        return answer["result"]
+            self._pipe.send((method, arguments))
+            if not self._pipe.poll(self._timeout_s):
+                # What it would answer later would be taken for the answer to another call.
+                self.broken = f"no answer to {method} within {self._timeout_s:.0f} s"
+                raise PeerFailed(self.broken)
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            self.broken = "its process has ended"
+            raise PeerFailed(self.broken) from None
+        if isinstance(answer, Unavailable | PeerFailed):
+            raise answer
+        return answer
 
-    def sample(self, method: str, **arguments: object) -> Sample:
-        """Calls a method that measures."""
-        return Sample(**self.call(method, **arguments))
+    def measure(self, method: str, **arguments: object) -> dict[str, Sample]:
+        """Calls a method that measures: its samples by the parts of the entry, one thing as ''."""
+        found = self.call(method, **arguments)
+        return {"": found} if isinstance(found, Sample) else found
 
     def close(self) -> None:
         """Ends the process, which ends its own children first."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            end_descendants(self._process.pid)
-            self._process.kill()
-            self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
+        self._pipe.close()
+        self._process.join(0 if self.broken else _CLOSE_TIMEOUT_S)
+        if self._process.is_alive() and self._process.pid is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
 
 
-def _environment() -> dict[str, str]:
-    """Ours, without settings that would change what is measured, and without reaching for a network."""
-    unwanted = ("QUIRE_", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "GGML_", "LLAMA_")
-    found = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-    path = [str(ROOT), str(ROOT / "clients" / "python"), found.get("PYTHONPATH", "")]
-    return found | {
-        "PYTHONPATH": os.pathsep.join(part for part in path if part),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+def _serve(pipe: Connection, config: PeerConfig, log_dir: Path) -> None:
+    """Answers calls until the suite closes its end, so that this process cannot outlive it."""
+    os.setsid()  # Ctrl-C is the suite's alone: it then ends everyone in order.
+    log = os.open(log_dir / f"{config.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    _import_from(config.root, log_dir / "path")
+    peer: Peer | None = None
+    # Why there is no peer. Making one is not tried again: loading may take minutes to fail.
+    stillborn: Unavailable | PeerFailed | None = None
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            method, arguments = pipe.recv()
+            try:
+                if stillborn is None:
+                    peer = peer or _make(config)
+                answer = stillborn or getattr(peer, method)(**arguments)
+            except Exception as error:
+                traceback.print_exc()
+                text = f"{type(error).__name__}: {error}"[:500]
+                answer = error if isinstance(error, Unavailable) else PeerFailed(text)
+                if peer is None:
+                    stillborn = answer
+            pipe.send(answer)
+    if peer is not None:
+        peer.close()
+    # Whatever was started and not ended, for we may have failed half-way. Us, too.
+    os.killpg(0, signal.SIGKILL)
+
+
+def _import_from(root: Path, alone: Path) -> None:
+    """These benchmarks, and everything else from a checkout: here, and in processes started from here."""
+    alone.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (alone / "benchmarks").symlink_to(Path(__file__).parent, target_is_directory=True)
+    first = [str(alone), str(root), str(root / "clients" / "python")]
+    sys.path[:0] = first
+    os.environ["PYTHONPATH"] = os.pathsep.join([*first, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    os.chdir(alone)
+
+
+def _make(config: PeerConfig) -> Peer:
+    module, _, kind = PEERS[config.name.partition("@")[0]].partition(":")
+    peer: Peer = getattr(importlib.import_module(module), kind)(config)
+    return peer

@@ -1,44 +1,30 @@
-"""Turns a result into tables: for the terminal, for the Markdown file beside the JSON, and for the README."""
+"""Turns a result into tables: for the terminal and the file beside the JSON, and for the README."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as RichTable
-
-from benchmarks.results import Figure, Ratio, Result, Spread, WorkloadResult
+from benchmarks import machine
+from benchmarks.results import Figure, Ratio, Result, WorkloadResult
 from benchmarks.workloads import EXECUTOR, LLAMA_CPP, SERVICE, TRANSFORMERS
 
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Plain text in rows. The first column is aligned to the left, the others to the right."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-def print_result(result: Result, console: Console) -> None:
-    """Everything, on the terminal."""
-    for table in tables(result):
-        rich_table = RichTable(title=escape(table.title), title_justify="left")
-        for index, column in enumerate(table.columns):
-            rich_table.add_column(column, justify="right" if index else "left")
-        for row in table.rows:
-            rich_table.add_row(*(escape(cell) for cell in row))
-        console.print(rich_table)
-    for note in result["notes"]:
-        console.print(f"- {escape(note)}", highlight=False)
+_RATE_UNITS = {"bytes_per_s": ("GB/s", 1e9), "flops_per_s": ("GFLOP/s", 1e9)}
+_Row = Sequence[str]
 
 
 def markdown(result: Result) -> str:
-    """Everything, as Markdown."""
-    parts = [f"# Benchmark of {result['date'][:10]}", description(result), f"Command: `{result['command']}`"]
-    parts += [f"## {table.title}\n\n{_markdown_table(table)}" for table in tables(result)]
+    """Everything."""
+    title = "Rehearsal: figures mean nothing" if result["suite"] == "rehearsal" else "Benchmark"
+    parts = [f"# {title} of {result['date'][:10]}", description(result), f"Command: `{result['command']}`"]
+    parts += [f"## {workload['title']}\n\n{_figures(workload)}" for workload in result["workloads"]]
+    shares = [row for workload in result["workloads"] for row in _share_goals(workload)]
+    if shares:
+        parts.append("## Goals for shares of the roof\n\n" + _table(("", "reached", "goal", ""), shares))
+    ratios = _ratios(result, only_with_goal=False)
+    if ratios:
+        parts.append(f"## Ratios\n\nOf tokens/s, or of the times where a percentile is named.\n\n{ratios}")
+    rows = [(name, f"{size / 1e6:.0f}") for name, size in result["memory"].items()]
+    parts.append("## Peak memory (VmHWM)\n\n" + _table(("process", "MB"), rows))
     parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in result["notes"]))
     parts.append("## Versions\n\n" + "\n".join(_version_lines(result)))
     return "\n\n".join(parts) + "\n"
@@ -49,9 +35,9 @@ def readme_block(result: Result, source: str) -> str:
     return "\n\n".join(
         [
             description(result),
-            _markdown_table(_side_by_side(result)),
+            _side_by_side(result),
             "Tokens/s of one over the other, against the goals of the design:",
-            _markdown_table(_goals(result, only_with_goal=True)),
+            _ratios(result, only_with_goal=True),
             f"From [{source}]({source}), by `python -m benchmarks.readme`. `make bench` measures anew.",
         ]
     )
@@ -59,69 +45,87 @@ def readme_block(result: Result, source: str) -> str:
 
 def description(result: Result) -> str:
     """One paragraph: what was measured, where, and with what."""
-    machine, roof = result["machine"], result["roof"]
-    commit = (machine["commit"] or "no commit")[:12] + (" with changes" if machine["modified"] else "")
-    flags = [name for name in machine["flags"] if name in ("avx512_bf16", "amx_bf16")]
-    hardware = ", ".join([f"{machine['cores']} cores", *flags, f"{machine['memory_bytes'] / 1e9:.0f} GB"])
+    about, roof = result["machine"], result["roof"]
+    commit = (about["commit"] or "no commit")[:12] + (" with changes" if about["modified"] else "")
+    if about.get("against"):
+        commit += f", before: {about['against'][:12]}"
+    flags = [name for name in about["flags"] if name in ("avx512_bf16", "amx_bf16")]
+    memory_bytes = about.get("gpu_memory_bytes", about["memory_bytes"])
+    hardware = ", ".join([f"{about['cores']} cores", *flags, f"{memory_bytes / 1e9:.0f} GB"])
+    reaches = ""
+    if roof:
+        reaches = f", which reads {roof['bytes_per_s'] / 1e9:.1f} GB/s"
+        reaches += f" and multiplies {roof['flops_per_s'] / 1e9:.0f} GFLOP/s in bfloat16"
     return (
         f"Shape {result['shape']}, random bfloat16 weights, {result['settings']['threads']} threads on"
-        f" {machine['cpu']} ({hardware}), which reads {roof['read_bytes_per_s'] / 1e9:.1f} GB/s"
-        f" and multiplies {roof['matmul_flops_per_s'] / 1e9:.0f} GFLOP/s in bfloat16."
+        f" {machine.name(about)} ({hardware}){reaches}."
         f" {_peer_versions(result)}. Commit {commit}, {result['date'][:10]}."
         " Medians over rounds in which the competitors took turns, with the 10th and 90th percentile."
     )
 
 
-def tables(result: Result) -> list[Table]:
-    """The figures of each workload, the comparisons, and the memory."""
-    found = [_figures(workload) for workload in result["workloads"]]
-    found.append(_goals(result, only_with_goal=False))
-    rows = [(name, f"{size / 1e6:.0f}") for name, size in result["memory"].items()]
-    return [*found, Table("Peak memory (VmHWM)", ("process", "MB"), rows)]
+def _figures(workload: WorkloadResult) -> str:
+    if "problem" in workload:
+        return f"**{workload['problem']}**"
+    columns = ("", f"ms per {workload['unit']}", "tokens/s", "reached", "of the roof", "rounds", "")
+    return _table(columns, [_figure_row(figure) for figure in workload["figures"]])
 
 
-def _figures(workload: WorkloadResult) -> Table:
-    columns = ("", f"ms per {workload['unit']}", "tokens/s", "reached", "of the roof", "batch", "rounds")
-    return Table(workload["title"], columns, [_figure_row(figure) for figure in workload["figures"]])
-
-
-def _figure_row(figure: Figure) -> Sequence[str]:
+def _figure_row(figure: Figure) -> _Row:
     if "ms" not in figure:
-        return (figure["label"], figure.get("problem", ""), "", "", "", "", "0")
-    reached, share = "", ""
-    if "bytes_per_s" in figure:
-        reached = f"{figure['bytes_per_s'] / 1e9:.1f} GB/s"
-        share = f"{figure['share_of_read_bandwidth']:.0%}"
-    elif "flops_per_s" in figure:
-        reached = f"{figure['flops_per_s'] / 1e9:.0f} GFLOP/s"
-        share = f"{figure['share_of_matmul_rate']:.0%}"
-    elif "latency_ms" in figure:
+        return (figure["label"], figure.get("problem", ""), "", "", "", "0", "")
+    tokens_per_s = _number(figure["tokens_per_s"]["p50"]) if "tokens_per_s" in figure else ""
+    reached = share = ""
+    if "reached" in figure:
+        rate, per_s, of_roof, _goal = figure["reached"]
+        unit, scale = _RATE_UNITS[rate]
+        value = per_s / scale
+        reached, share = f"{value:.1f} {unit}" if unit == "GB/s" else f"{value:.0f} {unit}", f"{of_roof:.0%}"
+    more = [f"{name} {_number(value)}" for name, value in figure.get("more", {}).items()]
+    if "latency_ms" in figure:
         latency = figure["latency_ms"]
-        reached = f"call p50 {_number(latency['p50'])}, p99 {_number(latency['p99'])} ms"
-    batch = f"{figure['items_per_step']:.1f}" if "items_per_step" in figure else ""
-    tokens_per_s, rounds = _number(figure["tokens_per_s"]["p50"]), str(figure["rounds"])
-    return (figure["label"], _spread(figure["ms"]), tokens_per_s, reached, share, batch, rounds)
+        more.insert(0, f"call p50 {_number(latency['p50'])}, p99 {_number(latency['p99'])} ms")
+    elif not tokens_per_s:
+        more.insert(0, f"p99 {_number(figure['ms']['p99'])} ms")
+    rounds = str(figure["rounds"])
+    return (figure["label"], _spread(figure["ms"]), tokens_per_s, reached, share, rounds, ", ".join(more))
 
 
-def _goals(result: Result, *, only_with_goal: bool) -> Table:
+def _share_goals(workload: WorkloadResult) -> list[_Row]:
+    found: list[_Row] = []
+    for figure in workload.get("figures", []):
+        share, goal = figure.get("reached", [None] * 4)[2:]
+        if goal is not None:
+            label = f"{workload['title']}: {figure['label']}"
+            found.append((label, f"{share:.1%}", f"{goal:.0%}", _verdict(share, goal)))
+    return found
+
+
+def _ratios(result: Result, *, only_with_goal: bool) -> str:
     rows = [
-        (workload["title"], ratio["ours"], ratio["theirs"], *_ratio_cells(ratio))
+        (workload["title"], ratio["ours"], *_ratio_cells(ratio))
         for workload in result["workloads"]
         for ratio in workload["ratios"]
         if ratio["goal"] is not None or not only_with_goal
     ]
-    return Table("Ratios of tokens/s", ("workload", "of", "over", "ratio", "goal", ""), rows)
+    return _table(("workload", "of", "over", "ratio", "goal", ""), rows) if rows else ""
 
 
-def _ratio_cells(ratio: Ratio) -> tuple[str, str, str]:
-    goal = "" if ratio["goal"] is None else f"{ratio['goal']:g}"
-    if ratio["ratio"] is None:
-        return "not measured", goal, ""
-    verdict = {True: "reached", False: "not reached", None: ""}[ratio["reached"]]
-    return _spread(ratio["ratio"]), goal, verdict
+def _ratio_cells(ratio: Ratio) -> _Row:
+    percentile, goal, found = (ratio[name] for name in ("percentile", "goal", "ratio"))
+    over = ratio["theirs"] + (f" (p{percentile})" if percentile else "")
+    if found is None:
+        return over, "not measured", "" if goal is None else f"{goal:g}", ""
+    if goal is None:
+        return over, _spread(found), "", ""
+    return over, _spread(found), f"{goal:g}", _verdict(found["p50"], goal)
 
 
-def _side_by_side(result: Result) -> Table:
+def _verdict(value: float, goal: float) -> str:
+    return "reached" if value >= goal else "not reached"
+
+
+def _side_by_side(result: Result) -> str:
     labels = (TRANSFORMERS, LLAMA_CPP, EXECUTOR, SERVICE)
     rows = []
     for workload in result["workloads"]:
@@ -129,11 +133,12 @@ def _side_by_side(result: Result) -> Table:
         if SERVICE in figures:
             cells = [_spread(figures[label]["ms"]) if "ms" in figures[label] else "-" for label in labels]
             rows.append((workload["title"], *cells))
-    return Table("", ("ms per step", *labels), rows)
+    return _table(("ms per step", *labels), rows)
 
 
-def _markdown_table(table: Table) -> str:
-    lines = [table.columns, ["---", *("---:" for _ in table.columns[1:])], *table.rows]
+def _table(columns: _Row, rows: Sequence[_Row]) -> str:
+    """The first column is aligned to the left, the others to the right."""
+    lines = [columns, ["---", *("---:" for _ in columns[1:])], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
@@ -146,14 +151,17 @@ def _peer_versions(result: Result) -> str:
 
 
 def _version_lines(result: Result) -> list[str]:
-    machine = result["machine"]
-    lines = [f"- Python {machine['python']}, {machine['system']}", f"- flags: {' '.join(machine['flags'])}"]
+    about = result["machine"]
+    lines = [f"- Python {about['python']}, {about['system']}", f"- flags: {' '.join(about['flags'])}"]
+    if "gpu" in about:
+        names = ("versions", "driver", "cuda", "clocks", "multiprocessors")
+        lines += [f"- {name}: {about[name]}" for name in names if name in about]
     for peer, versions in result["versions"].items():
         lines.append(f"- {peer}: " + "; ".join(f"{name} {value}" for name, value in versions.items()))
     return lines
 
 
-def _spread(spread: Spread) -> str:
+def _spread(spread: Mapping[str, float]) -> str:
     return f"{_number(spread['p50'])} ({_number(spread['p10'])}-{_number(spread['p90'])})"
 
 

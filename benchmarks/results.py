@@ -1,150 +1,98 @@
-"""What a run found, as it is written to JSON, and the arithmetic from samples to figures."""
+"""What a run found, as it is written to JSON, and the arithmetic from samples to figures.
+
+Figures and ratios are plain dicts of JSON; what is in them is said where they are made, here and in `run.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NotRequired, TypedDict
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.peers.base import Sample
-from benchmarks.workloads import Comparison, Workload
+from benchmarks.plan import Comparison, Entry
 
-FORMAT = 1
+FORMAT = 2
 
-
-class Spread(TypedDict):
-    """Percentiles."""
-
-    p10: float
-    p50: float
-    p90: float
-    p99: float
+Figure = dict[str, Any]
+Ratio = dict[str, Any]
+WorkloadResult = dict[str, Any]
+Result = dict[str, Any]
 
 
-class Figure(TypedDict):
-    """What one entry of a workload reached.
-
-    `problem` is there instead of the rest if it could not be measured; `failed` says that it should have.
-    """
-
-    label: str
-    peer: str
-    failed: bool
-    problem: NotRequired[str]
-    rounds: NotRequired[int]
-    samples: NotRequired[int]
-    tokens_per_sample: NotRequired[int]
-    ms: NotRequired[Spread]
-    tokens_per_s: NotRequired[Spread]
-    latency_ms: NotRequired[Spread]
-    items_per_step: NotRequired[float]
-    bytes_per_s: NotRequired[float]
-    share_of_read_bandwidth: NotRequired[float]
-    flops_per_s: NotRequired[float]
-    share_of_matmul_rate: NotRequired[float]
-    # Median of each round in tokens/s; null where the entry sat the round out.
-    round_tokens_per_s: NotRequired[list[float | None]]
-    first_tokens: NotRequired[list[int]]
-
-
-class Ratio(TypedDict):
-    """Tokens/s of one entry over another's: the spread over the rounds in which both were measured."""
-
-    ours: str
-    theirs: str
-    goal: float | None
-    ratio: Spread | None
-    rounds: int
-    reached: bool | None
-
-
-class WorkloadResult(TypedDict):
-    """One workload."""
-
-    name: str
-    title: str
-    unit: str
-    figures: list[Figure]
-    ratios: list[Ratio]
-
-
-class Result(TypedDict):
-    """One run."""
-
-    format: int
-    date: str
-    command: str
-    shape: str
-    seconds: float
-    machine: dict[str, Any]
-    versions: dict[str, dict[str, str]]
-    settings: dict[str, Any]
-    roof: dict[str, float]
-    workloads: list[WorkloadResult]
-    memory: dict[str, int]
-    notes: list[str]
-
-
-def spread(values: Sequence[float]) -> Spread:
+def spread(values: Sequence[float]) -> dict[str, float]:
     """Percentiles of at least one value."""
-    p10, p50, p90, p99 = (float(value) for value in np.percentile(np.asarray(values), [10, 50, 90, 99]))
-    return Spread(p10=p10, p50=p50, p90=p90, p99=p99)
+    shares = (10, 50, 90, 99)
+    found = np.percentile(values, shares)
+    return {f"p{share}": _short(value) for share, value in zip(shares, found, strict=True)}
 
 
-def figure(
-    label: str, peer: str, workload: Workload, rounds: Sequence[Sample | None], roof: dict[str, float]
-) -> Figure:
-    """The figures of an entry that was measured at least once."""
-    samples = [sample for sample in rounds if sample is not None]
-    ns = [value for sample in samples for value in sample.ns]
-    tokens, latency_ns = samples[0].tokens, [value for sample in samples for value in sample.latency_ns]
+def figure(label: str, entry: Entry, samples: Sequence[Sample], roof: Mapping[str, float]) -> Figure:
+    """What was measured at least once, a sample a round.
+
+    `ms`, and where there are such things `tokens_per_s` and `latency_ms`, are spreads; `reached` is a rate of
+    the roof, what was reached of it, the share, and the goal for that; `more` holds means; `median_ms` is by
+    round.
+    """
+    ns, first = [value for sample in samples for value in sample.ns], samples[0]
     ms = spread([value / 1e6 for value in ns])
-    found = Figure(
-        label=label,
-        peer=peer,
-        failed=False,
-        rounds=len(samples),
-        samples=len(ns),
-        tokens_per_sample=tokens,
-        ms=ms,
-        tokens_per_s=spread([tokens * 1e9 / value for value in ns]),
-        round_tokens_per_s=[_tokens_per_s(sample) for sample in rounds],
-    )
+    found: Figure = {"label": label, "peer": entry.peer, "rounds": len(samples), "samples": len(ns), "ms": ms}
+    if first.tokens:
+        found["tokens_per_s"] = spread([first.tokens * 1e9 / value for value in ns])
+    latency_ns = [value for sample in samples for value in sample.latency_ns]
     if latency_ns:
         found["latency_ms"] = spread([value / 1e6 for value in latency_ns])
-    if samples[0].items_per_step:
-        found["items_per_step"] = float(np.mean([sample.items_per_step for sample in samples]))
-    if workload.bytes_read:
-        found["bytes_per_s"] = workload.bytes_read / (ms["p50"] / 1e3)
-        found["share_of_read_bandwidth"] = found["bytes_per_s"] / roof["read_bytes_per_s"]
-    if workload.flops:
-        found["flops_per_s"] = workload.flops / (ms["p50"] / 1e3)
-        found["share_of_matmul_rate"] = found["flops_per_s"] / roof["matmul_flops_per_s"]
+    bytes_read, flops = entry.bytes_read or first.bytes_read, entry.flops or first.flops
+    for rate, amount in (("bytes_per_s", bytes_read), ("flops_per_s", flops)):
+        if amount and rate in roof:
+            per_s = amount / (ms["p50"] / 1e3)
+            found["reached"] = [rate, _short(per_s), _short(per_s / roof[rate]), entry.goal]
+    if first.more:
+        found["more"] = {
+            name: _short(np.mean([sample.more[name] for sample in samples])) for name in first.more
+        }
+    found["median_ms"] = [_short(np.median(sample.ns) / 1e6) for sample in samples]
     return found
 
 
-def ratio(comparison: Comparison, rounds: dict[str, list[Sample | None]]) -> Ratio:
-    """A comparison round by round, so that what drifts between rounds cancels out."""
-    pairs = zip(rounds.get(comparison.ours, ()), rounds.get(comparison.theirs, ()), strict=False)
+def ratio(comparison: Comparison, rounds: Mapping[str, Sequence[Sample]]) -> Ratio:
+    """A comparison round by round, so that what drifts between rounds cancels out; None if there was none."""
     ratios = []
+    pairs = zip(rounds.get(comparison.ours, ()), rounds.get(comparison.theirs, ()), strict=False)
     for ours, theirs in pairs:
-        mine, other = _tokens_per_s(ours), _tokens_per_s(theirs)
-        if mine is not None and other is not None:
-            ratios.append(mine / other)
-    over_rounds = spread(ratios) if ratios else None
-    reached = None
-    if over_rounds is not None and comparison.goal is not None:
-        reached = over_rounds["p50"] >= comparison.goal
-    return Ratio(
-        ours=comparison.ours,
-        theirs=comparison.theirs,
-        goal=comparison.goal,
-        ratio=over_rounds,
-        rounds=len(ratios),
-        reached=reached,
-    )
+        mine_ns, other_ns = (
+            np.percentile(sample.ns, comparison.percentile or 50) for sample in (ours, theirs)
+        )
+        if comparison.percentile is None:
+            # Where a step gives no tokens, steps/s compare as well.
+            ratios.append(max(1, ours.tokens) / mine_ns / (max(1, theirs.tokens) / other_ns))
+        else:
+            ratios.append(mine_ns / other_ns)
+    found = {"ratio": spread(ratios) if ratios else None, "rounds": len(ratios)}
+    return {name: getattr(comparison, name) for name in ("ours", "theirs", "percentile", "goal")} | found
 
 
-def _tokens_per_s(sample: Sample | None) -> float | None:
-    return None if sample is None else sample.tokens * 1e9 / float(np.median(sample.ns))
+def write(result: Result, path: Path) -> None:
+    """As JSON with a figure on a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_dump(result) + "\n", encoding="utf-8")
+
+
+def _dump(value: object, depth: int = 0) -> str:
+    if not isinstance(value, dict | list) or not value or depth > 3:
+        return json.dumps(value)
+    indent = " " * (depth + 1)
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {_dump(part, depth + 1)}" for key, part in value.items()]
+    else:
+        parts = [_dump(part, depth + 1) for part in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{indent}" + f",\n{indent}".join(parts) + f"\n{indent[1:]}{closing}"
+
+
+def _short(value: float | np.floating[Any]) -> float:
+    """To six digits."""
+    return float(f"{float(value):.6g}")

@@ -1,14 +1,15 @@
-"""Measures Quire beside transformers and llama.cpp in one run: `python -m benchmarks.run`, or `make bench`.
+"""Measures Quire beside others in one run: `python -m benchmarks.run`, or `make bench` and `make gpu-bench`.
 
 Every competitor is a process of its own, and they take turns: what drifts in the machine meets all of them.
-Prints tables, and writes a result as JSON and Markdown. Wants a machine with nothing else to do.
+Writes JSON and Markdown, anew after every workload, and prints the tables. Wants a machine with nothing else
+to do. With --gpu it measures kernels and models on one CUDA device, where torch, Triton and transformers are
+all that is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
 import os
 import shlex
 import shutil
@@ -16,191 +17,224 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from rich.console import Console
-
-from benchmarks import machine
-from benchmarks.gateway_process import ROOT
+from benchmarks import machine, workloads
+from benchmarks.checkout import ROOT
+from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.notes import notes
 from benchmarks.peer_process import PeerFailed, PeerProcess
 from benchmarks.peers.base import PeerConfig, Unavailable
-from benchmarks.progress import RunProgress
-from benchmarks.report import markdown, print_result
-from benchmarks.results import FORMAT, Result
+from benchmarks.plan import Workload, before_and_after, select
+from benchmarks.report import markdown
+from benchmarks.results import FORMAT, Result, write
 from benchmarks.schedule import WorkloadRun
-from benchmarks.shapes import SHAPES
-from benchmarks.weights import make_model
-from benchmarks.workloads import Workload, all_workloads, select
+from benchmarks.shapes import DEFAULT_SHAPE, SHAPES
 
 _BUILD_DIR = ROOT / "build" / "benchmarks"
 _RESULTS_DIR = ROOT / "benchmarks" / "results"
-_DEFAULT_SHAPE = "qwen3-0.6b"
 # Room for 32 sequences of 128 tokens, or 8 of 1024, with what a turn appends and then a prefill of 8 x 512.
 _KV_PAGES = 1024
-# Of tables that go to a file.
-_LOG_WIDTH = 140
-# Looks at the machine itself before each workload.
-_ROOF_PEER = "machine"
+# Settings that would change what is measured.
+_UNWANTED = ("QUIRE_", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "GGML_", "LLAMA_")
+# On a lent GPU a call that hangs must not cost the whole loan.
+_GPU_CALL_TIMEOUT_S = 120.0
 
 
 class Suite:
     """One run: the competitors that have been started, and what has been found so far."""
 
-    def __init__(self, workloads: Sequence[Workload], config: PeerConfig, progress: RunProgress) -> None:
-        self._workloads = workloads
-        self._config = config
-        self._progress = progress
+    def __init__(self, chosen: Sequence[Workload], arguments: argparse.Namespace) -> None:
+        self._workloads = chosen
+        self._arguments = arguments
+        self._began_s = time.monotonic()
+        self._before, self._ended = machine.times_s(), False
+        self._description = machine.describe(arguments.commit, gpu=arguments.gpu, against=arguments.against)
         self._peers: dict[str, PeerProcess] = {}
         self._roofs: list[dict[str, float]] = []
         self._runs: list[WorkloadRun] = []
+        self._versions: dict[str, dict[str, str]] = {}
+        self._memory: dict[str, int] = {}
+        self._problems: list[str] = []
         self.log_dir = Path(tempfile.mkdtemp(prefix="quire-bench-logs-"))
 
-    def run(self, end_s: float) -> None:
-        """Runs the workloads; each gets its share of what is left until `end_s`, a time.monotonic()."""
+    def run(self, path: Path) -> None:
+        """Runs the workloads; each gets its share of the time that is left. Writes after each."""
+        end_s = self._began_s + 60 * self._arguments.minutes
         for index, workload in enumerate(self._workloads):
             left = self._workloads[index:]
-            self._progress.show("the machine itself", max(0.0, end_s - time.monotonic()))
-            self._roofs.append(self._peer(_ROOF_PEER).call("roof"))
-            left_s = max(0.0, end_s - time.monotonic())
-            seconds = left_s * workload.share / sum(other.share for other in left)
-            later_s = left_s - seconds
-            run = WorkloadRun(workload, self._peer, self._reporter(workload.title, later_s))
+            run = WorkloadRun(workload, self._peer, partial(self._say, workload.title))
             self._runs.append(run)
-            run.run(seconds)
+            left_s = max(0.0, end_s - time.monotonic())
+            # A lent GPU goes back; elsewhere everything that was asked for gets its least number of rounds.
+            if self._arguments.gpu and not left_s:
+                run.skip()
+            else:
+                self._look_at_machine()
+                left_s = max(0.0, end_s - time.monotonic())
+                run.run(left_s * workload.share / sum(other.share for other in left))
+                self._look_at_peers()
+            self.write(path)
 
-    def result(self, *, command: str, shape: str, seconds: float, disturbance: dict[str, float]) -> Result:
-        """Everything found. Asks the peers for versions and memory."""
+    def write(self, path: Path) -> Result:
+        """What has been found so far, as JSON and Markdown."""
         # What was reached is compared with what the machine was able to do during the whole run.
-        roof = {key: median(found[key] for found in self._roofs) for key in self._roofs[0]}
-        workloads = [run.result(roof) for run in self._runs]
-        memory: dict[str, int] = {}
-        versions: dict[str, dict[str, str]] = {}
-        for name, peer in self._peers.items():
-            try:
-                found: dict[str, int] = peer.call("memory")
-                versions[name] = peer.call("versions")
-            except (PeerFailed, Unavailable):
-                continue
-            if name != _ROOF_PEER:
-                memory |= {f"{name}: {process}" if process else name: size for process, size in found.items()}
-        return Result(
+        roof = {key: median(found[key] for found in self._roofs) for key in (self._roofs or [{}])[0]}
+        arguments, found = self._arguments, [run.result(roof) for run in self._runs]
+        # What the competitors used is known when they have ended.
+        disturbance = machine.disturbance(self._before, machine.times_s()) if self._ended else {}
+        result = Result(
             format=FORMAT,
+            suite="rehearsal" if arguments.rehearse else "gpu" if arguments.gpu else "cpu",
+            whole=not arguments.rows and not arguments.against and arguments.shape == DEFAULT_SHAPE,
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-            command=command,
-            shape=shape,
-            seconds=round(seconds, 1),
-            machine=machine.describe() | disturbance,
-            versions=versions,
-            settings={"threads": self._config.threads, "kv_pages": self._config.kv_pages},
+            command=shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
+            shape=arguments.shape,
+            seconds=round(time.monotonic() - self._began_s, 1),
+            machine=self._description | disturbance,
+            versions=self._versions,
+            settings={"threads": os.cpu_count(), "kv_pages": _KV_PAGES},
             roof=roof,
-            workloads=workloads,
-            memory=memory,
-            notes=notes(self._config, disturbance, workloads),
+            workloads=found,
+            memory=self._memory,
+            notes=notes(disturbance, found, gpu=arguments.gpu),
         )
+        write(result, path)
+        path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+        return result
 
     @property
     def failures(self) -> list[str]:
         """What went wrong that should not have."""
-        return [failure for run in self._runs for failure in run.failures]
+        return self._problems + [failure for run in self._runs for failure in run.failures]
 
     def close(self) -> None:
         """Ends the competitors."""
         for peer in self._peers.values():
             peer.close()
+        self._ended = True
+
+    def _say(self, title: str, what: str) -> None:
+        print(f"[{time.monotonic() - self._began_s:6.0f} s] {title}: {what}", flush=True)
+
+    def _look_at_machine(self) -> None:
+        try:
+            self._roofs.append(self._peer("device" if self._arguments.gpu else "machine").call("roof"))
+        except PeerFailed as error:
+            self._problems.append(f"the roof: {error}")
+
+    def _look_at_peers(self) -> None:
+        for name, peer in self._peers.items():
+            try:
+                self._versions[name] = peer.call("versions")
+                memory: Mapping[str, int] = peer.call("memory")
+            except (PeerFailed, Unavailable):
+                continue
+            if name != "machine":
+                self._memory |= {f"{name}: {part}" if part else name: size for part, size in memory.items()}
 
     def _peer(self, name: str) -> PeerProcess:
+        """The peer's process; another one if it has ended or hung."""
+        arguments = self._arguments
+        if name in self._peers and self._peers[name].broken:
+            self._peers.pop(name).close()
         if name not in self._peers:
-            self._peers[name] = PeerProcess(name, self._config, self.log_dir)
+            config = PeerConfig(
+                name=name,
+                root=arguments.against if name.endswith("@before") else ROOT,
+                shape_name=arguments.shape,
+                cache=arguments.cache.resolve(),
+                threads=os.cpu_count() or 1,
+                kv_pages=_KV_PAGES,
+                rehearsal=arguments.rehearse,
+            )
+            limit: dict[str, Any] = {"timeout_s": _GPU_CALL_TIMEOUT_S} if arguments.gpu else {}
+            self._peers[name] = PeerProcess(config, self.log_dir, **limit)
         return self._peers[name]
-
-    def _reporter(self, title: str, later_s: float) -> _Reporter:
-        return _Reporter(self._progress, title, later_s)
-
-
-class _Reporter:
-    """Adds to what a workload reports its title, and the time of the workloads after it."""
-
-    def __init__(self, progress: RunProgress, title: str, later_s: float) -> None:
-        self._progress, self._title, self._later_s = progress, title, later_s
-
-    def __call__(self, what: str, left_s: float) -> None:
-        self._progress.show(f"{self._title}: {what}", left_s + self._later_s)
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default=_DEFAULT_SHAPE, help="tiny: a trial")
     parser.add_argument(
-        "--rows", default="", metavar="NAME,...", help="workloads to run, such as decode-1,prefill-*"
+        "--rows", "--parts", type=lambda text: text.split(","), default=[], metavar="NAME,..."
     )
     parser.add_argument("--list", action="store_true", help="list the workloads and end")
+    parser.add_argument("--minutes", type=float, metavar="N", help="how long: 15, on a GPU at most 7.5")
     parser.add_argument(
-        "--minutes", type=float, default=15.0, metavar="N", help="about how long to measure (default 15)"
+        "--against", type=lambda text: Path(text).resolve(), metavar="DIR", help="only Quire, here and there"
     )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default=DEFAULT_SHAPE, help="tiny: a trial")
+    parser.add_argument("--gpu", action="store_true", help="the kernels and models, on a CUDA device")
+    parser.add_argument("--rehearse", action="store_true", help="--gpu, once and small, on the CPU")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where results are written")
+    parser.add_argument("--commit", help="what is measured, if the copy has no history")
     parser.add_argument("--cache", type=Path, default=_BUILD_DIR / "models", help="where models are kept")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="directory of the result (default: benchmarks/results for a whole run, else build/benchmarks)",
-    )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.gpu |= arguments.rehearse
+    if arguments.minutes is None:
+        arguments.minutes = 7.5 if arguments.gpu else 15.0
+    return arguments
 
 
-def _write(result: Result, directory: Path) -> Path:
-    """The result as JSON and Markdown, under a name that is not taken. Returns the path of the JSON."""
-    directory.mkdir(parents=True, exist_ok=True)
-    stem = f"{result['date'][:10]}-{machine.slug(result['machine'])}"
-    path, number = directory / f"{stem}.json", 1
+def _choose(arguments: argparse.Namespace) -> list[Workload]:
+    """Raises ValueError for a row that there is not."""
+    if arguments.gpu:
+        known = gpu_workloads.all_workloads(rehearsal=arguments.rehearse)
+    else:
+        known = workloads.all_workloads(SHAPES[arguments.shape])
+    chosen = known if arguments.list else select(known, arguments.rows)
+    return [before_and_after(workload) for workload in chosen] if arguments.against else chosen
+
+
+def _path(arguments: argparse.Namespace) -> Path:
+    """Of the JSON: a name that is not taken, among the committed results if it is a whole run."""
+    whole = arguments.shape == DEFAULT_SHAPE and not (arguments.rows or arguments.against or arguments.gpu)
+    directory = arguments.out or (_RESULTS_DIR if whole else _BUILD_DIR / "results")
+    description = machine.describe(gpu=arguments.gpu)
+    stem, number = f"{dt.datetime.now(dt.UTC):%Y-%m-%d}-{machine.slug(description)}", 1
+    path: Path = directory / f"{stem}.json"
     while path.exists():
         number += 1
         path = directory / f"{stem}-{number}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
     return path
 
 
 def main() -> int:
     """Returns the exit status: 1 if a competitor failed (not: if it is not installed), 2 for wrong usage."""
     arguments = _parse_arguments()
-    console, shape = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH), SHAPES[arguments.shape]
     try:
-        workloads = select(all_workloads(shape), [row for row in arguments.rows.split(",") if row])
+        chosen = _choose(arguments)
     except ValueError as error:
         print(f"benchmarks.run: {error}", file=sys.stderr)
         return 2
     if arguments.list:
-        for workload in workloads:
-            console.print(f"{workload.name:24} {workload.title}", highlight=False)
+        for workload in chosen:
+            print(f"{workload.name:24} {workload.title}")
         return 0
-    began_s, before = time.monotonic(), machine.usage()
-    seconds = 60 * arguments.minutes
-    with RunProgress(console, seconds) as progress:
-        model_dir = make_model(
-            shape, arguments.cache, lambda done, total: progress.show(f"weights: {done / total:.0%}", seconds)
-        )
-        config = PeerConfig(shape.name, model_dir, os.cpu_count() or 1, _KV_PAGES)
-        suite = Suite(workloads, config, progress)
-        try:
-            suite.run(began_s + seconds)
-            result = suite.result(
-                command=shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
-                shape=shape.name,
-                seconds=time.monotonic() - began_s,
-                disturbance=machine.disturbance(before, machine.usage()),
-            )
-        finally:
-            suite.close()
-    print_result(result, console)
-    whole = arguments.shape == _DEFAULT_SHAPE and not arguments.rows
-    path = _write(result, arguments.output or (_RESULTS_DIR if whole else _BUILD_DIR / "results"))
-    console.print(f"Written to {path} and {path.with_suffix('.md').name}", highlight=False)
+    if arguments.gpu and not arguments.rehearse:
+        import torch  # noqa: PLC0415 - the CPU's suite has no use for it
+
+        if not torch.cuda.is_available():
+            print("benchmarks.run: there is no CUDA device; --rehearse runs without one", file=sys.stderr)
+            return 2
+    for name in [name for name in os.environ if name.startswith(_UNWANTED)]:
+        del os.environ[name]
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    suite, path = Suite(chosen, arguments), _path(arguments)
+    try:
+        suite.run(path)
+    finally:
+        suite.close()
+    print("\n" + markdown(suite.write(path)))
+    print(f"Written to {path} and {path.with_suffix('.md').name}")
     for failure in suite.failures:
-        console.print(f"failed: {failure}", markup=False, highlight=False)
+        print(f"failed: {failure}")
     if suite.failures:
-        console.print(f"logs of the competitors: {suite.log_dir}", highlight=False)
+        print(f"logs of the competitors: {suite.log_dir}")
     else:
         shutil.rmtree(suite.log_dir, ignore_errors=True)
     return int(bool(suite.failures))
@@ -212,4 +246,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("benchmarks.run: interrupted, nothing is written")
+        sys.exit("benchmarks.run: interrupted")

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.peer_process import PeerFailed, PeerProcess
-from benchmarks.peers.base import SETTLING_STEPS, Sample, Unavailable
+from benchmarks.peers.base import Sample, Unavailable
+from benchmarks.plan import Entry, Workload
 from benchmarks.results import Figure, WorkloadResult, figure, ratio
-from benchmarks.workloads import Entry, Workload
-
-_MIN_ROUNDS = 3
-_MAX_ROUNDS = 20
-# An entry whose turn takes longer than this, and than that of others, takes part in these rounds only.
-_LONG_TURN_S = 8.0
-_LONG_TURN_FACTOR = 2.0
-_LONG_TURN_ROUNDS = (0, 2)
 
 GetPeer = Callable[[str], PeerProcess]
-# Told of (what is going on, seconds that the workload still takes).
-Report = Callable[[str, float], None]
+# Told what is going on.
+Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -29,12 +24,20 @@ class _Contestant:
     """An entry while its workload runs."""
 
     entry: Entry
-    peer: PeerProcess | None = None
-    turn_s: float = 0.0
-    rounds: list[Sample | None] = field(default_factory=list)
-    first_tokens: list[int] = field(default_factory=list)
+    rounds: list[dict[str, Sample]] = field(default_factory=list)
+    first_tokens: list[int] | None = None
     problem: str = ""
     failed: bool = False
+
+    def attempt(self, work: Callable[[], Any]) -> Any:
+        """The result; or None, and the problem is noted: the contestant takes no further part."""
+        try:
+            return work()
+        except Unavailable as reason:
+            self.problem = str(reason)
+        except PeerFailed as error:
+            self.problem, self.failed = str(error), True
+        return None
 
 
 class WorkloadRun:
@@ -45,37 +48,49 @@ class WorkloadRun:
         self._get_peer = get_peer
         self._report = report
         self._contestants = [_Contestant(entry) for entry in workload.entries]
+        self._skipped = False
+
+    def skip(self) -> None:
+        """There is no time for it."""
+        self._skipped = True
 
     def run(self, seconds: float) -> None:
         """Prepares everyone, then takes turns until about `seconds` have passed since the call."""
         end_s = time.monotonic() + seconds
-        self._prepare(end_s)
-        for contestant in self._racing():
-            self._report(f"warm-up: {contestant.entry.label}", max(0.0, end_s - time.monotonic()))
-            self._warm_up(contestant)
-        index = 0
-        while index < _MIN_ROUNDS or (
-            index < _MAX_ROUNDS and time.monotonic() + self._round_s(index) < end_s
-        ):
-            # To and fro, so that nobody always runs first.
+        self._prepare()
+        if self._workload.warm is not None:
+            for contestant in self._racing():
+                self._turn(contestant, self._workload.warm, seed=1)
+                contestant.rounds.clear()
+        least, most = self._workload.rounds
+        index, round_s = 0, 0.0
+        while index < least or (index < most and time.monotonic() + round_s < end_s):
+            began_s = time.monotonic()
+            # To and fro, so that nobody always runs first; the same prompts for everyone in a round.
             for contestant in self._racing()[:: 1 if index % 2 == 0 else -1]:
-                self._report(f"round {index + 1}: {contestant.entry.label}", self._left_s(index, end_s))
-                self._turn(contestant, index)
-            index += 1
-        for peer in self._peers().values():
-            self._guarded(peer, "release")
+                self._turn(contestant, {}, seed=index + 2)
+            index, round_s = index + 1, time.monotonic() - began_s
+            self._report(f"round {index} took {round_s:.1f} s")
+        for name in {contestant.entry.peer for contestant in self._contestants}:
+            with contextlib.suppress(PeerFailed, Unavailable):
+                self._get_peer(name).call("release")
 
-    def result(self, roof: dict[str, float]) -> WorkloadResult:
+    def result(self, roof: Mapping[str, float]) -> WorkloadResult:
         """The figures of everyone, and the comparisons."""
         workload = self._workload
-        rounds = {c.entry.label: c.rounds for c in self._contestants if not c.problem}
-        return WorkloadResult(
-            name=workload.name,
-            title=workload.title,
-            unit=workload.unit,
-            figures=[self._figure(contestant, roof) for contestant in self._contestants],
-            ratios=[ratio(comparison, rounds) for comparison in workload.comparisons],
-        )
+        found: WorkloadResult = {name: getattr(workload, name) for name in ("name", "title", "unit")}
+        found |= {"figures": [], "ratios": []}
+        if self._skipped:
+            return found | {"problem": "skipped: no time was left"}
+        rounds: dict[str, list[Sample]] = {}
+        for contestant in self._contestants:
+            for part, label in contestant.entry.labels().items():
+                # Who fell out in one round has had no turn in the same ones as the others.
+                if not contestant.problem:
+                    rounds[label] = [samples[part] for samples in contestant.rounds]
+                found["figures"].append(self._figure(contestant, label, rounds.get(label, []), roof))
+        found["ratios"] = [ratio(comparison, rounds) for comparison in workload.comparisons]
+        return found
 
     @property
     def failures(self) -> list[str]:
@@ -83,99 +98,45 @@ class WorkloadRun:
         name = self._workload.name
         return [f"{name}: {c.entry.label}: {c.problem}" for c in self._contestants if c.failed]
 
-    def _figure(self, contestant: _Contestant, roof: dict[str, float]) -> Figure:
+    @staticmethod
+    def _figure(
+        contestant: _Contestant, label: str, samples: list[Sample], roof: Mapping[str, float]
+    ) -> Figure:
         entry = contestant.entry
-        if contestant.problem or not any(contestant.rounds):
+        if not samples:
             problem = contestant.problem or "not measured"
-            return Figure(label=entry.label, peer=entry.peer, failed=contestant.failed, problem=problem)
-        found = figure(entry.label, entry.peer, self._workload, contestant.rounds, roof)
+            return {"label": label, "peer": entry.peer, "failed": contestant.failed, "problem": problem}
+        found = figure(label, entry, samples, roof)
         if contestant.first_tokens:
             found["first_tokens"] = contestant.first_tokens
         return found
 
-    def _prepare(self, end_s: float) -> None:
+    def _prepare(self) -> None:
         """Starts the peers and fills their sequences, once for all entries that a peer has."""
-        tokens: dict[str, Any] = {}
-        problems: dict[str, tuple[str, bool]] = {}
+        method, arguments = self._workload.prepare or ("versions", {})  # A peer loads with its first call.
+        prepared: dict[str, _Contestant] = {}
         for contestant in self._contestants:
             name = contestant.entry.peer
-            if name not in tokens and name not in problems:
-                self._report(f"preparing: {contestant.entry.label}", max(0.0, end_s - time.monotonic()))
-                try:
-                    tokens[name] = self._prepare_peer(self._get_peer(name))
-                except Unavailable as reason:
-                    problems[name] = str(reason), False
-                except PeerFailed as error:
-                    problems[name] = str(error), True
-            if name in problems:
-                contestant.problem, contestant.failed = problems[name]
-            else:
-                contestant.peer, contestant.first_tokens = self._get_peer(name), tokens[name] or []
+            if name not in prepared:
+                self._report(f"preparing {name}")
+                found = contestant.attempt(partial(self._call, name, method, arguments))
+                contestant.first_tokens = found if isinstance(found, list) else None
+                prepared[name] = contestant
+            first = prepared[name]
+            contestant.problem, contestant.failed = first.problem, first.failed
+            contestant.first_tokens = first.first_tokens
 
-    def _prepare_peer(self, peer: PeerProcess) -> Any:
-        if self._workload.prepare is None:
-            peer.call("versions")  # It loads with its first call.
-            return None
-        method, arguments = self._workload.prepare
-        return peer.call(method, **arguments)
+    def _call(self, name: str, method: str, arguments: dict[str, Any]) -> Any:
+        return self._get_peer(name).call(method, **arguments)
 
-    def _warm_up(self, contestant: _Contestant) -> None:
-        """A small turn that does not count, and from it how long a whole one will take."""
-        arguments = contestant.entry.arguments | self._workload.warm
-        began_s = time.monotonic()
-        self._measure(contestant, arguments, seed=1)
-        took_s = time.monotonic() - began_s
-        # One of the two grows from the warm-up to the turn.
-        steps = [a.get("steps", 0) + SETTLING_STEPS for a in (contestant.entry.arguments, arguments)]
-        batches = [a.get("batch", 1) for a in (contestant.entry.arguments, arguments)]
-        contestant.turn_s = took_s * (steps[0] / steps[1]) * (batches[0] / batches[1])
-
-    def _round_s(self, index: int) -> float:
-        """What a round will take, from what the turns took last."""
-        return sum(c.turn_s for c in self._racing() if not self._sits_out(c, index))
-
-    def _sits_out(self, contestant: _Contestant, index: int) -> bool:
-        shortest_s = min(other.turn_s for other in self._racing())
-        takes_long = contestant.turn_s > max(_LONG_TURN_S, _LONG_TURN_FACTOR * shortest_s)
-        return takes_long and index not in _LONG_TURN_ROUNDS
-
-    def _left_s(self, index: int, end_s: float) -> float:
-        """What the workload still takes from the beginning of a round, about."""
-        left_s = max(0.0, end_s - time.monotonic())
-        return min(max(left_s, self._round_s(index)), self._round_s(index) * (_MAX_ROUNDS - index))
-
-    def _turn(self, contestant: _Contestant, index: int) -> None:
-        if self._sits_out(contestant, index):
-            contestant.rounds.append(None)
-            return
-        began_s = time.monotonic()
-        # The same prompts for everyone in a round, and others in the next.
-        sample = self._measure(contestant, contestant.entry.arguments, seed=index + 2)
-        contestant.rounds.append(sample)
-        contestant.turn_s = time.monotonic() - began_s
-
-    def _measure(self, contestant: _Contestant, arguments: dict[str, Any], seed: int) -> Sample | None:
+    def _turn(self, contestant: _Contestant, arguments: dict[str, Any], seed: int) -> None:
         entry = contestant.entry
-        assert contestant.peer is not None
+        arguments = entry.arguments | arguments
         if entry.method == "prefill":
-            arguments = arguments | {"seed": seed}
-        try:
-            return contestant.peer.sample(entry.method, **arguments)
-        except Unavailable as reason:
-            contestant.problem = str(reason)
-        except PeerFailed as error:
-            contestant.problem, contestant.failed = str(error), True
-        return None
+            arguments |= {"seed": seed}
+        samples = contestant.attempt(lambda: self._get_peer(entry.peer).measure(entry.method, **arguments))
+        if samples is not None:
+            contestant.rounds.append(samples)
 
-    def _racing(self) -> Sequence[_Contestant]:
+    def _racing(self) -> list[_Contestant]:
         return [contestant for contestant in self._contestants if not contestant.problem]
-
-    def _peers(self) -> dict[str, PeerProcess]:
-        return {c.entry.peer: c.peer for c in self._contestants if c.peer is not None}
-
-    @staticmethod
-    def _guarded(peer: PeerProcess, method: str) -> None:
-        try:
-            peer.call(method)
-        except (PeerFailed, Unavailable):
-            return

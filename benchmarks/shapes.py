@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 # Weights and KV are bfloat16 (llama.cpp keeps its KV in float16).
 ELEMENT_BYTES = 2
+DEFAULT_SHAPE = "qwen3-0.6b"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 with tied embeddings. Names are those of Hugging Face configs.
-
-    Attributes:
-        name: What `--shape` calls it.
-    """
+    """A Qwen3. Names are those of Hugging Face configs; `name` is what `--shape` calls it."""
 
     name: str
     vocab_size: int
@@ -24,6 +22,7 @@ class Shape:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    tie_word_embeddings: bool = True
     max_position_embeddings: int = 40_960
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
@@ -34,31 +33,21 @@ class Shape:
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
         return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
 
-    @property
-    def weight_bytes(self) -> int:
-        """What a decode step reads of the weights: every matrix once, the embedding as the head."""
-        matrices = self.num_hidden_layers * self.layer_elements + self.vocab_size * self.hidden_size
-        return ELEMENT_BYTES * matrices
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * ELEMENT_BYTES * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
-
     def decode_bytes(self, batch: int, context_tokens: int) -> int:
-        """What one decode step of `batch` sequences reads at least."""
-        return self.weight_bytes + batch * context_tokens * self.kv_bytes_per_token
+        """What a decode step reads at least: every matrix once (of embeddings the head), keys and values."""
+        matrices = self.num_hidden_layers * self.layer_elements + self.vocab_size * self.hidden_size
+        kv_per_token = 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+        return ELEMENT_BYTES * (matrices + batch * context_tokens * kv_per_token)
 
     def prefill_flops(self, batch: int, tokens: int) -> int:
         """What a prefill of `batch` prompts computes at least: causal attention, one row of logits each."""
         matrices = 2 * self.num_hidden_layers * self.layer_elements * tokens
-        width = self.num_attention_heads * self.head_dim
         # Scores and sums, over half of the square.
-        attention = 2 * self.num_hidden_layers * width * tokens * tokens
+        attention = 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * tokens * tokens
         return batch * (matrices + attention + 2 * self.vocab_size * self.hidden_size)
 
-    def hf_config(self) -> dict[str, object]:
-        """The contents of config.json."""
+    def hf_config(self) -> dict[str, Any]:
+        """The contents of config.json. No end token: loops run for as many steps as they are told to."""
         settings = {k: v for k, v in asdict(self).items() if k != "name"}
         return settings | {
             "architectures": ["Qwen3ForCausalLM"],
@@ -66,38 +55,21 @@ class Shape:
             "attention_bias": False,
             "attention_dropout": 0.0,
             "hidden_act": "silu",
-            "tie_word_embeddings": True,
             "use_sliding_window": False,
             "torch_dtype": "bfloat16",
-            # No end token: loops run for as many steps as they are told to.
             "bos_token_id": None,
             "eos_token_id": None,
         }
 
 
+# Figures of the last two mean nothing: they are for trying the suite, and that of a GPU on a CPU.
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape(
-            name="qwen3-0.6b",
-            vocab_size=151_936,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-        ),
-        # For trying the suite: its figures mean nothing.
-        Shape(
-            name="tiny",
-            vocab_size=2048,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-        ),
+        Shape(DEFAULT_SHAPE, 151_936, 1024, 3072, 28, 16, 8, 128),
+        Shape("qwen3-8b", 151_936, 4096, 12_288, 36, 32, 8, 128, tie_word_embeddings=False),
+        Shape("qwen3-14b", 151_936, 5120, 17_408, 40, 40, 8, 128, tie_word_embeddings=False),
+        Shape("tiny", 2048, 128, 256, 2, 4, 2, 32),
+        Shape("rehearsal", 160, 64, 96, 1, 2, 1, 64, max_position_embeddings=128),
     )
 }

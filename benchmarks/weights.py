@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import NormalDist
 
@@ -27,64 +26,19 @@ _VERSION = 1
 _PART_ELEMENTS = 1 << 24
 
 Bits = NDArray[np.uint16]
-Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A tensor to be made: normal with `std` around 0, or all ones if `std` is 0."""
-
-    name: str
-    shape: tuple[int, ...]
-    std: float
-
-    @property
-    def size(self) -> int:
-        """Its elements."""
-        return math.prod(self.shape)
-
-
-def make_model(shape: Shape, cache_dir: Path, progress: Progress | None = None) -> Path:
-    """The directory of the shape's model, made if it is not there.
-
-    `progress` is called with (done_bytes, total_bytes). A directory is complete or absent: it is made beside
-    its place and moved.
-    """
+def make_model(shape: Shape, cache_dir: Path) -> Path:
+    """The directory of the shape's model, made if it is not there, beside its place: complete or absent."""
     directory = cache_dir / f"{shape.name}-seed{SEED}-v{_VERSION}"
-    if directory.is_dir():
-        return directory
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
-    _write(partial / MODEL_FILE, matrices(shape), progress)
-    partial.rename(directory)
+    if not directory.is_dir():
+        partial = directory.with_name(directory.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
+        _write(partial / MODEL_FILE, _tensors(shape))
+        partial.rename(directory)
     return directory
-
-
-def matrices(shape: Shape) -> list[Matrix]:
-    """The tensors of a shape, scaled so that activations keep their size from layer to layer."""
-    hidden, width = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    kv_width = shape.num_key_value_heads * shape.head_dim
-    # The head is the embedding: at this scale logits have a standard deviation of about 1.
-    found = [_linear("model.embed_tokens.weight", shape.vocab_size, hidden)]
-    for index in range(shape.num_hidden_layers):
-        prefix = f"model.layers.{index}."
-        attention = prefix + "self_attn."
-        found += [
-            _norm(prefix + "input_layernorm.weight", hidden),
-            _linear(attention + "q_proj.weight", width, hidden),
-            _linear(attention + "k_proj.weight", kv_width, hidden),
-            _linear(attention + "v_proj.weight", kv_width, hidden),
-            _norm(attention + "q_norm.weight", shape.head_dim),
-            _norm(attention + "k_norm.weight", shape.head_dim),
-            _linear(attention + "o_proj.weight", hidden, width),
-            _norm(prefix + "post_attention_layernorm.weight", hidden),
-            _linear(prefix + "mlp.gate_proj.weight", shape.intermediate_size, hidden),
-            _linear(prefix + "mlp.up_proj.weight", shape.intermediate_size, hidden),
-            _linear(prefix + "mlp.down_proj.weight", hidden, shape.intermediate_size),
-        ]
-    return [*found, _norm("model.norm.weight", hidden)]
 
 
 def read_model(directory: Path) -> Iterator[tuple[str, Bits]]:
@@ -99,42 +53,55 @@ def read_model(directory: Path) -> Iterator[tuple[str, Bits]]:
         yield name, data[begin:end].view(np.uint16).reshape(entry["shape"])
 
 
-def _linear(name: str, rows: int, columns: int) -> Matrix:
-    return Matrix(name, (rows, columns), columns**-0.5)
+def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's tensors, by name. The head is the embedding."""
+    hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    width, kv_width = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (width, hidden),
+        "self_attn.k_proj": (kv_width, hidden),
+        "self_attn.v_proj": (kv_width, hidden),
+        "self_attn.q_norm": (head_dim,),
+        "self_attn.k_norm": (head_dim,),
+        "self_attn.o_proj": (hidden, width),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
+    for index in range(shape.num_hidden_layers):
+        found |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
+    return found | {"model.norm.weight": (hidden,)}
 
 
-def _norm(name: str, width: int) -> Matrix:
-    return Matrix(name, (width,), 0.0)
-
-
-def _write(path: Path, tensors: list[Matrix], progress: Progress | None) -> None:
+def _write(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
     header, end = {}, 0
-    for tensor in tensors:
-        begin, end = end, end + ELEMENT_BYTES * tensor.size
-        header[tensor.name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [begin, end]}
+    for name, size in tensors.items():
+        begin, end = end, end + ELEMENT_BYTES * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of their element size
-    random, quantiles = np.random.default_rng(SEED), _normal_quantiles()
-    done = 0
+    normal, parts = NormalDist(), 1 << 16
+    # The middles of equally likely parts of the standard normal distribution; within +-4.4.
+    quantiles = np.array([normal.inv_cdf((i + 0.5) / parts) for i in range(parts)], dtype=np.float32)
+    random = np.random.default_rng(SEED)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            table = to_bfloat16(quantiles * np.float32(tensor.std) if tensor.std else np.ones_like(quantiles))
-            for first in range(0, tensor.size, _PART_ELEMENTS):
-                count = min(_PART_ELEMENTS, tensor.size - first)
-                table[random.integers(0, 1 << 16, count, dtype=np.uint16)].tofile(file)
-                done += ELEMENT_BYTES * count
-                if progress is not None:
-                    progress(done, end)
+        for size in tensors.values():
+            # Norms are ones. Matrices are scaled so that activations keep their size from layer to layer.
+            table = _bfloat16(
+                quantiles * np.float32(size[1] ** -0.5) if size[1:] else np.ones_like(quantiles)
+            )
+            left = math.prod(size)
+            while left:
+                count = min(_PART_ELEMENTS, left)
+                table[random.integers(0, parts, count, dtype=np.uint16)].tofile(file)
+                left -= count
 
 
-def _normal_quantiles() -> NDArray[np.float32]:
-    """The middles of 2^16 equally likely parts of the standard normal distribution; within +-4.4."""
-    normal, parts = NormalDist(), 1 << 16
-    return np.array([normal.inv_cdf((i + 0.5) / parts) for i in range(parts)], dtype=np.float32)
-
-
-def to_bfloat16(values: NDArray[np.float32]) -> Bits:
+def _bfloat16(values: NDArray[np.float32]) -> Bits:
     """The bits of the nearest bfloat16 of finite values, ties to even."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -1,58 +1,12 @@
-"""What is measured: workloads, who takes part in each, and the goals of DESIGN.md, section 7."""
+"""What is measured on a CPU, and the goals of the design."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from typing import Any
 
+from benchmarks.plan import Comparison, Entry, Workload
 from benchmarks.shapes import Shape
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One competitor in one workload, measured by one call of its peer."""
-
-    label: str
-    peer: str
-    method: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Tokens/s of one entry over another's, by their labels. `goal`: the least it should be, if any."""
-
-    ours: str
-    theirs: str
-    goal: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What all entries do in turns.
-
-    Attributes:
-        unit: What a sample is the time of.
-        share: How much of the run's time it gets, compared with the others.
-        prepare: A method of the peers and its arguments, called before the first turn.
-        warm: Arguments of the first turn, which does not count, that differ from the others'.
-        bytes_read: What a step has to read; 0 where that is not the limit.
-        flops: What a step has to compute; 0 where that is not the limit.
-    """
-
-    name: str
-    title: str
-    unit: str
-    share: float
-    entries: Sequence[Entry]
-    comparisons: Sequence[Comparison]
-    prepare: tuple[str, dict[str, Any]] | None = None
-    warm: dict[str, Any] = field(default_factory=dict)
-    bytes_read: int = 0
-    flops: int = 0
-
 
 TRANSFORMERS = "transformers"
 LLAMA_CPP = "llama.cpp"
@@ -62,6 +16,9 @@ CALLERS = "Quire, 32 callers, unary"
 SESSIONS = "Quire, 32 callers, Session"
 
 _PEERS = {TRANSFORMERS: "transformers", LLAMA_CPP: "llama.cpp", EXECUTOR: "executor", SERVICE: "service"}
+# Of --max-mixed-prefill-tokens; 0: none.
+_STALL_BUDGETS = (8, 16, 32, 64, 0)
+_BAD_SESSIONS = ("flood", "stall", "repeat-tags", "garbage", "half-close", "decode", "pipeline", "spin")
 
 
 def all_workloads(shape: Shape) -> list[Workload]:
@@ -75,22 +32,27 @@ def all_workloads(shape: Shape) -> list[Workload]:
         _prefill(shape, 1, share=1.0),
         _prefill(shape, 8, share=3.0, goals={TRANSFORMERS: 2.0}),
         _gateway(),
+        *(_stall(budget) for budget in _STALL_BUDGETS),
+        _bad_sessions(),
+        _recovery(),
     ]
 
 
-def select(workloads: Sequence[Workload], patterns: Sequence[str]) -> list[Workload]:
-    """Those whose names match a pattern; all, without patterns. Raises ValueError if one matches none."""
-    for pattern in patterns:
-        if not any(fnmatchcase(workload.name, pattern) for workload in workloads):
-            names = ", ".join(workload.name for workload in workloads)
-            raise ValueError(f"no row is called {pattern}: there are {names}")
-    if not patterns:
-        return list(workloads)
-    return [w for w in workloads if any(fnmatchcase(w.name, pattern) for pattern in patterns)]
-
-
-def _competitors(method: str, arguments: dict[str, Any]) -> list[Entry]:
-    return [Entry(label, peer, method, arguments) for label, peer in _PEERS.items()]
+def _competitors(
+    method: str, arguments: dict[str, Any], *, bytes_read: int = 0, flops: int = 0
+) -> list[Entry]:
+    return [
+        Entry(
+            label,
+            peer,
+            method,
+            arguments,
+            ours=label in (EXECUTOR, SERVICE),
+            bytes_read=bytes_read,
+            flops=flops,
+        )
+        for label, peer in _PEERS.items()
+    ]
 
 
 def _against_all(goals: dict[str, float]) -> list[Comparison]:
@@ -109,12 +71,11 @@ def _decode(
         name=f"decode-{batch}" if context == 128 else f"decode-{batch}-context-{context}",
         title=f"decode, {sequences}, context {context}",
         unit="step",
-        share=share,
-        entries=_competitors("decode", {"steps": steps}),
+        entries=_competitors("decode", {"steps": steps}, bytes_read=shape.decode_bytes(batch, context)),
         comparisons=_against_all(goals or {}),
+        share=share,
         prepare=("prepare_decode", {"batch": batch, "context_tokens": context}),
         warm={"steps": 2},
-        bytes_read=shape.decode_bytes(batch, context),
     )
 
 
@@ -122,28 +83,15 @@ def _decode_32(shape: Shape) -> Workload:
     """As one BatchDecode, and as callers who know nothing of each other."""
     goals = {TRANSFORMERS: 2.2, LLAMA_CPP: 4.0}
     base = _decode(shape, 32, 128, steps=8, share=2.5, goals=goals | {EXECUTOR: 0.97})
+    service = base.entries[-1]
     callers = {CALLERS: "unary", SESSIONS: "session"}
-    return Workload(
-        name=base.name,
-        title=base.title,
-        unit=base.unit,
-        share=base.share,
-        entries=[
-            *base.entries,
-            *(
-                Entry(label, "service", "decode", {"steps": 8, "mode": mode})
-                for label, mode in callers.items()
-            ),
-        ],
-        comparisons=[
-            *base.comparisons,
-            *(Comparison(label, theirs, goal) for label in callers for theirs, goal in goals.items()),
-            *(Comparison(label, SERVICE, 0.9) for label in callers),
-        ],
-        prepare=base.prepare,
-        warm=base.warm,
-        bytes_read=base.bytes_read,
-    )
+    more = [
+        replace(service, label=label, arguments=service.arguments | {"mode": mode})
+        for label, mode in callers.items()
+    ]
+    comparisons = [Comparison(label, theirs, goal) for label in callers for theirs, goal in goals.items()]
+    comparisons += [Comparison(label, SERVICE, 0.9) for label in callers]
+    return replace(base, entries=[*base.entries, *more], comparisons=[*base.comparisons, *comparisons])
 
 
 def _prefill(shape: Shape, batch: int, *, share: float, goals: dict[str, float] | None = None) -> Workload:
@@ -152,12 +100,11 @@ def _prefill(shape: Shape, batch: int, *, share: float, goals: dict[str, float] 
         name=f"prefill-{batch}x512",
         title=f"prefill, {batch} x 512 tokens",
         unit="prefill",
-        share=share,
-        entries=_competitors("prefill", arguments),
+        entries=_competitors("prefill", arguments, flops=shape.prefill_flops(batch, 512)),
         comparisons=_against_all(goals or {}),
+        share=share,
         prepare=("prepare_prefill", arguments),
         warm={"batch": 1},
-        flops=shape.prefill_flops(batch, 512),
     )
 
 
@@ -174,29 +121,90 @@ def _gateway() -> Workload:
     # The echo server has no streams.
     echoed = [name for name, load in loads.items() if load["mode"] in ("unary", "batch")]
     echoes = [
-        Entry(f"bare echo: {name}", "gateway", "calls", {"server": "echo"} | loads[name]) for name in echoed
+        Entry(f"bare echo: {name}", "gateway", "calls", {"server": "echo"} | loads[name], ours=False)
+        for name in echoed
     ]
     entries = [
         Entry(f"gateway: {name}", "gateway", "calls", {"server": "quire"} | load)
         for name, load in loads.items()
     ]
     unary = "gateway: unary, 32 callers"
+    comparisons = [
+        *(Comparison(f"gateway: {name}", f"bare echo: {name}", 0.5) for name in echoed if "unary" in name),
+        Comparison("gateway: BatchDecode of 32", "bare echo: BatchDecode of 32"),
+        Comparison("gateway: BatchDecode of 32", unary, 8.0),
+        Comparison("gateway: Session, 1 caller", "gateway: unary, 1 caller"),
+        Comparison("gateway: Session, 32 callers", unary, 3.0),
+        Comparison("gateway: one Session of 32", unary, 3.0),
+    ]
     return Workload(
         name="gateway",
         title="gateway alone (weightless executor)",
         unit="call",
-        share=2.0,
         entries=[*echoes, *entries],
-        comparisons=[
-            *(
-                Comparison(f"gateway: {name}", f"bare echo: {name}", 0.5)
-                for name in echoed
-                if "unary" in name
-            ),
-            Comparison("gateway: BatchDecode of 32", "bare echo: BatchDecode of 32"),
-            Comparison("gateway: BatchDecode of 32", unary, 8.0),
-            Comparison("gateway: Session, 1 caller", "gateway: unary, 1 caller"),
-            Comparison("gateway: Session, 32 callers", unary, 3.0),
-            Comparison("gateway: one Session of 32", unary, 3.0),
+        comparisons=comparisons,
+        share=2.0,
+        warm={"steps": 5},
+    )
+
+
+def _stall(budget: int) -> Workload:
+    name = str(budget or "none")
+    return Workload(
+        name=f"stall-{name}",
+        title=f"decoding beside a prompt of 4096 tokens, --max-mixed-prefill-tokens {name}",
+        unit="token",
+        entries=[
+            Entry(
+                "gap",
+                "stall",
+                "stall",
+                {"budget": budget},
+                parts=("alone", "beside the prompt", "the prompt"),
+            )
         ],
+        comparisons=[
+            Comparison("gap: beside the prompt", "gap: alone", percentile=percentile)
+            for percentile in (50, 90, 99)
+        ],
+        rounds=(1, 3),
+        optional=True,
+    )
+
+
+def _bad_sessions() -> Workload:
+    """What a Session that misbehaves costs other callers. The last three do nothing wrong."""
+    parts = tuple(f"{way}, {when}" for way in ("unary", "session") for when in ("alone", "beside"))
+    return Workload(
+        name="bad-sessions",
+        title="paced Decodes beside one bad Session (weightless executor)",
+        unit="call",
+        entries=[
+            Entry(kind, "bad-sessions", "beside", {"kind": kind}, parts=parts) for kind in _BAD_SESSIONS
+        ],
+        comparisons=[
+            Comparison(f"{kind}: {way}, beside", f"{kind}: {way}, alone", percentile=percentile)
+            for kind in _BAD_SESSIONS
+            for way in ("unary", "session")
+            for percentile in (50, 90, 99)
+        ],
+        rounds=(1, 5),
+        optional=True,
+    )
+
+
+def _recovery() -> Workload:
+    """A gateway's start, and what follows when one of two workers is killed with calls in flight."""
+    return Workload(
+        name="recovery",
+        title="start and recovery (shipped model)",
+        unit="event",
+        entries=[
+            Entry("from start to SERVING", "recovery", "start"),
+            Entry(
+                "from SIGKILL of a worker", "recovery", "kill", parts=("to each answer", "to a new worker")
+            ),
+        ],
+        rounds=(1, 10),
+        optional=True,
     )

@@ -85,6 +85,7 @@ def offenders(package: str, forbidden: tuple[str, ...], allowed_in: tuple[str, .
         ("workers", ("service", "tests")),
         ("kernels", ("service", "workers", "quire", "grpc", "tests")),
         ("quire", ("service", "workers", "kernels", "torch", "triton", "tests")),
+        ("benchmarks", ("tests",)),
     ],
 )
 def test_packages_keep_apart(package: str, forbidden: tuple[str, ...]) -> None:

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
-from typing import TypedDict
+from collections.abc import Callable
 
 import torch
 
-# Many times the L2 of an H200 (60 MB): writing it leaves nothing of what was there. It also keeps the device
-# busy for a quarter of a millisecond, in which the host launches what is timed: launching is not part of it.
+# Many times the L2 of an H200 (60 MB): reading it leaves nothing of what was there, and nothing that would be
+# written back while something is timed. It also keeps the device busy for a quarter of a millisecond, in
+# which the host launches what is timed: launching is not part of it.
 _FLUSH_BYTES = 1 << 30
 _WARM_UPS = 3
-
-
-class Spread(TypedDict):
-    """Milliseconds."""
-
-    median: float
-    min: float
-    max: float
-
-
-def spread(samples_ms: Sequence[float]) -> Spread:
-    """Of at least one sample."""
-    return Spread(median=median(samples_ms), min=min(samples_ms), max=max(samples_ms))
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has nothing to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Timer:
@@ -41,32 +21,37 @@ class Timer:
         self._device, self._repeats = device, repeats
         self._flush: torch.Tensor | None = None
         if device.type == "cuda":
-            self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+            self._flush = torch.ones(_FLUSH_BYTES // torch.float32.itemsize, device=device)
 
-    def kernel(self, run: Callable[[], object]) -> Spread:
-        """Work that is launched without waiting, each time with a cold cache."""
+    def kernel(self, run: Callable[[], object]) -> list[int]:
+        """Work that is launched without waiting, each time with a cold cache; ns."""
         for _ in range(_WARM_UPS if self._flush is not None else 0):
             run()
-        return spread([self.once(run, cold=True) for _ in range(self._repeats)])
+        return [self.once(run, cold=True) for _ in range(self._repeats)]
 
-    def once(self, run: Callable[[], object], *, cold: bool = False) -> float:
-        """Milliseconds of the device for what one call launches; of the wall clock where there is no GPU."""
+    def once(self, run: Callable[[], object], *, cold: bool = False) -> int:
+        """The device's time for what one call launches, in ns; without a GPU the wall clock's."""
         if self._flush is None:
-            return wall_ms(run, self._device)
+            return wall_ns(run, self._device)
         if cold:
-            self._flush.zero_()
+            torch.sum(self._flush)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         run()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end))
+        return int(1e6 * begin.elapsed_time(end))
 
 
-def wall_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds until a call and all it launched have ended."""
-    wait(device)
+def wall_ns(run: Callable[[], object], device: torch.device) -> int:
+    """Until a call and all it launched have ended, in ns."""
+    _wait(device)
     began_ns = time.perf_counter_ns()
     run()
-    wait(device)
-    return (time.perf_counter_ns() - began_ns) / 1e6
+    _wait(device)
+    return time.perf_counter_ns() - began_ns
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What a competitor is: a program of its own that prefills and decodes when it is told to.
+"""What a competitor is: a program of its own that measures itself when it is told to.
 
 Each runs in its own process (`host.py`), so that thread pools, interpreters and peaks of memory are its own.
 Methods are called by name with JSON arguments, and answer JSON.
@@ -6,7 +6,6 @@ Methods are called by name with JSON arguments, and answer JSON.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import time
 from collections.abc import Callable
@@ -15,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
+
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.weights import make_model
 
 # Steps before the measured ones of a turn, while the caches of the CPU still hold another competitor's data.
 SETTLING_STEPS = 1
@@ -27,13 +28,32 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """What every competitor is started with."""
+    """What every competitor is started with.
 
-    shape: str
-    model_dir: Path
+    Attributes:
+        name: What the plan calls it.
+        root: The checkout whose code it measures.
+        cache: Where models are kept.
+        kv_pages: Pages of 16 tokens for Quire's executors, the same in process and behind the gateway.
+        rehearsal: On a GPU's peers: everything small, on the CPU.
+    """
+
+    name: str
+    root: Path
+    shape_name: str
+    cache: Path
     threads: int
-    # Pages of 16 tokens for Quire's executors, the same in process and behind the gateway.
     kv_pages: int
+    rehearsal: bool
+
+    @property
+    def shape(self) -> Shape:
+        """Of the model that is measured."""
+        return SHAPES[self.shape_name]
+
+    def model_dir(self) -> Path:
+        """Its Hugging Face directory, made if it is not there."""
+        return make_model(self.shape, self.cache)
 
 
 @dataclass(slots=True)
@@ -42,47 +62,40 @@ class Sample:
 
     Attributes:
         ns: The time of each step, or of what counts as one.
-        tokens: Tokens that a step gave or took in.
+        tokens: Tokens that a step gave or took in; 0 where that is not the point.
         latency_ns: The time of each call, where that is not the time of a step.
-        items_per_step: Mean size of the worker's batches; 0 where there is no worker.
+        bytes_read: What a step has to read at least, if the peer knows it and the plan does not.
+        flops: What a step has to compute at least, likewise.
+        more: Other numbers, by their names.
     """
 
     ns: list[int]
-    tokens: int
+    tokens: int = 0
     latency_ns: list[int] = field(default_factory=list)
-    items_per_step: float = 0.0
+    bytes_read: int = 0
+    flops: int = 0
+    more: dict[str, float] = field(default_factory=dict)
 
 
 class Peer:
     """A competitor; what it does not do, it is not asked for.
 
-    A turn of decoding leaves the sequences as `prepare_decode` did.
+    The entries of a plan name its methods. One that measures returns a Sample, or Samples by the entry's
+    parts. One that prepares may return the first tokens of the first sequence, to compare competitors by.
     """
 
     def versions(self) -> dict[str, str]:
         """Names and versions of what does the work."""
         return {}
 
-    def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
-        """Fills `batch` sequences. Returns the first tokens of the first one, to compare competitors by."""
-        raise NotImplementedError
-
-    def decode(self, steps: int) -> Sample:
-        """Decodes greedily, `steps` times one token for every sequence."""
-        raise NotImplementedError
-
     def prepare_prefill(self, batch: int, prompt_tokens: int) -> None:
         """Makes room for `batch` prompts."""
 
-    def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
-        """Prefills prompts drawn from `seed`, and forgets them."""
-        raise NotImplementedError
-
     def release(self) -> None:
-        """Forgets the sequences."""
+        """Forgets what was prepared."""
 
     def memory(self) -> dict[str, int]:
-        """Peak resident memory in bytes, by process."""
+        """Peak memory in bytes, by process."""
         return {"": peak_memory_bytes("self")}
 
     def close(self) -> None:
@@ -96,16 +109,16 @@ def prompts(shape_vocab: int, batch: int, tokens: int, seed: int = 0) -> list[li
     return found
 
 
+def timed(work: Callable[[], object]) -> int:
+    """The time of a call in ns."""
+    began_ns = time.perf_counter_ns()
+    work()
+    return time.perf_counter_ns() - began_ns
+
+
 def timed_steps(step: Callable[[], object], steps: int) -> list[int]:
     """The time of each of `steps` calls in ns, after some that settle."""
-    for _ in range(SETTLING_STEPS):
-        step()
-    found = []
-    for _ in range(steps):
-        began_ns = time.perf_counter_ns()
-        step()
-        found.append(time.perf_counter_ns() - began_ns)
-    return found
+    return [timed(step) for _ in range(SETTLING_STEPS + steps)][SETTLING_STEPS:]
 
 
 def optional(module: str) -> Any:
@@ -123,10 +136,3 @@ def peak_memory_bytes(pid: int | str) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
     return 0
-
-
-def end_descendants(pid: int) -> None:
-    """Kills what a process has started and not ended itself."""
-    for process in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()

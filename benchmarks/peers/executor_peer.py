@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import inspect
 
 import torch
 
-from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed_steps
-from benchmarks.shapes import SHAPES
+from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
 from workers.executors.llm import LlmExecutor
 from workers.operations import GREEDY
 
@@ -17,8 +16,13 @@ class ExecutorPeer(Peer):
 
     def __init__(self, config: PeerConfig) -> None:
         torch.set_num_threads(config.threads)
-        self._vocab_size = SHAPES[config.shape].vocab_size
-        self._executor = LlmExecutor.load(config.model_dir, kv_pages=config.kv_pages)
+        self._vocab_size = config.shape.vocab_size
+        # Another checkout may have the older name.
+        pages = next(
+            name for name in inspect.signature(LlmExecutor.load).parameters if name.startswith("kv_")
+        )
+        settings = {pages: config.kv_pages}
+        self._executor = LlmExecutor.load(config.model_dir(), **settings)  # type: ignore[arg-type]
         self._executor.warmup()
         self._context_tokens = 0
         self._first: list[int] = []
@@ -44,13 +48,9 @@ class ExecutorPeer(Peer):
         return Sample(ns, len(self._first))
 
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
-        items = [
-            (key, prompt, GREEDY)
-            for key, prompt in enumerate(prompts(self._vocab_size, batch, prompt_tokens, seed))
-        ]
-        began_ns = time.perf_counter_ns()
-        self._executor.batch_prefill(items)
-        ns = time.perf_counter_ns() - began_ns
+        own = enumerate(prompts(self._vocab_size, batch, prompt_tokens, seed))
+        items = [(key, prompt, GREEDY) for key, prompt in own]
+        ns = timed(lambda: self._executor.batch_prefill(items))
         self._forget(batch)
         return Sample([ns], batch * prompt_tokens)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gguf_file import make_gguf
-from benchmarks.peers.base import Peer, PeerConfig, Sample, optional, prompts, timed_steps
-from benchmarks.shapes import SHAPES
+from benchmarks.peers.base import Peer, PeerConfig, Sample, optional, prompts, timed, timed_steps
 
 # Room for what a turn appends; llama.cpp gives each sequence an equal part of the context.
 _SLACK_TOKENS = 128
@@ -24,8 +22,8 @@ class LlamaCppPeer(Peer):
 
     def __init__(self, config: PeerConfig) -> None:
         self._llama, gguf = optional("llama_cpp"), optional("gguf")
-        self._shape, self._threads = SHAPES[config.shape], config.threads
-        path = make_gguf(gguf, config.model_dir, self._shape)
+        self._shape, self._threads = config.shape, config.threads
+        path = make_gguf(gguf, config.model_dir(), self._shape)
         self._llama.llama_backend_init()
         self._model = self._llama.llama_model_load_from_file(
             str(path).encode(), self._llama.llama_model_default_params()
@@ -69,9 +67,7 @@ class LlamaCppPeer(Peer):
 
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
         token_ids = prompts(self._shape.vocab_size, batch, prompt_tokens, seed)
-        began_ns = time.perf_counter_ns()
-        self._forward(token_ids, 0)
-        ns = time.perf_counter_ns() - began_ns
+        ns = timed(lambda: self._forward(token_ids, 0))
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), False)
         return Sample([ns], batch * prompt_tokens)
 

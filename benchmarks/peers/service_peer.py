@@ -2,93 +2,63 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Coroutine
-from importlib.metadata import version
-from typing import Any, TypeVar
 
-import grpc
-import uvloop
-from quire.v1 import executor_pb2, executor_pb2_grpc
+from quire.v1 import executor_pb2, types_pb2
 
 from benchmarks import drivers
-from benchmarks.gateway_process import GatewayProcess, channel_options
-from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts
-from benchmarks.shapes import SHAPES
-
-_Result = TypeVar("_Result")
+from benchmarks.peers.base import PeerConfig, Sample, prompts
+from benchmarks.peers.grpc_peer import GrpcPeer
 
 
-class ServicePeer(Peer):
+class ServicePeer(GrpcPeer):
     """Greedy, without log-probabilities, every step fenced by its position. Prompts differ."""
 
     def __init__(self, config: PeerConfig) -> None:
-        self._vocab_size = SHAPES[config.shape].vocab_size
-        self._gateway = GatewayProcess(
-            str(config.model_dir), threads=config.threads, kv_pages=config.kv_pages
-        )
-        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        self._stub: drivers.Stub = self._run(self._connect())
+        flags = ["--threads-per-worker", str(config.threads), "--kv-pages", str(config.kv_pages)]
+        super().__init__(config, str(config.model_dir()), flags)
+        self._vocab_size = config.shape.vocab_size
         self._callers: list[drivers.Caller] = []
-
-    def versions(self) -> dict[str, str]:
-        return {name: version(name) for name in ("quire-server", "grpcio", "protobuf", "uvloop")}
 
     def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
         own = prompts(self._vocab_size, batch, context_tokens)
-        self._callers = self._run(drivers.open_callers(self._stub, own))
-        self._run(drivers.batch_step(self._stub, self._callers))
+        self._callers = self.run(drivers.open_callers(self.stub, own))
+        self.run(drivers.batch_step(self.stub, self._callers))
         tokens = [self._callers[0].base_token, self._callers[0].token]
-        self._run(drivers.rewind_callers(self._stub, self._callers))
+        self.run(drivers.rewind_callers(self.stub, self._callers))
         return tokens
 
     def decode(self, steps: int, mode: str = "batch") -> Sample:
-        before = self._run(self._worker_status())
+        before = self._counts()
         try:
-            sample = self._run(drivers.run(mode, self._stub, self._callers, steps))
-            after = self._run(self._worker_status())
+            sample = self.run(drivers.MODES[mode](self.stub, self._callers, steps))
+            after = self._counts()
         finally:
-            self._run(drivers.rewind_callers(self._stub, self._callers))
-        sample.items_per_step = (after.batch_items - before.batch_items) / max(1, after.steps - before.steps)
+            self.run(drivers.rewind_callers(self.stub, self._callers))
+        items = after.batch_items - before.batch_items
+        sample.more = {"batch": items / max(1, after.steps - before.steps)}
         return sample
 
+    def _counts(self) -> types_pb2.StepCounts:
+        worker = self.gateway.status().workers[0]
+        # Older checkouts, which can be measured beside this one, have the counts in the worker's own message.
+        return getattr(worker, "counts", worker)
+
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
-        return self._run(self._prefill(prompts(self._vocab_size, batch, prompt_tokens, seed)))
+        return self.run(self._prefill(prompts(self._vocab_size, batch, prompt_tokens, seed)))
 
     def release(self) -> None:
-        self._run(drivers.close_callers(self._stub, self._callers))
+        self.run(drivers.close_callers(self.stub, self._callers))
         self._callers = []
 
-    def memory(self) -> dict[str, int]:
-        return self._gateway.memory()
-
-    def close(self) -> None:
-        self._run(self._channel.close())
-        self._runner.close()
-        self._gateway.close()
-
     async def _prefill(self, token_ids: list[list[int]]) -> Sample:
+        items = [executor_pb2.PrefillRequest(token_ids=tokens) for tokens in token_ids]
         began_ns = time.perf_counter_ns()
-        request = executor_pb2.BatchPrefillRequest(
-            items=[executor_pb2.PrefillRequest(token_ids=tokens) for tokens in token_ids]
-        )
-        response = await self._stub.BatchPrefill(request)
+        response = await self.stub.BatchPrefill(executor_pb2.BatchPrefillRequest(items=items))
         ns = time.perf_counter_ns() - began_ns
         for result in response.results:
             if result.HasField("error"):
                 raise RuntimeError(f"an item of a batch failed: {result.error.message}")
             cache_id = result.response.kv_cache.cache_id
-            await self._stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache_id))
+            await self.stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache_id))
         return Sample([ns], sum(map(len, token_ids)))
-
-    async def _worker_status(self) -> executor_pb2.WorkerStatus:
-        return (await self._stub.GetStatus(executor_pb2.GetStatusRequest())).workers[0]
-
-    async def _connect(self) -> drivers.Stub:
-        # Inside the loop that will use it.
-        self._channel = grpc.aio.insecure_channel(self._gateway.address, options=channel_options())
-        return executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
-
-    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        return self._runner.run(work)

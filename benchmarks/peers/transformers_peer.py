@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed_steps
-from benchmarks.shapes import SHAPES
+from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
 
 
 class TransformersPeer(Peer):
@@ -18,10 +16,10 @@ class TransformersPeer(Peer):
 
     def __init__(self, config: PeerConfig) -> None:
         torch.set_num_threads(config.threads)
-        self._vocab_size = SHAPES[config.shape].vocab_size
+        self._vocab_size = config.shape.vocab_size
         # In evaluation mode, as from_pretrained leaves it.
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            config.model_dir, dtype=torch.bfloat16, attn_implementation="sdpa"
+            config.model_dir(), dtype=torch.bfloat16, attn_implementation="sdpa"
         )
         self._cache: Any = None
         self._context_tokens = 0
@@ -53,9 +51,8 @@ class TransformersPeer(Peer):
     @torch.inference_mode()
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
         input_ids = torch.tensor(prompts(self._vocab_size, batch, prompt_tokens, seed))
-        began_ns = time.perf_counter_ns()
-        self._forward(input_ids, self._new_cache()).tolist()
-        return Sample([time.perf_counter_ns() - began_ns], batch * prompt_tokens)
+        ns = timed(lambda: self._forward(input_ids, self._new_cache()).tolist())
+        return Sample([ns], batch * prompt_tokens)
 
     def release(self) -> None:
         self._cache = None

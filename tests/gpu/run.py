@@ -129,14 +129,14 @@ def run_all(parts: Sequence[Part], out: Path, *, jobs: int, minutes: float, comm
 
 def _write(out: Path, outcomes: Sequence[Outcome], seconds: float, commit: str | None) -> None:
     # Here, since it loads torch, which the processes do anyway.
-    from benchmarks.gpu import machine
+    from benchmarks import machine
 
     out.mkdir(parents=True, exist_ok=True)
     result = {
         "format": "gpu-test 1",
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
-        "machine": machine.describe(commit),
+        "machine": machine.describe(commit, gpu=True),
         "parts": [asdict(outcome) | {"output": outcome.output[-6000:]} for outcome in outcomes],
     }
     (out / "gpu-test.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -148,7 +148,7 @@ def _markdown(result: dict[str, object], outcomes: Sequence[Outcome]) -> str:
     assert isinstance(description, dict)
     versions = ", ".join(f"{name} {value}" for name, value in description["versions"].items() if value)
     lines = [
-        f"# GPU tests: {description['device']}, {str(result['date'])[:10]}\n",
+        f"# GPU tests: {description['gpu']}, {str(result['date'])[:10]}\n",
         f"- {versions}; Python {description['python']}; driver {description.get('driver')}",
         f"- commit {description['commit']}; {result['seconds']} s\n",
         "| part | | tests | failed | skipped | seconds |",

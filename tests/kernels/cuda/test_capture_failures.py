@@ -93,12 +93,13 @@ def test_nothing_of_the_graphs_is_kept(decoder: Decoder, device: str, log: pytes
 
 def test_the_executor_tells_what_runs(tmp_path: Path) -> None:
     executor = LlmExecutor.load(make_model(tmp_path, TinyModel(head_dim=64)), kv_pages=16)
-    model, kv = executor._runner._model, executor._kv  # type: ignore[attr-defined]
+    engine = executor.engine
+    model = engine.runner._model  # type: ignore[attr-defined]
     capture = FailingCapture(RuntimeError("planted"), 0)
-    executor._runner = CudaGraphRunner(model, kv, max_rows=2, max_seq_len=64, capture=capture)
-    assert executor.info().runner == "cuda_graph"
+    engine.runner = CudaGraphRunner(model, engine.kv, max_rows=2, max_seq_len=64, capture=capture)
+    assert executor.capabilities().runner == "cuda_graph"
     executor.warmup()
-    assert executor.info().runner == "eager"
+    assert executor.capabilities().runner == "eager"
 
 
 def test_a_worker_logs_it_as_everything_else(decoder: Decoder, device: str) -> None:

@@ -1,0 +1,115 @@
+"""Each kernel by itself: what to call, and what that reads and writes, or computes, at least.
+
+Dimension letters: T tokens; N items; H query heads; K key-value heads; D head width; C hidden width;
+I intermediate width; V vocabulary; R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.shapes import Shape
+from kernels.attention_batch import AttentionBatch
+from kernels.cuda import paged_attention, rms_norm, rope_kv_write, sampling, silu_mul
+
+EPS = 1e-6
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One launch, and what it is measured by."""
+
+    run: Callable[[], object]
+    bytes_moved: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBench:
+    """Makes calls at the widths of a model; each method is named by the plan and takes its sizes."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+
+    def rms_norm(self, tokens: int) -> Call:
+        x, weight = self._random(tokens, self.shape.hidden_size), self._random(self.shape.hidden_size)
+        return Call(lambda: rms_norm.rms_norm(x, weight, EPS), 2 * x.nbytes + weight.nbytes)
+
+    def add_rms_norm(self, tokens: int) -> Call:
+        x, residual = (self._random(tokens, self.shape.hidden_size) for _ in range(2))
+        weight = self._random(self.shape.hidden_size)
+        return Call(lambda: rms_norm.add_rms_norm(x, residual, weight, EPS), 4 * x.nbytes + weight.nbytes)
+
+    def silu_mul(self, tokens: int) -> Call:
+        gate_up = self._random(tokens, 2 * self.shape.intermediate_size)  # [T, 2 * I]
+        return Call(lambda: silu_mul.silu_mul(gate_up), gate_up.nbytes * 3 // 2)
+
+    def rope_kv_write(self, tokens: int) -> Call:
+        heads, kv_heads, width = self._heads()
+        qkv = self._random(tokens, (heads + 2 * kv_heads) * width)  # [T, (H + 2 * K) * D]
+        qk_norm = self._random(heads + kv_heads, width)
+        cos_sin = torch.rand(tokens, width, device=self.device)  # [T, D]
+        pages = -(-tokens // PAGE_SIZE)
+        k_pages, v_pages = (self._random(pages, PAGE_SIZE, kv_heads, width) for _ in range(2))
+        slots = torch.randperm(pages * PAGE_SIZE, device=self.device)[:tokens]  # [T]
+        return Call(
+            lambda: rope_kv_write.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, EPS),
+            2 * qkv.nbytes + qk_norm.nbytes + cos_sin.nbytes + slots.nbytes,
+        )
+
+    def decode_attention(self, batch: int, context: int) -> Call:
+        _heads, kv_heads, width = self._heads()
+        read = 2 * batch * context * kv_heads * width * self.dtype.itemsize
+        return Call(self._attention([1] * batch, context), read)
+
+    def prefill_attention(self, tokens: int, context: int) -> Call:
+        # A token sees all before it and itself; scores and sums are two products.
+        pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
+        heads, _kv_heads, width = self._heads()
+        return Call(self._attention([tokens], context), flops=4 * heads * width * pairs)
+
+    def choose_greedy(self, rows: int) -> Call:
+        return self._choose(rows, 0.0)
+
+    def choose_drawn(self, rows: int) -> Call:
+        return self._choose(rows, 1.0)
+
+    def _choose(self, rows: int, temperature: float) -> Call:
+        logits = self._random(rows, self.shape.vocab_size)  # [R, V]
+        keys = torch.arange(rows, device=self.device)
+        ids, best = torch.empty_like(keys), torch.empty(rows, device=self.device)
+        temperatures = torch.full((rows,), temperature, dtype=torch.float64, device=self.device)
+        return Call(lambda: sampling.choose(logits, temperatures, keys, ids, best), logits.nbytes)
+
+    def _attention(self, query_lens: list[int], context: int) -> Callable[[], object]:
+        """Over pages in random order, with page tables as wide as in the service."""
+        heads, kv_heads, width = self._heads()
+        items, each = len(query_lens), -(-context // PAGE_SIZE)
+        query = self._random(sum(query_lens), heads, width)  # [T, H, D]
+        k_pages, v_pages = (self._random(items * each, PAGE_SIZE, kv_heads, width) for _ in range(2))
+        longest = max(each, -(-self.shape.max_position_embeddings // PAGE_SIZE))
+        tables = torch.zeros(items, longest, dtype=torch.int32, device=self.device)  # [N, P]
+        tables[:, :each] = torch.randperm(items * each, device=self.device).view(items, each)
+        starts = [sum(query_lens[:item]) for item in range(items + 1)]
+        batch = AttentionBatch(
+            page_tables=tables,
+            query_starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            context_lens=torch.full((items,), context, dtype=torch.int32, device=self.device),
+            query_lens=query_lens,
+            context_lens_host=[context] * items,
+        )
+        return lambda: paged_attention.paged_attention(
+            query, k_pages, v_pages, batch, scale=width**-0.5, sliding_window=None
+        )
+
+    def _heads(self) -> tuple[int, int, int]:
+        """H, K, D."""
+        return self.shape.num_attention_heads, self.shape.num_key_value_heads, self.shape.head_dim
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.device)

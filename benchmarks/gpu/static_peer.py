@@ -1,0 +1,109 @@
+"""transformers on a GPU, as fast as it gets: decode with a static cache.
+
+Three ways, each a process of its own, the faster the more it asks of the machine: compiled by torch.compile
+with its own CUDA graphs, a graph captured here around the model's forward, and eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import Qwen3Config, Qwen3ForCausalLM, StaticCache
+
+from benchmarks.peers.base import SETTLING_STEPS, Peer, PeerConfig, Sample, timed_steps
+from benchmarks.shapes import SHAPES
+
+# Steps before anything is timed; compiling and capturing need more than one.
+_WARM_UPS = 3
+_STEPS = 15
+_MAX_TURNS = 12
+
+
+class StaticPeer(Peer):
+    """The name says the way, after the last hyphen. Positions go on from turn to turn, to the cache's end."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        self._way = config.name.rpartition("-")[2]
+        self._device = torch.device("cpu" if config.rehearsal else "cuda:0")
+        self._dtype = torch.float32 if config.rehearsal else torch.bfloat16
+        self._model: Any = None
+        self._context_tokens = 0
+        self._steps: dict[int, Callable[[], None]] = {}
+
+    def versions(self) -> dict[str, str]:
+        return {"transformers": transformers.__version__, "torch": torch.__version__}
+
+    def load(self, shape_name: str, batch: int, context_tokens: int, prompt_tokens: int) -> None:  # noqa: ARG002
+        """Random weights, made on the device, in evaluation mode."""
+        config = Qwen3Config(**SHAPES[shape_name].hf_config())
+        config._attn_implementation = "sdpa"  # noqa: SLF001 - what from_pretrained sets for its argument
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            with torch.device(self._device):
+                self._model = Qwen3ForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+        finally:
+            torch.set_default_dtype(before)
+        self._context_tokens = context_tokens
+
+    @torch.inference_mode()
+    def decode(self, batch: int) -> Sample:
+        """With the host in the loop: the caller sees every token."""
+        if batch not in self._steps:
+            self._steps[batch] = self._make_step(batch)
+        return Sample(timed_steps(self._steps[batch], _STEPS), batch)
+
+    def release(self) -> None:
+        self._model, self._steps = None, {}
+
+    def _make_step(self, batch: int) -> Callable[[], None]:
+        length = self._context_tokens + _MAX_TURNS * (SETTLING_STEPS + _STEPS) + 2 * _WARM_UPS
+        cache = StaticCache(config=self._model.config, max_cache_len=length)
+        prompt = torch.randint(
+            self._model.config.vocab_size, (batch, self._context_tokens), device=self._device
+        )
+        forward = self._model.forward
+        fed = _next_tokens(forward, prompt, cache)  # [B, 1], in one place for good
+        if self._way == "compiled":
+            forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
+
+        def once() -> None:
+            fed.copy_(_next_tokens(forward, fed, cache))
+
+        if self._way == "graph":
+            once = _captured(once, self._device)
+        for _ in range(_WARM_UPS):
+            once()
+
+        def step() -> None:
+            once()
+            fed.tolist()
+
+        return step
+
+
+def _next_tokens(forward: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+    result = forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    chosen: torch.Tensor = result.logits[:, -1:].argmax(-1)
+    return chosen
+
+
+def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """The launches of a call as a CUDA graph; the call itself where there is no GPU."""
+    if device.type != "cuda":
+        return run
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    replay: Callable[[], None] = graph.replay
+    return replay

@@ -1,0 +1,169 @@
+"""What is measured on a GPU, the most important first, and how large: there, and in a rehearsal on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.plan import Comparison, Entry, Workload
+from benchmarks.shapes import DEFAULT_SHAPE, SHAPES, Shape
+
+# Least shares of the roof, by model and batch, and of the device's own pace with the host in the loop.
+_DECODE_GOALS = {("qwen3-0.6b", 1): 0.4, ("qwen3-8b", 1): 0.75}
+_DECODE_GOAL_AT_64 = 0.65
+_HOST_GOAL = 0.97
+_ATTENTION_GOAL = 0.8
+_PREFILL_GOAL = 0.65
+_PREFILL_GOAL_TOKENS = 2048
+# From this much on, the time that a kernel takes to start and to end is small beside that of reading.
+_LARGE_KV_BYTES = 200e6
+_ROW_KERNELS = ("rms_norm", "add_rms_norm", "silu_mul", "rope_kv_write")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a run, for one H200 within minutes. Tokens, rows or counts.
+
+    Attributes:
+        kernel_shape: The model whose widths the kernels by themselves get.
+        decode_attention: (batch, context) of the decode kernel.
+        prefill_attention: (new tokens, context with them) of the prefill kernel.
+        shapes: Models, each a workload of its own.
+        request_tokens: Prompts and outputs of the many requests (low, high).
+        static_ways: How transformers runs beside us.
+    """
+
+    kernel_shape: str = "qwen3-8b"
+    row_tokens: tuple[int, ...] = (1, 64, 4096)
+    # From the fourth on there are at least 200 MB of keys and values.
+    decode_attention: tuple[tuple[int, int], ...] = (
+        *((1, 1024), (8, 1024), (32, 1024), (64, 1024), (256, 1024)),
+        *((8, 8192), (2, 32_768)),
+    )
+    prefill_attention: tuple[tuple[int, int], ...] = ((2048, 2048), (8192, 8192), (2048, 32_768))
+    sampling_rows: tuple[int, ...] = (1, 64, 256)
+    shapes: tuple[str, ...] = (DEFAULT_SHAPE, "qwen3-8b", "qwen3-14b")
+    decode_batches: tuple[int, ...] = (1, 8, 32, 64, 256)
+    decode_context: int = 1024
+    prefill_tokens: tuple[int, ...] = (512, 2048, 8192)
+    requests: int = 256
+    request_tokens: tuple[int, int] = (100, 1024)
+    step_tokens: int = 8192
+    static_batches: tuple[int, ...] = (1, 32)
+    static_ways: tuple[str, ...] = ("graph", "eager", "compiled")
+    rounds: tuple[int, int] = (3, 8)
+
+
+# A fraction of each, for Triton's interpreter.
+REHEARSAL = Sizes(
+    kernel_shape="rehearsal",
+    row_tokens=(1, 3),
+    decode_attention=((2, 40),),
+    prefill_attention=((20, 40),),
+    sampling_rows=(2,),
+    shapes=("rehearsal",),
+    decode_batches=(1, 2),
+    decode_context=16,
+    prefill_tokens=(24,),
+    requests=3,
+    request_tokens=(3, 8),
+    step_tokens=32,
+    static_batches=(2,),
+    static_ways=("graph",),
+    rounds=(1, 1),
+)
+
+
+def all_workloads(*, rehearsal: bool) -> list[Workload]:
+    """Every workload, in the order in which they run while there is time."""
+    sizes = REHEARSAL if rehearsal else Sizes()
+    models = [_model(sizes, SHAPES[name]) for name in sizes.shapes]
+    kernels = [_attention(sizes), _requests(sizes), _rows(sizes), _sampling(sizes)]
+    found = [*models[:2], *kernels, *models[2:], _static(sizes)]
+    return [replace(workload, rounds=sizes.rounds) for workload in found]
+
+
+def _model(sizes: Sizes, shape: Shape) -> Workload:
+    """Decodes with the host in the loop and fed by the device itself, and prefills."""
+    entries, comparisons = [], []
+    for batch in sizes.decode_batches:
+        # A turn fills a page of 16 tokens: half of that stands before its tokens in the mean.
+        read = shape.decode_bytes(batch, sizes.decode_context + 8)
+        goal = _DECODE_GOALS.get((shape.name, batch), _DECODE_GOAL_AT_64 if batch == 64 else None)
+        host = Entry(
+            f"decode, batch {batch}", "device", "decode", {"batch": batch}, bytes_read=read, goal=goal
+        )
+        fed = replace(
+            host, label=f"{host.label}, device-fed", arguments={"batch": batch, "fed": True}, goal=None
+        )
+        entries += [host, fed]
+        comparisons.append(Comparison(host.label, fed.label, _HOST_GOAL))
+    for tokens in sizes.prefill_tokens:
+        goal = _PREFILL_GOAL if tokens >= _PREFILL_GOAL_TOKENS else None
+        flops, arguments = shape.prefill_flops(1, tokens), {"tokens": tokens}
+        entries.append(
+            Entry(f"prefill, {tokens} tokens", "device", "prefill", arguments, flops=flops, goal=goal)
+        )
+    prepare = _load(shape.name, sizes, max(sizes.decode_batches), max(sizes.prefill_tokens))
+    title = f"{shape.name}, {sizes.decode_context} tokens of context"
+    return Workload(shape.name, title, "step", entries, comparisons, prepare=prepare, warm={})
+
+
+def _static(sizes: Sizes) -> Workload:
+    """Beside transformers, at the same batch and context."""
+    shape, entries, comparisons = sizes.shapes[0], [], []
+    for batch in sizes.static_batches:
+        ours = Entry(f"Quire, batch {batch}", "device", "decode", {"batch": batch})
+        entries.append(ours)
+        for way in sizes.static_ways:
+            label = f"transformers, {way}, batch {batch}"
+            entries.append(replace(ours, label=label, peer=f"static-{way}", ours=False))
+            comparisons.append(Comparison(ours.label, label))
+    prepare = _load(shape, sizes, max(sizes.static_batches), 0)
+    title = f"{shape} beside transformers with a static cache, {sizes.decode_context} tokens of context"
+    return Workload("peer", title, "step", entries, comparisons, prepare=prepare, warm={})
+
+
+def _requests(sizes: Sizes) -> Workload:
+    low, high = sizes.request_tokens
+    arguments = {"count": sizes.requests, "low": low, "high": high, "step_tokens": sizes.step_tokens}
+    title = f"{sizes.requests} requests at once, prompts and outputs of {low} to {high} tokens"
+    entries = [Entry(sizes.shapes[0], "device", "serve", arguments)]
+    prepare = _load(sizes.shapes[0], sizes, sizes.requests, sizes.requests * high)
+    return Workload("workload", title, "run", entries, prepare=prepare)
+
+
+def _load(shape: str, sizes: Sizes, batch: int, prompt_tokens: int) -> tuple[str, dict[str, Any]]:
+    """Room for sequences to decode, and for prompts beside them."""
+    found = {"batch": batch, "context_tokens": sizes.decode_context, "prompt_tokens": prompt_tokens}
+    return "load", {"shape_name": shape, **found}
+
+
+def _attention(sizes: Sizes) -> Workload:
+    shape, entries = SHAPES[sizes.kernel_shape], []
+    for batch, context in sizes.decode_attention:
+        read = 2 * 2 * batch * context * shape.num_key_value_heads * shape.head_dim
+        label, goal = f"decode attention, {batch} x {context} tokens", read >= _LARGE_KV_BYTES
+        entry = _kernel(sizes, label, "decode_attention", batch, context)
+        entries.append(replace(entry, goal=_ATTENTION_GOAL if goal else None))
+    for new, context in sizes.prefill_attention:
+        label = f"prefill attention, {new} of {context} tokens"
+        entries.append(_kernel(sizes, label, "prefill_attention", new, context))
+    return Workload("attention", "attention kernels, over pages in random order", "call", entries)
+
+
+def _rows(sizes: Sizes) -> Workload:
+    calls = [(name, tokens) for tokens in sizes.row_tokens for name in _ROW_KERNELS]
+    entries = [_kernel(sizes, f"{name}, {tokens} tokens", name, tokens) for name, tokens in calls]
+    return Workload("rows", "what is done to each token by itself", "call", entries)
+
+
+def _sampling(sizes: Sizes) -> Workload:
+    calls = [(name, rows) for rows in sizes.sampling_rows for name in ("greedy", "drawn")]
+    entries = [_kernel(sizes, f"choose, {name}, {rows} rows", f"choose_{name}", rows) for name, rows in calls]
+    return Workload("sampling", "the choice of a token for each row", "call", entries)
+
+
+def _kernel(sizes: Sizes, label: str, name: str, *size: int) -> Entry:
+    arguments = {"name": name, "shape_name": sizes.kernel_shape, "size": size}
+    return Entry(label, "device", "kernel", arguments)

@@ -1,0 +1,64 @@
+"""What a long prompt does to those who decode: the time between two of their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from quire.v1 import executor_pb2
+
+from benchmarks import drivers
+from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts
+from benchmarks.peers.grpc_peer import GrpcPeer
+
+_CALLERS = 16
+_PROMPT_TOKENS = 128
+_LONG_TOKENS = 4096
+
+
+class StallPeer(Peer):
+    """Sixteen callers, each on a Session of its own. A gateway for each turn: its budget is a setting."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        self._config = config
+
+    def stall(self, budget: int, seconds: float = 15.0) -> dict[str, Sample]:
+        """Gaps of all callers for `seconds`, and then until a prompt of 4096 tokens is answered."""
+        config = self._config
+        flags = ["--threads-per-worker", str(config.threads), "--kv-pages", "700"]
+        flags += ["--max-mixed-prefill-tokens", str(budget)] if budget else []
+        peer = GrpcPeer(config, str(config.model_dir()), flags)
+        try:
+            return peer.run(self._measure(peer.stub, seconds))
+        finally:
+            peer.close()
+
+    async def _measure(self, stub: drivers.Stub, seconds: float) -> dict[str, Sample]:
+        vocab_size = self._config.shape.vocab_size
+        callers = await drivers.open_callers(stub, prompts(vocab_size, _CALLERS, _PROMPT_TOKENS))
+        gaps_ns: list[int] = []
+        loops = [asyncio.create_task(_decode(stub, caller, gaps_ns)) for caller in callers]
+        await asyncio.sleep(seconds / 3)  # until all decode
+        gaps_ns.clear()
+        await asyncio.sleep(seconds)
+        alone, began_ns = Sample(gaps_ns.copy()), time.perf_counter_ns()
+        gaps_ns.clear()
+        prompt = random.Random(1).choices(range(vocab_size), k=_LONG_TOKENS)
+        await stub.Prefill(executor_pb2.PrefillRequest(token_ids=prompt), timeout=600)
+        prompt_ns = time.perf_counter_ns() - began_ns
+        beside = Sample(gaps_ns.copy())
+        for loop in loops:
+            loop.cancel()
+        await asyncio.wait(loops)
+        return {"alone": alone, "beside the prompt": beside, "the prompt": Sample([prompt_ns])}
+
+
+async def _decode(stub: drivers.Stub, caller: drivers.Caller, gaps_ns: list[int]) -> None:
+    async with drivers.SessionLane(stub) as lane:
+        last_ns = time.perf_counter_ns()
+        while True:
+            caller.took(await lane(caller.request()))
+            now_ns = time.perf_counter_ns()
+            gaps_ns.append(now_ns - last_ns)
+            last_ns = now_ns
