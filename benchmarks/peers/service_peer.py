@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any, cast
 
 from quire.v1 import executor_pb2, types_pb2
 
@@ -40,9 +41,9 @@ class ServicePeer(GrpcPeer):
         return sample
 
     def _counts(self) -> types_pb2.StepCounts:
-        worker = self.gateway.status().workers[0]
+        worker: Any = self.gateway.status().workers[0]
         # Older checkouts, which can be measured beside this one, have the counts in the worker's own message.
-        return getattr(worker, "counts", worker)
+        return cast(types_pb2.StepCounts, getattr(worker, "counts", worker))
 
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
         return self.run(self._prefill(prompts(self._vocab_size, batch, prompt_tokens, seed)))

@@ -57,8 +57,9 @@ async def hangs(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse
 
 async def gives_up(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
     """Ends its stream before it is ready."""
-    for nothing in ():
-        yield nothing
+    never: list[worker_pb2.ConnectResponse] = []
+    for response in never:
+        yield response
 
 
 class Processes(worker_pb2_grpc.WorkerServiceServicer):
