@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias, cast
 
 import grpc
+from google.protobuf import message as protobuf_message
 from grpc_status import rpc_status
 
-from service.api.parsing import Malformed, tolerant
 from service.api.status import to_status
 from service.errors import InternalError, InvalidArgument, NoWorker, QuireError
 from service.logging import bind_request_id, get_logger
@@ -32,6 +32,22 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
 # A coroutine that returns its answer, or writes a stream of them by itself; or a generator of a stream.
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any] | AsyncIterator[Any]]
+
+
+class Malformed:
+    """Stands for a message that could not be parsed: grpc itself would answer INTERNAL."""
+
+
+def tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Lets the handler answer what cannot be parsed: it is given a Malformed instead."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except protobuf_message.DecodeError:
+            return Malformed()
+
+    return parse
 
 
 # Each shape of a call: where a handler has its behaviour, and what makes such a handler.

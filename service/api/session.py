@@ -21,7 +21,7 @@ from quire.v1 import executor_pb2
 
 from service.api import validation
 from service.api.calls import CALLS, Outcome, Plan
-from service.api.parsing import Malformed
+from service.api.interceptor import Malformed
 from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.config import Config
