@@ -36,3 +36,9 @@ def serve_flags(root: Path, flags: Sequence[str]) -> list[str]:
     command, env = quire_command(root, "serve", "--help"), environment(root)
     done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=True)  # noqa: S603
     return [flag if flag in done.stdout else _OLDER_FLAGS.get(flag, flag) for flag in flags]
+
+
+def build_kernels(root: Path) -> None:
+    """Compiles the checkout's CPU kernels where they are not: without them it would run, and be slow."""
+    command = [sys.executable, "-m", "kernels.cpu.library"]
+    subprocess.run(command, cwd=root, env=environment(root), check=True)  # noqa: S603 - our own program

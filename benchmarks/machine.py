@@ -32,10 +32,8 @@ def describe(commit: str | None = None, *, gpu: bool = False, against: Path | No
     present = (cpu.get("flags") or cpu.get("Features") or "").split()
     found = {
         "cpu": cpu.get("model name", platform.processor() or platform.machine()),
-        "cpu_family_model_stepping": [cpu.get(key) for key in ("cpu family", "model", "stepping")],
         "cores": os.cpu_count(),
         "flags": [flag for flag in _TELLING_FLAGS if flag in present],
-        "last_level_cache": cpu.get("cache size"),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -85,12 +83,7 @@ def disturbance(before: tuple[float, ...], after: tuple[float, ...]) -> dict[str
 def _gpu() -> dict[str, Any]:
     import torch  # noqa: PLC0415 - where there is a GPU to be asked for
 
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in _PACKAGES}
     if not torch.cuda.is_available():
         return {"gpu": "no GPU", "versions": versions}
     properties = torch.cuda.get_device_properties(0)
@@ -118,7 +111,5 @@ def _output(program: str, *arguments: str) -> str | None:
 def _cpu_info() -> dict[str, str]:
     """The first processor of /proc/cpuinfo; empty elsewhere."""
     path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return {}
-    lines = path.read_text().partition("\n\n")[0].splitlines()
+    lines = path.read_text().partition("\n\n")[0].splitlines() if path.exists() else []
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}

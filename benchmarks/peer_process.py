@@ -104,7 +104,7 @@ def _serve(pipe: Connection, config: PeerConfig, log_dir: Path) -> None:
                 answer = stillborn or getattr(peer, method)(**arguments)
             except Exception as error:
                 traceback.print_exc()
-                text = f"{type(error).__name__}: {error}"[:500]
+                text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
                 answer = error if isinstance(error, Unavailable) else PeerFailed(text)
                 if peer is None:
                     stillborn = answer

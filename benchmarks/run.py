@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import machine, workloads
-from benchmarks.checkout import ROOT
+from benchmarks.checkout import ROOT, build_kernels
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.notes import notes
 from benchmarks.peer_process import PeerFailed, PeerProcess
@@ -224,6 +224,8 @@ def main() -> int:
     for name in [name for name in os.environ if name.startswith(_UNWANTED)]:
         del os.environ[name]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    if arguments.against:
+        build_kernels(arguments.against)
     suite, path = Suite(chosen, arguments), _path(arguments)
     try:
         suite.run(path)
@@ -241,8 +243,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Ended by others as by Ctrl-C: the competitors are closed in order.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # Ended by others as by Ctrl-C (which background jobs ignore): the competitors are closed in order.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

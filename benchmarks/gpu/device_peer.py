@@ -41,6 +41,7 @@ class DevicePeer(Peer):
         self._timer = Timer(self._device, 1 if config.rehearsal else _REPEATS)
         self._bench: Bench | None = None
         self._context_tokens = 0
+        self._loaded, self._peaks = "kernels", dict[str, int]()
 
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
@@ -68,7 +69,7 @@ class DevicePeer(Peer):
         pool_tokens = batch * (context_tokens + 2 * PAGE_SIZE) + prompt_tokens + PAGE_SIZE
         self._bench = make_bench(SHAPES[shape_name], pool_tokens, batch, rehearsal=self._rehearsal)
         self._bench.fill(batch, context_tokens)
-        self._context_tokens = context_tokens
+        self._context_tokens, self._loaded = context_tokens, f"{shape_name}, {batch} sequences"
 
     def decode(self, batch: int, fed: bool = False) -> Sample:
         """Of the first `batch` sequences, which are left as they were."""
@@ -110,9 +111,10 @@ class DevicePeer(Peer):
         self._bench = None
         gc.collect()
         if self._device.type == "cuda":
+            self._peaks[f"on the device, {self._loaded}"] = torch.cuda.max_memory_allocated()
+            self._loaded = "kernels"
+            torch.cuda.reset_peak_memory_stats()
             torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, int]:
-        if self._device.type != "cuda":
-            return {}
-        return {"on the device": torch.cuda.max_memory_allocated()}
+        return self._peaks

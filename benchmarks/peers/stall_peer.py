@@ -15,6 +15,9 @@ from benchmarks.peers.grpc_peer import GrpcPeer
 _CALLERS = 16
 _PROMPT_TOKENS = 128
 _LONG_TOKENS = 4096
+# How far a caller decodes before it begins anew, so that a fast model does not fill the pool.
+_MAX_TOKENS = 512
+_KV_PAGES = (_CALLERS * _MAX_TOKENS + _LONG_TOKENS) // 16 + _CALLERS
 
 
 class StallPeer(Peer):
@@ -26,7 +29,7 @@ class StallPeer(Peer):
     def stall(self, budget: int, seconds: float = 15.0) -> dict[str, Sample]:
         """Gaps of all callers for `seconds`, and then until a prompt of 4096 tokens is answered."""
         config = self._config
-        flags = ["--threads-per-worker", str(config.threads), "--kv-pages", "700"]
+        flags = ["--threads-per-worker", str(config.threads), "--kv-pages", str(_KV_PAGES)]
         flags += ["--max-mixed-prefill-tokens", str(budget)] if budget else []
         peer = GrpcPeer(config, str(config.model_dir()), flags)
         try:
@@ -61,4 +64,7 @@ async def _decode(stub: drivers.Stub, caller: drivers.Caller, gaps_ns: list[int]
             caller.took(await lane(caller.request()))
             now_ns = time.perf_counter_ns()
             gaps_ns.append(now_ns - last_ns)
+            if caller.seq_len == _MAX_TOKENS:
+                await drivers.rewind_callers(stub, [caller])
+                now_ns = time.perf_counter_ns()
             last_ns = now_ns
