@@ -32,6 +32,15 @@ def angle_loss(largest: float) -> float:
     return last_place / 2 * math.sqrt(2)
 
 
+def gate_loss(gate: torch.Tensor) -> float:
+    """What silu and a product cost in float32 at most, relative to each value.
+
+    In units of 2^-24: exp is off by its argument, which is rounded, and by 4; the quotient by 4; the sum in
+    it and the product by 1 each.
+    """
+    return (gate.abs().max().item() + 10) * 2**-24
+
+
 def norm_loss(width: int) -> float:
     """What RMSNorm in float32 costs at most, relative to each value, in whatever order squares are summed.
 
