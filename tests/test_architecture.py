@@ -42,6 +42,34 @@ TOP_LEVEL = {
     "pyproject.toml", "service", "tests", "workers",
 }  # fmt: skip
 
+# What each room of the gateway may import of the others. Nobody imports the command line.
+SERVICE_ROOMS = {
+    "service.errors": (),
+    "service.config": (),
+    "service.logging": (),
+    "service.caches": ("service.errors",),
+    "service.journal": ("service.caches.records",),
+    "service.dispatcher": ("service.caches", "service.journal.base", "service.errors", "service.logging"),
+    "service.pool": ("service.caches", "service.config", "service.errors", "service.logging"),
+    "service.api": (
+        "service.caches.requests", "service.config", "service.dispatcher", "service.errors",
+        "service.logging", "service.pool.base", "service.pool.supervisor",
+    ),
+    "service.server": (
+        "service.api", "service.caches", "service.config", "service.dispatcher", "service.journal",
+        "service.logging", "service.pool",
+    ),
+    "service.cli": ("service.config", "service.logging", "service.server"),
+}  # fmt: skip
+# What is true of the caches is plain data, whoever asks and whatever computes.
+WITHOUT_MESSAGES = (
+    "service.caches",
+    "service.journal",
+    "service.dispatcher",
+    "service.errors",
+    "service.config",
+)
+
 
 def modules(package: str) -> dict[str, Path]:
     """Every module below a top-level package, by its dotted name."""
@@ -142,6 +170,35 @@ def test_layers_of_the_worker() -> None:
             if rank.get(target, 0) < rank[part]:
                 wrong.append(f"{module} imports {name}")
     assert wrong == []
+
+
+def test_rooms_of_the_gateway() -> None:
+    wrong = []
+    for module, path in modules("service").items():
+        if module == "service":
+            continue
+        room = ".".join(module.split(".")[:2])
+        assert room in SERVICE_ROOMS, f"{module} is in no room: give it one in SERVICE_ROOMS"
+        allowed = (room, *SERVICE_ROOMS[room])
+        wrong += [
+            f"{module} imports {name}"
+            for name in imports(path)
+            if within(name, "service") and not any(within(name, place) for place in allowed)
+        ]
+    assert wrong == []
+
+
+def test_the_caches_know_no_messages() -> None:
+    elsewhere = tuple(room for room in SERVICE_ROOMS if room not in WITHOUT_MESSAGES)
+    wire = ("quire", "grpc", "grpc_status", "grpc_health", "google")
+    assert offenders("service", wire, elsewhere) == []
+
+
+def test_only_the_pool_speaks_with_workers() -> None:
+    """Others read the answers and descriptions that pass through them."""
+    readers = ("service.api.answers", "service.api.server_state", "service.server")
+    assert offenders("service", ("quire.v1.worker_pb2",), ("service.pool", *readers)) == []
+    assert offenders("service", ("quire.v1.worker_pb2_grpc",), ("service.pool.link",)) == []
 
 
 def loaded_after(code: str) -> set[str]:

@@ -9,7 +9,8 @@ from service.caches.requests import Append, Appended, Fork, Handles, Kind, Relea
 from service.caches.table import MAX_WAITING_PER_CACHE, Limits
 from service.errors import QueueFull
 from tests.sim.harness import MAX_SEQ_LEN, Gateway, answer_of, decode, prefill, verify
-from tests.sim.model_worker import Pool, next_token
+from tests.sim.model_worker import Pool
+from tests.sim.toy_model import next_token
 
 LOGITS = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
 

@@ -60,7 +60,7 @@ def test_generate_continues_a_text(
     assert quire("generate", "12+34=") == 0
     assert capsys.readouterr().out == "46 é€\n"
     assert list(executor.calls["Prefill"][0].token_ids) == ids("12+34=")
-    assert len(executor.calls["Decode"]) == len(ids("46 é€")), "one step for each token"
+    assert len(executor.calls["Decode"]) == len(ids("46 é€")), "one call for each token"
     assert [request.position for request in executor.calls["Decode"]][:3] == [6, 7, 8]
     assert executor.caches == {}
 
@@ -181,7 +181,7 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
     cells = dict(zip(split(header), split(worker), strict=True))
     assert cells == {
         "worker": "worker-0", "pid": "4711", "epoch": "3", "device": "cpu", "runner": "eager",
-        "state": "ready", "seqs": "5", "used": "25", "free": "60", "cached": "15", "blocks": "100",
+        "state": "ready", "seqs": "5", "used": "25", "free": "60", "cached": "15", "pages": "100",
         "running": "2", "prefills": "10",
         "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
     }  # fmt: skip

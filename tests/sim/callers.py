@@ -9,8 +9,8 @@ from collections import deque
 from quire.v1 import types_pb2
 
 from service.caches.requests import Append, Fork, Kind, Release, Renew, Request, Truncate
-from tests.sim.model_worker import VOCAB, next_token
 from tests.sim.oracle import Oracle
+from tests.sim.toy_model import VOCAB, next_token
 from tests.sim.truth import Cache
 
 PLAIN = (

@@ -8,14 +8,14 @@ it does wrong, it does as a real one would: pages run out, steps fault, deadline
 from __future__ import annotations
 
 import random
-import zlib
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import worker_pb2
 
-VOCAB = 16
+from tests.sim.toy_model import accepted_length, next_token, output_of
+
 FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT
 KV_MISSING = worker_pb2.WORKER_ERROR_REASON_KV_MISSING
 KV_EXHAUSTED = worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED
@@ -47,29 +47,17 @@ class Faults:
     timeout: float = 0.15
 
 
-def next_token(tokens: Sequence[int], salt: tuple[int, int] | None) -> int:
-    """The model: a token that depends on all before it, and for a draw on (seed, prompt_len) as well."""
-    digest = zlib.crc32(bytes(tokens))
-    if salt is not None:
-        digest = zlib.crc32(repr(salt).encode(), digest)
-    return digest % VOCAB
-
-
-def accepted_length(tokens: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many tokens of a verify are kept: the first, and drafts while they are what was chosen."""
-    kept = 1
-    while kept < len(tokens) and tokens[kept] == chosen[kept - 1]:
-        kept += 1
-    return kept
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     op_id: int
     body: worker_pb2.ForwardCommand
     tokens: list[int]
     begun: bool = False
-    computed: int = 0
+
+    @property
+    def end(self) -> int:
+        """The sequence's length with all tokens."""
+        return self.body.position + len(self.tokens)
 
 
 class ModelWorker:
@@ -110,8 +98,12 @@ class ModelWorker:
 
     @property
     def pages_left(self) -> int:
-        """Free pages. Forks share none here, so they may be overdrawn."""
-        held = sum(self.pool.pages_for(len(tokens)) for tokens in self.sequences.values())
+        """Pages that nobody holds, be it for what is to come. None are shared here: they may be overdrawn."""
+        reserved = {job.body.sequence: job.end for job in self._jobs.values() if job.begun}
+        held = sum(
+            self.pool.pages_for(max(len(tokens), reserved.get(number, 0)))
+            for number, tokens in self.sequences.items()
+        )
         return max(0, self.pool.pages - held)
 
     def take(self, count: int) -> None:
@@ -127,12 +119,42 @@ class ModelWorker:
                 self._control(command)
 
     def step(self, *, all_jobs: bool = False) -> None:
-        """One step over some of the queued forwards."""
-        jobs = list(self._jobs.values())
+        """One step over some of the queued forwards: they begin, then they run."""
+        op_ids = list(self._jobs)
         if not all_jobs:
-            jobs = self._rng.sample(jobs, self._rng.randint(0, len(jobs)))
-        for job in jobs:
-            self._run(job)
+            op_ids = self._rng.sample(op_ids, self._rng.randint(0, len(op_ids)))
+        for op_id in [op_id for op_id in op_ids if self.begin(op_id)]:
+            if self._rng.random() < self.faults.step:
+                self.fail(op_id)
+            else:
+                self.run(op_id)
+
+    def begin(self, op_id: int) -> bool:
+        """Reserves a queued forward's pages, if it has not begun. Returns False if it ends here."""
+        job = self._jobs[op_id]
+        if not job.begun:
+            if job.body.timeout_ns and self._rng.random() < self.faults.timeout:
+                # Dropped before its start: there is nothing to roll back.
+                del self._jobs[op_id]
+                self._fail(op_id, TIMEOUT)
+            else:
+                self._begin(job)
+        return job.begun
+
+    def run(self, op_id: int, until: int | None = None) -> None:
+        """Computes a forward that has begun up to this many of its tokens; None: some or all of them."""
+        job = self._jobs[op_id]
+        tokens = self.sequences[job.body.sequence]
+        computed, count = len(tokens) - job.body.position, len(job.tokens)
+        if until is None:
+            until = count if self._rng.random() < 0.7 else self._rng.randint(computed + 1, count)
+        tokens.extend(job.tokens[computed:until])
+        if len(tokens) == job.end:
+            self._complete(job)
+
+    def fail(self, op_id: int) -> None:
+        """A step with this forward in it fails."""
+        self._end(self._jobs[op_id], FAULT)
 
     def has_forgotten(self, number: int) -> bool:
         """Whether it lost a copy that it should have."""
@@ -162,7 +184,8 @@ class ModelWorker:
             self._seen["abort came too late"] += 1
             return
         self._seen["abort of a begun forward" if job.begun else "abort of a queued forward"] += 1
-        self._roll_back(job)
+        if job.begun:
+            self._roll_back(job)
 
     def _control(self, command: worker_pb2.WorkerCommand) -> None:
         kind = command.WhichOneof("command")
@@ -204,48 +227,27 @@ class ModelWorker:
             self._miss(op_id, number)
         return tokens
 
-    def _run(self, job: _Job) -> None:
-        body, rng = job.body, self._rng
-        if not job.begun:
-            if body.timeout_ns and rng.random() < self.faults.timeout:
-                # Dropped before its start: there is nothing to roll back.
-                del self._jobs[job.op_id]
-                self._fail(job.op_id, TIMEOUT)
-                return
-            if not self._begin(job):
-                return
-        if rng.random() < self.faults.step:
-            self._end(job, FAULT)
-            return
-        left = len(job.tokens) - job.computed
-        count = left if rng.random() < 0.7 else rng.randint(1, left)
-        self.sequences[body.sequence].extend(job.tokens[job.computed : job.computed + count])
-        job.computed += count
-        if job.computed == len(job.tokens):
-            self._complete(job)
-
-    def _begin(self, job: _Job) -> bool:
+    def _begin(self, job: _Job) -> None:
         body = job.body
         tokens = self.sequences.get(body.sequence)
         if tokens is None and body.position == 0:
             tokens = self.sequences[body.sequence] = []
         if tokens is None or len(tokens) < body.position:
             del self._jobs[job.op_id]
-            self._roll_back(job)
             self._miss(job.op_id, body.sequence)
-            return False
+            return
         if len(tokens) > body.position:
             self._seen["a longer copy was cut"] += 1
             del tokens[body.position :]
         expected = self.expected.pop(job.op_id, None)
         if expected is not None and list(expected) != tokens:
             raise ProtocolError(f"op {job.op_id}: the copy holds {tokens}, the journal {list(expected)}")
-        pages_for = self.pool.pages_for
-        if pages_for(len(tokens) + len(job.tokens)) - pages_for(len(tokens)) > self.pages_left:
-            self._end(job, KV_EXHAUSTED)
-            return False
-        job.begun = True
-        return True
+        needed = self.pool.pages_for(job.end) - self.pool.pages_for(len(tokens))
+        available = self.pages_left
+        if needed > available:
+            self._end(job, KV_EXHAUSTED, pages_needed=needed, pages_available=available)
+        else:
+            job.begun = True
 
     def _complete(self, job: _Job) -> None:
         body, tokens = job.body, self.sequences[job.body.sequence]
@@ -263,10 +265,10 @@ class ModelWorker:
             done.outputs.append(output_of(token, body.output))
         self.outbox.append(worker_pb2.WorkerEvent(op_id=job.op_id, forward=done))
 
-    def _end(self, job: _Job, reason: int) -> None:
+    def _end(self, job: _Job, reason: int, **pages: int) -> None:
         del self._jobs[job.op_id]
         self._roll_back(job)
-        self._fail(job.op_id, reason)
+        self._fail(job.op_id, reason, **pages)
 
     def _roll_back(self, job: _Job) -> None:
         """As the engine's: nothing is left of what began at position 0."""
@@ -281,16 +283,7 @@ class ModelWorker:
             self.excused.add(op_id)
         self._fail(op_id, KV_MISSING)
 
-    def _fail(self, op_id: int, reason: int) -> None:
+    def _fail(self, op_id: int, reason: int, **pages: int) -> None:
         self._seen[f"worker error {reason}"] += 1
-        error = worker_pb2.WorkerError(reason=reason)  # type: ignore[arg-type]
+        error = worker_pb2.WorkerError(reason=reason, **pages)  # type: ignore[arg-type]
         self.outbox.append(worker_pb2.WorkerEvent(op_id=op_id, error=error))
-
-
-def output_of(token: int, options: types_pb2.OutputOptions) -> types_pb2.StepOutput:
-    """A row's output in which one can see the options it was made with."""
-    output = types_pb2.StepOutput(token_id=token)
-    if options.logits:
-        output.logits.data = bytes([token])
-    output.top.token_ids.extend([token] * options.top_logprobs)
-    return output

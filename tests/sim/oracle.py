@@ -35,8 +35,8 @@ from service.caches.requests import (
     Truncate,
 )
 from service.errors import QuireError
-from tests.sim.model_worker import accepted_length, next_token, output_of
 from tests.sim.refusals import check_refusal
+from tests.sim.toy_model import accepted_length, next_token, output_of
 from tests.sim.truth import Applied, Cache
 
 
