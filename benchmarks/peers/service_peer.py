@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from quire.v1 import executor_pb2
 
@@ -29,10 +30,10 @@ class ServicePeer(GrpcPeer):
         return tokens
 
     def decode(self, steps: int, mode: str = "batch") -> Sample:
-        before = self.gateway.status().workers[0]
+        before = _step_counts(self.gateway.status().workers[0])
         try:
             sample = self.run(drivers.MODES[mode](self.stub, self._callers, steps))
-            after = self.gateway.status().workers[0]
+            after = _step_counts(self.gateway.status().workers[0])
         finally:
             self.run(drivers.rewind_callers(self.stub, self._callers))
         items = after.batch_items - before.batch_items
@@ -57,3 +58,9 @@ class ServicePeer(GrpcPeer):
             cache_id = result.response.kv_cache.cache_id
             await self.stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache_id))
         return Sample([ns], sum(map(len, token_ids)))
+
+
+def _step_counts(worker: Any) -> Any:
+    """Where the checkout has them: the worker's own fields, or a message among them."""
+    messages = [worker, *(value for _field, value in worker.ListFields())]
+    return next(found for found in messages if hasattr(found, "batch_items"))
