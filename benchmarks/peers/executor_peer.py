@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -29,8 +30,10 @@ class ExecutorPeer(Peer):
         self._next: list[int] = []
 
     def versions(self) -> dict[str, str]:
-        able = self._executor.capabilities()
-        return {"torch": torch.__version__, "kernels": ", ".join(able.kernels), "runner": able.runner}
+        # One of the two says it, depending on the checkout.
+        both: list[Any] = [self._executor.info(), self._executor.capabilities()]
+        said = next(found for found in both if hasattr(found, "kernels"))
+        return {"torch": torch.__version__, "kernels": ", ".join(said.kernels), "runner": said.runner}
 
     def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
         self._context_tokens = context_tokens

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from typing import Any
 
-from quire.v1 import executor_pb2, types_pb2
+from quire.v1 import executor_pb2
 
 from benchmarks import drivers
 from benchmarks.peers.base import PeerConfig, Sample, prompts
@@ -30,20 +30,15 @@ class ServicePeer(GrpcPeer):
         return tokens
 
     def decode(self, steps: int, mode: str = "batch") -> Sample:
-        before = self._counts()
+        before = _step_counts(self.gateway.status().workers[0])
         try:
             sample = self.run(drivers.MODES[mode](self.stub, self._callers, steps))
-            after = self._counts()
+            after = _step_counts(self.gateway.status().workers[0])
         finally:
             self.run(drivers.rewind_callers(self.stub, self._callers))
         items = after.batch_items - before.batch_items
         sample.more = {"batch": items / max(1, after.steps - before.steps)}
         return sample
-
-    def _counts(self) -> types_pb2.StepCounts:
-        worker: Any = self.gateway.status().workers[0]
-        # Older checkouts, which can be measured beside this one, have the counts in the worker's own message.
-        return cast(types_pb2.StepCounts, getattr(worker, "counts", worker))
 
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
         return self.run(self._prefill(prompts(self._vocab_size, batch, prompt_tokens, seed)))
@@ -63,3 +58,9 @@ class ServicePeer(GrpcPeer):
             cache_id = result.response.kv_cache.cache_id
             await self.stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache_id))
         return Sample([ns], sum(map(len, token_ids)))
+
+
+def _step_counts(worker: Any) -> Any:
+    """Where the checkout has them: the worker's own fields, or a message among them."""
+    messages = [worker, *(value for _field, value in worker.ListFields())]
+    return next(found for found in messages if hasattr(found, "batch_items"))
