@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the lent machine does not have.
-ABSENT = ("structlog", "grpc", "quire", "hypothesis", "rich")
+ABSENT = ("psutil", "structlog", "grpc", "quire", "hypothesis", "rich")
 
 
 def rehearse(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
