@@ -15,7 +15,7 @@ from workers.executors.engine import Engine
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
-from workers.models.backends import cuda_head_widths
+from workers.models.backends import check_cuda_device, cuda_head_widths
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.weights import LoadedModel, load_model
@@ -68,7 +68,7 @@ class LlmExecutor(ModelExecutor):
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
-            _check_has_kernels(directory)
+            _check_has_kernels(directory, device)
         try:
             loaded = load_model(directory, dtype, device, progress, pack=True)
         except torch.OutOfMemoryError as error:
@@ -134,8 +134,9 @@ def runs_on_cuda(directory: Path) -> bool:
     return ModelConfig.from_directory(directory).head_dim in cuda_head_widths()
 
 
-def _check_has_kernels(directory: Path) -> None:
-    """Raises ModelError for a model that the kernels of CUDA devices are not made for."""
+def _check_has_kernels(directory: Path, device: torch.device) -> None:
+    """Raises ModelError for a model or a card that the kernels of CUDA devices are not made for."""
+    check_cuda_device(device)
     head_dim = ModelConfig.from_directory(directory).head_dim
     if head_dim not in cuda_head_widths():
         known = ", ".join(map(str, cuda_head_widths()))

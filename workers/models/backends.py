@@ -7,6 +7,7 @@ import torch
 from kernels.cpu.library import kernel_name
 from kernels.linear import can_pack
 from kernels.paged_attention import CUDA_WIDTHS
+from workers.models.errors import ModelError
 
 # In the place of compiled kernels for the CPU: it is slower.
 NOT_COMPILED = "cpu-not-compiled"
@@ -20,6 +21,19 @@ def active_kernels(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
     if can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
         names.append("onednn-packed")
     return (*names, kernel_name() or NOT_COMPILED)
+
+
+def check_cuda_device(device: torch.device) -> None:
+    """Raises ModelError for a card on which a program may use less shared memory than the kernels need."""
+    # Where there is no CUDA device, nothing loads Triton.
+    from kernels.cuda.compile_spec import SHARED_BYTES  # noqa: PLC0415
+    from kernels.cuda.paged_attention import limits_of  # noqa: PLC0415
+
+    needed, has = min(SHARED_BYTES.values()), limits_of(device).shared_bytes
+    if has < needed:
+        raise ModelError(
+            f"device: the kernels need {needed >> 10} KiB of shared memory a program, {device} has {has >> 10} KiB"
+        )
 
 
 def cuda_head_widths() -> tuple[int, ...]:
