@@ -32,7 +32,8 @@ def check_cuda_device(device: torch.device) -> None:
     needed, has = min(SHARED_BYTES.values()), limits_of(device).shared_bytes
     if has < needed:
         raise ModelError(
-            f"device: the kernels need {needed >> 10} KiB of shared memory a program, {device} has {has >> 10} KiB"
+            f"device: the kernels need {needed >> 10} KiB of shared memory a program,"
+            f" {device} has {has >> 10} KiB"
         )
 
 
