@@ -57,8 +57,9 @@ async def hangs(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse
 
 async def gives_up(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
     """Ends its stream before it is ready."""
-    return
-    yield
+    nothing: tuple[worker_pb2.ConnectResponse, ...] = ()
+    for response in nothing:
+        yield response
 
 
 class Processes(worker_pb2_grpc.WorkerServiceServicer):
@@ -81,9 +82,9 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Connect(
         self, request_iterator: Requests, context: grpc.aio.ServicerContext[object, object]
-    ) -> None:
+    ) -> AsyncIterator[worker_pb2.ConnectResponse]:
         async for response in self._behave(request_iterator):
-            await context.write(response)
+            yield response
 
     def exit(self) -> None:
         if not self._exit.done():
