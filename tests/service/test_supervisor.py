@@ -57,8 +57,8 @@ async def hangs(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse
 
 async def gives_up(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
     """Ends its stream before it is ready."""
-    nothing: tuple[worker_pb2.ConnectResponse, ...] = ()
-    for response in nothing:
+    never: list[worker_pb2.ConnectResponse] = []
+    for response in never:
         yield response
 
 
@@ -80,11 +80,11 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     async def serve(self) -> None:
         await self._server.start()
 
-    async def Connect(
+    async def Connect(  # type: ignore[override]  # grpc.aio's other style: it writes by itself
         self, request_iterator: Requests, context: grpc.aio.ServicerContext[object, object]
-    ) -> AsyncIterator[worker_pb2.ConnectResponse]:
+    ) -> None:
         async for response in self._behave(request_iterator):
-            yield response
+            await context.write(response)
 
     def exit(self) -> None:
         if not self._exit.done():

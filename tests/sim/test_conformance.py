@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from quire.v1 import types_pb2, worker_pb2
-from workers.running import Chunk, RunningForward
 
 from service.caches import effects
 from service.caches.effects import CommandFailed, Event, ForwardDone
@@ -31,6 +30,7 @@ from workers import wire as worker_wire
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.operations import Done, Failed, Forward, Result
 from workers.operations import ForwardDone as RealForwardDone
+from workers.running import Chunk, RunningForward
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
