@@ -210,7 +210,7 @@ def test_calls_that_are_cancelled_together_never_begin(gateway: Gateway) -> None
     gateway.cancel(*tickets)
     assert [message.WhichOneof("command") for message in gateway.sent[sent:]] == ["abort", "truncate"]
     gateway.work()
-    assert gateway.held() == [] and len(gateway.table) == 1
+    assert gateway.held() == [[]] and len(gateway.table) == 1
     assert [handle.expires_at_s for _, handle in gateway.table.handles()] == [1800.0]
 
 
@@ -253,6 +253,7 @@ def test_an_empty_cache_needs_no_copy_in_the_worker(gateway: Gateway) -> None:
     # The worker rolls an append back to nothing, and with it the sequence.
     ticket = gateway.ask(decode(cache, 2))
     gateway.worker.take(1)
+    gateway.worker.begin(ticket)
     gateway.cancel(ticket)
     gateway.work()
     assert gateway.held() == []
