@@ -114,7 +114,7 @@ class Dispatcher:
         return self._caches.handles()
 
     @property
-    def sequences(self) -> int:
+    def num_caches(self) -> int:
         """Caches known."""
         return len(self._caches)
 

@@ -14,7 +14,7 @@
     ├── Draining               UNAVAILABLE          DRAINING
     ├── WorkerLost             UNAVAILABLE          WORKER_LOST
     ├── CacheLost              UNAVAILABLE          CACHE_LOST
-    ├── StepTimeout            DEADLINE_EXCEEDED    STEP_TIMEOUT
+    ├── DeadlinePassed            DEADLINE_EXCEEDED    DEADLINE_PASSED
     ├── WorkerFault            INTERNAL             WORKER_FAULT
     └── InternalError          INTERNAL             INTERNAL
 
@@ -201,14 +201,14 @@ class CacheLost(QuireError):
         )
 
 
-class StepTimeout(QuireError):
-    """The call's deadline passed before its step started."""
+class DeadlinePassed(QuireError):
+    """The call's deadline passed before its turn came."""
 
     code = "DEADLINE_EXCEEDED"
-    reason = "STEP_TIMEOUT"
+    reason = "DEADLINE_PASSED"
 
     def __init__(self) -> None:
-        super().__init__("the deadline passed before the step started; nothing was applied")
+        super().__init__("the deadline passed before the call's turn came; nothing was applied")
 
 
 class WorkerFault(QuireError):

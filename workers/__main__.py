@@ -153,10 +153,11 @@ async def _serve(address: str, config: WorkerConfig) -> int:
 
     worker = WorkerServer(
         lambda progress: _make_executor(config, progress),
-        lambda: Scheduler(
+        lambda executor: Scheduler(
             config.max_batch_tokens,
             config.max_batch_items,
             max_rows=config.max_batch_items,
+            page_size=executor.engine.kv.page_size,
             max_mixed_prefill_tokens=(
                 config.max_mixed_prefill_tokens if config.HasField("max_mixed_prefill_tokens") else None
             ),

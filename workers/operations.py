@@ -1,6 +1,6 @@
 """What a worker can be asked to do, and what it answers: plain data without protobuf or torch.
 
-`server.py` translates the wire protocol into these and back; everything below it speaks only these.
+`wire.py` translates the wire protocol into these and back; everything below it speaks only these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 class Kind(enum.Enum):
-    """What a forward is to its caller. Counted apart in the statistics; no difference otherwise."""
+    """What a forward is to its caller. Counted apart; prefills do not delay the others, and a scoring is answered with the log-probabilities of its tokens."""
 
     PREFILL = enum.auto()
     DECODE = enum.auto()

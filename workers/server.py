@@ -34,7 +34,7 @@ _PROGRESS_INTERVAL_S = 0.2
 
 Progress = Callable[[str, int, int], None]
 MakeExecutor = Callable[[Progress], ModelExecutor]
-MakeScheduler = Callable[[], Scheduler]
+MakeScheduler = Callable[[ModelExecutor], Scheduler]
 
 
 class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
@@ -75,7 +75,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                     " `make setup` compiles them where there is a g++"
                 )
             executor.warmup()
-            scheduler = self._make_scheduler()
+            scheduler = self._make_scheduler(executor)
             steps = StepLoop(executor.engine, scheduler, self._emit)
             self._loop.call_soon_threadsafe(self._became_ready, executor, scheduler, steps)
             steps.run()
@@ -156,7 +156,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             message.events.append(self._events.popleft())
             size += event_bytes
         if self._executor is not None:
-            message.pages_available = self._executor.kv_capacity().available
+            message.pages_available = self._executor.engine.pages_available
         return message
 
     def _became_ready(self, executor: ModelExecutor, scheduler: Scheduler, steps: StepLoop) -> None:

@@ -106,7 +106,7 @@ class ExecutorApi:
             state=self._state.state,
             workers=[_worker_status(slot) for slot in self._pool.slots],
             uptime_ms=self._state.uptime_ms,
-            sequences=self._dispatcher.sequences,
+            caches=self._dispatcher.num_caches,
             operations_in_flight=self._dispatcher.operations_in_flight,
             memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
             version=self._version,

@@ -26,7 +26,7 @@ from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import Draining, InvalidArgument, QuireError, SlowConsumer
+from service.errors import Draining, InternalError, InvalidArgument, QuireError, SlowConsumer
 from service.logging import current_request_id, get_logger
 
 SessionContext: TypeAlias = (
@@ -174,6 +174,10 @@ class Session:
             answer = call.plan.answer([outcome for outcome in call.outcomes if outcome is not None])
         except QuireError as error:
             self._deliver_error(call.tag, error)
+        except Exception:
+            # A bug of ours must not end the stream of a worker, whose answers this is called for.
+            _log.exception("an answer could not be made", call=call.kind)
+            self._deliver_error(call.tag, InternalError())
         else:
             self._deliver(call.tag, call.kind, answer)
 

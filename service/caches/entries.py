@@ -70,6 +70,8 @@ class Operation:
     entry: CacheEntry
     # Whose it is; workers let callers take turns. Means nothing to the state machine.
     caller: int
+    # False: its caller has gone.
+    is_answered: bool = True
     # Tokens the cache had when the append began.
     base: int = 0
     # The number of a temporary copy on which the last answer is computed again; applies nothing.

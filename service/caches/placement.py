@@ -114,7 +114,7 @@ class Placement:
     def choose(self, token_ids: Sequence[int]) -> WorkerView:
         """The worker for a new sequence that starts with `token_ids`. Raises NoWorker if there is none.
 
-        It may still be too small: then the worker refuses, which says exactly how many pages are missing.
+        It may be full: then the worker refuses, which says exactly how many pages are missing.
         """
         if not self._workers:
             raise NoWorker

@@ -182,10 +182,16 @@ class CacheTable:
         return ticket
 
     def cancel(self, ticket: int, now_s: float) -> None:
-        """The caller has gone: its operation is dropped, what it did is undone, and no Reply follows."""
+        """The caller has gone: its operation is dropped, what it did is undone, and no Reply follows.
+
+        A release that waits for its turn is carried out all the same.
+        """
         self._now_s = now_s
         operation = self._operations.get(ticket)
         if operation is None:
+            return
+        if isinstance(operation.request, Release):
+            operation.is_answered = False
             return
         if operation.entry.running is operation:
             self._undo(operation)
@@ -242,7 +248,7 @@ class CacheTable:
             if known is None:
                 raise CacheNotFound
             entry = known
-        if len(entry.waiting) >= MAX_WAITING_PER_CACHE:
+        if len(entry.waiting) >= MAX_WAITING_PER_CACHE and not isinstance(request, Release | Renew):
             raise QueueFull(MAX_WAITING_PER_CACHE, self._pace.wait_s(len(entry.waiting)))
         return entry
 
@@ -408,8 +414,6 @@ class CacheTable:
             error = CacheLost(entry.length)
         if isinstance(error, KvExhausted):
             error.retry_after_s = self._pace.wait_s(len(self._operations))
-            if not entry.visible and isinstance(operation.request, Append):
-                self._placement.not_computed(operation.request.token_ids, entry.worker)
         if operation.copy_number is not None:
             # A forward that never began has not released its copy.
             self._send(entry, ReleaseSequences(self._number(), (operation.copy_number,)))
@@ -459,7 +463,11 @@ class CacheTable:
 
     def _finish(self, operation: Operation, outcome: Result | QuireError) -> None:
         self._retire(operation)
-        self._effects.append(Reply(operation.ticket, outcome))
+        entry, request = operation.entry, operation.request
+        if isinstance(outcome, QuireError) and isinstance(request, Append) and not entry.visible:
+            self._placement.not_computed(request.token_ids, entry.worker)
+        if operation.is_answered:
+            self._effects.append(Reply(operation.ticket, outcome))
 
     def _retire(self, operation: Operation) -> None:
         """Takes an operation out of every table. Children that were not published are gone with it."""

@@ -36,7 +36,8 @@ def generate(options: argparse.Namespace) -> int:
             info = stub.GetModelInfo(
                 executor_pb2.GetModelInfoRequest(include_tokenizer=True), timeout=CONTROL_TIMEOUT_S
             )
-            _generate(stub, info, options)
+            able = stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest(), timeout=CONTROL_TIMEOUT_S)
+            _generate(stub, info, able.executor.kv_capacity_tokens, options)
         except grpc.RpcError as error:
             print_error(error)
             return 1
@@ -49,13 +50,14 @@ def generate(options: argparse.Namespace) -> int:
 def _generate(
     stub: executor_pb2_grpc.ModelExecutorServiceStub,
     info: executor_pb2.GetModelInfoResponse,
+    capacity_tokens: int,
     options: argparse.Namespace,
 ) -> None:
     tokenizer = _load_tokenizer(info)
     prompt = _prompt_ids(tokenizer, options)
     wanted = types_pb2.OutputOptions(sampling=_sampling(options), logprob=options.logprobs)
-    # The last token is never appended, so one more than fits into the context can be shown.
-    room = max(1, info.model.max_seq_len - len(prompt) + 1)
+    # The last token is never appended, so one more than a sequence can have can be shown.
+    room = max(1, capacity_tokens - len(prompt) + 1)
     screen = _Screen(tokenizer, prompt, with_logprobs=options.logprobs)
     try:
         for output in _outputs(stub, prompt, wanted, min(options.max_tokens, room)):

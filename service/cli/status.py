@@ -83,7 +83,7 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     status = now.status
     line = (
         f"{_enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
-        f"  up {_duration(status.uptime_ms / 1000)}  {status.sequences} sequences"
+        f"  up {_duration(status.uptime_ms / 1000)}  {status.caches} caches"
         f"  {status.operations_in_flight} operations in flight  {_bytes(status.memory_bytes)}"
     )
     table = Table(box=None, header_style="bold", pad_edge=False)

@@ -77,21 +77,19 @@ class Incarnation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def refresh(self, *, check_integrity: bool, timeout_s: float) -> None:
-        """Brings the slot's snapshot up to date with everything sent so far.
-
-        A worker in a long step may not answer in time: its slot keeps what the last heartbeat said.
-        """
+    async def ask_snapshot(
+        self, *, check_integrity: bool, timeout_s: float
+    ) -> worker_pb2.WorkerSnapshot | None:
+        """How the worker is after everything sent so far. None if it does not answer in time."""
         op_id = next(self._op_ids)
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[worker_pb2.WorkerSnapshot] = asyncio.get_running_loop().create_future()
         self._snapshot_waiters[op_id] = answer
         self._ask(op_id, worker_pb2.SnapshotCommand(ordered=True, check_integrity=check_integrity))
         try:
             async with asyncio.timeout(timeout_s):
-                # Meanwhile a heartbeat may have come, which says nothing of integrity.
-                self.slot.snapshot = await answer
+                return await answer
         except TimeoutError:
-            pass
+            return None
         finally:
             del self._snapshot_waiters[op_id]
 

@@ -111,5 +111,7 @@ class WorkerLink:
                 self._on_response(response)
         except grpc.RpcError as error:
             _log.debug("worker stream ended while reading", error=type(error).__name__)
+        except Exception:
+            _log.exception("a worker's message could not be handled")
         finally:
             self.closed.set()

@@ -58,12 +58,19 @@ class Supervisor:
             incarnation.link.send(wire.to_message(command))
 
     async def refresh_snapshots(self, *, check_integrity: bool = False) -> None:
-        """Brings the slots' snapshots up to date with everything sent so far, within a bounded time."""
+        """Brings the slots' snapshots up to date with everything sent so far, within a bounded time.
+
+        A worker in a long step may not answer in time: its slot keeps what the last heartbeat said.
+        """
         timeout_s = _CHECK_TIMEOUT_S if check_integrity else _REFRESH_TIMEOUT_S
         ready = [i for i in self._live.values() if i.slot.ready is not None]
-        await asyncio.gather(
-            *(i.refresh(check_integrity=check_integrity, timeout_s=timeout_s) for i in ready)
+        snapshots = await asyncio.gather(
+            *(i.ask_snapshot(check_integrity=check_integrity, timeout_s=timeout_s) for i in ready)
         )
+        # While others were waited for a heartbeat may have come, which says nothing of integrity.
+        for incarnation, snapshot in zip(ready, snapshots, strict=True):
+            if snapshot is not None and self._live.get(incarnation.slot.worker_id) is incarnation:
+                incarnation.slot.snapshot = snapshot
 
     async def run(self) -> None:
         """Starts the workers and keeps them running until cancelled. Raises PoolFailed."""

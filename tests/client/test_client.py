@@ -103,7 +103,7 @@ def test_only_unavailable_is_retried(client: Client, executor: FakeExecutor) -> 
     assert len(executor.calls["Decode"]) == 1
     assert (caught.value.reason, caught.value.retry_delay_s) == ("KV_EXHAUSTED", 0.25)
     assert caught.value.metadata == {"pages_needed": "2"}
-    assert cache.seq_len == 1, "a failed step leaves the length as it was"
+    assert cache.seq_len == 1, "a failed append leaves the length as it was"
 
 
 def test_retries_end(client: Client, executor: FakeExecutor) -> None:

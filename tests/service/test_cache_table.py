@@ -302,6 +302,19 @@ def test_one_cache_cannot_fill_the_queue(gateway: Gateway) -> None:
     tickets = gateway.submit(*(decode(cache, 2) for _ in range(MAX_WAITING_PER_CACHE + 2)))
     assert list(gateway.replies)[1:] == tickets[-1:]
     assert gateway.reason(tickets[-1]) == "QUEUE_FULL"
+    renewal, release = gateway.submit(Renew(cache), Release(cache))
+    gateway.work()
+    assert isinstance(gateway.replies[renewal], Handles)
+    assert gateway.replies[release] == Released(released=True), "what frees a cache is always let in"
+
+
+def test_a_release_is_carried_out_though_its_caller_has_gone(gateway: Gateway) -> None:
+    cache = gateway.create(1)
+    running, release = gateway.submit(decode(cache, 2), Release(cache))
+    gateway.cancel(release)
+    gateway.work()
+    assert running in gateway.replies and release not in gateway.replies
+    assert gateway.held() == [] and len(gateway.journal) == 0
 
 
 def test_draining_refuses_what_is_new_and_finishes_what_is_not(gateway: Gateway) -> None:

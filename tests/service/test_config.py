@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quire.v1 import worker_pb2
 
 from service.config import Config, ConfigError, add_flags, load_config
 
@@ -174,3 +175,10 @@ def test_any_text_is_taken_or_refused_by_name(name: str, value: str) -> None:
     else:
         refused = None
     assert isinstance(config, Config) or refused in (name, "default_lease_s")
+
+
+def test_a_workers_settings_are_the_gateways() -> None:
+    """Each field of what a worker is started with is a setting of that name, but for what the pool knows."""
+    names = {field.name for field in worker_pb2.WorkerConfig.DESCRIPTOR.fields}
+    of_the_pool = {"worker_id", "device_index", "threads"}
+    assert names - of_the_pool <= {field.name for field in dataclasses.fields(Config)}

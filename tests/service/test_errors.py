@@ -42,7 +42,7 @@ ROWS = [
     (errors.Draining(), code_pb2.UNAVAILABLE, "DRAINING", True),
     (errors.WorkerLost(), code_pb2.UNAVAILABLE, "WORKER_LOST", True),
     (errors.CacheLost(7), code_pb2.UNAVAILABLE, "CACHE_LOST", False),
-    (errors.StepTimeout(), code_pb2.DEADLINE_EXCEEDED, "STEP_TIMEOUT", False),
+    (errors.DeadlinePassed(), code_pb2.DEADLINE_EXCEEDED, "DEADLINE_PASSED", False),
     (errors.WorkerFault(), code_pb2.INTERNAL, "WORKER_FAULT", False),
     (errors.InternalError(), code_pb2.INTERNAL, "INTERNAL", False),
 ]

@@ -46,7 +46,7 @@ OUT_OF_TIME = Faults(step=0.0, control=0.0, timeout=1.0)
 MUST_HAPPEN = (
     "decode", "prefill", "verify", "draft refused", "score", "chunked", "cut", "fork", "truncate", "release",
     "abort of a queued forward", "abort of a begun forward", "abort came too late",
-    "KV_EXHAUSTED", "WORKER_FAULT", "STEP_TIMEOUT", "kv missing",
+    "KV_EXHAUSTED", "WORKER_FAULT", "DEADLINE_PASSED", "kv missing",
 )  # fmt: skip
 
 

@@ -69,12 +69,17 @@ class Engine:
         reusable_tokens = len(op.token_ids) - max(op.rows, 1)
         try:
             reused = table.match_prefix(sequence, op.token_ids, reusable_tokens)
-            with device_errors():
-                self.kv.copy_pages(table.reserve(sequence, len(op.token_ids) - reused))
+            copies = table.reserve(sequence, len(op.token_ids) - reused)
+            try:
+                with device_errors():
+                    self.kv.copy_pages(copies)
+            except Exception:
+                table.take_back(sequence, copies)
+                raise
         except Exception:
             self._restore(op)
             raise
-        if reusable_tokens or op.kind is Kind.PREFILL:
+        if op.kind is Kind.PREFILL:
             table.count_prompt(len(op.token_ids), reused)
         return RunningForward(op, sequence, reused, computed=reused, started_ns=started_ns)
 
@@ -171,6 +176,11 @@ class Engine:
         """Forgets every sequence."""
         for sequence in list(self._kv_table):
             self._kv_table.release(sequence.key)
+
+    @property
+    def pages_available(self) -> int:
+        """Pages that can be had. Reads numbers only."""
+        return self._kv_table.pages_available
 
     def metrics(self) -> EngineMetrics:
         """How the pages are used, what was run, and whether a step runs. Reads numbers only."""

@@ -168,6 +168,15 @@ class KvTable:
         seq.reserved_len_tokens = end
         return copies
 
+    def take_back(self, seq: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
+        """Undo what `reserve` did to shared pages, because the copies it returned could not be made."""
+        self._check_owned(seq)
+        for src, dst in copies:
+            seq.pages[seq.pages.index(dst)] = src
+            self._pool.incref(src)
+            self._pool.decref(dst)
+            self._copied_pages -= 1
+
     def append(self, seq: KvSequence, tokens: Sequence[int]) -> None:
         """Commit `tokens`, whose KV has just been written into reserved slots; index pages now full.
 
@@ -230,6 +239,11 @@ class KvTable:
         self.truncate(seq, 0)
         del self._sequences[key]
         return True
+
+    @property
+    def pages_available(self) -> int:
+        """Pages free or cached."""
+        return self._pool.available
 
     def usage(self) -> PoolUsage:
         """Return a snapshot, in O(1)."""

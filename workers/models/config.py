@@ -104,7 +104,7 @@ class ModelConfig:
             ModelError: A setting is missing, wrong or not supported; the message names it.
         """
         family = family_of(settings.get("model_type"))
-        activation = settings.get("hidden_act", "silu")
+        activation = settings.get("hidden_act") or "silu"
         if activation not in ("silu", "swish"):
             raise ModelError(f"hidden_act: must be silu, got {activation!r}")
         check_keys(settings)
@@ -235,9 +235,9 @@ def _rope(settings: Mapping[str, object], default_theta: float, max_positions: i
 
 def _layer_windows(settings: Mapping[str, object], layers: int, *, opt_in: bool) -> tuple[int | None, ...]:
     """The sliding window of each layer. Raises ModelError."""
-    named = {name for name in ("sliding_window", "use_sliding_window") if settings.get(name) is not None}
-    if named == {"sliding_window"} and not opt_in:
-        raise ModelError("sliding_window: is not supported without use_sliding_window for this model_type")
+    if settings.get("sliding_window") is not None and not opt_in:
+        # It would count whatever use_sliding_window says.
+        raise ModelError("sliding_window: is not supported for this model_type")
     window = None
     if _boolean(settings, "use_sliding_window", default=False) and settings.get("sliding_window") is not None:
         window = _integer(settings, "sliding_window")

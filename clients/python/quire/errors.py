@@ -95,7 +95,7 @@ class CacheLost(Unavailable):
 class SessionEnded(Unavailable):
     """The session is closed or broken; what ended it is the `__cause__`, and its reason is `reason`.
 
-    Steps may be repeated on another session: see `adopt`. One that was applied is answered, never applied
+    Appends may be repeated on another session: see `adopt`. One that was applied is answered, never applied
     twice.
     """
 

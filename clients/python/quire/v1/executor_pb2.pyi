@@ -397,11 +397,11 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("state", "workers", "uptime_ms", "sequences", "operations_in_flight", "memory_bytes", "version", "tasks")
+    __slots__ = ("state", "workers", "uptime_ms", "caches", "operations_in_flight", "memory_bytes", "version", "tasks")
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    CACHES_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -409,12 +409,12 @@ class GetStatusResponse(_message.Message):
     state: ServerState
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     uptime_ms: int
-    sequences: int
+    caches: int
     operations_in_flight: int
     memory_bytes: int
     version: str
     tasks: int
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., sequences: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "pid", "epoch", "state", "load_progress", "executor", "pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns")
