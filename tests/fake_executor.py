@@ -167,6 +167,10 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
                 tokenizer_json=self.tokenizer_json if request.include_tokenizer else b"",
             )
 
+    def GetCapabilities(self, request: Any, context: Any) -> executor_pb2.GetCapabilitiesResponse:
+        able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=self.max_seq_len)
+        return executor_pb2.GetCapabilitiesResponse(executor=able)
+
     def GetStatus(self, request: Any, context: Any) -> executor_pb2.GetStatusResponse:
         """Counters grow by fixed steps from call to call."""
         with self._call("GetStatus", request, context):
@@ -209,7 +213,6 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
     BatchPrefill: Any = _unimplemented
     UnifiedForward: Any = _unimplemented
     ListCaches: Any = _unimplemented
-    GetCapabilities: Any = _unimplemented
     GetCacheMetrics: Any = _unimplemented
     GetLoraMetrics: Any = _unimplemented
     Session: Any = _unimplemented

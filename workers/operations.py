@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 
 class Kind(enum.Enum):
-    """What a forward is to its caller. Counted apart; prefills do not delay the others, and a scoring is answered with the log-probabilities of its tokens."""
+    """What a forward is to its caller.
+
+    Counted apart. Prefills do not delay the others; a scoring is answered with its tokens' log-probabilities.
+    """
 
     PREFILL = enum.auto()
     DECODE = enum.auto()

@@ -268,7 +268,8 @@ class Simulation:
             return
         self.table.check_invariants()
         assert self.dispatcher.operations_in_flight == len(oracle.outstanding)
-        assert len(self.dispatcher._waiting) == len(oracle.outstanding), "only who is not answered waits"
+        waiting = len(oracle.outstanding) - len(oracle.abandoned)
+        assert len(self.dispatcher._waiting) == waiting, "only who is not answered waits"
         bounded = sum(not isinstance(r, Release | Renew) for r in oracle.outstanding.values())
         assert bounded <= oracle.queue_limit
         assert self.dispatcher.num_caches == len(self.journal) == len(oracle.caches)
