@@ -114,6 +114,9 @@ def _on_gpu(loaded: LoadedModel, kv_pages: int | None, limits: StepLimits) -> tu
             f" lower max_batch_tokens or max_batch_items"
         ) from error
     free_bytes, total_bytes = torch.cuda.mem_get_info(decoder.device)
+    # Beside the pages lie the rotations of the positions that they can hold; the trial had those of a few.
+    positions = min(config.max_position_embeddings, free_bytes // _page_bytes(loaded) * PAGE_SIZE)
+    working_bytes += positions * config.head_dim * torch.float32.itemsize
     memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
     num_pages = choose_num_gpu_pages(kv_pages, _page_bytes(loaded), memory)
     try:

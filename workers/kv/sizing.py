@@ -1,4 +1,4 @@
-"""What fits into memory: the weights, and as many pages as a worker is told to have, or as there is room for."""
+"""What fits into memory: the weights; and the pages, as many as asked for or as there is room for."""
 
 from __future__ import annotations
 

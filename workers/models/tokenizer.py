@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import structlog
-
 from workers.models.errors import ModelError
 from workers.models.files import is_there, open_regular, parse_object, read_whole
 
@@ -15,8 +13,6 @@ TOKENIZER_FILE = "tokenizer.json"
 # Beyond these a tokenizer is not looked into. Of the known ones the largest has half as much.
 MAX_BYTES = 64 << 20
 _MAX_VALUES = 4_000_000
-
-_log = structlog.get_logger(__name__)
 
 
 def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> bytes:
@@ -34,7 +30,9 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> bytes:
     with open_regular(file) as opened:
         size_bytes = os.fstat(opened.fileno()).st_size
     if size_bytes > max_bytes:
-        _log.warning(
+        import structlog  # noqa: PLC0415 - here, since machines with a GPU may lack it
+
+        structlog.get_logger(__name__).warning(
             "tokenizer.json is too large to be handed out", file=str(file), bytes=size_bytes, most=max_bytes
         )
         return b""
