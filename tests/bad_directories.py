@@ -234,7 +234,7 @@ _CORRUPT = f"{_FILE}tensor {Q_PROJ} has a corrupt header entry"
 
 def _large(name: str, value: object, bound: int) -> BadDirectory:
     says = rf"{_CONFIG}{name}: must be from \d+ to {bound}, got "
-    return BadDirectory(f"{name} of {value:.0e}", setting(**{name: value}), says)
+    return BadDirectory(f"{name} of {value:.0e}", setting(**{"layer_types": None, name: value}), says)
 
 
 SIZES = [
@@ -287,7 +287,7 @@ SETTINGS = [
         "an end token outside the vocabulary",
         lambda directory: [
             setting(eos_token_id=VOCAB)(directory),
-            (directory / GENERATION).unlink(),
+            remove(GENERATION)(directory),
         ],
         rf"{_CONFIG}eos_token_id: must be below vocab_size, which is {VOCAB}, got {VOCAB}",
     ),
