@@ -22,7 +22,7 @@ WORKER_LAYERS = (
     {"scheduler", "forward_queue", "coalescing", "batch", "running", "executors"},
     {"runners"},
     {"models", "row_outputs", "device_sampling"},
-    {"sampling", "counter_rng"},
+    {"sampling", "counter_rng", "logit_settings"},
     {"kv"},
     {"operations"},
 )
