@@ -46,6 +46,7 @@ def test_counting_on_is_counting_anew(
 class CountedIds(tuple[int, ...]):
     """Token ids that note how often they are gone through."""
 
+    __slots__ = ()
     reads = 0
 
     def __iter__(self) -> Iterator[int]:
