@@ -19,10 +19,10 @@ WORKER_LAYERS = (
     {"__main__"},
     {"server", "wire"},
     {"step_loop"},
-    {"scheduler", "forward_queue", "coalescing", "batch", "running", "executors"},
+    {"scheduler", "step_shares", "forward_queue", "coalescing", "batch", "running", "executors"},
     {"runners"},
     {"models", "row_outputs", "device_sampling"},
-    {"sampling", "counter_rng"},
+    {"sampling", "counter_rng", "logit_settings"},
     {"kv"},
     {"operations"},
 )

@@ -29,6 +29,11 @@ class Accept(enum.Enum):
     CHOSEN = enum.auto()
 
 
+# See `OutputSpec.row_weight`.
+_LOGITS_WEIGHT = 3
+_LISTED_PER_ROW = 512
+
+
 class LogitsFormat(enum.Enum):
     """Number format of returned logits."""
 
@@ -85,6 +90,15 @@ class OutputSpec:
     logprob: bool = False
     sampling: Sampling | None = None
     mask: TokenMask | None = None
+
+    @property
+    def row_weight(self) -> int:
+        """How many plain rows one of these counts for: what is read, copied and sent beside the choice.
+
+        Logits of a vocabulary are hundreds of kilobytes; lists as long as people read cost nothing extra.
+        """
+        lists = (self.top_logprobs + len(self.logprob_token_ids)) // _LISTED_PER_ROW
+        return 1 + lists + (0 if self.logits is None else _LOGITS_WEIGHT)
 
 
 GREEDY = OutputSpec()

@@ -47,6 +47,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._events: deque[worker_pb2.WorkerEvent] = deque()
         self._wake = asyncio.Event()
         self._executor: ModelExecutor | None = None
+        self._vocab_size = 0
         self._steps: StepLoop | None = None
         self._last_progress_s = 0.0
         self._process = psutil.Process(os.getpid())
@@ -124,7 +125,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                     self._send([self._snapshot(message.op_id)])
                     continue
                 try:
-                    commands.append(wire.to_command(message))
+                    commands.append(wire.to_command(message, self._vocab_size))
                 except (KeyError, ValueError) as error:
                     self._send([_refusal(message.op_id, repr(error))])
             if commands:
@@ -161,6 +162,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _became_ready(self, executor: ModelExecutor, scheduler: Scheduler, steps: StepLoop) -> None:
         self._executor, self._steps = executor, steps
+        self._vocab_size = executor.info().vocab_size
         ready = wire.to_ready(
             executor.info(),
             executor.capabilities(),

@@ -164,6 +164,7 @@ class StepLoop:
         began_ns = time.monotonic_ns()
         self._run(batch.chunks)
         now_ns = time.monotonic_ns()
+        self._scheduler.took(batch.chunks, now_ns - began_ns)
         self._window.opened(self._answered, now_ns, now_ns - began_ns)
         self._answered = []
 

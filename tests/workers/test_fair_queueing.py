@@ -222,16 +222,16 @@ def test_callers_are_forgotten_when_they_have_nothing_queued() -> None:
         bench.scheduler.remove(added[0])
         bench.step()
         bench.step()
-    known = bench.scheduler._queue.short._callers, bench.scheduler._queue.long._callers
+    known = bench.scheduler._queue.short.callers, bench.scheduler._queue.long.callers
     assert known == ({}, {})
 
 
-def never_move(lane: Lane, tag: int) -> None:
+def never_move(lane: Lane, tag: int, cost: int) -> None:
     lane.virtual_time = max(lane.virtual_time, tag)
 
 
-def always_join_at_once(lane: Lane, caller: int) -> int:
-    lane._count(caller)
+def always_join_at_once(lane: Lane, caller: int, cost: int) -> int:
+    lane._count(caller, cost)
     return lane.virtual_time
 
 
@@ -240,7 +240,7 @@ def always_join_at_once(lane: Lane, caller: int) -> int:
     [
         ("turn", never_move, test_a_flood_is_not_starved_by_callers_who_are_always_new),
         ("turn", never_move, test_ends_of_prefills_do_not_starve_decodes),
-        ("turn", lambda lane, tag: None, test_callers_with_work_queued_are_served_alike),
+        ("turn", lambda lane, tag, cost: None, test_callers_with_work_queued_are_served_alike),
         ("join", always_join_at_once, test_two_floods_share_every_step),
         ("join", always_join_at_once, test_callers_with_work_queued_are_served_alike),
         ("take_over", Lane.join, test_the_end_of_a_prefill_goes_before_what_its_caller_has_queued),

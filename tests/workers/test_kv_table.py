@@ -482,11 +482,11 @@ def swap_pages(table: KvTable, seq: KvSequence) -> None:
 
 
 def lose_a_token(table: KvTable, seq: KvSequence) -> None:
-    seq.token_ids.pop()
+    seq.token_ids.cut(len(seq) - 1)
 
 
 def lose_a_digest(table: KvTable, seq: KvSequence) -> None:
-    seq.digests.pop()
+    seq.digests.cut(1)
 
 
 def open_an_indexed_page(table: KvTable, seq: KvSequence) -> None:

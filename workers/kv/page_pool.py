@@ -97,13 +97,13 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def incref(self, page: int) -> None:
-        """Add a reference to a page that is referenced or cached. Raises IntegrityError on a free one."""
+    def incref(self, page: int, count: int = 1) -> None:
+        """Add references to a page that is referenced or cached. Raises IntegrityError on a free one."""
         if self._refcounts[page] == 0:
             if page not in self._cached:
                 raise IntegrityError(f"page {page} is free and cannot be shared")
             del self._cached[page]
-        self._refcounts[page] += 1
+        self._refcounts[page] += count
 
     def decref(self, page: int) -> None:
         """Drop a reference. With the last one an indexed page becomes cached, any other free."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from workers.kv.page_pool import IntegrityError, PagePool
 from workers.kv.prefix_index import page_digest, root_digest
+from workers.kv.shared_list import SharedList, TokenList
 
 
 @dataclass(slots=True, eq=False)
@@ -30,14 +31,14 @@ class KvSequence:
 
     key: int
     salt: bytes = b""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: TokenList = field(default_factory=TokenList)
     pages: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
+    digests: SharedList[bytes] = field(default_factory=SharedList)
     reserved_len_tokens: int = 0
 
     def __len__(self) -> int:
         """Return the number of committed tokens."""
-        return len(self.token_ids)
+        return self.token_ids.length
 
     def __bool__(self) -> bool:
         # An empty sequence exists: `if table.get(key)` must not take it for a missing one.
@@ -206,30 +207,46 @@ class KvTable:
         if not 0 <= new_len <= len(seq):
             raise ValueError(f"sequence {seq.key} of {len(seq)} tokens cannot be cut to {new_len}")
         kept_pages = self._pages_for(new_len)
+        full_pages = len(seq.digests)
         # Last page first, so that the tail of a chain is evicted before the head it depends on.
         for i in range(len(seq.pages) - 1, kept_pages - 1, -1):
-            if i < len(seq.digests):
+            page = seq.pages[i]
+            if i < full_pages and self._pool.refcount(page) == 1:
                 # It may have been the twin of a page that is gone by now, and be the canonical one from here.
-                self._pool.publish(seq.pages[i], seq.digests[i])
-            self._pool.decref(seq.pages[i])
+                self._pool.publish(page, seq.digests[i])
+            self._pool.decref(page)
         self._tokens -= len(seq) - new_len
         del seq.pages[kept_pages:]
-        del seq.digests[new_len // self.page_size :]
-        del seq.token_ids[new_len:]
+        seq.digests.cut(new_len // self.page_size)
+        seq.token_ids.cut(new_len)
         seq.reserved_len_tokens = new_len
 
     def fork(self, seq: KvSequence, child_key: int) -> KvSequence:
-        """Add and return a sequence with the same tokens in the same pages. Reserved room is not shared."""
+        """Add and return one sequence; see `fork_all`."""
+        return self.fork_all(seq, [child_key])[0]
+
+    def fork_all(self, seq: KvSequence, child_keys: Sequence[int]) -> list[KvSequence]:
+        """Add and return sequences with the same tokens in the same pages. Reserved room is not shared.
+
+        Costs a reference for each page, and for each child a list of pages: tokens and digests are shared.
+        Raises ValueError, and adds nothing, if a key is taken.
+        """
         self._check_owned(seq)
-        child = self.create(child_key, seq.salt)
-        child.token_ids = seq.token_ids.copy()
-        child.pages = seq.pages[: self._pages_for(len(seq))]
-        child.digests = seq.digests.copy()
-        child.reserved_len_tokens = len(seq)
-        self._tokens += len(seq)
-        for page in child.pages:
-            self._pool.incref(page)
-        return child
+        if len(set(child_keys)) < len(child_keys) or any(key in self._sequences for key in child_keys):
+            raise ValueError(f"one of the sequences {list(child_keys)} exists")
+        pages = seq.pages[: self._pages_for(len(seq))]
+        for page in pages:
+            self._pool.incref(page, len(child_keys))
+        children = []
+        for key in child_keys:
+            child = self.create(key, seq.salt)
+            child.token_ids = seq.token_ids.copy()
+            child.pages = pages.copy()
+            child.digests = seq.digests.copy()
+            child.reserved_len_tokens = len(seq)
+            self._tokens += len(seq)
+            children.append(child)
+        return children
 
     def release(self, key: int) -> bool:
         """Forget the sequence of `key` and give back its pages. False if there is none."""
