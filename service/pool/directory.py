@@ -86,7 +86,8 @@ class RuntimeDirectory:
                 raise BlockingIOError(errno.EAGAIN, "it was removed by another gateway", str(place))
         except OSError:
             self._unlock()
-            shutil.rmtree(place, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                place.rmdir()
             raise
         return place
 
