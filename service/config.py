@@ -165,11 +165,26 @@ class Config:
     worker_start_timeout_s: float = _setting(
         600.0, "how long a worker may take to load and run its first forward", minimum=1, maximum=_DAY_S
     )
+    suspect_after_s: float = _setting(
+        0.5,
+        "a worker that is silent for longer gets no new sequences while another is there",
+        minimum=0.02,
+        maximum=_DAY_S,
+    )
     heartbeat_timeout_s: float = _setting(
         10.0, "a worker that is silent for longer is killed and replaced", minimum=0.1, maximum=_DAY_S
     )
     step_timeout_s: float = _setting(
-        60.0, "a worker whose step takes longer is killed and replaced", minimum=0.1, maximum=_DAY_S
+        60.0,
+        "a worker whose step takes longer, and 20 times what such a step should, is killed and replaced",
+        minimum=0.1,
+        maximum=_DAY_S,
+    )
+    data_dir: str | None = _setting(
+        None,
+        "where a gateway keeps its workers' sockets; auto is quire in the user's state directory",
+        accepts=bool,
+        allowed=f"must be a directory, or {_AUTO}",
     )
     log_level: str = _setting(
         "info", "least severe record that is logged", choices=("debug", "info", "warning", "error")

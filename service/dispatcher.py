@@ -153,6 +153,10 @@ class Dispatcher:
         self._caches.worker_lost(worker_id, epoch, self._clock_s())
         self._carry_out()
 
+    def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
+        """A worker has fallen silent, or has been heard again."""
+        self._caches.worker_suspected(worker_id, epoch, suspect=suspect)
+
     def worker_answered(
         self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
     ) -> None:

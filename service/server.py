@@ -55,7 +55,7 @@ class Gateway:
             default_lease_s=config.default_lease_s,
             max_lease_s=config.max_lease_s,
         )
-        self.pool = Supervisor(config, _model_argument(config.model), LocalLauncher(), self)
+        self.pool = Supervisor(config, _model_argument(config.model), LocalLauncher(config.data_dir), self)
         self.dispatcher = Dispatcher(CacheTable(limits), MemoryJournal(), self.pool.send)
         self.state = ServerState(config)
         self.state.slots = self.pool.slots
@@ -121,6 +121,10 @@ class Gateway:
         """Tells the parts of a worker that is gone."""
         self.dispatcher.worker_lost(worker_id, epoch)
         self._publish_health()
+
+    def worker_suspected(self, slot: WorkerSlot) -> None:
+        """Keeps new sequences away from a worker that is silent."""
+        self.dispatcher.worker_suspected(slot.worker_id, slot.epoch, suspect=slot.suspect)
 
     def worker_answered(self, slot: WorkerSlot, events: Iterable[Event], pages_available: int) -> None:
         """Passes on a worker's answers."""

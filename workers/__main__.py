@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ _HOP_SLACK_BYTES = 16 << 20
 # What a GetModelInfoResponse holds beside the tokenizer, generously.
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 _STOP_TIMEOUT_S = 1.0
+_PR_SET_PDEATHSIG = 1
 WEIGHTLESS_MODEL = "paged-attention"
 # A step of a smaller model is over before another thread is awake, and idle threads spin for a while.
 _LEAST_PARAMETERS_PER_THREAD = 2_000_000
@@ -74,7 +76,13 @@ def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
 
 
 def _end_with_the_gateway() -> None:
-    """The gateway holds the other end of our standard input; when that closes, however it did, we end."""
+    """The gateway holds the other end of our standard input; when that closes, however it did, we end.
+
+    On Linux the kernel also kills us when the gateway's main thread, which started us, is gone: even while we
+    are stopped. What died before that was asked for has closed our standard input.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -203,7 +211,9 @@ def main() -> int:
     _configure_logging(config)
     structlog.contextvars.bind_contextvars(worker_id=config.worker_id, pid=os.getpid())
     # Ctrl-C reaches the whole process group; the gateway drains first and then ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A service manager's SIGTERM reaches all processes of the service.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     _end_with_the_gateway()
     return uvloop.run(_serve(address, config))
 

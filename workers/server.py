@@ -8,6 +8,7 @@ message was written goes into the next one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -51,6 +52,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._steps: StepLoop | None = None
         self._last_progress_s = 0.0
         self._process = psutil.Process(os.getpid())
+        self._memory_bytes = 0
         self._thread = threading.Thread(target=self._compute, name="compute", daemon=True)
         # Set when the worker should end: to an exception if it cannot go on.
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -189,12 +191,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _snapshot(self, op_id: int, *, intact: bool | None = None) -> worker_pb2.WorkerEvent:
         snapshot = worker_pb2.WorkerSnapshot()
+        # Without a descriptor to look with, it is as it was.
+        with contextlib.suppress(OSError):
+            self._memory_bytes = self._process.memory_info().rss
         if self._executor is not None and self._steps is not None:
             snapshot = wire.to_snapshot(
                 self._executor.cache_metrics_snapshot(),
                 self._executor.status(),
                 operations_in_flight=self._steps.operations_in_flight,
-                memory_bytes=self._process.memory_info().rss,
+                memory_bytes=self._memory_bytes,
                 intact=intact,
                 lora_adapters=self._executor.lora_metrics_snapshot(),
             )

@@ -224,6 +224,8 @@ def to_snapshot(
         device_memory_bytes=status.device_memory_bytes,
         device_memory_peak_bytes=status.device_memory_peak_bytes,
         step_age_ns=status.step_age_ns,
+        step_number=status.step_number,
+        step_expected_ns=status.step_expected_ns,
         pool_intact=intact,
         lora_adapters=[types_pb2.LoraAdapterMetrics(**_fields(adapter)) for adapter in lora_adapters],
     )

@@ -31,6 +31,8 @@ class WorkerView:
     # Pages of operations that were sent since and may not be counted in it yet.
     pages_queued: int = 0
     sequences: int = 0
+    # It is silent: nothing new goes there as long as there is another.
+    suspect: bool = False
 
     @property
     def headroom(self) -> int:
@@ -118,10 +120,11 @@ class Placement:
         """
         if not self._workers:
             raise NoWorker
+        heard = [w for w in self if not w.suspect] or list(self)
         worker = self._holder_with_room(token_ids)
-        if worker is None:
+        if worker is None or worker not in heard:
             # One that could never take it is no choice as long as there is another.
-            fitting = [w for w in self if w.capacity_tokens >= len(token_ids)] or list(self)
+            fitting = [w for w in heard if w.capacity_tokens >= len(token_ids)] or heard
             worker = max(fitting, key=lambda w: (w.headroom, -w.sequences))
         self._affinity.record(token_ids, worker)
         return worker

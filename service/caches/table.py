@@ -123,6 +123,12 @@ class CacheTable:
         if worker is not None:
             worker.pages_available = pages_available
 
+    def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
+        """Whether a worker is silent: new caches then go elsewhere; those it has wait for it."""
+        worker = self._placement.find(worker_id, epoch)
+        if worker is not None:
+            worker.suspect = suspect
+
     def worker_answered(self, event: Event, now_s: float) -> None:
         """A worker answered a command. Nothing happens if the operation is gone."""
         self._now_s = now_s

@@ -58,10 +58,8 @@ class WorkerLink:
             ],
         )
 
-    async def open(self, timeout_s: float) -> None:
-        """Connects and starts the stream. Raises TimeoutError if the worker's socket does not answer."""
-        async with asyncio.timeout(timeout_s):
-            await self._channel.channel_ready()
+    def open(self) -> None:
+        """Begins to connect, for as long as that takes; then the stream starts."""
         call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
         self._tasks = [
             asyncio.create_task(self._write(call), name="worker-link-write"),

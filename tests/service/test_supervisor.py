@@ -14,7 +14,6 @@ from quire.v1 import executor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 from service.caches.effects import Event, ReleaseSequences
 from service.config import Config
-from service.pool import incarnation as incarnation_module
 from service.pool import supervisor as supervisor_module
 from service.pool.base import PoolFailed, WorkerSlot
 from service.pool.supervisor import EXIT_CONFIG, Supervisor
@@ -139,6 +138,9 @@ class Listener:
     def worker_lost(self, worker_id: str, epoch: int) -> None:
         self.told.put_nowait(("lost", epoch))
 
+    def worker_suspected(self, slot: WorkerSlot) -> None:
+        self.told.put_nowait(("suspect" if slot.suspect else "heard", slot.epoch))
+
     def worker_answered(self, slot: WorkerSlot, events: Iterable[Event], pages_available: int) -> None:
         for event in events:
             self.told.put_nowait(("answered", slot.epoch, event.op_id))
@@ -156,7 +158,6 @@ class Bench:
         self.supervisor = Supervisor(config or Config(), "model", launcher, self.listener)
         instant = SimpleNamespace(sleep=self._nap, gather=asyncio.gather, TaskGroup=asyncio.TaskGroup)
         patch.setattr(supervisor_module, "asyncio", instant)
-        patch.setattr(incarnation_module, "_HEARTBEAT_INTERVAL_S", 0.01)
 
     async def _nap(self, seconds: float) -> None:
         self.naps_s.append(seconds)

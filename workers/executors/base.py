@@ -187,6 +187,8 @@ class ModelExecutor:
         return ExecutorStatus(
             counts=metrics.counts,
             step_age_ns=metrics.step_age_ns,
+            step_number=metrics.step_number,
+            step_expected_ns=metrics.step_expected_ns,
             device_memory_bytes=torch.cuda.memory_allocated(device) if on_gpu else 0,
             device_memory_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
         )

@@ -32,11 +32,13 @@ from workers.running import Chunk, RunningForward
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """A snapshot. `step_age_ns`: how long the running step has been running; 0 between steps."""
+    """A snapshot. What the steps' fields mean, `ExecutorStatus` says."""
 
     pool: PoolUsage
     counts: StepCounts
     step_age_ns: int
+    step_number: int
+    step_expected_ns: int
 
 
 class Engine:
@@ -49,6 +51,10 @@ class Engine:
         self._counts = StepCounts()
         # In time.monotonic_ns(); 0 between steps.
         self._step_began_ns = 0
+        self._step_number = 0
+        self._step_tokens = 0
+        # The best pace of a step so far: that of long steps, which short ones would overstate. 0: none yet.
+        self._ns_per_token = 0.0
 
     def begin(self, op: Forward) -> RunningForward:
         """Finds what of the operation is computed already and reserves pages for the rest.
@@ -88,11 +94,17 @@ class Engine:
 
         On an exception nothing has been appended: the step may be run again, or its operations rolled back.
         """
-        self._step_began_ns = time.monotonic_ns()
+        tokens = sum(chunk.count for chunk in chunks)
+        began_ns = time.monotonic_ns()
+        self._step_number += 1
+        self._step_tokens = tokens
+        self._step_began_ns = began_ns
         try:
             self._execute(chunks)
         finally:
             self._step_began_ns = 0
+        pace = (time.monotonic_ns() - began_ns) / tokens
+        self._ns_per_token = min(self._ns_per_token or pace, pace)
 
     def _execute(self, chunks: Sequence[Chunk]) -> None:
         inputs = pack(chunks, self.kv.page_size)
@@ -188,6 +200,8 @@ class Engine:
             pool=self._kv_table.usage(),
             counts=dataclasses.replace(self._counts),
             step_age_ns=time.monotonic_ns() - began_ns if began_ns else 0,
+            step_number=self._step_number,
+            step_expected_ns=int(self._step_tokens * self._ns_per_token) if began_ns else 0,
         )
 
     def reset_counts(self) -> None:

@@ -84,7 +84,14 @@ class LlmExecutor(ModelExecutor):
                 f" {free_bytes >> 20} MiB of them were left"
             ) from error
         kv, runner = _on_gpu(loaded, kv_pages, limits) if device.type == "cuda" else _on_cpu(loaded, kv_pages)
-        model = describe(loaded.config, directory.name, kv.dtype, loaded.num_parameters, loaded.weight_bytes)
+        model = describe(
+            loaded.config,
+            directory.name,
+            kv.dtype,
+            loaded.num_parameters,
+            loaded.weight_bytes,
+            loaded.fingerprint,
+        )
         return cls(model, Engine(KvTable(kv.num_pages, kv.page_size), kv, runner), tokenizer_json)
 
 

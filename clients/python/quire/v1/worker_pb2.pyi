@@ -239,7 +239,7 @@ class WorkerReady(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pages_total: _Optional[int] = ...) -> None: ...
 
 class WorkerSnapshot(_message.Message):
-    __slots__ = ("pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "pool_intact", "lora_adapters")
+    __slots__ = ("pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "pool_intact", "lora_adapters", "step_number", "step_expected_ns")
     POOL_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +249,8 @@ class WorkerSnapshot(_message.Message):
     STEP_AGE_NS_FIELD_NUMBER: _ClassVar[int]
     POOL_INTACT_FIELD_NUMBER: _ClassVar[int]
     LORA_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    STEP_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_EXPECTED_NS_FIELD_NUMBER: _ClassVar[int]
     pool: _types_pb2.PoolUsage
     counts: _types_pb2.StepCounts
     operations_in_flight: int
@@ -258,4 +260,6 @@ class WorkerSnapshot(_message.Message):
     step_age_ns: int
     pool_intact: bool
     lora_adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.LoraAdapterMetrics]
-    def __init__(self, pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ..., pool_intact: _Optional[bool] = ..., lora_adapters: _Optional[_Iterable[_Union[_types_pb2.LoraAdapterMetrics, _Mapping]]] = ...) -> None: ...
+    step_number: int
+    step_expected_ns: int
+    def __init__(self, pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ..., pool_intact: _Optional[bool] = ..., lora_adapters: _Optional[_Iterable[_Union[_types_pb2.LoraAdapterMetrics, _Mapping]]] = ..., step_number: _Optional[int] = ..., step_expected_ns: _Optional[int] = ...) -> None: ...
