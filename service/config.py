@@ -150,6 +150,23 @@ class Config:
         minimum=1,
         maximum=1 << 20,
     )
+    max_calls_per_message: int = _setting(
+        4096, "calls in one message of a session", minimum=1, maximum=1 << 20
+    )
+    max_items_per_call: int = _setting(1024, "items in one batch", minimum=1, maximum=1 << 20)
+    max_caches: int = _setting(65_536, "caches in all", minimum=1, maximum=1 << 24)
+    max_journal_bytes: int = _setting(
+        256 * _MIB,
+        "what is remembered of all caches' tokens, at 4 bytes each; forks share them",
+        minimum=_KIB,
+        maximum=1 << 50,
+    )
+    max_unread_bytes: int = _setting(
+        512 * _MIB,
+        "answers of all calls that are computed, or not yet read",
+        minimum=_KIB,
+        maximum=1 << 50,
+    )
     session_stall_s: float = _setting(
         30.0, "a session whose caller reads no answer for longer is ended", minimum=0.1, maximum=_DAY_S
     )

@@ -9,6 +9,9 @@
     ├── TruncateBeyondEnd      OUT_OF_RANGE         TRUNCATE_BEYOND_END
     ├── KvExhausted            RESOURCE_EXHAUSTED   KV_EXHAUSTED
     ├── QueueFull              RESOURCE_EXHAUSTED   QUEUE_FULL
+    ├── CacheLimit             RESOURCE_EXHAUSTED   CACHE_LIMIT
+    ├── JournalFull            RESOURCE_EXHAUSTED   JOURNAL_FULL
+    ├── AnswersFull            RESOURCE_EXHAUSTED   ANSWERS_FULL
     ├── SlowConsumer           RESOURCE_EXHAUSTED   SLOW_CONSUMER
     ├── NoWorker               UNAVAILABLE          NO_WORKER
     ├── Draining               UNAVAILABLE          DRAINING
@@ -25,6 +28,7 @@ where trying again can help.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 
 class QuireError(Exception):
@@ -47,6 +51,15 @@ class QuireError(Exception):
         self.message = message
         self.metadata = dict(metadata or {})
         self.retry_after_s = retry_after_s
+
+    def untraced(self) -> Self:
+        """The failure without the way it took, for one that is kept or answered.
+
+        The frames of a traceback hold what was refused, and often the error itself: a cycle. A refused
+        request would stay in memory until the next garbage collection, which counts objects, not bytes.
+        """
+        self.__traceback__ = None
+        return self
 
 
 class InvalidArgument(QuireError):
@@ -145,6 +158,48 @@ class QueueFull(QuireError):
             f"{limit} operations are already waiting or running",
             metadata={"limit": str(limit)},
             retry_after_s=retry_after_s,
+        )
+
+
+class CacheLimit(QuireError):
+    """There are as many caches as the server allows. Leases run out, so trying again can help."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "CACHE_LIMIT"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"at most {limit} caches can be held: release some",
+            metadata={"limit": str(limit)},
+            retry_after_s=1.0,
+        )
+
+
+class JournalFull(QuireError):
+    """No more tokens can be remembered until caches are released, or their leases run out."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "JOURNAL_FULL"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"the tokens of all caches fill {limit_bytes} bytes: release or truncate some",
+            metadata={"limit_bytes": str(limit_bytes)},
+            retry_after_s=1.0,
+        )
+
+
+class AnswersFull(QuireError):
+    """The answers that are under way, or not yet read, leave no room for this one."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "ANSWERS_FULL"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"answers of {limit_bytes} bytes are under way or not yet read",
+            metadata={"limit_bytes": str(limit_bytes)},
+            retry_after_s=0.1,
         )
 
 

@@ -69,9 +69,7 @@ class ExecutorApi:
         size = min(request.page_size or validation.DEFAULT_PAGE_SIZE, validation.MAX_PAGE_SIZE)
         response = executor_pb2.ListCachesResponse()
         last = 0
-        for number, handle in self._dispatcher.handles():
-            if number <= after:
-                continue
+        for number, handle in self._dispatcher.handles(after):
             if len(response.kv_caches) == size:
                 response.next_page_token = str(last)
                 break

@@ -32,20 +32,20 @@ class AppliedAppend:
     rows: int
     accept: int
     output: object
-    # None: the answer held logits, is too large to keep, and would be computed again.
+    # None: the answer or its options are too large to keep, and it would be computed again.
     answer: object | None
 
     @classmethod
     def of(cls, append: Append, base: int, kept: int, answer: object) -> AppliedAppend:
-        """Remembers an applied append. Keeps neither its tokens nor returned logits alive."""
+        """Remembers an applied append. Keeps neither its tokens nor anything large alive."""
         return cls(
             base=base,
             tokens=fingerprint(append.token_ids),
             kept=kept,
             rows=append.rows,
             accept=append.accept,
-            output=append.output,
-            answer=None if append.has_logits else answer,
+            output=append.output if append.keeps_answer else None,
+            answer=answer if append.keeps_answer else None,
         )
 
     def is_repeated_by(self, append: Append, position: int) -> bool:

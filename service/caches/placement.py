@@ -6,6 +6,7 @@ rest; else the one with the most free KV, less what is queued on it.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from service.errors import NoWorker
 
 # How finely prefixes are remembered. Coarser than most pages would lose hits, finer would find no more.
 _AFFINITY_TOKENS = 16
+_AFFINITY_BYTES = _AFFINITY_TOKENS * array("I").itemsize
 
 
 @dataclass(slots=True, eq=False)
@@ -77,10 +79,11 @@ class PrefixAffinity:
 
 
 def _prefix_digests(token_ids: Sequence[int]) -> Iterable[int]:
-    """Chained hashes of the prefixes. Python's hash of ints is not secret, but a hint needs no more."""
+    """Chained hashes of the prefixes. Python's own hash is enough for a hint."""
+    packed = array("I", token_ids).tobytes()
     digest = 0
-    for start in range(0, len(token_ids) - _AFFINITY_TOKENS + 1, _AFFINITY_TOKENS):
-        digest = hash((digest, *token_ids[start : start + _AFFINITY_TOKENS]))
+    for end in range(_AFFINITY_BYTES, len(packed) + 1, _AFFINITY_BYTES):
+        digest = hash((digest, packed[end - _AFFINITY_BYTES : end]))
         yield digest
 
 

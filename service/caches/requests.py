@@ -43,6 +43,13 @@ class Append:
     answer_bytes: int = 0
     # Whether the answer holds rows of logits, which are computed again rather than kept for a repetition.
     has_logits: bool = False
+    # Whether the answer, or what it was asked for with, is too large to be kept for a repetition otherwise.
+    is_large: bool = False
+
+    @property
+    def keeps_answer(self) -> bool:
+        """Whether the answer is kept for a repetition, rather than computed again."""
+        return not (self.has_logits or self.is_large)
 
     @property
     def is_scoring(self) -> bool:

@@ -15,6 +15,7 @@ It does not know tokens (the journal does), pages or processes (the workers and 
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from service.caches.effects import (
     Write,
 )
 from service.caches.entries import AppliedAppend, CacheEntry, KvState, Operation
+from service.caches.listing import Listing
 from service.caches.pace import Pace
 from service.caches.placement import Placement, WorkerView
 from service.caches.records import (
@@ -60,11 +62,13 @@ from service.caches.requests import (
     Truncate,
 )
 from service.errors import (
+    CacheLimit,
     CacheLost,
     CacheNotFound,
     Draining,
     InternalError,
     InvalidArgument,
+    JournalFull,
     KvExhausted,
     PositionMismatch,
     QueueFull,
@@ -76,6 +80,8 @@ from service.errors import (
 
 # Operations that may wait behind one another on one cache.
 MAX_WAITING_PER_CACHE = 64
+# What a token takes in the journal, and of an append that is under way.
+_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,8 @@ class Limits:
     max_queued_operations: int = 4096
     default_lease_s: float = 1800.0
     max_lease_s: float = 86_400.0
+    max_caches: int = 65_536
+    max_journal_bytes: int = 1 << 28
 
 
 class CacheTable:
@@ -99,11 +107,17 @@ class CacheTable:
     ) -> None:
         self.limits = limits
         self.draining = False
+        # What the journal takes; the dispatcher keeps it, and it counts what is under way here beside it.
+        self.journal_bytes = 0
         self._new_cache_id = new_cache_id
         self._new_seed = new_seed
         self._entries: dict[str, CacheEntry] = {}
+        self._listing = Listing(self._entries)
+        # Those that nobody can see yet, or that keep no cache, are among them.
+        self._held = 0
         self._by_request_id: dict[str, CacheEntry] = {}
         self._operations: dict[int, Operation] = {}
+        self._queued_tokens = 0
         self._placement = Placement()
         self._effects: list[Effect] = []
         self._last_number = 0
@@ -178,10 +192,11 @@ class CacheTable:
             self._admit(request)
             entry = self._entry_for(request)
         except QuireError as error:
-            self._effects.append(Reply(ticket, error))
+            self._effects.append(Reply(ticket, error.untraced()))
             return ticket
         operation = Operation(ticket, request, entry, caller)
         self._operations[ticket] = operation
+        self._queued_tokens += _tokens_of(request)
         entry.waiting.append(operation)
         self._touch(entry)
         self._advance(entry)
@@ -204,17 +219,18 @@ class CacheTable:
         self._retire(operation)
         self._advance(operation.entry)
 
-    def expire(self, now_s: float) -> int:
-        """Releases the caches whose lease ran out and that nobody is using. Returns how many."""
+    def expire(self, now_s: float, at_most: int | None = None) -> int:
+        """Releases caches whose lease ran out and that nobody is using. Returns how many."""
         self._now_s = now_s
-        expired = [e for e in self._entries.values() if e.expires_at_s <= now_s and not e.busy]
+        ran_out = (e for e in self._entries.values() if e.expires_at_s <= now_s and not e.busy)
+        expired = list(itertools.islice(ran_out, at_most))
         for entry in expired:
             self._close(entry)
         return len(expired)
 
-    def handles(self) -> Iterator[tuple[int, Handle]]:
-        """All caches, oldest first, each with a number that only grows."""
-        for entry in self._entries.values():
+    def handles(self, after: int = 0) -> Iterator[tuple[int, Handle]]:
+        """Caches, oldest first, each with a number that only grows: those with one above `after`."""
+        for entry in self._listing.after(after):
             yield entry.order, entry.handle
 
     def __len__(self) -> int:
@@ -233,7 +249,7 @@ class CacheTable:
     # Admission.
 
     def _admit(self, request: Request) -> None:
-        """Raises Draining or QueueFull. What frees a cache, or keeps it, is always let in."""
+        """Raises Draining, QueueFull or JournalFull. What frees a cache, or keeps it, is always let in."""
         if isinstance(request, Release | Renew):
             return
         if self.draining:
@@ -241,6 +257,10 @@ class CacheTable:
         queued = len(self._operations)
         if queued >= self.limits.max_queued_operations:
             raise QueueFull(self.limits.max_queued_operations, self._pace.wait_s(queued))
+        queued_bytes = _TOKEN_BYTES * (self._queued_tokens + _tokens_of(request))
+        full = self.journal_bytes + queued_bytes > self.limits.max_journal_bytes
+        if full and not isinstance(request, Truncate):
+            raise JournalFull(self.limits.max_journal_bytes)
 
     def _entry_for(self, request: Request) -> CacheEntry:
         """The cache a request is about: a known one, or a new one that nobody can see yet."""
@@ -259,6 +279,8 @@ class CacheTable:
         return entry
 
     def _create(self, append: Append) -> CacheEntry:
+        if not append.is_scoring:
+            self._require_room(1)
         worker = self._placement.choose(append.token_ids)
         lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
         entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s))
@@ -268,8 +290,14 @@ class CacheTable:
             self._by_request_id[append.request_id] = entry
         return entry
 
+    def _require_room(self, caches: int) -> None:
+        """Raises CacheLimit if so many more caches may not be held."""
+        if self._held + caches > self.limits.max_caches:
+            raise CacheLimit(self.limits.max_caches)
+
     def _new_entry(self, worker: WorkerView, lease_s: float) -> CacheEntry:
         worker.sequences += 1
+        self._held += 1
         return CacheEntry(
             cache_id=self._new_cache_id(),
             number=self._number(),
@@ -379,6 +407,7 @@ class CacheTable:
     def _start_fork(self, operation: Operation, request: Fork) -> None:
         entry = operation.entry
         _require_kv(entry)
+        self._require_room(request.count)
         operation.children = [self._new_entry(entry.worker, entry.lease_s) for _ in range(request.count)]
         if entry.length == 0:
             # The worker need not know an empty sequence: it may have rolled back the append that began it.
@@ -464,14 +493,17 @@ class CacheTable:
         entry.visible = True
         entry.order = self._number()
         self._entries[entry.cache_id] = entry
+        self._listing.add(entry)
 
     # An operation ends.
 
     def _finish(self, operation: Operation, outcome: Result | QuireError) -> None:
         self._retire(operation)
         entry, request = operation.entry, operation.request
-        if isinstance(outcome, QuireError) and isinstance(request, Append) and not entry.visible:
-            self._placement.not_computed(request.token_ids, entry.worker)
+        if isinstance(outcome, QuireError):
+            outcome.untraced()
+            if isinstance(request, Append) and not entry.visible:
+                self._placement.not_computed(request.token_ids, entry.worker)
         if operation.is_answered:
             self._effects.append(Reply(operation.ticket, outcome))
 
@@ -481,6 +513,8 @@ class CacheTable:
         del self._operations[operation.ticket]
         entry.worker.pages_queued -= operation.pages
         entry.worker.sequences -= len(operation.children)
+        self._held -= len(operation.children)
+        self._queued_tokens -= _tokens_of(operation.request)
         if entry.running is operation:
             entry.running = None
         else:
@@ -525,6 +559,7 @@ class CacheTable:
         if self._by_request_id.get(entry.request_id) is entry:
             del self._by_request_id[entry.request_id]
         entry.worker.sequences -= 1
+        self._held -= 1
         self._send(entry, ReleaseSequences(self._number(), (entry.number,)))
 
     # Small things.
@@ -548,6 +583,10 @@ class CacheTable:
     def check_invariants(self) -> None:
         """Raises AssertionError if the tables contradict each other."""
         operations = self._operations
+        assert self._queued_tokens == sum(_tokens_of(o.request) for o in operations.values())
+        unseen = {id(o.entry) for o in operations.values() if not o.entry.visible}
+        forked = sum(len(o.children) for o in operations.values())
+        assert self._held == len(self._entries) + len(unseen) + forked
         for ticket, operation in operations.items():
             entry = operation.entry
             assert operation.ticket == ticket
@@ -566,6 +605,10 @@ class CacheTable:
             children = sum(len(o.children) for o in its)
             shown = sum(1 for e in self._entries.values() if e.worker is worker)
             assert worker.sequences == shown + len(hidden) + children
+
+
+def _tokens_of(request: Request) -> int:
+    return len(request.token_ids) if isinstance(request, Append) else 0
 
 
 def _lost(entry: CacheEntry) -> QuireError:

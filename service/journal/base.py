@@ -28,3 +28,7 @@ class Journal(Protocol):
 
     def __len__(self) -> int:
         """How many caches there are."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What the journal takes, against which a budget is held."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,11 +14,15 @@ from service.caches.records import (
     TokensAppended,
 )
 from service.journal.base import JournalConflict
+from service.journal.chunks import ChunkedTokens, ChunkStore
+
+# A cache but for its tokens, about.
+_ENTRY_BYTES = 512
 
 
 @dataclass(slots=True)
 class _Journaled:
-    token_ids: array[int]  # uint32: a quarter of a list of ints
+    tokens: ChunkedTokens
     prompt_len: int
     epoch: int
     seed: int
@@ -31,13 +34,19 @@ class MemoryJournal:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Journaled] = {}
+        self._store = ChunkStore()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def token_ids(self, cache_id: str) -> Sequence[int]:
         """The tokens of a cache, as a copy. Raises KeyError for an unknown one."""
-        return self._entries[cache_id].token_ids[:]
+        return self._entries[cache_id].tokens.copy()
+
+    @property
+    def size_bytes(self) -> int:
+        """What the caches and their tokens take, about; what forks share is counted once."""
+        return self._store.size_bytes + _ENTRY_BYTES * len(self._entries)
 
     def append(self, records: Sequence[Record]) -> None:
         """Applies records in order. Raises JournalConflict, applying none of the conflicting one."""
@@ -49,37 +58,40 @@ class MemoryJournal:
             case TokensAppended():
                 self._append_tokens(record)
             case CacheCreated():
-                self._insert(record.cache_id, _Journaled(array("I"), 0, 0, record.seed, record.lease_s))
+                self._check_new(record.cache_id)
+                created = _Journaled(ChunkedTokens(), 0, 0, record.seed, record.lease_s)
+                self._entries[record.cache_id] = created
             case CacheTruncated():
                 entry = self._entry(record.cache_id)
-                if record.new_len > len(entry.token_ids):
-                    raise JournalConflict(f"truncate to {record.new_len} of {len(entry.token_ids)} tokens")
-                del entry.token_ids[record.new_len :]
+                if record.new_len > entry.tokens.length:
+                    raise JournalConflict(f"truncate to {record.new_len} of {entry.tokens.length} tokens")
+                self._store.cut(entry.tokens, record.new_len)
                 entry.prompt_len = min(entry.prompt_len, record.new_len)
             case CacheForked():
                 parent = self._entry(record.parent)
-                copy = _Journaled(
-                    parent.token_ids[:], parent.prompt_len, parent.epoch, record.seed, record.lease_s
-                )
-                self._insert(record.cache_id, copy)
+                self._check_new(record.cache_id)
+                tokens = self._store.fork(parent.tokens)
+                copy = _Journaled(tokens, parent.prompt_len, parent.epoch, record.seed, record.lease_s)
+                self._entries[record.cache_id] = copy
             case CacheReleased():
-                if self._entries.pop(record.cache_id, None) is None:
+                released = self._entries.pop(record.cache_id, None)
+                if released is None:
                     raise JournalConflict("release of an unknown cache")
+                self._store.cut(released.tokens, 0)
 
     def _append_tokens(self, record: TokensAppended) -> None:
         entry = self._entry(record.cache_id)
-        if record.position != len(entry.token_ids):
-            raise JournalConflict(f"append at {record.position} of {len(entry.token_ids)} tokens")
+        if record.position != entry.tokens.length:
+            raise JournalConflict(f"append at {record.position} of {entry.tokens.length} tokens")
         if record.epoch < entry.epoch:
             raise JournalConflict(f"append by epoch {record.epoch} after epoch {entry.epoch}")
-        entry.token_ids.extend(record.token_ids)
+        self._store.extend(entry.tokens, record.token_ids)
         entry.prompt_len = record.prompt_len
         entry.epoch = record.epoch
 
-    def _insert(self, cache_id: str, entry: _Journaled) -> None:
+    def _check_new(self, cache_id: str) -> None:
         if cache_id in self._entries:
             raise JournalConflict("the cache exists already")
-        self._entries[cache_id] = entry
 
     def _entry(self, cache_id: str) -> _Journaled:
         entry = self._entries.get(cache_id)

@@ -1,0 +1,97 @@
+"""Sequences of tokens that share what they have in common, and how many bytes they all take.
+
+A sequence is a list of chunks, all full but the last. Forks hold the same chunks; one that others hold too is
+never written to: who appends to it or cuts it gets a copy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+# A fork costs a pointer for each chunk of its parent, and one copied chunk once it goes its own way.
+CHUNK_TOKENS = 256
+_TOKEN_BYTES = array("I").itemsize
+# A chunk but for its tokens, and a sequence's pointer to it.
+_CHUNK_BYTES = 144
+_POINTER_BYTES = 8
+
+
+class _Chunk:
+    __slots__ = ("holders", "token_ids")
+
+    def __init__(self, token_ids: array[int]) -> None:
+        self.token_ids = token_ids
+        self.holders = 1
+
+
+class ChunkStore:
+    """Owner of the chunks, and the only one who changes them."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+
+    def fork(self, parent: ChunkedTokens) -> ChunkedTokens:
+        """The same tokens once more."""
+        for chunk in parent.chunks:
+            chunk.holders += 1
+        self.size_bytes += _POINTER_BYTES * len(parent.chunks)
+        return ChunkedTokens(parent.chunks[:], parent.length)
+
+    def extend(self, tokens: ChunkedTokens, token_ids: Sequence[int]) -> None:
+        """Appends tokens."""
+        rest = array("I", token_ids)
+        room = -tokens.length % CHUNK_TOKENS
+        if room:
+            self._own_last(tokens).extend(rest[:room])
+            self.size_bytes += _TOKEN_BYTES * min(room, len(rest))
+        for start in range(room, len(rest), CHUNK_TOKENS):
+            self._push(tokens, rest[start : start + CHUNK_TOKENS])
+        tokens.length += len(rest)
+
+    def cut(self, tokens: ChunkedTokens, new_len: int) -> None:
+        """Drops all but the first `new_len` tokens, of which there are as many."""
+        while (len(tokens.chunks) - 1) * CHUNK_TOKENS >= new_len and tokens.chunks:
+            self._pop(tokens)
+        keep = new_len - (len(tokens.chunks) - 1) * CHUNK_TOKENS
+        if tokens.chunks and keep < len(tokens.chunks[-1].token_ids):
+            last = self._own_last(tokens)
+            self.size_bytes -= _TOKEN_BYTES * (len(last) - keep)
+            del last[keep:]
+        tokens.length = new_len
+
+    def _own_last(self, tokens: ChunkedTokens) -> array[int]:
+        """The last chunk, which nobody else holds from now on."""
+        if tokens.chunks[-1].holders > 1:
+            copy = tokens.chunks[-1].token_ids[:]
+            self._pop(tokens)
+            self._push(tokens, copy)
+        return tokens.chunks[-1].token_ids
+
+    def _push(self, tokens: ChunkedTokens, token_ids: array[int]) -> None:
+        tokens.chunks.append(_Chunk(token_ids))
+        self.size_bytes += _POINTER_BYTES + _CHUNK_BYTES + _TOKEN_BYTES * len(token_ids)
+
+    def _pop(self, tokens: ChunkedTokens) -> None:
+        chunk = tokens.chunks.pop()
+        self.size_bytes -= _POINTER_BYTES
+        chunk.holders -= 1
+        if chunk.holders == 0:
+            self.size_bytes -= _CHUNK_BYTES + _TOKEN_BYTES * len(chunk.token_ids)
+
+
+class ChunkedTokens:
+    """The tokens of one sequence. Changed by the store only."""
+
+    __slots__ = ("chunks", "length")
+
+    def __init__(self, chunks: list[_Chunk] | None = None, length: int = 0) -> None:
+        self.chunks = [] if chunks is None else chunks
+        self.length = length
+
+    def copy(self) -> array[int]:
+        """All tokens, as a copy."""
+        copied = array("I")
+        for chunk in self.chunks:
+            copied.extend(chunk.token_ids)
+        return copied
