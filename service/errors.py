@@ -10,6 +10,9 @@
     ├── KvExhausted            RESOURCE_EXHAUSTED   KV_EXHAUSTED
     ├── QueueFull              RESOURCE_EXHAUSTED   QUEUE_FULL
     ├── SlowConsumer           RESOURCE_EXHAUSTED   SLOW_CONSUMER
+    ├── QuotaExceeded          RESOURCE_EXHAUSTED   QUOTA
+    ├── Unauthenticated        UNAUTHENTICATED      reason given by the door: NO_TOKEN, BAD_TOKEN, BAD_CERTIFICATE
+    ├── RoleMissing            PERMISSION_DENIED    ROLE_MISSING
     ├── NoWorker               UNAVAILABLE          NO_WORKER
     ├── Draining               UNAVAILABLE          DRAINING
     ├── WorkerLost             UNAVAILABLE          WORKER_LOST
@@ -156,6 +159,40 @@ class SlowConsumer(QuireError):
 
     def __init__(self, stalled_s: float) -> None:
         super().__init__(f"no answer was read for {stalled_s:g} seconds; what was not answered is undone")
+
+
+class QuotaExceeded(QuireError):
+    """The tenant holds, or asks for, as much as it may."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "QUOTA"
+
+    def __init__(self, quota: str, limit: float, retry_after_s: float | None = None) -> None:
+        super().__init__(
+            f"the tenant's quota {quota} of {limit:g} is used up",
+            metadata={"quota": quota, "limit": f"{limit:g}"},
+            retry_after_s=retry_after_s,
+        )
+
+
+class Unauthenticated(QuireError):
+    """Nobody knows who calls. Says nothing of which tokens exist."""
+
+    code = "UNAUTHENTICATED"
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RoleMissing(QuireError):
+    """The caller is known and may not make this call."""
+
+    code = "PERMISSION_DENIED"
+    reason = "ROLE_MISSING"
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"this call needs the role {role}", metadata={"role": role})
 
 
 class NoWorker(QuireError):
