@@ -93,8 +93,8 @@ class Dispatcher:
     ) -> list[int]:
         """Starts requests together; `on_outcome` is called once for each, maybe before this returns.
 
-        `caller` is a number from `new_caller`, `tenant` whose it is. Returns their tickets, with which they can
-        be cancelled.
+        `caller` is a number from `new_caller`, `tenant` whose it is. Returns their tickets, with which they
+        can be cancelled.
         """
         now_s = self._clock_s()
         tickets = []

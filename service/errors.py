@@ -11,7 +11,7 @@
     ├── QueueFull              RESOURCE_EXHAUSTED   QUEUE_FULL
     ├── SlowConsumer           RESOURCE_EXHAUSTED   SLOW_CONSUMER
     ├── QuotaExceeded          RESOURCE_EXHAUSTED   QUOTA
-    ├── Unauthenticated        UNAUTHENTICATED      reason given by the door: NO_TOKEN, BAD_TOKEN, BAD_CERTIFICATE
+    ├── Unauthenticated        UNAUTHENTICATED      reason given by the door
     ├── RoleMissing            PERMISSION_DENIED    ROLE_MISSING
     ├── NoWorker               UNAVAILABLE          NO_WORKER
     ├── Draining               UNAVAILABLE          DRAINING

@@ -6,10 +6,14 @@ A pipe that nobody reads would otherwise stop the thread that logs, and with it 
 from __future__ import annotations
 
 import collections
+import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+
+import structlog
 
 # What may wait to be written.
 _MAX_WAITING_BYTES = 4 << 20
@@ -81,3 +85,12 @@ class BackgroundLog:
             except OSError:
                 return False
         return True
+
+
+@functools.cache
+def background_log() -> BackgroundLog:
+    """The one writer of this process to standard error."""
+    log = structlog.get_logger("workers")
+    return BackgroundLog(
+        sys.stderr.fileno(), lambda lines: log.warning("log lines were dropped", lines=lines)
+    )
