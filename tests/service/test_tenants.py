@@ -143,7 +143,9 @@ def test_a_tenant_has_so_many_caches_and_others_have_theirs(gateway: Shared) -> 
     alice = Tenant("alice", Quota(max_caches=2))
     cache = gateway.make(alice, 1, request_id="r")
     gateway.make(alice, 2)
-    assert [refused(o) for o in gateway.ask_as(alice, prefill(3), Fork(cache, 1))] == [("max_caches", None)] * 2
+    assert [refused(o) for o in gateway.ask_as(alice, prefill(3), Fork(cache, 1))] == [
+        ("max_caches", None)
+    ] * 2
     assert gateway.make(alice, 1, request_id="r") == cache, "a repetition makes none"
     gateway.make(Tenant("bob"), 3)
     gateway.ask_as(alice, Release(cache))
