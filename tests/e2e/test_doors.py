@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -90,10 +91,12 @@ def test_who_is_not_known_or_may_not(guarded: Guarded) -> None:
 def test_reflection_can_be_switched_off(guarded: Guarded) -> None:
     with guarded.connect() as channel:
         for name in ("v1", "v1alpha"):
-            call = channel.stream_stream(f"/grpc.reflection.{name}.ServerReflection/ServerReflectionInfo")
+            call: Any = channel.stream_stream(
+                f"/grpc.reflection.{name}.ServerReflection/ServerReflectionInfo"
+            )
             metadata = [("authorization", f"Bearer {guarded.tokens['alice']}")]
             with pytest.raises(grpc.RpcError) as caught:
-                list(call(iter([]), metadata=metadata, timeout=30))  # type: ignore[arg-type]
+                list(call(iter([]), metadata=metadata, timeout=30))
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
 
 
@@ -168,7 +171,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
             for _ in range(1000):  # each makes a line of 200 bytes
                 client.model_info()
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                health = health_pb2_grpc.HealthStub(channel)
+                health: Any = health_pb2_grpc.HealthStub(channel)
                 answer = health.Check(health_pb2.HealthCheckRequest(), timeout=30)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
         gateway.send_signal(signal.SIGTERM)

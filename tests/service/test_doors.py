@@ -89,7 +89,7 @@ class Servicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         tenant = current_tenant()
         self.seen.append("-" if tenant is None else tenant.name)
 
-    async def Session(self, request: Any, context: Any) -> None:
+    async def Session(self, request: Any, context: Any) -> None:  # type: ignore[override]
         self._note()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from service.caches.placement import Placement
@@ -60,7 +62,7 @@ def test_a_strangers_cache_does_not_exist(gateway: Shared, stranger: Tenant | No
     for request in requests:
         for answer, unknown in zip(
             gateway.ask_as(stranger, request),
-            gateway.ask_as(stranger, type(request)(**{**_fields(request), "cache_id": "kv_unknown"})),
+            gateway.ask_as(stranger, dataclasses.replace(request, cache_id="kv_unknown")),
             strict=True,
         ):
             assert isinstance(answer, CacheNotFound) and isinstance(unknown, CacheNotFound)
@@ -68,10 +70,6 @@ def test_a_strangers_cache_does_not_exist(gateway: Shared, stranger: Tenant | No
     assert gateway.ask_as(stranger, Release(cache)) == [Released(released=False)]
     assert list(gateway.table.handles(stranger)) == []
     assert [handle.seq_len for _, handle in gateway.table.handles(alice)] == [2]
-
-
-def _fields(request: Request) -> dict[str, object]:
-    return {name: getattr(request, name) for name in request.__slots__}
 
 
 def test_a_fork_releases_nothing_of_others(gateway: Shared) -> None:
