@@ -13,6 +13,9 @@
     ├── JournalFull            RESOURCE_EXHAUSTED   JOURNAL_FULL
     ├── AnswersFull            RESOURCE_EXHAUSTED   ANSWERS_FULL
     ├── SlowConsumer           RESOURCE_EXHAUSTED   SLOW_CONSUMER
+    ├── QuotaExceeded          RESOURCE_EXHAUSTED   QUOTA
+    ├── Unauthenticated        UNAUTHENTICATED      reason given by the door
+    ├── RoleMissing            PERMISSION_DENIED    ROLE_MISSING
     ├── NoWorker               UNAVAILABLE          NO_WORKER
     ├── Draining               UNAVAILABLE          DRAINING
     ├── WorkerLost             UNAVAILABLE          WORKER_LOST
@@ -211,6 +214,40 @@ class SlowConsumer(QuireError):
 
     def __init__(self, stalled_s: float) -> None:
         super().__init__(f"no answer was read for {stalled_s:g} seconds; what was not answered is undone")
+
+
+class QuotaExceeded(QuireError):
+    """The tenant holds, or asks for, as much as it may."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "QUOTA"
+
+    def __init__(self, quota: str, limit: float, retry_after_s: float | None = None) -> None:
+        super().__init__(
+            f"the tenant's quota {quota} of {limit:g} is used up",
+            metadata={"quota": quota, "limit": f"{limit:g}"},
+            retry_after_s=retry_after_s,
+        )
+
+
+class Unauthenticated(QuireError):
+    """Nobody knows who calls. Says nothing of which tokens exist."""
+
+    code = "UNAUTHENTICATED"
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RoleMissing(QuireError):
+    """The caller is known and may not make this call."""
+
+    code = "PERMISSION_DENIED"
+    reason = "ROLE_MISSING"
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"this call needs the role {role}", metadata={"role": role})
 
 
 class NoWorker(QuireError):

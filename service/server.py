@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,8 +28,10 @@ from service.caches.placement import WorkerView
 from service.caches.table import CacheTable, Limits
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config
 from service.dispatcher import Dispatcher
+from service.doors.doors import Doors
+from service.doors.tls import server_credentials
 from service.journal.memory import MemoryJournal
-from service.logging import get_logger
+from service.logging import drain_log, get_logger
 from service.pool.base import PoolFailed, WorkerSlot
 from service.pool.local import LocalLauncher
 from service.pool.supervisor import Supervisor
@@ -61,8 +62,10 @@ class Gateway:
         self.state.slots = self.pool.slots
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
         self.health = health.aio.HealthServicer()
+        self.doors = Doors.of(config)
+        self.credentials = server_credentials(config)
         self.server = grpc.aio.server(
-            interceptors=[CallInterceptor()],
+            interceptors=[CallInterceptor(self.doors)],
             options=[
                 ("grpc.max_receive_message_length", config.max_request_bytes),
                 ("grpc.max_send_message_length", config.max_response_bytes),
@@ -82,8 +85,12 @@ class Gateway:
         servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, self.api)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
-        add_reflection(self.server, (EXECUTOR_SERVICE, health.SERVICE_NAME))
-        port = self.server.add_insecure_port(self.config.listen)
+        if self.config.reflection == "on":
+            add_reflection(self.server, (EXECUTOR_SERVICE, health.SERVICE_NAME))
+        if self.credentials is None:
+            port = self.server.add_insecure_port(self.config.listen)
+        else:
+            port = self.server.add_secure_port(self.config.listen, self.credentials)
         await self.server.start()
         return port
 
@@ -92,6 +99,8 @@ class Gateway:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(), name="pool")
             group.create_task(self.dispatcher.expire_leases(), name="leases")
+            if self.doors is not None:
+                group.create_task(self.doors.watch(), name="doors")
 
     async def drain(self) -> None:
         """Stops taking calls and waits for those in flight, for as long as the grace allows."""
@@ -208,7 +217,7 @@ def _stop_on_signals() -> asyncio.Event:
     def on_signal() -> None:
         if stop.is_set():
             _log.warning("stopping at once")
-            sys.stderr.flush()
+            drain_log()
             signal.raise_signal(signal.SIGKILL)
         stop.set()
 

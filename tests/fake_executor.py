@@ -63,6 +63,8 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
     def __init__(self) -> None:
         self.caches: dict[str, list[int]] = {}
         self.calls: dict[str, list[Any]] = defaultdict(list)
+        # What calls said of who makes them.
+        self.authorizations: set[str] = set()
         self.script: list[int] = []
         self.tokenizer_json = b""
         self.max_seq_len = 4096
@@ -220,6 +222,7 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
     @contextmanager
     def _call(self, method: str, request: Any, context: Any) -> Iterator[None]:
         with self._lock:
+            self.authorizations.add(str(dict(context.invocation_metadata()).get("authorization", "")))
             self.calls[method].append(request)
             if self._before[method]:
                 self._abort(self._before[method].pop(0), context)

@@ -19,6 +19,7 @@ from quire.v1 import worker_pb2_grpc
 from quire.v1.worker_pb2 import WorkerConfig
 
 from workers.executors.base import ModelExecutor
+from workers.logging import background_log
 from workers.server import Progress, WorkerServer
 
 # sysexits.h EX_CONFIG: starting again with the same configuration cannot help.
@@ -63,7 +64,7 @@ def _configure_logging(config: WorkerConfig) -> None:
             *_renderers(pretty=pretty),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(background_log()),  # type: ignore[arg-type]  # a stream
     )
 
 
@@ -221,4 +222,6 @@ def main() -> int:
 if __name__ == "__main__":
     sys.stdout.flush()
     # Not sys.exit: a compute thread inside a long step must not hold up the end.
-    os._exit(main())
+    status = main()
+    background_log().drain(_STOP_TIMEOUT_S)
+    os._exit(status)

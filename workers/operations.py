@@ -137,6 +137,8 @@ class Forward:
     caller: int = 0
     prompt_len: int = 0
     ephemeral: bool = False
+    # Of a sequence that begins: it shares pages with those of the same salt only.
+    salt: bytes = b""
     # time.monotonic_ns() after which it is not started any more. None: no limit.
     deadline_ns: int | None = None
     arrived_ns: int = 0

@@ -95,6 +95,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int)
         caller=message.caller,
         prompt_len=message.prompt_len,
         ephemeral=message.ephemeral,
+        salt=message.salt,
         deadline_ns=now_ns + message.timeout_ns if message.timeout_ns else None,
         arrived_ns=now_ns,
     )

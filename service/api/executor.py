@@ -21,6 +21,7 @@ from service.api.calls import CALLS, Call
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.dispatcher import Dispatcher
+from service.doors.doors import current_tenant
 from service.errors import InvalidArgument
 from service.pool.base import WorkerSlot
 from service.pool.supervisor import Supervisor
@@ -43,7 +44,7 @@ class ExecutorApi:
         """Runs one call of the table."""
         timeout_s = validation.timeout_seconds(context.time_remaining())
         plan = call.plan(request, self._state.limits, timeout_s)
-        return plan.answer(await self._dispatcher.run(plan.requests))
+        return plan.answer(await self._dispatcher.run(plan.requests, current_tenant()))
 
     async def Session(
         self, request_iterator: AsyncIterator[executor_pb2.SessionRequest], context: SessionContext
@@ -69,7 +70,7 @@ class ExecutorApi:
         size = min(request.page_size or validation.DEFAULT_PAGE_SIZE, validation.MAX_PAGE_SIZE)
         response = executor_pb2.ListCachesResponse()
         last = 0
-        for number, handle in self._dispatcher.handles(after):
+        for number, handle in self._dispatcher.handles(after, current_tenant()):
             if len(response.kv_caches) == size:
                 response.next_page_token = str(last)
                 break

@@ -26,6 +26,7 @@ from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.config import Config
 from service.dispatcher import Dispatcher
+from service.doors.doors import current_tenant
 from service.errors import Draining, InternalError, InvalidArgument, QuireError, SlowConsumer
 from service.logging import current_request_id, get_logger
 
@@ -71,6 +72,7 @@ class Session:
         self._context = context
         # However many calls it has in flight, in a worker's queue it is one caller among others.
         self._caller = dispatcher.new_caller()
+        self._tenant = current_tenant()
         self._open: dict[int, _OpenCall] = {}
         # What the answers of open calls may weigh, and what those that wait to be written do.
         self._open_bytes = 0
@@ -150,7 +152,7 @@ class Session:
         places = [(call, index) for call in calls for index in range(len(call.plan.requests))]
         everything = [request for call in calls for request in call.plan.requests]
         tickets = self._dispatcher.start(
-            everything, lambda i, outcome: self._on_outcome(*places[i], outcome), self._caller
+            everything, lambda i, outcome: self._on_outcome(*places[i], outcome), self._caller, self._tenant
         )
         for (call, _), ticket in zip(places, tickets, strict=True):
             call.tickets.append(ticket)

@@ -46,6 +46,8 @@ def _fill_forward(body: worker_pb2.ForwardCommand, command: effects.ForwardSeque
     body.caller = command.caller
     body.prompt_len = command.prompt_len
     body.ephemeral = command.ephemeral
+    if command.position == 0:
+        body.salt = command.salt
     if isinstance(append.output, types_pb2.OutputOptions):
         body.output.CopyFrom(append.output)
         if body.output.HasField("sampling") and not body.output.sampling.HasField("seed"):

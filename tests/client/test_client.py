@@ -19,6 +19,7 @@ from quire import (
     SamplingParams,
     Unavailable,
 )
+from quire.v1 import executor_pb2
 
 from tests.fake_executor import FakeExecutor, rich_status
 
@@ -198,3 +199,16 @@ def test_an_error_without_details(client: Client, executor: FakeExecutor) -> Non
     executor.fail("GetStatus", bare)
     with pytest.raises(InternalError, match="DATA_LOSS: odd"):
         client.status()
+
+
+def test_a_token_goes_with_every_call(target: str, executor: FakeExecutor) -> None:
+    with Client(target, token="secret", timeout_s=20) as client:
+        client.model_info()
+        client.prefill([1]).decode(2)
+        client.stub.GetStatus(executor_pb2.GetStatusRequest(), metadata=client.metadata)
+    assert executor.authorizations == {"Bearer secret"}
+    assert Client(target).metadata is None
+    for wrong in ("a b", "a\n", "é"):
+        with pytest.raises(ValueError, match="printable ASCII") as caught:
+            Client(target, token=wrong)
+        assert wrong not in str(caught.value)

@@ -85,7 +85,7 @@ class RealWorker:
 
     def held(self) -> dict[int, list[int]]:
         """The tokens of every sequence."""
-        return {sequence.key: sequence.token_ids for sequence in self.engine._kv_table}
+        return {sequence.key: list(sequence.token_ids) for sequence in self.engine._kv_table}
 
     def _note_begin(self, op: Forward) -> RunningForward:
         self.begun.append(op.op_id)

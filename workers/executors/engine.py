@@ -65,7 +65,7 @@ class Engine:
         table = self._kv_table
         sequence = table.get(op.sequence)
         if sequence is None and op.position == 0:
-            sequence = table.create(op.sequence)
+            sequence = table.create(op.sequence, op.salt)
         if sequence is None or len(sequence) < op.position:
             raise KvMissing(f"{len(sequence or ())} tokens of {op.position}")
         if len(sequence) > op.position:
