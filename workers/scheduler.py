@@ -3,9 +3,9 @@
 Two classes. *Short* forwards (decodes, verifies, the end of a prefill) go first, because a caller waits for
 every one of their tokens; *long* forwards (prefills) are cut into chunks that fill what is left of the step.
 In each class callers take turns by what their forwards cost, so that it does not matter to the others how
-much one of them has queued; see `forward_queue.Lane`. Who is alone may fill a step with short forwards; beside
-others he gets a share that does not make it much longer for them; see `step_shares`. Neither class can starve
-the other:
+much one of them has queued; see `forward_queue.Lane`. Who is alone may fill a step with short forwards;
+beside others he gets a share that does not make it much longer for them; see `step_shares`. Neither class can
+starve the other:
 
 - While a long forward waits, short ones may use only three quarters of the step: a quarter of the tokens
   and rows, and one item, are held back for the first long one, as far as it can use them. A quarter
@@ -77,7 +77,8 @@ class Scheduler:
 
     One cycle: `next_batch`, run it, then `advance` or `remove` for each chunk. A chunk that is neither is
     offered again. Not thread-safe and not reentrant: `begin` must not call it. A step costs
-    O(batch * log(held)) and, for each forward that enters or leaves, a memmove of a lane (8 bytes each).
+    O(callers + batch * log(held)) and, for each forward that enters or leaves, a memmove of a lane (8 bytes
+    each); and a glance at each short forward of callers who have had their share of it.
     """
 
     def __init__(
