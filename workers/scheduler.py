@@ -77,7 +77,8 @@ class Scheduler:
 
     One cycle: `next_batch`, run it, then `advance` or `remove` for each chunk. A chunk that is neither is
     offered again. Not thread-safe and not reentrant: `begin` must not call it. A step costs
-    O(batch * log(held)) and, for each forward that enters or leaves, a memmove of a lane (8 bytes each).
+    O(callers + batch * log(held)) and, for each forward that enters or leaves, a memmove of a lane (8 bytes
+    each); and a glance at each short forward of callers who have had their share of it.
     """
 
     def __init__(

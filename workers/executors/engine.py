@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -212,6 +212,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises IntegrityError if the pool contradicts the sequences."""
         self._kv_table.check_integrity()
+
+    def walk_integrity(self) -> Iterator[None]:
+        """The same in slices, between which the engine may be used."""
+        return self._kv_table.walk_integrity()
 
     def _known(self, sequence: int) -> KvSequence:
         known = self._kv_table.get(sequence)

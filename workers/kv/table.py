@@ -16,10 +16,10 @@ thread of the step loop owns it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from workers.kv.integrity import IntegrityWalk
 from workers.kv.page_pool import IntegrityError, PagePool
 from workers.kv.prefix_index import page_digest, root_digest
 from workers.kv.shared_list import SharedList, TokenList
@@ -79,6 +79,8 @@ class KvTable:
         self._prefix_hit_tokens = 0
         self._prefix_query_tokens = 0
         self._copied_pages = 0
+        # Checks under way: told of every page that a sequence gets or loses.
+        self._walks: list[IntegrityWalk] = []
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -91,6 +93,8 @@ class KvTable:
         if key in self._sequences:
             raise ValueError(f"sequence {key} exists")
         seq = self._sequences[key] = KvSequence(key, salt)
+        for walk in self._walks:
+            walk.born(key)
         return seq
 
     def get(self, key: int) -> KvSequence | None:
@@ -126,6 +130,8 @@ class KvTable:
             seq.digests.append(digest)
             seq.token_ids.extend(page_tokens)
             reused_tokens += page_size
+        for walk in self._walks:
+            walk.gained(seq.key, seq.pages[len(seq.pages) - reused_tokens // page_size :])
         seq.reserved_len_tokens += reused_tokens
         self._tokens += reused_tokens
         return reused_tokens
@@ -154,6 +160,9 @@ class KvTable:
         end = max(seq.reserved_len_tokens, len(seq) + n)
         missing_pages = self._pages_for(end) - len(seq.pages)
         fresh = self._pool.allocate(missing_pages + shared)
+        for walk in self._walks:
+            walk.gained(seq.key, fresh)
+            walk.lost(seq.key, seq.pages[written_page : written_page + shared])
 
         copies = []
         if shared:
@@ -215,6 +224,8 @@ class KvTable:
                 # It may have been the twin of a page that is gone by now, and be the canonical one from here.
                 self._pool.publish(page, seq.digests[i])
             self._pool.decref(page)
+        for walk in self._walks:
+            walk.lost(seq.key, seq.pages[kept_pages:])
         self._tokens -= len(seq) - new_len
         del seq.pages[kept_pages:]
         seq.digests.cut(new_len // self.page_size)
@@ -242,6 +253,8 @@ class KvTable:
             child = self.create(key, seq.salt)
             child.token_ids = seq.token_ids.copy()
             child.pages = pages.copy()
+            for walk in self._walks:
+                walk.gained(key, pages)
             child.digests = seq.digests.copy()
             child.reserved_len_tokens = len(seq)
             self._tokens += len(seq)
@@ -279,41 +292,19 @@ class KvTable:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pool and sequences agree page by page. O(pages held)."""
-        self._pool.check_integrity()
-        holders: Counter[int] = Counter()
-        for key, seq in self._sequences.items():
-            if seq.key != key:
-                raise IntegrityError(f"sequence {seq.key} is listed as {key}")
-            if len(set(seq.pages)) != len(seq.pages):
-                raise IntegrityError(f"sequence {key} holds a page twice")
-            self._check_sequence(seq)
-            holders.update(seq.pages)
-        for page in range(self._pool.num_pages):
-            if holders[page] != self._pool.refcount(page):
-                raise IntegrityError(
-                    f"page {page} has {self._pool.refcount(page)} references,"
-                    f" {holders[page]} sequences hold it"
-                )
+        for _ in self.walk_integrity():
+            pass
+
+    def walk_integrity(self) -> Iterator[None]:
+        """The same in slices: whoever goes on with it may use the table between two of them."""
+        walk = IntegrityWalk(self._sequences, self._pool, self.page_size)
+        self._walks.append(walk)
+        try:
+            yield from walk.slices()
+        finally:
+            self._walks.remove(walk)
         if self._tokens != sum(map(len, self._sequences.values())):
             raise IntegrityError(f"{self._tokens} tokens counted, the sequences disagree")
-
-    def _check_sequence(self, seq: KvSequence) -> None:
-        full_pages, offset = divmod(len(seq), self.page_size)
-        if len(seq.digests) != full_pages:
-            raise IntegrityError(f"sequence {seq.key}: {len(seq.digests)} digests, {full_pages} full pages")
-        if seq.reserved_len_tokens < len(seq):
-            raise IntegrityError(f"sequence {seq.key}: more tokens committed than reserved")
-        if len(seq.pages) != self._pages_for(seq.reserved_len_tokens):
-            raise IntegrityError(
-                f"sequence {seq.key}: {len(seq.pages)} pages for {seq.reserved_len_tokens} tokens"
-            )
-        for page, digest in zip(seq.pages, seq.digests, strict=False):
-            if self._pool.digest_of(page) not in (None, digest):
-                raise IntegrityError(f"sequence {seq.key}: page {page} is indexed as holding other tokens")
-        written_to = full_pages if offset == 0 or seq.reserved_len_tokens > len(seq) else full_pages + 1
-        for page in seq.pages[written_to:]:
-            if self._pool.is_indexed(page):
-                raise IntegrityError(f"sequence {seq.key}: page {page} is open for writing but indexed")
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
