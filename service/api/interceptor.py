@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias, cast
 
 import grpc
-from google.protobuf import message as protobuf_message
 from grpc_status import rpc_status
 
+from service.api.parsing import Large, Malformed, MessageLimits, tolerant
 from service.api.status import to_status
-from service.errors import InternalError, InvalidArgument, NoWorker, QuireError
+from service.errors import InternalError, NoWorker, QuireError
 from service.logging import bind_request_id, get_logger
 
 _log = get_logger(__name__)
@@ -34,22 +34,6 @@ Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any] | AsyncIterator[Any]]
 
 
-class Malformed:
-    """Stands for a message that could not be parsed: grpc itself would answer INTERNAL."""
-
-
-def tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Lets the handler answer what cannot be parsed: it is given a Malformed instead."""
-
-    def parse(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except protobuf_message.DecodeError:
-            return Malformed()
-
-    return parse
-
-
 # Each shape of a call: where a handler has its behaviour, and what makes such a handler.
 _SHAPES = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -62,7 +46,8 @@ _SHAPES = {
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps our own handlers, of every shape. Others (health, reflection) pass through."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: MessageLimits | None = None) -> None:
+        self._limits = limits or MessageLimits()
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -79,7 +64,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         place, make = _SHAPES[handler.request_streaming, handler.response_streaming]
         wrapped = make(
             _surround(method.rpartition("/")[2], getattr(handler, place)),
-            request_deserializer=tolerant(cast(Callable[[bytes], Any], handler.request_deserializer)),
+            request_deserializer=tolerant(
+                cast(Callable[[bytes], Any], handler.request_deserializer), self._limits
+            ),
             response_serializer=handler.response_serializer,
         )
         self._wrapped[method] = wrapped
@@ -88,15 +75,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 def _surround(rpc: str, behaviour: Behaviour) -> Behaviour:
     async def handle(request: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
+        if isinstance(request, Large):
+            request = await request.parsed()
         request_id = _request_id(request, context)
         bind_request_id(request_id)
         started_s = time.monotonic()
         try:
             if isinstance(request, Malformed):
-                raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not a valid message")
+                raise request.error
             response = await _finished(behaviour(request, context), context)
         except QuireError as error:
-            failure = error
+            failure = error.untraced()
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

@@ -12,7 +12,7 @@ _FEW = 64
 
 
 class Listing:
-    """Reads the table's entries. Ids of those that are gone stay in it until they are as many as the others."""
+    """Reads the table's entries. Ids of those that are gone stay until they are as many as the others."""
 
     def __init__(self, entries: Mapping[str, CacheEntry]) -> None:
         self._entries = entries
