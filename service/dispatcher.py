@@ -215,7 +215,6 @@ class Dispatcher:
     def _reply(self, ticket: int, outcome: Outcome) -> None:
         if isinstance(outcome, InternalError) and outcome.__cause__ is not None:
             _log.error("a request could not be started", exc_info=outcome.__cause__)
-            outcome.__cause__ = None
         waiting = self._waiting.pop(ticket, None)
         if waiting is not None:
             on_outcome, index = waiting

@@ -80,6 +80,11 @@ class InvalidArgument(QuireError):
         return InvalidArgument(self.reason, f"{prefix}.{self.field}", self.message)
 
 
+def too_many(field: str, limit: int) -> InvalidArgument:
+    """More calls in a message, items in a batch or fields in either than the server takes at a time."""
+    return InvalidArgument(f"TOO_MANY_{field.upper()}", field, f"at most {limit} {field} are taken at a time")
+
+
 class CacheNotFound(QuireError):
     """Never existed, released, expired, or another tenant's."""
 

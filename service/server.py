@@ -21,6 +21,8 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
 
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor
+from service.api.loop_watch import LoopWatch
+from service.api.parsing import MessageLimits
 from service.api.reflection import add_reflection
 from service.api.server_state import ServerState
 from service.caches.effects import Event
@@ -55,17 +57,25 @@ class Gateway:
             max_queued_operations=config.max_queued_operations,
             default_lease_s=config.default_lease_s,
             max_lease_s=config.max_lease_s,
+            max_caches=config.max_caches,
+            max_journal_bytes=config.max_journal_bytes,
         )
         self.pool = Supervisor(config, _model_argument(config.model), LocalLauncher(config.data_dir), self)
         self.dispatcher = Dispatcher(CacheTable(limits), MemoryJournal(), self.pool.send)
         self.state = ServerState(config)
         self.state.slots = self.pool.slots
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
+        messages = MessageLimits(
+            config.max_calls_per_message,
+            config.max_items_per_call,
+            max_seq_tokens=lambda: self.state.max_seq_tokens,
+        )
+        self.watch = LoopWatch()
         self.health = health.aio.HealthServicer()
         self.doors = Doors.of(config)
         self.credentials = server_credentials(config)
         self.server = grpc.aio.server(
-            interceptors=[CallInterceptor(self.doors)],
+            interceptors=[CallInterceptor(messages, self.doors)],
             options=[
                 ("grpc.max_receive_message_length", config.max_request_bytes),
                 ("grpc.max_send_message_length", config.max_response_bytes),
@@ -101,6 +111,7 @@ class Gateway:
             group.create_task(self.dispatcher.expire_leases(), name="leases")
             if self.doors is not None:
                 group.create_task(self.doors.watch(), name="doors")
+            group.create_task(self.watch.run(), name="watch")
 
     async def drain(self) -> None:
         """Stops taking calls and waits for those in flight, for as long as the grace allows."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from quire.v1 import executor_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
 from service.api.validation import RequestLimits
@@ -20,6 +21,10 @@ _OnCache: TypeAlias = (
 )
 
 
+# Each cache keeps its last answer, and what was asked for, up to this size.
+_MAX_KEPT_BYTES = 1 << 14
+
+
 def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Prefill. Raises InvalidArgument, and Unsupported for an adapter."""
     validation.check_tokens(request.token_ids, limits)
@@ -29,7 +34,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
         limits,
         timeout_s,
         kind=Kind.PREFILL,
-        token_ids=list(request.token_ids),
+        token_ids=_packed(request.token_ids),
         rows=1,
         lease_s=validation.lease_seconds(request.lease) if request.HasField("lease") else None,
         request_id=request.request_id,
@@ -51,7 +56,7 @@ def verify(
     validation.check_cache_id(request.cache_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_accept(request)
-    token_ids = list(request.token_ids)
+    token_ids = _packed(request.token_ids)
     return _append(
         request,
         limits,
@@ -71,14 +76,14 @@ def unified_item(
     is_final = item.is_final_chunk or not item.HasField("is_final_chunk")
     is_decode = bool(item.cache_id) and is_final and len(item.token_ids) == 1
     kind = Kind.DECODE if is_decode else Kind.PREFILL
-    return _append(item, limits, timeout_s, kind=kind, token_ids=list(item.token_ids), rows=int(is_final))
+    return _append(item, limits, timeout_s, kind=kind, token_ids=_packed(item.token_ids), rows=int(is_final))
 
 
 def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Forward: an output for every token, and no cache. Raises InvalidArgument."""
     validation.check_tokens(request.token_ids, limits)
-    token_ids = list(request.token_ids)
-    output = request.output if request.HasField("output") else None
+    token_ids = _packed(request.token_ids)
+    output, answer_bytes = _checked_output(request, limits, len(token_ids))
     return Append(
         kind=Kind.SCORE,
         cache_id="",
@@ -86,7 +91,7 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
         rows=len(token_ids),
         output=output,
         timeout_s=timeout_s,
-        answer_bytes=validation.check_output(output, limits, len(token_ids)),
+        answer_bytes=answer_bytes,
     )
 
 
@@ -104,7 +109,8 @@ def _append(
     position = request.position if request.HasField("position") else None
     if position and not request.cache_id:
         raise InvalidArgument("BAD_POSITION", "position", "a new cache starts at position 0")
-    output = request.output if request.HasField("output") else None
+    output, answer_bytes = _checked_output(request, limits, rows)
+    kept_bytes = answer_bytes + (0 if output is None else output.ByteSize())
     return Append(
         kind=kind,
         cache_id=request.cache_id,
@@ -113,7 +119,28 @@ def _append(
         rows=rows,
         output=output,
         timeout_s=timeout_s,
-        answer_bytes=validation.check_output(output, limits, rows),
+        answer_bytes=answer_bytes,
         has_logits=output is not None and bool(output.logits),
+        is_large=kept_bytes > _MAX_KEPT_BYTES,
         **rest,
     )
+
+
+def _packed(token_ids: Sequence[int]) -> array[int]:
+    """Tokens at 4 bytes each, which as a list of numbers would take 36."""
+    return array("I", token_ids)
+
+
+def _checked_output(
+    request: _OnCache | executor_pb2.ForwardRequest, limits: RequestLimits, rows: int
+) -> tuple[types_pb2.OutputOptions | None, int]:
+    """The options, and the most bytes of an answer. Raises InvalidArgument.
+
+    They are a message of their own: a part of the request would keep all of it in memory.
+    """
+    if not request.HasField("output"):
+        return None, validation.check_output(None, limits, rows)
+    answer_bytes = validation.check_output(request.output, limits, rows)
+    output = types_pb2.OutputOptions()
+    output.CopyFrom(request.output)
+    return output, answer_bytes

@@ -10,7 +10,7 @@ checks the call and does nothing else. A unary call runs one plan; a Session run
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from quire.v1 import executor_pb2
 
 from service.api import answers, appends, validation
+from service.api.breath import Breather
 from service.api.status import to_status
 from service.api.validation import RequestLimits
 from service.caches.requests import Append, Fork, Release, Renew, Request, Result, Truncate
@@ -39,14 +40,19 @@ class Plan:
     answer: Callable[[Sequence[Outcome]], Message]
     # At most about how large the answer will be.
     answer_bytes: int = 0
+    # How much work it is to start, in requests that touch one cache.
+    weight: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the service. `plan` raises InvalidArgument or Unsupported for a request that is wrong."""
+    """One call of the service. `plan` raises a QuireError for a request that is wrong.
+
+    It lets others run while it checks many items.
+    """
 
     method: str
-    plan: Callable[[Any, RequestLimits, float | None], Plan]
+    plan: Callable[[Any, RequestLimits, float | None], Coroutine[Any, Any, Plan]]
 
 
 def _single(method: str, check: _Check, write: _Write) -> Call:
@@ -61,9 +67,11 @@ def _single(method: str, check: _Check, write: _Write) -> Call:
         write(outcome, response)
         return response
 
-    def plan(request: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
+    async def plan(request: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
         checked = check(request, limits, timeout_s)
-        return Plan((checked,), answer, checked.answer_bytes if isinstance(checked, Append) else 0)
+        if isinstance(checked, Append):
+            return Plan((checked,), answer, checked.answer_bytes)
+        return Plan((checked,), answer, weight=1 + checked.count if isinstance(checked, Fork) else 1)
 
     return Call(method, plan)
 
@@ -72,12 +80,15 @@ def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
     """A call of many appends, each with an outcome of its own: who fails does not touch the others."""
     response_type: type[Any] = getattr(executor_pb2, f"{method}Response")
 
-    def plan(batch: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
+    async def plan(batch: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
         validation.check_batch(batch.items, limits)
+        breather = Breather()
         times = Counter(item.cache_id for item in batch.items)
         # An append, or why there is none.
         checked: list[Append | QuireError] = []
         for index, item in enumerate(batch.items):
+            if breather.due:
+                await breather.breathe()
             try:
                 if item.cache_id and times[item.cache_id] > 1:
                     # Which of two should come first, nobody can say: both fail.
@@ -88,7 +99,7 @@ def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
             except InvalidArgument as error:
                 checked.append(error.below(f"items[{index}]"))
             except QuireError as error:
-                checked.append(error)
+                checked.append(error.untraced())
         sizes = (c.answer_bytes if isinstance(c, Append) else validation.ANSWER_BYTES for c in checked)
         answer_bytes = sum(sizes)
         validation.check_response_size(answer_bytes, limits, "items")
@@ -106,7 +117,8 @@ def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
                     write(outcome, result.response)
             return response  # type: ignore[no-any-return]
 
-        return Plan([c for c in checked if isinstance(c, Append)], answer, answer_bytes)
+        requests = [c for c in checked if isinstance(c, Append)]
+        return Plan(requests, answer, answer_bytes, weight=len(checked))
 
     return Call(method, plan)
 

@@ -43,7 +43,8 @@ class ExecutorApi:
     async def run(self, call: Call, request: Message, context: Context) -> Message:
         """Runs one call of the table."""
         timeout_s = validation.timeout_seconds(context.time_remaining())
-        plan = call.plan(request, self._state.limits, timeout_s)
+        plan = await call.plan(request, self._state.limits, timeout_s)
+        self._state.answers.take_until_done(plan.answer_bytes, context)
         return plan.answer(await self._dispatcher.run(plan.requests, current_tenant()))
 
     async def Session(
@@ -68,6 +69,7 @@ class ExecutorApi:
     ) -> executor_pb2.ListCachesResponse:
         after = _page_start(request.page_token)
         size = min(request.page_size or validation.DEFAULT_PAGE_SIZE, validation.MAX_PAGE_SIZE)
+        self._state.answers.take_until_done(size * validation.HANDLE_BYTES, context)
         response = executor_pb2.ListCachesResponse()
         last = 0
         for number, handle in self._dispatcher.handles(after, current_tenant()):
@@ -83,6 +85,7 @@ class ExecutorApi:
     ) -> executor_pb2.GetModelInfoResponse:
         ready = self._state.first_ready
         tokenizer_json = ready.tokenizer_json if request.include_tokenizer else b""
+        self._state.answers.take_until_done(len(tokenizer_json), context)
         return executor_pb2.GetModelInfoResponse(model=ready.model, tokenizer_json=tokenizer_json)
 
     async def GetCapabilities(

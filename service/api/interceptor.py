@@ -16,13 +16,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias, cast
 
 import grpc
-from google.protobuf import message as protobuf_message
 from grpc_status import rpc_status
 
+from service.api.parsing import Large, Malformed, MessageLimits, tolerant
 from service.api.status import to_status
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.doors.doors import Doors, current_tenant
-from service.errors import InternalError, InvalidArgument, NoWorker, QuireError
+from service.errors import InternalError, NoWorker, QuireError
 from service.logging import bind_request_id, get_logger
 from service.printable import escaped
 
@@ -37,22 +37,6 @@ Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any] | AsyncIterator[Any]]
 
 
-class Malformed:
-    """Stands for a message that could not be parsed: grpc itself would answer INTERNAL."""
-
-
-def tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Lets the handler answer what cannot be parsed: it is given a Malformed instead."""
-
-    def parse(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except protobuf_message.DecodeError:
-            return Malformed()
-
-    return parse
-
-
 # Each shape of a call: where a handler has its behaviour, and what makes such a handler.
 _SHAPES = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -65,7 +49,8 @@ _SHAPES = {
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps our own handlers, of every shape. Others (health, reflection) pass through, once let in."""
 
-    def __init__(self, doors: Doors | None = None) -> None:
+    def __init__(self, limits: MessageLimits | None = None, doors: Doors | None = None) -> None:
+        self._limits = limits or MessageLimits()
         self._doors = doors
         self._wrapped: dict[str, Handler] = {}
 
@@ -88,7 +73,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         place, make = _SHAPES[handler.request_streaming, handler.response_streaming]
         wrapped = make(
             _surround(method, getattr(handler, place), self._doors),
-            request_deserializer=tolerant(cast(Callable[[bytes], Any], handler.request_deserializer)),
+            request_deserializer=tolerant(
+                cast(Callable[[bytes], Any], handler.request_deserializer), self._limits
+            ),
             response_serializer=handler.response_serializer,
         )
         self._wrapped[method] = wrapped
@@ -104,21 +91,34 @@ def _refusing(method: str, error: QuireError) -> Handler:
     return grpc.stream_stream_rpc_method_handler(_surround(method, refuse, None))
 
 
+def _refused_at_the_doors(method: str, context: Context, doors: Doors | None) -> QuireError | None:
+    """Why a call that came without a token may not go on, if so."""
+    if doors is not None and current_tenant() is None:
+        try:
+            doors.enter_by_certificate(method, context.auth_context())
+        except QuireError as error:
+            return error
+    return None
+
+
 def _surround(method: str, behaviour: Behaviour, doors: Doors | None) -> Behaviour:
     rpc = escaped(method.rpartition("/")[2])
 
     async def handle(request: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
+        stranger = _refused_at_the_doors(method, context, doors)
+        if isinstance(request, Large) and stranger is None:
+            request = await request.parsed()
         request_id = _request_id(request, context)
         bind_request_id(request_id)
         started_s = time.monotonic()
         try:
-            if doors is not None and current_tenant() is None:
-                doors.enter_by_certificate(method, context.auth_context())
+            if stranger is not None:
+                raise stranger
             if isinstance(request, Malformed):
-                raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not a valid message")
+                raise request.error
             response = await _finished(behaviour(request, context), context)
         except QuireError as error:
-            failure = error
+            failure = error.untraced()
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from quire.v1 import executor_pb2, worker_pb2
 
+from service.api.budget import AnswerBudget
 from service.api.validation import RequestLimits
 from service.config import Config
 from service.errors import NoWorker
@@ -22,13 +23,25 @@ class ServerState:
         self.draining = False
         self._first_ready: worker_pb2.WorkerReady | None = None
         self._started_s = time.monotonic()
+        self.answers = AnswerBudget(config.max_unread_bytes)
         self._limits: RequestLimits | None = None
 
     def worker_became_ready(self, ready: worker_pb2.WorkerReady) -> None:
-        """All workers serve the same model: the first one that is ready describes it."""
+        """All workers serve the same model: the first that is ready describes it; the largest bounds it."""
         if self._first_ready is None:
             self._first_ready = ready
-            self._limits = RequestLimits(ready.model.vocab_size, self.config.max_response_bytes)
+        largest = max(ready.executor.kv_capacity_tokens, self.max_seq_tokens or 0)
+        self._limits = RequestLimits(
+            self._first_ready.model.vocab_size,
+            self.config.max_response_bytes,
+            max_seq_tokens=largest,
+            max_items=self.config.max_items_per_call,
+        )
+
+    @property
+    def max_seq_tokens(self) -> int | None:
+        """The most tokens that a sequence can have in any worker so far. None: no worker was ready yet."""
+        return None if self._limits is None else self._limits.max_seq_tokens
 
     @property
     def first_ready(self) -> worker_pb2.WorkerReady:

@@ -1,9 +1,10 @@
 """One Session stream: many calls at once, answered as they complete.
 
-A reader starts the calls of each message together; whatever has completed while a message of answers was
-written goes into the next one. What a caller can make the server hold is bounded: the reader stops while too
-many calls are unanswered or too many bytes of answers unread, and a caller that reads nothing for too long is
-cut off. When the stream ends, in whatever way, calls without an answer are undone.
+A reader starts the calls of each message together, those of a large one in slices; whatever has completed
+while a message of answers was written goes into the next one. What a caller can make the server hold is
+bounded: the reader stops, within a message too, while too many calls are unanswered or too many bytes of
+answers unread, and a caller that reads nothing for too long is cut off. When the stream ends, in whatever
+way, calls without an answer are undone.
 """
 
 from __future__ import annotations
@@ -11,23 +12,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc
 from google.protobuf.message import Message
 from quire.v1 import executor_pb2
 
 from service.api import validation
+from service.api.breath import Breather
 from service.api.calls import CALLS, Outcome, Plan
-from service.api.interceptor import Malformed
+from service.api.parsing import Large, Malformed
 from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.doors.doors import current_tenant
-from service.errors import Draining, InternalError, InvalidArgument, QuireError, SlowConsumer
+from service.errors import (
+    AnswersFull,
+    Draining,
+    InternalError,
+    InvalidArgument,
+    QuireError,
+    SlowConsumer,
+    too_many,
+)
 from service.logging import current_request_id, get_logger
 
 SessionContext: TypeAlias = (
@@ -39,6 +49,8 @@ _log = get_logger(__name__)
 _TARGET_MESSAGE_BYTES = 1 << 20
 # What a call without logits weighs until it is answered and read, about.
 _LEAST_CALL_BYTES = 1024
+# Calls that are started in one go, in requests that touch one cache: a few milliseconds' worth.
+_SLICE_WEIGHT = 256
 
 # The fields of a Session's messages by the call's own request type, which they are named after.
 _FIELDS = {
@@ -47,6 +59,10 @@ _FIELDS = {
     if field.message_type is not None
 }
 _CALLS = {_FIELDS[f"{call.method}Request"]: call for call in CALLS if f"{call.method}Request" in _FIELDS}
+
+
+# A call that has not begun: its tag, its kind, and what it will do or why it cannot.
+_Planned: TypeAlias = tuple[int, str, Plan | QuireError]
 
 
 @dataclass(slots=True)
@@ -74,14 +90,14 @@ class Session:
         self._caller = dispatcher.new_caller()
         self._tenant = current_tenant()
         self._open: dict[int, _OpenCall] = {}
-        # What the answers of open calls may weigh, and what those that wait to be written do.
-        self._open_bytes = 0
-        self._unread_bytes = 0
+        # What the answers of open calls may weigh, and those that wait to be written do.
+        self._held_bytes = 0
         self._results: deque[executor_pb2.SessionResult] = deque()
         self._something_to_write = asyncio.Event()
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._draining = False
+        self._breather = Breather()
 
     async def run(self, messages: AsyncIterator[executor_pb2.SessionRequest]) -> None:
         """Serves the stream. Returns when the caller has half-closed and has all answers; else raises."""
@@ -98,6 +114,7 @@ class Session:
             with contextlib.suppress(asyncio.CancelledError, QuireError):
                 await self._reader
             self._undo_open_calls()
+            self._hold(-self._held_bytes)
 
     def drain(self) -> None:
         """Reads no further; the stream ends when what was read is answered."""
@@ -108,44 +125,84 @@ class Session:
     # Reading.
 
     async def _read(self, messages: AsyncIterator[executor_pb2.SessionRequest]) -> None:
-        async for message in messages:
+        async for received in messages:
+            message = await received.parsed() if isinstance(received, Large) else received
             if isinstance(message, Malformed):
-                raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not a valid message")
-            self._start(message)
+                raise message.error
+            assert isinstance(message, executor_pb2.SessionRequest)
+            await self._start(message.calls)
+
+    async def _start(self, calls: Sequence[executor_pb2.SessionCall]) -> None:
+        """Starts the calls of a message in their order: together, as far as there is room for them."""
+        if len(calls) > self._config.max_calls_per_message:
+            raise too_many("calls", self._config.max_calls_per_message)
+        rest, done = iter(calls), 0
+        while done < len(calls):
+            if done:
+                await self._breather.breathe()
+            planned = await self._plan_slice(rest)
+            done += len(planned)
+            self._run([call for call in map(self._open_call, planned) if call is not None])
             while self._is_full():
                 self._room.clear()
                 await self._room.wait()
 
     def _is_full(self) -> bool:
+        return not self._has_room(0, 0)
+
+    def _has_room(self, calls: int, size_bytes: int) -> bool:
+        """Whether the caller may have more than these beside what it has."""
         return (
-            len(self._open) + len(self._results) >= self._config.max_session_calls
-            or self._open_bytes + self._unread_bytes >= self._config.max_response_bytes
+            len(self._open) + len(self._results) + calls < self._config.max_session_calls
+            and self._held_bytes + size_bytes < self._config.max_response_bytes
         )
 
-    def _start(self, message: executor_pb2.SessionRequest) -> None:
-        """Starts the calls of a message together, in their order."""
-        started: list[_OpenCall] = []
-        for call in message.calls:
+    async def _plan_slice(self, calls: Iterator[executor_pb2.SessionCall]) -> list[_Planned]:
+        """The calls to start next. Nothing has begun of what is only planned, so this can be cancelled."""
+        self._breather.begin()
+        planned: list[_Planned] = []
+        weight = size_bytes = 0
+        for call in calls:
             tag, kind = call.tag, call.WhichOneof("call")
-            if tag in self._open:
-                raise InvalidArgument("DUPLICATE_TAG", "calls.tag", f"tag {tag} is not answered yet")
             try:
                 if kind is None:
                     raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
-                started.append(self._open_call(tag, kind, getattr(call, kind)))
+                timeout_s = validation.timeout_seconds(self._context.time_remaining())
+                plan = await _CALLS[kind].plan(getattr(call, kind), self._state.limits, timeout_s)
             except QuireError as error:
-                self._deliver_error(tag, error)
-        self._run(started)
+                planned.append((tag, "error", error.untraced()))
+            else:
+                planned.append((tag, kind, plan))
+                weight += plan.weight
+                size_bytes += max(plan.answer_bytes, _LEAST_CALL_BYTES)
+            if weight >= _SLICE_WEIGHT or not self._has_room(len(planned), size_bytes) or self._breather.due:
+                break
+        return planned
 
-    def _open_call(self, tag: int, kind: str, request: Any) -> _OpenCall:
-        timeout_s = validation.timeout_seconds(self._context.time_remaining())
-        plan = _CALLS[kind].plan(request, self._state.limits, timeout_s)
-        size = len(plan.requests)
+    def _open_call(self, planned: _Planned) -> _OpenCall | None:
+        """Opens a call that can be run, and answers one that cannot."""
+        tag, kind, plan = planned
+        if tag in self._open:
+            raise InvalidArgument("DUPLICATE_TAG", "calls.tag", f"tag {tag} is not answered yet")
+        if isinstance(plan, QuireError):
+            self._deliver_error(tag, plan)
+            return None
         answer_bytes = max(plan.answer_bytes, _LEAST_CALL_BYTES)
+        try:
+            self._state.answers.take(answer_bytes)
+        except AnswersFull as error:
+            self._deliver_error(tag, error)
+            return None
+        self._held_bytes += answer_bytes
+        size = len(plan.requests)
         call = _OpenCall(tag, kind, plan, [None] * size, size, answer_bytes)
         self._open[tag] = call
-        self._open_bytes += call.answer_bytes
         return call
+
+    def _hold(self, size_bytes: int) -> None:
+        """Holds more, or less."""
+        self._held_bytes += size_bytes
+        self._state.answers.exchange(0, size_bytes)
 
     def _run(self, calls: Sequence[_OpenCall]) -> None:
         """Hands the requests of all calls over at once, so that they share steps."""
@@ -171,7 +228,7 @@ class Session:
 
     def _complete(self, call: _OpenCall) -> None:
         del self._open[call.tag]
-        self._open_bytes -= call.answer_bytes
+        self._hold(-call.answer_bytes)
         try:
             answer = call.plan.answer([outcome for outcome in call.outcomes if outcome is not None])
         except QuireError as error:
@@ -184,12 +241,12 @@ class Session:
             self._deliver(call.tag, call.kind, answer)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
-        self._deliver(tag, "error", to_status(error, current_request_id()))
+        self._deliver(tag, "error", to_status(error.untraced(), current_request_id()))
 
     def _deliver(self, tag: int, kind: str, answer: Message) -> None:
         result = executor_pb2.SessionResult(**{"tag": tag, kind: answer})  # type: ignore[arg-type]
         self._results.append(result)
-        self._unread_bytes += result.ByteSize()
+        self._hold(result.ByteSize())
         self._something_to_write.set()
 
     # Writing.
@@ -201,13 +258,13 @@ class Session:
             self._something_to_write.clear()
             while self._results:
                 message, size_bytes = self._next_message()
-                await self._write_message(message)
-                self._unread_bytes -= size_bytes
+                await self._write_message(message, size_bytes)
+                self._hold(-size_bytes)
                 self._room.set()
             if reader.done() and (self._failed(reader) or not self._open):
                 return
 
-    async def _write_message(self, message: executor_pb2.SessionResponse) -> None:
+    async def _write_message(self, message: executor_pb2.SessionResponse, size_bytes: int) -> None:
         """Writes one message. If the caller does not read it in time, all else of the session is given up.
 
         The status follows once the message has been read, or the connection has ended: grpc never delivers
@@ -221,6 +278,7 @@ class Session:
             raise
         if not done:
             self._give_up()
+            self._hold(size_bytes - self._held_bytes)
             await writing
             raise SlowConsumer(self._config.session_stall_s)
         await writing

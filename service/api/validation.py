@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2, types_pb2
 
-from service.errors import InvalidArgument, Unsupported
+from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many
 
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 1024
 MAX_FORK_COUNT = 1024
+MAX_FORK_RELEASE = 4096
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 128
 MAX_PAGE_SIZE = 1000
@@ -36,6 +37,8 @@ _TOP_ENTRY_BYTES = 10
 _ROW_BYTES = 80
 # The rest of an answer: its handle, timing and framing, or the error of a batch's item in its place.
 ANSWER_BYTES = 512
+# A handle in a list of them, generously.
+HANDLE_BYTES = 128
 _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
@@ -45,12 +48,21 @@ class RequestLimits:
 
     vocab_size: int
     max_response_bytes: int
+    # The most tokens that a sequence can have in any worker. What is longer need not be looked at.
+    max_seq_tokens: int = 1 << 32
+    max_items: int = 1024
 
 
-def check_tokens(token_ids: Sequence[int], limits: RequestLimits, field: str = "token_ids") -> None:
-    """At least one token, all of them in the vocabulary."""
+def check_tokens(token_ids: Sequence[int], limits: RequestLimits) -> None:
+    """At least one token, no more than a sequence can have, all of them in the vocabulary."""
     if not token_ids:
-        raise InvalidArgument("EMPTY_TOKENS", field, "at least one token is needed")
+        raise InvalidArgument("EMPTY_TOKENS", "token_ids", "at least one token is needed")
+    if len(token_ids) > limits.max_seq_tokens:
+        raise SequenceTooLong(len(token_ids), limits.max_seq_tokens)
+    _check_vocabulary(token_ids, limits, "token_ids")
+
+
+def _check_vocabulary(token_ids: Sequence[int], limits: RequestLimits, field: str) -> None:
     if max(token_ids) >= limits.vocab_size:
         index = next(i for i, token in enumerate(token_ids) if token >= limits.vocab_size)
         raise InvalidArgument(
@@ -99,7 +111,7 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
             "BAD_OUTPUT", "output.logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} are allowed"
         )
     if output.logprob_token_ids:
-        check_tokens(output.logprob_token_ids, limits, "output.logprob_token_ids")
+        _check_vocabulary(output.logprob_token_ids, limits, "output.logprob_token_ids")
     if output.HasField("sampling"):
         _check_sampling(output.sampling, limits)
     if output.HasField("mask"):
@@ -164,7 +176,13 @@ def _check_mask(mask: types_pb2.TokenMask, limits: RequestLimits) -> None:
         case "allowed":
             if not mask.allowed.ids:
                 raise InvalidArgument("BAD_MASK", "output.mask.allowed", "no token is allowed")
-            check_tokens(mask.allowed.ids, limits, "output.mask.allowed.ids")
+            if len(mask.allowed.ids) > limits.vocab_size:
+                raise InvalidArgument(
+                    "BAD_MASK",
+                    "output.mask.allowed",
+                    f"{len(mask.allowed.ids)} ids were sent, there are {limits.vocab_size} tokens",
+                )
+            _check_vocabulary(mask.allowed.ids, limits, "output.mask.allowed.ids")
         case None:
             raise InvalidArgument("BAD_MASK", "output.mask", "one of packed and allowed is needed")
 
@@ -180,9 +198,8 @@ def _check_choice_left(output: types_pb2.OutputOptions, limits: RequestLimits) -
             left = any(token not in forbidden for token in output.mask.allowed.ids)
         case "packed":
             bits = int.from_bytes(output.mask.packed, "little") & ((1 << limits.vocab_size) - 1)
-            for token in forbidden:
-                bits &= ~(1 << token)
-            left = bits != 0
+            packed = output.mask.packed
+            left = bits.bit_count() > sum(packed[token >> 3] >> (token & 7) & 1 for token in forbidden)
     if not left:
         field = "output.mask" if output.HasField("mask") else "output.sampling.logit_bias"
         raise InvalidArgument("BAD_MASK", field, "every token is forbidden")
@@ -243,10 +260,14 @@ def check_fork(request: executor_pb2.ForkCacheRequest) -> None:
     check_cache_id(request.cache_id)
     if request.count > MAX_FORK_COUNT:
         raise InvalidArgument("BAD_COUNT", "count", f"at most {MAX_FORK_COUNT} copies can be made")
+    if len(request.release) > MAX_FORK_RELEASE:
+        raise InvalidArgument("BAD_COUNT", "release", f"at most {MAX_FORK_RELEASE} caches can be released")
 
 
 def check_batch(items: Sequence[object], limits: RequestLimits) -> None:
     """A batch has items, and no more than can be answered, be it with an error each."""
     if not items:
         raise InvalidArgument("EMPTY_BATCH", "items", "at least one item is needed")
+    if len(items) > limits.max_items:
+        raise too_many("items", limits.max_items)
     check_response_size(len(items) * ANSWER_BYTES, limits, "items")

@@ -340,9 +340,7 @@ class CacheTable:
                 self._finish(operation, error)
             except Exception as error:
                 # A bug of ours, which must not leave the cache waiting for an operation that never began.
-                internal = InternalError()
-                internal.__cause__ = error
-                self._finish(operation, internal)
+                self._finish(operation, _bug(error))
         if not entry.visible and not entry.busy:
             self._discard(entry)
 
@@ -658,6 +656,13 @@ class CacheTable:
 
 def _tokens_of(request: Request) -> int:
     return len(request.token_ids) if isinstance(request, Append) else 0
+
+
+def _bug(error: Exception) -> InternalError:
+    """What its caller is told. Made here, since a frame of the error's traceback must not refer to it."""
+    internal = InternalError()
+    internal.__cause__ = error
+    return internal
 
 
 def _lost(entry: CacheEntry) -> QuireError:

@@ -18,6 +18,7 @@ MAX_SEQ_LEN = 32768
 # 64 pages, see conftest: what one sequence can have of these.
 KV_CAPACITY = 64 * 16
 MAX_RESPONSE_BYTES = 524_288
+MAX_ITEMS = 1024
 # What the cache holds that the cases are about.
 PROMPT = list(range(1, 21))
 UNKNOWN = "kv_never_existed"
@@ -224,16 +225,25 @@ def size_cases() -> Iterator[Case]:
         "BatchPrefill": lambda _cache: pb.BatchPrefillRequest(
             items=[pb.PrefillRequest(token_ids=[1], output=f32)] * rows
         ),
-        # Refused as a whole: not even an error for each of them could be sent.
-        "BatchDecode": lambda _cache: pb.BatchDecodeRequest(items=[pb.DecodeRequest()] * 20_000),
         "UnifiedForward": lambda _cache: pb.UnifiedForwardRequest(
-            items=[pb.UnifiedForwardItem(token_ids=[1])] * 2_000
+            items=[pb.UnifiedForwardItem(token_ids=[1], output=f32)] * rows
         ),
     }
     for rpc, request in too_many.items():
         at = "output" if rpc in ("Forward", "ForwardVerify") else "items"
         yield Case(f"{rpc} too large", rpc, request, INVALID, "OUTPUT_TOO_LARGE", at)
-    for name, cache_tokens, count in (("new", 0, MAX_SEQ_LEN + 1), ("extend", len(PROMPT), MAX_SEQ_LEN)):
+    # In one message that is parsed at once, and in one that is parsed in pieces.
+    for count in (MAX_ITEMS + 1, 40_000):
+
+        def batch(_cache: str, count: int = count) -> Request:
+            return pb.BatchDecodeRequest(items=[pb.DecodeRequest()] * count)
+
+        yield Case(f"BatchDecode of {count}", "BatchDecode", batch, INVALID, "TOO_MANY_ITEMS", "items")
+    for name, cache_tokens, count in (
+        ("new", 0, MAX_SEQ_LEN + 1),
+        ("new and large", 0, 6 * MAX_SEQ_LEN),
+        ("extend", len(PROMPT), KV_CAPACITY),
+    ):
 
         def prefill(cache: str, held: int = cache_tokens, count: int = count) -> Request:
             return pb.PrefillRequest(cache_id=cache if held else "", token_ids=[1] * count)

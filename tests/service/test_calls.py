@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +35,8 @@ def test_every_call_is_in_a_session_too() -> None:
 def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[str]) -> None:
     items = [executor_pb2.UnifiedForwardItem(cache_id=cache_id, token_ids=[1]) for cache_id in cache_ids]
 
-    plan = UNIFIED_FORWARD.plan(executor_pb2.UnifiedForwardRequest(items=items), LIMITS, None)
+    request = executor_pb2.UnifiedForwardRequest(items=items)
+    plan = asyncio.run(UNIFIED_FORWARD.plan(request, LIMITS, None))
 
     refused = [bool(cache_id) and cache_ids.count(cache_id) > 1 for cache_id in cache_ids]
     asked = [request.cache_id for request in plan.requests if isinstance(request, Append)]

@@ -135,7 +135,7 @@ class Harness:
 
 @contextlib.asynccontextmanager
 async def behind(doors: Doors | None) -> AsyncIterator[Harness]:
-    server = grpc.aio.server(interceptors=[CallInterceptor(doors)])
+    server = grpc.aio.server(interceptors=[CallInterceptor(doors=doors)])
     servicer = Servicer()  # type: ignore[abstract] # The methods are set above.
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)

@@ -36,8 +36,9 @@ async def test_calls_of_a_session_are_of_one_caller() -> None:
     dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), lambda *effect: sent.append(effect[2]))
     dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 100, 100, 100))
     state = ServerState(Config())
+    executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=100)
     model = types_pb2.ModelDescription(vocab_size=100)
-    state.worker_became_ready(worker_pb2.WorkerReady(model=model))
+    state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=executor))
 
     async def calls() -> AsyncIterator[executor_pb2.SessionRequest]:
         prefill = executor_pb2.PrefillRequest(token_ids=[1])

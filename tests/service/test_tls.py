@@ -38,7 +38,7 @@ class Servicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 async def serving(config: Config) -> AsyncIterator[str]:
     credentials = server_credentials(config)
     assert credentials is not None
-    server = grpc.aio.server(interceptors=[CallInterceptor(Doors.of(config))])
+    server = grpc.aio.server(interceptors=[CallInterceptor(doors=Doors.of(config))])
     servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     port = server.add_secure_port("127.0.0.1:0", credentials)
