@@ -220,7 +220,7 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
     def _call(self, method: str, request: Any, context: Any) -> Iterator[None]:
         with self._lock:
             self.authorizations.add(str(dict(context.invocation_metadata()).get("authorization", "")))
-        self.calls[method].append(request)
+            self.calls[method].append(request)
             if self._before[method]:
                 self._abort(self._before[method].pop(0), context)
             yield
