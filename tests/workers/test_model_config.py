@@ -273,7 +273,11 @@ def test_refusals_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
         ModelConfig.from_directory(tmp_path)
     file = tmp_path / "config.json"
-    for content, message in (("{", "is not JSON"), ("[]", "must hold a JSON object"), ("{}", "model_type")):
+    for content, message in (
+        ("{", "is not sound JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "model_type"),
+    ):
         file.write_text(content)
         with pytest.raises(ModelError, match=rf"config\.json: {message}"):
             ModelConfig.from_directory(tmp_path)
