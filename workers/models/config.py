@@ -8,6 +8,7 @@ refused here, so that a model that loads is a model that is right. Knows nothing
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class ModelConfig:
             frequencies, factor = rope_frequencies(self.rope, self.head_dim)
         except (ValueError, ArithmeticError) as error:
             raise ModelError(f"rope_parameters: {error}") from error
-        if not (frequencies * factor).isfinite().all():
+        if not all(map(math.isfinite, (*frequencies.tolist(), factor))):
             raise ModelError(f"rope_parameters: make angles that are not finite, got {self.rope}")
 
     @classmethod

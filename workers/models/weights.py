@@ -125,7 +125,7 @@ def _check_finite(part: torch.Tensor, entry: Entry) -> None:
     """Raises ModelError for NaN and infinity: one of them in a weight is in every answer."""
     # A sum is finite only if its terms are, and takes a tenth of the time of looking at each of them; the
     # other way round it may overflow.
-    if not part.sum().isfinite() and not part.isfinite().all():
+    if not math.isfinite(part.sum().item()) and not part.isfinite().all():
         raise ModelError(
             f"{entry.file}: tensor {entry.name} is not finite as {str(part.dtype).removeprefix('torch.')}"
         )
