@@ -28,6 +28,8 @@ from service.printable import escaped
 
 _log = get_logger(__name__)
 _PREFIX = "/quire.v1."
+# Of a name that a caller may have made up.
+_MAX_LOGGED_CHARS = 64
 REQUEST_ID_METADATA = "x-request-id"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -102,7 +104,7 @@ def _refused_at_the_doors(method: str, context: Context, doors: Doors | None) ->
 
 
 def _surround(method: str, behaviour: Behaviour, doors: Doors | None) -> Behaviour:
-    rpc = escaped(method.rpartition("/")[2])
+    rpc = escaped(method.rpartition("/")[2][:_MAX_LOGGED_CHARS])
 
     async def handle(request: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
         stranger = _refused_at_the_doors(method, context, doors)

@@ -67,6 +67,8 @@ class Tenant:
     def require(self, *, caches: int = 0, tokens: int = 0) -> None:
         """Raises QuotaExceeded if it may not hold so much more. Waiting does not help, releasing does."""
         quota = self.quota
+        if quota is UNBOUNDED:
+            return
         if quota.max_caches is not None and self.caches + caches > quota.max_caches:
             raise QuotaExceeded("max_caches", quota.max_caches)
         if quota.max_tokens is not None and self.tokens + tokens > quota.max_tokens:

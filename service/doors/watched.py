@@ -31,7 +31,8 @@ class Watched(Generic[_T]):
         self._signature = signature
         try:
             self.value = self._read()
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            # Whatever is wrong with a file: it must not end a server that runs.
             _log.error(f"cannot read the {self._what}: what was read before stays in force", error=str(error))
             return False
         _log.info(f"read the {self._what} again")
