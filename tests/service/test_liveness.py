@@ -39,11 +39,11 @@ def test_silence_is_suspect_before_it_is_the_end() -> None:
     pass_time(liveness, 0.5)
     assert not liveness.is_suspect
     pass_time(liveness, 0.25)
-    assert liveness.is_suspect and liveness.end() is None
+    assert (liveness.is_suspect, liveness.end()) == (True, None)
     liveness.heard()
-    assert not liveness.is_suspect
+    assert (liveness.is_suspect, liveness.end()) == (False, None)
     pass_time(liveness, 10.5)
-    assert liveness.end() == SILENT
+    assert (liveness.is_suspect, liveness.end()) == (True, SILENT)
 
 
 @pytest.mark.parametrize("pauses_s", [[3600.0], [5.0, 5.0, 5.0]])
