@@ -26,6 +26,7 @@ from service.errors import InvalidArgument
 from service.pool.base import WorkerSlot
 from service.pool.supervisor import Supervisor
 
+_LIMITS = executor_pb2.GatewayLimits.DESCRIPTOR.fields
 # What a handler is given; it asks only how much time the caller has left.
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -95,8 +96,7 @@ class ExecutorApi:
         return executor_pb2.GetCapabilitiesResponse(
             version=self._version,
             executor=ready.executor,
-            max_request_bytes=config.max_request_bytes,
-            max_response_bytes=config.max_response_bytes,
+            limits={field.name: getattr(config, field.name) for field in _LIMITS},
             max_top_logprobs=min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size),
         )
 

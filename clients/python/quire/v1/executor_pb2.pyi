@@ -381,18 +381,38 @@ class GetCapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("version", "executor", "max_request_bytes", "max_response_bytes", "max_top_logprobs")
+    __slots__ = ("version", "executor", "limits", "max_top_logprobs")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
-    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     version: str
     executor: _types_pb2.ExecutorCapabilities
+    limits: GatewayLimits
+    max_top_logprobs: int
+    def __init__(self, version: _Optional[str] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., limits: _Optional[_Union[GatewayLimits, _Mapping]] = ..., max_top_logprobs: _Optional[int] = ...) -> None: ...
+
+class GatewayLimits(_message.Message):
+    __slots__ = ("max_request_bytes", "max_response_bytes", "max_calls_per_message", "max_items_per_call", "max_session_calls", "max_queued_operations", "max_caches", "max_journal_bytes", "max_unread_bytes")
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CALLS_PER_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_ITEMS_PER_CALL_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSION_CALLS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CACHES_FIELD_NUMBER: _ClassVar[int]
+    MAX_JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_request_bytes: int
     max_response_bytes: int
-    max_top_logprobs: int
-    def __init__(self, version: _Optional[str] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ...) -> None: ...
+    max_calls_per_message: int
+    max_items_per_call: int
+    max_session_calls: int
+    max_queued_operations: int
+    max_caches: int
+    max_journal_bytes: int
+    max_unread_bytes: int
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_calls_per_message: _Optional[int] = ..., max_items_per_call: _Optional[int] = ..., max_session_calls: _Optional[int] = ..., max_queued_operations: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
