@@ -142,7 +142,10 @@ def _surround(method: str, behaviour: Behaviour, doors: Doors | None) -> Behavio
             message=failure.message,
             duration_ms=_elapsed_ms(started_s),
         )
-        await context.abort_with_status(rpc_status.to_status(to_status(failure, request_id)))
+        status = rpc_status.to_status(to_status(failure, request_id))
+        # grpc keeps the exception with which it aborts, and so this frame, in a cycle until a collection.
+        del request, failure
+        await context.abort_with_status(status)
 
     return handle
 

@@ -337,3 +337,69 @@ def test_draining_ends_sessions_after_their_answers() -> None:
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         assert reason_of(error) == "DRAINING"
         assert gateway.process.wait(60) == 0
+
+
+# Floods: who sends them is refused or waits; a neighbour is served meanwhile, and nothing of them stays.
+
+
+def varint(number: int) -> bytes:
+    out = bytearray()
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
+EMPTY_PARTS = b"\x0a\x00"
+HUGE_PROMPT_BYTES = (16 << 20) - 64
+FLOODS = {
+    "a session's message of empty calls": ("Session", EMPTY_PARTS * 900_000, "TOO_MANY_CALLS", 1),
+    "a batch of empty items": ("BatchPrefill", EMPTY_PARTS * 131_072, "TOO_MANY_ITEMS", 1),
+    "prompts that nobody can hold": (
+        "Prefill",
+        b"\x12" + varint(HUGE_PROMPT_BYTES) + b"\x05" * HUGE_PROMPT_BYTES,
+        "SEQUENCE_TOO_LONG",
+        14,
+    ),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_is_refused_and_leaves_nothing(gateway: GatewayProcess, flood: str) -> None:
+    method, data, reason, times = FLOODS[flood]
+    before = gateway.status()
+    others = Neighbour(gateway)
+    others.start()
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(gateway.address, options=options) as channel:
+        path = f"/quire.v1.ModelExecutorService/{method}"
+        for _ in range(times):
+            with pytest.raises(grpc.RpcError) as refused:
+                if method == "Session":
+                    list(channel.stream_stream(path, bytes, bytes)(iter([data]), timeout=60))
+                else:
+                    channel.unary_unary(path, bytes, bytes)(data, timeout=60)
+            assert reason_of(refused.value) == reason
+    assert others.stop() > 0
+    after = gateway.status()
+    assert [worker.epoch for worker in after.workers] == [worker.epoch for worker in before.workers]
+    # Each of the prompts takes 64 MB as numbers, of 900,000 calls each takes 70 bytes before it is begun.
+    assert after.memory_bytes - before.memory_bytes < 100 << 20
+    gateway.assert_pools_are_whole()
+
+
+def test_answers_that_nobody_reads_are_bounded() -> None:
+    """Unary ones: each is 4 MB and more; what has no room is refused before it is computed."""
+    flags = ["--kv-pages", "2048", "--max-unread-bytes", str(16 << 20)]
+    output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+    request = pb.ForwardRequest(token_ids=[i % 1000 for i in range(1200)], output=output)
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        channels = [gateway.connect() for _ in range(24)]
+        stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels]
+        calls = [stub.Forward.future(request, timeout=60) for stub in stubs]
+        reasons = [reason_of(call) if call.exception() is not None else "" for call in calls]
+        assert set(reasons) == {"", "ANSWERS_FULL"} and reasons.count("") >= 3
+        # Read by now, so there is room again.
+        assert gateway.stub.Forward(request, timeout=60).outputs
+        for channel in channels:
+            channel.close()

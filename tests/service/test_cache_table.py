@@ -7,7 +7,7 @@ from quire.v1 import types_pb2, worker_pb2
 
 from service.caches.requests import Append, Appended, Fork, Handles, Kind, Release, Released, Renew, Truncate
 from service.caches.table import MAX_WAITING_PER_CACHE, Limits
-from service.errors import QueueFull
+from service.errors import QueueFull, QuireError
 from tests.sim.harness import MAX_SEQ_LEN, Gateway, answer_of, decode, prefill, verify
 from tests.sim.model_worker import Pool
 from tests.sim.toy_model import next_token
@@ -366,3 +366,67 @@ def test_what_can_never_fit_is_refused_without_a_reason_to_wait(page_tokens: int
     cache = gateway.create(*range(48))
     assert gateway.refusal(decode(cache, 1)).reason == "SEQUENCE_TOO_LONG"
     assert gateway.refusal(prefill(1)).reason == "KV_EXHAUSTED", "another is in the way: waiting can help"
+
+
+# Budgets: what exceeds one is refused before a worker hears of it.
+
+
+def test_no_more_caches_are_held_than_allowed() -> None:
+    """Those that are being made count; scoring makes none."""
+    gateway = Gateway(Limits(max_caches=3))
+    cache = gateway.create(1, request_id="r")
+    under_way = gateway.ask(prefill(2))
+    sent = len(gateway.sent)
+    assert gateway.refusal(Fork(cache, 2)).reason == "CACHE_LIMIT"
+    gateway.work()
+    gateway.handles(Fork(cache, 1))
+    refused = gateway.refusal(prefill(3))
+    assert refused.reason == "CACHE_LIMIT" and refused.retry_after_s
+    assert not any(message.HasField("fork") for message in gateway.sent[sent:-1])
+    assert isinstance(gateway.replies[under_way], Appended)
+    # What makes no cache goes on.
+    gateway.append(prefill(1, request_id="r"))
+    gateway.append(Append(Kind.SCORE, "", [4]))
+    gateway.append(decode(cache, 2))
+    assert gateway.release(cache)
+    gateway.create(5)
+
+
+def test_a_full_journal_takes_no_more_tokens() -> None:
+    """Tokens under way count with those written; what frees a cache is let in."""
+    gateway = Gateway(Limits(max_journal_bytes=4000))
+    cache = gateway.create(*range(40))
+    free_tokens = (4000 - gateway.journal.size_bytes) // 4
+    tickets = gateway.submit(*(prefill(*range(40)) for _ in range(free_tokens // 40 + 1)))
+    full = gateway.replies[tickets[-1]]
+    assert isinstance(full, QuireError) and full.reason == "JOURNAL_FULL" and full.retry_after_s
+    assert len(gateway.replies) == 2, "only the last has no room"
+    gateway.cancel(*tickets)
+    gateway.work()
+    gateway.append(prefill(*range(20), cache_id=cache))
+    gateway.handles(Truncate(cache, 10))
+    assert gateway.release(cache)
+    assert gateway.journal.size_bytes == 0
+
+
+def test_pages_of_caches_start_where_they_are_asked_to() -> None:
+    gateway = Gateway(pool=Pool(1000))
+    caches = [gateway.create(1) for _ in range(5)]
+    for _ in range(40):
+        # Many come and go in between.
+        caches += [handle.cache_id for handle in gateway.handles(Fork(caches[0], 10)).handles]
+        for cache in caches[3:10]:
+            gateway.release(cache)
+        del caches[3:10]
+    listed = list(gateway.table.handles())
+    assert [handle.cache_id for _, handle in listed] == caches
+    for index, (order, _) in enumerate(listed):
+        assert [handle.cache_id for _, handle in gateway.table.handles(order)] == caches[index + 1 :]
+    assert len(gateway.table._listing._orders) <= 3 * len(caches) + 100
+
+
+def test_expired_caches_are_released_in_portions(gateway: Gateway) -> None:
+    for token in range(10):
+        gateway.create(token, lease_s=1.0)
+    gateway.now_s = 5.0
+    assert [gateway.dispatcher.expire(4) for _ in range(4)] == [4, 4, 2, 0]

@@ -142,6 +142,22 @@ def test_a_packed_mask_has_one_bit_for_each_token(packed: bytes) -> None:
         assert refusal_of(output) == (None if any(packed) else ("BAD_MASK", "output.mask"))
 
 
+def test_a_mask_has_no_more_ids_than_there_are_tokens() -> None:
+    """More are refused before one of them is looked at: here none is in the vocabulary."""
+    for count, reason in ((VOCAB, "TOKEN_OUT_OF_VOCAB"), (VOCAB + 1, "BAD_MASK")):
+        output = types_pb2.OutputOptions()
+        output.mask.allowed.ids.extend([BIG] * count)
+        refused = refusal_of(output)
+        assert refused is not None and refused[0] == reason
+
+
+def test_lengths_are_looked_at_before_contents() -> None:
+    limits = RequestLimits(VOCAB, 1 << 20, max_seq_tokens=10)
+    assert refusal(validation.check_tokens, [BIG] * 10, limits) == ("TOKEN_OUT_OF_VOCAB", "token_ids[0]")
+    with pytest.raises(errors.SequenceTooLong):
+        validation.check_tokens([BIG] * 11, limits)
+
+
 @given(seconds=st.integers(-(2**63), 2**63 - 1), nanos=st.integers(-(2**31), 2**31 - 1))
 @example(seconds=0, nanos=1)
 @example(seconds=0, nanos=0)
@@ -254,3 +270,6 @@ def test_a_batch_has_items_and_no_more_than_can_be_answered() -> None:
     expected = {0: ("EMPTY_BATCH", "items"), 1: None, 10: None, 11: ("OUTPUT_TOO_LARGE", "items")}
     for count, refused in expected.items():
         assert refusal(validation.check_batch, [None] * count, limits) == refused
+    few = RequestLimits(VOCAB, 1 << 20, max_items=10)
+    assert refusal(validation.check_batch, [None] * 10, few) is None
+    assert refusal(validation.check_batch, [None] * 11, few) == ("TOO_MANY_ITEMS", "items")

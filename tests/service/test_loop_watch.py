@@ -1,0 +1,23 @@
+"""The watch sees for how long the loop was kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+from service.api.loop_watch import LoopWatch
+
+
+async def test_the_longest_stretch_is_seen() -> None:
+    """The clock goes on only while somebody works; waiting takes no time on it."""
+    now_s = 0.0
+    watch = LoopWatch(lambda: now_s)
+    watching = asyncio.create_task(watch.run())
+    for worked_s in (0.5, 2.0, 1.0):
+        await asyncio.sleep(0.03)
+        now_s += worked_s
+    await asyncio.sleep(0.03)
+    assert 1.9 < watch.longest_stretch_s <= 2.0
+    watch.reset()
+    await asyncio.sleep(0.03)
+    assert watch.longest_stretch_s == 0.0
+    watching.cancel()

@@ -1,0 +1,102 @@
+"""What is refused leaves nothing behind: no error stays alive in a cycle with frames that hold the request."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc
+import pytest
+import pytest_asyncio
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import executor_pb2_grpc, types_pb2, worker_pb2
+
+from service.api.executor import ExecutorApi
+from service.api.interceptor import CallInterceptor
+from service.api.server_state import ServerState
+from service.caches.placement import WorkerView
+from service.caches.table import CacheTable, Limits
+from service.config import Config
+from service.dispatcher import Dispatcher
+from service.errors import QuireError
+from service.journal.memory import MemoryJournal
+from service.pool.supervisor import Supervisor
+
+LONG = [1] * 50_000
+UNKNOWN = "kv_unknown"
+ADAPTED = pb.PrefillRequest(token_ids=[1], adapter_id="lora")
+REFUSED: list[tuple[str, Any]] = [
+    ("Prefill", pb.PrefillRequest(token_ids=[1] * 200)),
+    ("Prefill", pb.PrefillRequest(token_ids=LONG)),
+    ("Prefill", pb.PrefillRequest(token_ids=[7, 1000])),
+    ("Prefill", ADAPTED),
+    ("Decode", pb.DecodeRequest(cache_id=UNKNOWN, token_id=1)),
+    ("BatchPrefill", pb.BatchPrefillRequest(items=[ADAPTED, pb.PrefillRequest(token_ids=LONG)])),
+    ("BatchDecode", pb.BatchDecodeRequest(items=[pb.DecodeRequest(cache_id=UNKNOWN, token_id=1)])),
+    ("BatchDecode", pb.BatchDecodeRequest(items=[pb.DecodeRequest()] * 2000)),
+]
+
+
+@pytest_asyncio.fixture
+async def stub() -> AsyncIterator[Any]:
+    """A client of the API, whose one worker takes sequences of 160 tokens and never answers."""
+    dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), lambda *_: None)
+    dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 10, 160, 10))
+    state = ServerState(Config())
+    executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
+    model = types_pb2.ModelDescription(vocab_size=1000)
+    state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=executor))
+    api = ExecutorApi(dispatcher, state, cast(Supervisor, None))
+    server = grpc.aio.server(interceptors=[CallInterceptor()])
+    servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, api)
+    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield executor_pb2_grpc.ModelExecutorServiceStub(channel)
+    await server.stop(None)
+
+
+def errors_alive() -> list[QuireError]:
+    return [found for found in gc.get_objects() if isinstance(found, QuireError)]
+
+
+@pytest.fixture
+def no_collection() -> Any:
+    """Only what nobody refers to goes."""
+    gc.collect()
+    gc.disable()
+    assert errors_alive() == []
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+async def test_refused_calls_leave_no_cycles(stub: Any) -> None:
+    for method, request in REFUSED:
+        call = getattr(stub, method)(request, timeout=30)
+        assert await call.code() is not grpc.StatusCode.INTERNAL
+        # The server's side of it comes to its end.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert errors_alive() == [], method
+
+
+@pytest.mark.usefixtures("no_collection")
+async def test_refused_calls_of_a_session_leave_no_cycles(stub: Any) -> None:
+    fields = {
+        "Prefill": "prefill",
+        "Decode": "decode",
+        "BatchPrefill": "batch_prefill",
+        "BatchDecode": "batch_decode",
+    }
+    calls = [
+        pb.SessionCall(**{"tag": tag, fields[method]: request})  # type: ignore[arg-type]
+        for tag, (method, request) in enumerate(REFUSED)
+    ]
+    session = stub.Session(iter([pb.SessionRequest(calls=calls)]), timeout=30)
+    tags = [result.tag async for message in session for result in message.results]
+    assert sorted(tags) == list(range(len(REFUSED)))
+    assert errors_alive() == []

@@ -1,0 +1,177 @@
+"""A message of a session is started in slices, within bounds asked before each; others run in between."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import cast
+
+import pytest
+from google.rpc import error_details_pb2
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import types_pb2, worker_pb2
+
+from service.api import session as session_module
+from service.api.breath import SLICE_S, Breather
+from service.api.server_state import ServerState
+from service.api.session import Session, SessionContext
+from service.caches.effects import Command, ForwardDone, ForwardSequence
+from service.caches.placement import WorkerView
+from service.caches.table import CacheTable, Limits
+from service.config import Config
+from service.dispatcher import Dispatcher
+from service.errors import InvalidArgument
+from service.journal.memory import MemoryJournal
+
+
+class Peer:
+    """The other end of a stream, without a deadline. Reads only while it is told to."""
+
+    def __init__(self) -> None:
+        self.results: list[pb.SessionResult] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def write(self, message: pb.SessionResponse) -> None:
+        await self.reads.wait()
+        self.results += message.results
+
+
+class Harness:
+    """A gateway without sockets, whose one worker answers when told to."""
+
+    def __init__(self, config: Config) -> None:
+        self.sent: list[ForwardSequence] = []
+        self.dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), self._send)
+        self.dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 10_000, 10_000, 10_000))
+        self.state = ServerState(config)
+        executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=10_000)
+        model = types_pb2.ModelDescription(vocab_size=100)
+        self.state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=executor))
+        self.peer = Peer()
+
+    def start(self, calls: Sequence[pb.SessionCall]) -> asyncio.Task[None]:
+        async def messages() -> AsyncIterator[pb.SessionRequest]:
+            yield pb.SessionRequest(calls=calls)
+
+        session = Session(self.dispatcher, self.state, cast(SessionContext, self.peer))
+        return asyncio.create_task(session.run(messages()))
+
+    def _send(self, _worker_id: str, _epoch: int, command: Command) -> None:
+        if isinstance(command, ForwardSequence):
+            self.sent.append(command)
+
+    def answer(self) -> None:
+        """The worker answers all it was sent."""
+        done = worker_pb2.ForwardDone(kept=1)
+        done.outputs.add(token_id=9)
+        events = [ForwardDone(command.op_id, done.kept, done) for command in self.sent]
+        self.sent.clear()
+        self.dispatcher.worker_answered("worker-0", 1, events, pages_available=10_000)
+
+
+def forwards(
+    count: int, logits: types_pb2.LogitsFormat = types_pb2.LOGITS_FORMAT_UNSPECIFIED
+) -> list[pb.SessionCall]:
+    request = pb.ForwardRequest(token_ids=[1], output=types_pb2.OutputOptions(logits=logits))
+    return [pb.SessionCall(tag=tag, forward=request) for tag in range(count)]
+
+
+async def turns() -> None:
+    """Everything that can go on has gone on."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def slow_clock(looks: int) -> Callable[[], Breather]:
+    """A slice is over after so many looks at the clock."""
+    ticks = itertools.count()
+    return lambda: Breather(lambda: next(ticks) * 1.001 * SLICE_S / looks)
+
+
+async def test_a_message_of_too_many_calls_costs_nothing() -> None:
+    harness = Harness(Config(max_calls_per_message=100))
+    with pytest.raises(InvalidArgument) as refused:
+        await harness.start(forwards(101))
+    assert refused.value.reason == "TOO_MANY_CALLS"
+    assert not harness.sent and not harness.peer.results
+
+
+async def test_others_run_between_the_slices_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "Breather", slow_clock(8))
+    harness = Harness(Config())
+    session = harness.start(forwards(200))
+    in_a_turn = []
+    while sum(in_a_turn) < 200:
+        before = len(harness.sent)
+        await asyncio.sleep(0)
+        in_a_turn.append(len(harness.sent) - before)
+    assert 0 < max(in_a_turn) <= 8
+    harness.answer()
+    await session
+    assert sorted(result.tag for result in harness.peer.results) == list(range(200))
+
+
+async def test_the_work_of_a_call_is_what_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "_SLICE_WEIGHT", 64)
+    harness = Harness(Config())
+    prefill = pb.PrefillRequest(token_ids=[1])
+    batch = pb.BatchPrefillRequest(items=[prefill] * 40)
+    session = harness.start([pb.SessionCall(tag=tag, batch_prefill=batch) for tag in range(10)])
+    in_a_turn = []
+    while sum(in_a_turn) < 400:
+        before = len(harness.sent)
+        await asyncio.sleep(0)
+        in_a_turn.append(len(harness.sent) - before)
+    assert max(in_a_turn) == 80
+    harness.answer()
+    await session
+
+
+async def test_no_more_than_a_session_may_have_is_started_of_a_message() -> None:
+    harness = Harness(Config(max_session_calls=10))
+    session = harness.start(forwards(95))
+    for answered in range(0, 95, 10):
+        await turns()
+        assert len(harness.sent) == min(10, 95 - answered)
+        harness.answer()
+    await session
+    assert len(harness.peer.results) == 95
+
+
+async def test_answers_of_all_callers_share_a_budget() -> None:
+    """What is not read counts as well as what is computed. What has no room is never computed."""
+    f32 = types_pb2.LOGITS_FORMAT_F32
+    harness = Harness(Config(max_unread_bytes=4 * 1024))
+    harness.peer.reads.clear()
+    first = harness.start(forwards(4, f32))
+    await turns()
+    assert len(harness.sent) == 4 and harness.state.answers.used_bytes == 4 * 1024
+    second_peer = Peer()
+    harness.peer, first_peer = second_peer, harness.peer
+    refused = harness.start(forwards(1, f32))
+    await refused
+    info = error_details_pb2.ErrorInfo()
+    assert second_peer.results[0].error.details[0].Unpack(info) and info.reason == "ANSWERS_FULL"
+    assert len(harness.sent) == 4
+    harness.answer()
+    await turns()
+    assert 0 < harness.state.answers.used_bytes < 1024, "computed, and not read yet, at its true size"
+    first_peer.reads.set()
+    await first
+    assert harness.state.answers.used_bytes == 0
+
+
+async def test_a_session_that_ends_gives_back_what_it_held() -> None:
+    harness = Harness(Config())
+    session = harness.start(forwards(20))
+    await turns()
+    assert harness.state.answers.used_bytes > 0
+    session.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await session
+    assert harness.state.answers.used_bytes == 0 and harness.dispatcher.operations_in_flight == 0
