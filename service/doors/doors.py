@@ -29,6 +29,7 @@ _ROLES = {
     **dict.fromkeys(("GetStatus", "GetCacheMetrics", "GetLoraMetrics"), (Role.OBSERVE,)),
     **dict.fromkeys(("GetModelInfo", "GetCapabilities", "ListCaches"), (Role.CALL, Role.OBSERVE)),
 }
+# The table of caches counts what is asked of it, so that a Session is no way around a quota.
 _NOT_COUNTED_BY_THE_TABLE = frozenset({*_ROLES, "Session"})
 # What a certificate says of whom it belongs to, the first first.
 _IDENTITIES = ("x509_subject_alternative_name", "x509_common_name")
@@ -71,26 +72,25 @@ class Doors:
         except (OSError, ValueError) as error:
             raise ConfigError("tokens", "the file", config.tokens, str(error)) from None
 
-    def enter(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Lets in a call with a token, before anything of it is read. False: its certificate has to be seen.
+    def enter(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Lets in a call with a token, before anything of it is read; or none where a certificate will do.
 
-        Raises Unauthenticated or RoleMissing.
+        Raises Unauthenticated, RoleMissing or QuotaExceeded.
         """
         if method.startswith(_OPEN):
-            return True
+            return
         values = [value for key, value in metadata or () if key == AUTHORIZATION]
         if not values and self._certificates:
-            return False
+            return
         if not values:
             raise Unauthenticated("NO_TOKEN", "a bearer token is needed in the metadata: authorization")
         grant = self._grant_of(values)
         if grant is None:
             raise Unauthenticated("BAD_TOKEN", "the token opens nothing")
         self._let_in(method, grant)
-        return True
 
     def enter_by_certificate(self, method: str, peer: Mapping[str, Iterable[bytes]]) -> None:
-        """Lets in a call without a token, by what TLS has checked. Raises Unauthenticated or RoleMissing."""
+        """Lets in a call without a token, by what TLS has checked. Raises as `enter` does."""
         names = [name.decode(errors="replace") for key in _IDENTITIES for name in peer.get(key, ())]
         listed = (self._register.certificates.get(name) for name in names)
         grant = next((grant for grant in listed if grant is not None), None)
