@@ -21,7 +21,6 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
 
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor
-from service.api.loop_watch import LoopWatch
 from service.api.parsing import MessageLimits
 from service.api.reflection import add_reflection
 from service.api.server_state import ServerState
@@ -70,7 +69,6 @@ class Gateway:
             config.max_items_per_call,
             max_seq_tokens=lambda: self.state.max_seq_tokens,
         )
-        self.watch = LoopWatch()
         self.health = health.aio.HealthServicer()
         self.doors = Doors.of(config)
         self.credentials = server_credentials(config)
@@ -111,7 +109,7 @@ class Gateway:
             group.create_task(self.dispatcher.expire_leases(), name="leases")
             if self.doors is not None:
                 group.create_task(self.doors.watch(), name="doors")
-            group.create_task(self.watch.run(), name="watch")
+            group.create_task(self.state.watch.run(), name="watch")
 
     async def drain(self) -> None:
         """Stops taking calls and waits for those in flight, for as long as the grace allows."""

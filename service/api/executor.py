@@ -113,6 +113,7 @@ class ExecutorApi:
             memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
             version=self._version,
             tasks=len(asyncio.all_tasks()),
+            longest_stall_ms=int(self._state.watch.longest_stretch_s * 1000),
         )
 
     async def GetCacheMetrics(

@@ -419,7 +419,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("state", "workers", "uptime_ms", "caches", "operations_in_flight", "memory_bytes", "version", "tasks")
+    __slots__ = ("state", "workers", "uptime_ms", "caches", "operations_in_flight", "memory_bytes", "version", "tasks", "longest_stall_ms")
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
@@ -428,6 +428,7 @@ class GetStatusResponse(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_STALL_MS_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     uptime_ms: int
@@ -436,7 +437,8 @@ class GetStatusResponse(_message.Message):
     memory_bytes: int
     version: str
     tasks: int
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ...) -> None: ...
+    longest_stall_ms: int
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ..., longest_stall_ms: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "pid", "epoch", "state", "load_progress", "executor", "pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns")
