@@ -48,7 +48,7 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
 ) -> None:
     """Python code in a step lets go of the interpreter only when it is asked to."""
     executor = PagedAttentionExecutor.create(kv_pages=8)
-    worker = WorkerServer(lambda _: executor, lambda: Scheduler(16, 16, max_rows=16))
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
     gateway = Gateway()
     context = cast("grpc.aio.ServicerContext[Any, Any]", gateway)
     stream = asyncio.create_task(worker.Connect(gateway.sent(), context))
