@@ -1,4 +1,4 @@
-"""What is refused leaves nothing behind: no error stays alive in a cycle with frames that hold the request."""
+"""What is refused leaves nothing behind: no error stays alive in a cycle with frames that hold a request."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_refused_calls_of_a_session_leave_no_cycles(stub: Any) -> None:
         "BatchDecode": "batch_decode",
     }
     calls = [
-        pb.SessionCall(**{"tag": tag, fields[method]: request})  # type: ignore[arg-type]
+        pb.SessionCall(**{"tag": tag, fields[method]: request})
         for tag, (method, request) in enumerate(REFUSED)
     ]
     session = stub.Session(iter([pb.SessionRequest(calls=calls)]), timeout=30)

@@ -105,7 +105,7 @@ async def test_others_run_between_the_slices_of_a_message(monkeypatch: pytest.Mo
     monkeypatch.setattr(session_module, "Breather", slow_clock(8))
     harness = Harness(Config())
     session = harness.start(forwards(200))
-    in_a_turn = []
+    in_a_turn: list[int] = []
     while sum(in_a_turn) < 200:
         before = len(harness.sent)
         await asyncio.sleep(0)
@@ -122,7 +122,7 @@ async def test_the_work_of_a_call_is_what_it_touches(monkeypatch: pytest.MonkeyP
     prefill = pb.PrefillRequest(token_ids=[1])
     batch = pb.BatchPrefillRequest(items=[prefill] * 40)
     session = harness.start([pb.SessionCall(tag=tag, batch_prefill=batch) for tag in range(10)])
-    in_a_turn = []
+    in_a_turn: list[int] = []
     while sum(in_a_turn) < 400:
         before = len(harness.sent)
         await asyncio.sleep(0)
