@@ -374,14 +374,16 @@ def test_a_flood_is_refused_and_leaves_nothing(gateway: GatewayProcess, flood: s
     with grpc.insecure_channel(gateway.address, options=options) as channel:
         path = f"/quire.v1.ModelExecutorService/{method}"
         for _ in range(times):
+            # A unary call is a stream of one message, to gRPC.
+            call = channel.stream_stream(path, bytes, bytes)(iter([data]), timeout=60)
             with pytest.raises(grpc.RpcError) as refused:
-                list(channel.stream_stream(path, bytes, bytes)(iter([data]), timeout=60))
+                list(call)
             assert reason_of(refused.value) == reason
     assert others.stop() > 0
     after = gateway.status()
     assert [worker.epoch for worker in after.workers] == [worker.epoch for worker in before.workers]
-    # Each of the prompts takes 64 MB as numbers, of 900,000 calls each takes 70 bytes before it is begun.
-    assert after.memory_bytes - before.memory_bytes < 100 << 20
+    # gRPC has buffers of a few such messages. As numbers, the prompts would take 900 MB.
+    assert after.memory_bytes - before.memory_bytes < 200 << 20
     gateway.assert_pools_are_whole()
 
 

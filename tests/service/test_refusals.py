@@ -1,4 +1,4 @@
-"""What is refused leaves nothing behind: no error lives on in a cycle with frames that hold the request."""
+"""What is refused leaves nothing behind: no error stays alive in a cycle with frames that hold a request."""
 
 from __future__ import annotations
 
