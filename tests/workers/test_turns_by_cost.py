@@ -184,7 +184,7 @@ def test_who_asks_for_much_each_time_pays_for_it_the_next() -> None:
     """Also if nothing of his is queued in between."""
     model = Model(base_ns=60, unit_ns=1)
     model.add(GREEDY, 1, 2000)
-    model.add(OTHER, 2, 200)
+    model.add(OTHER, 6, 200)
     for _ in range(400):
         model.step()
     assert 0.6 < model.served[GREEDY] / model.served[OTHER] < 1.6
