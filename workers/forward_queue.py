@@ -11,7 +11,7 @@ queueing (Goyal, Vin and Cheng, 1996). This module does not decide what runs; `s
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,8 @@ from workers.running import RunningForward
 
 # A forward with no more tokens than this to go is short.
 SHORT_TOKENS = 16
+
+_FEW_CALLERS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +63,7 @@ def cost_of(op: Forward, tokens: int) -> int:
 
 
 by_arrival = attrgetter("arrival")
+by_tag = attrgetter("tag")
 by_place = attrgetter("tag", "arrival")
 
 
@@ -85,7 +88,8 @@ class Lane:
     It does pass: while it stands still, what has its turn moves it on by a share of its cost, one n-th for n
     callers. Without that, callers who are always new would always go first.
 
-    Who has nothing here any more is known until virtual time has passed what it was given, or nobody is left.
+    Who has nothing here any more stays known until virtual time has passed what it was given: else who asks
+    for much would pay for it only if he asks for the next before the first is done.
     """
 
     def __init__(self) -> None:
@@ -98,9 +102,9 @@ class Lane:
         # Since virtual time last moved: the cost of turns, and the most callers there were at once.
         self._turns = 0
         self._most_callers = 0
-        # Callers with nothing here, by when they are forgotten. Those who are back are passed over.
-        self._gone: list[tuple[int, int]] = []
         self._callers_here = 0
+        # With more callers than this, those who need not be known any more are forgotten.
+        self._sweep_at = _FEW_CALLERS
 
     def join(self, caller: int, cost: int) -> int:
         """Count one more forward of `caller` and return its tag: behind its others."""
@@ -126,14 +130,14 @@ class Lane:
         backlog.held -= 1
         backlog.cost -= cost
         self.cost -= cost
-        if backlog.held:
-            return
-        self._callers_here -= 1
-        if self._callers_here:
-            heapq.heappush(self._gone, (backlog.next_tag, caller))
-        else:
-            self.callers.clear()
-            self._gone.clear()
+        self._callers_here -= backlog.held == 0
+        if len(self.callers) > self._sweep_at:
+            self.callers = {
+                caller: backlog
+                for caller, backlog in self.callers.items()
+                if backlog.held or backlog.next_tag > self.virtual_time
+            }
+            self._sweep_at = 2 * len(self.callers) + _FEW_CALLERS
 
     def turn(self, tag: int, cost: int) -> None:
         """Note that a forward with this tag and cost has its turn. Moves virtual time, and nobody's place."""
@@ -142,7 +146,10 @@ class Lane:
         if tag > self.virtual_time:
             self._move_to(tag)
         elif share:
-            self._move_to(self.virtual_time + share)
+            # Not past anyone who waits: they would all stand as if they had just come.
+            ahead = bisect_right(self.line, self.virtual_time, key=by_tag)
+            waiting = self.line[ahead : ahead + 1]
+            self._move_to(min([self.virtual_time + share, *(entry.tag for entry in waiting)]))
 
     def line_up(self, entry: QueuedForward) -> None:
         """Put `entry` into its place."""
@@ -168,11 +175,6 @@ class Lane:
         self.virtual_time = virtual_time
         self._turns = 0
         self._most_callers = self._callers_here
-        while self._gone and self._gone[0][0] <= self.virtual_time:
-            _, caller = heapq.heappop(self._gone)
-            backlog = self.callers.get(caller)
-            if backlog is not None and not backlog.held and backlog.next_tag <= self.virtual_time:
-                del self.callers[caller]
 
     def check_invariants(self, held: list[QueuedForward]) -> None:
         """Assert that line, tags and callers agree. `held`: the lane's entries in order of arrival."""
@@ -189,8 +191,6 @@ class Lane:
         }
         assert self.cost == sum(entry.cost for entry in held)
         assert self._callers_here == len(by_caller)
-        gone = {caller for _, caller in self._gone}
-        assert all(backlog.held or caller in gone for caller, backlog in self.callers.items())
         for caller, entries in by_caller.items():
             waiting = [entry.tag for entry in entries if not entry.begun]
             assert all(earlier < later for earlier, later in pairwise(waiting))

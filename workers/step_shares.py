@@ -2,10 +2,11 @@
 
 A step is over for all at once, so who has hundreds of forwards in it makes everyone else wait for them. He
 may, as long as nobody else is there. Beside others he gets as much as all who want less have together; or,
-where they want little, so much as doubles a step that does nothing. Then nobody waits for more than twice the
-step that those before him would have, and a step in which all want alike is as full as ever.
+where they want little, so much as makes a step that does nothing half as long again. Then nobody waits for
+more than twice the step that those before him would have, and a step in which all want alike is as full as
+ever.
 
-What doubles a step is learnt from how long steps took: where reading the weights takes longer than what is
+What that is is learnt from how long steps took: where reading the weights takes longer than what is
 computed with them, hundreds of decodes cost no one anything, and nobody is bounded.
 
 Costs are those of `forward_queue.cost_of`. No clock: times are given.
@@ -21,8 +22,11 @@ from workers.forward_queue import Lane, QueuedForward
 _REMEMBERED_STEPS = 8
 # Nobody is bounded to less, whatever steps seem to take: sixteen decodes.
 LEAST_FREE_COST = 32
+_MOST_FREE_COST = 1 << 20
+# One step in so many has shares of half the size: steps that are all alike do not tell what they cost.
+_TRIED_EVERY = 8
 # How much of what was learnt an older step still counts for, at the next.
-_MEMORY = 0.98
+_MEMORY = 0.995
 
 
 class StepShares:
@@ -34,12 +38,14 @@ class StepShares:
         # What is left of this step to each caller who is bounded.
         self._left: dict[int, int] = {}
         self._times = _StepTimes()
+        self._steps = 0
 
     def next_step(self, lane: Lane) -> None:
         """Set bounds for the callers of `lane`."""
         self._left.clear()
         if not lane.cost:
             return
+        self._steps += 1
         free = self._times.free_cost
         wanted = {caller: backlog.cost for caller, backlog in lane.callers.items()}
         greedy: dict[int, int] = {}
@@ -59,7 +65,7 @@ class StepShares:
         for cost, caller in sorted((cost, caller) for caller, cost in greedy.items()):
             bound = max(free, others) if others else cost
             if bound < cost:
-                self._left[caller] = bound
+                self._left[caller] = bound >> (self._steps % _TRIED_EVERY == 0)
             others += min(cost, bound)
 
     def is_spent(self, entry: QueuedForward) -> bool:
@@ -90,10 +96,9 @@ class _StepTimes:
         self._xx = self._xx * _MEMORY + cost * cost
         self._xy = self._xy * _MEMORY + cost * took_ns
         spread = self._weight * self._xx - self._x * self._x
-        # Steps that are all alike say nothing about others: what was learnt before stays.
-        if spread <= self._x * self._x / 16:
+        if spread <= self._x * self._x / 256:
             return
         slope_ns = (self._weight * self._xy - self._x * self._y) / spread
         base_ns = (self._y - slope_ns * self._x) / self._weight
-        free_cost = base_ns / slope_ns if slope_ns > 0 else float(1 << 20)
-        self.free_cost = int(min(max(free_cost, LEAST_FREE_COST), 1 << 20))
+        free_cost = base_ns / slope_ns / 2 if slope_ns > 0 else _MOST_FREE_COST
+        self.free_cost = int(min(max(free_cost, LEAST_FREE_COST), _MOST_FREE_COST))
