@@ -8,6 +8,16 @@ import zlib
 
 import pytest
 
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:
+    # On a machine for the GPU suite.
+    pass
+else:
+    # Nothing timed decides; the same examples whatever has run before.
+    settings.register_profile("quire", deadline=None, derandomize=True, database=None)
+    settings.load_profile("quire")
+
 
 @pytest.fixture(autouse=True)
 def _own_draws(request: pytest.FixtureRequest) -> None:
