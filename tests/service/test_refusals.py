@@ -65,7 +65,7 @@ def errors_alive() -> list[QuireError]:
 
 @pytest.fixture
 def known() -> Iterator[list[QuireError]]:
-    """The errors that other tests hold. From here on only what nobody refers to goes: nothing is collected."""
+    """The errors that other tests hold. From here on only what nobody refers to goes."""
     gc.collect()
     gc.disable()
     yield errors_alive()
