@@ -46,7 +46,8 @@ class GatewayProcess:
                 stderr=log,
                 stdout=log,
                 cwd="/",
-                env=environment(root),
+                # Not in the home of whoever runs it.
+                env=environment(root) | {"XDG_STATE_HOME": str(self.log_path.parent)},
             )
         self.address = ""
         self.channel: grpc.Channel | None = None

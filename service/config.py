@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import ipaddress
 import math
 import tomllib
 import types
@@ -26,7 +27,7 @@ SHIPPED_MODEL = "adder"
 WEIGHTLESS_MODEL = "paged-attention"
 
 # Environment names with the prefix that are not settings: the file, and the target of the other commands.
-_OTHER_ENV = ("QUIRE_CONFIG", "QUIRE_TARGET")
+_OTHER_ENV = ("QUIRE_CONFIG", "QUIRE_TARGET", "QUIRE_TOKEN", "QUIRE_CA", "QUIRE_CERT", "QUIRE_KEY")
 _AUTO = "auto"
 _DTYPES = (_AUTO, "bfloat16", "float16", "float32")
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -71,6 +72,19 @@ def _is_model(value: str) -> bool:
     return value in (SHIPPED_MODEL, WEIGHTLESS_MODEL) or (Path(value) / "config.json").is_file()
 
 
+def _is_file(value: str) -> bool:
+    return not value or Path(value).is_file()
+
+
+def _is_private(listen: str) -> bool:
+    """Whether only this machine can reach the address. A name but localhost may be anywhere."""
+    host = listen.rpartition(":")[0].strip("[]")
+    try:
+        return listen.startswith("unix:") or host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _is_listen_address(value: str) -> bool:
     if value.startswith("unix:"):
         path = value.removeprefix("unix:")
@@ -80,6 +94,10 @@ def _is_listen_address(value: str) -> bool:
         return False
     # A bare IPv6 address has colons of its own, so it needs brackets.
     return ":" not in host or (host.startswith("[") and host.endswith("]"))
+
+
+_FILE: Any = {"accepts": _is_file, "allowed": "must be a file"}
+_SWITCH: Any = {"choices": ("off", "on")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +116,16 @@ class Config:
         accepts=_is_listen_address,
         allowed=f"must be host:port, [ipv6]:port, or unix:/path of at most {_MAX_SOCKET_PATH_BYTES} bytes",
     )
+    insecure: str = _setting(
+        "off", "listen beyond this machine without TLS: whoever is on the way reads and writes all", **_SWITCH
+    )
+    tls_cert: str = _setting("", "PEM file of the server's certificate and its chain; turns TLS on", **_FILE)
+    tls_key: str = _setting("", "PEM file of the certificate's key", **_FILE)
+    tls_client_ca: str = _setting(
+        "", "PEM file of CAs; only clients with a certificate of theirs may connect", **_FILE
+    )
+    tokens: str = _setting("", "TOML file of bearer tokens and tenants, see `quire token`", **_FILE)
+    reflection: str = _setting("on", "whether the server describes its calls to clients", **_SWITCH)
     workers: int = _setting(
         1, "worker processes; sequences are spread over them, each holds the weights", minimum=1, maximum=256
     )
@@ -182,11 +210,26 @@ class Config:
     worker_start_timeout_s: float = _setting(
         600.0, "how long a worker may take to load and run its first forward", minimum=1, maximum=_DAY_S
     )
+    suspect_after_s: float = _setting(
+        0.5,
+        "a worker that is silent for longer gets no new sequences while another is there",
+        minimum=0.02,
+        maximum=_DAY_S,
+    )
     heartbeat_timeout_s: float = _setting(
         10.0, "a worker that is silent for longer is killed and replaced", minimum=0.1, maximum=_DAY_S
     )
     step_timeout_s: float = _setting(
-        60.0, "a worker whose step takes longer is killed and replaced", minimum=0.1, maximum=_DAY_S
+        60.0,
+        "a worker whose step takes longer, and 20 times what such a step should, is killed and replaced",
+        minimum=0.1,
+        maximum=_DAY_S,
+    )
+    data_dir: str | None = _setting(
+        None,
+        "where a gateway keeps its workers' sockets; auto is quire in the user's state directory",
+        accepts=bool,
+        allowed=f"must be a directory, or {_AUTO}",
     )
     log_level: str = _setting(
         "info", "least severe record that is logged", choices=("debug", "info", "warning", "error")
@@ -275,9 +318,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--config` and a flag for each setting. Values stay strings: `load_config` checks them."""
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env QUIRE_CONFIG)")
     for setting in _SETTINGS.values():
-        default = _AUTO if setting.default is None else f"{setting.default}"
+        default = _AUTO if setting.default is None else f"{setting.default}" or "none"
+        # A switch without a value is switched on.
+        bare: Any = {"nargs": "?", "const": "on"} if setting.rule.choices == _SWITCH["choices"] else {}
         parser.add_argument(
             setting.flag,
+            **bare,
             metavar="|".join(setting.rule.choices) or setting.kind.__name__.upper(),
             help=f"{setting.rule.help} ({setting.allowed}; default {default}; env {setting.env})",
         )
@@ -303,7 +349,19 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         _, source = values.get("default_lease_s", values.get("max_lease_s", (None, "default")))
         allowed = f"must be at most max_lease_s, which is {config.max_lease_s:.12g}"
         raise ConfigError("default_lease_s", source, config.default_lease_s, allowed)
+    _check_doors(config, {name: source for name, (_, source) in values.items()})
     return config
+
+
+def _check_doors(config: Config, sources: Mapping[str, str]) -> None:
+    """Raises ConfigError for TLS by halves, and for an address that all can reach and none is kept from."""
+    for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
+        value = getattr(config, name)
+        if value and not getattr(config, other):
+            raise ConfigError(name, sources[name], value, f"needs {other} beside it")
+    if not (_is_private(config.listen) or config.tls_cert or config.insecure == "on"):
+        allowed = "beyond this machine TLS is needed (tls_cert and tls_key), or insecure = on"
+        raise ConfigError("listen", sources.get("listen", "default"), config.listen, allowed)
 
 
 def _from_file(path: Path) -> dict[str, tuple[Any, str]]:

@@ -16,6 +16,7 @@ from service.caches.placement import WorkerView
 from service.caches.records import CacheForked, CacheReleased, Record
 from service.caches.requests import Appended, Handle, Handles, Request, Result
 from service.caches.table import CacheTable
+from service.caches.tenants import Tenant
 from service.errors import InternalError, QuireError, WorkerFault
 from service.journal.base import Journal, JournalConflict
 from service.logging import get_logger
@@ -73,7 +74,7 @@ class Dispatcher:
         """A number for one who asks: a session, or a single call. Workers let callers take turns."""
         return next(self._callers)
 
-    async def run(self, requests: Sequence[Request]) -> list[Outcome]:
+    async def run(self, requests: Sequence[Request], tenant: Tenant | None = None) -> list[Outcome]:
         """Runs requests together and returns one outcome for each, in order. Cancelling it undoes them.
 
         They are all of one caller, of which no other call is.
@@ -81,7 +82,7 @@ class Dispatcher:
         if not requests:
             return []
         gathering = _Gathering(len(requests), asyncio.get_running_loop())
-        tickets = self.start(requests, gathering, self.new_caller())
+        tickets = self.start(requests, gathering, self.new_caller(), tenant)
         try:
             await gathering.done
         except asyncio.CancelledError:
@@ -89,16 +90,19 @@ class Dispatcher:
             raise
         return [outcome for outcome in gathering.outcomes if outcome is not None]
 
-    def start(self, requests: Sequence[Request], on_outcome: OnOutcome, caller: int) -> list[int]:
+    def start(
+        self, requests: Sequence[Request], on_outcome: OnOutcome, caller: int, tenant: Tenant | None = None
+    ) -> list[int]:
         """Starts requests together; `on_outcome` is called once for each, maybe before this returns.
 
-        `caller` is a number from `new_caller`. Returns their tickets, with which they can be cancelled.
+        `caller` is a number from `new_caller`, `tenant` whose it is. Returns their tickets, with which they
+        can be cancelled.
         """
         now_s = self._clock_s()
         self._caches.journal_bytes = self._journal.size_bytes
         tickets = []
         for index, request in enumerate(requests):
-            ticket = self._caches.submit(request, now_s, caller)
+            ticket = self._caches.submit(request, now_s, caller, tenant)
             tickets.append(ticket)
             self._waiting[ticket] = (on_outcome, index)
         self._carry_out()
@@ -112,12 +116,12 @@ class Dispatcher:
                 self._caches.cancel(ticket, self._clock_s())
         self._carry_out()
 
-    def handles(self, after: int = 0) -> Iterator[tuple[int, Handle]]:
-        """Caches, oldest first, each with a number that only grows: those with one above `after`."""
-        return self._caches.handles(after)
+    def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
+        """A tenant's caches, oldest first, each with a number that only grows: those above `after`."""
+        return self._caches.handles(after, tenant)
 
     @property
-    def sequences(self) -> int:
+    def num_caches(self) -> int:
         """Caches known."""
         return len(self._caches)
 
@@ -163,6 +167,10 @@ class Dispatcher:
         """A worker is gone: everyone who waits for it is answered."""
         self._caches.worker_lost(worker_id, epoch, self._clock_s())
         self._carry_out()
+
+    def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
+        """A worker has fallen silent, or has been heard again."""
+        self._caches.worker_suspected(worker_id, epoch, suspect=suspect)
 
     def worker_answered(
         self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int

@@ -13,11 +13,14 @@
     ├── JournalFull            RESOURCE_EXHAUSTED   JOURNAL_FULL
     ├── AnswersFull            RESOURCE_EXHAUSTED   ANSWERS_FULL
     ├── SlowConsumer           RESOURCE_EXHAUSTED   SLOW_CONSUMER
+    ├── QuotaExceeded          RESOURCE_EXHAUSTED   QUOTA
+    ├── Unauthenticated        UNAUTHENTICATED      reason given by the door
+    ├── RoleMissing            PERMISSION_DENIED    ROLE_MISSING
     ├── NoWorker               UNAVAILABLE          NO_WORKER
     ├── Draining               UNAVAILABLE          DRAINING
     ├── WorkerLost             UNAVAILABLE          WORKER_LOST
     ├── CacheLost              UNAVAILABLE          CACHE_LOST
-    ├── StepTimeout            DEADLINE_EXCEEDED    STEP_TIMEOUT
+    ├── DeadlinePassed            DEADLINE_EXCEEDED    DEADLINE_PASSED
     ├── WorkerFault            INTERNAL             WORKER_FAULT
     └── InternalError          INTERNAL             INTERNAL
 
@@ -218,6 +221,40 @@ class SlowConsumer(QuireError):
         super().__init__(f"no answer was read for {stalled_s:g} seconds; what was not answered is undone")
 
 
+class QuotaExceeded(QuireError):
+    """The tenant holds, or asks for, as much as it may."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "QUOTA"
+
+    def __init__(self, quota: str, limit: float, retry_after_s: float | None = None) -> None:
+        super().__init__(
+            f"the tenant's quota {quota} of {limit:g} is used up",
+            metadata={"quota": quota, "limit": f"{limit:g}"},
+            retry_after_s=retry_after_s,
+        )
+
+
+class Unauthenticated(QuireError):
+    """Nobody knows who calls. Says nothing of which tokens exist."""
+
+    code = "UNAUTHENTICATED"
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RoleMissing(QuireError):
+    """The caller is known and may not make this call."""
+
+    code = "PERMISSION_DENIED"
+    reason = "ROLE_MISSING"
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"this call needs the role {role}", metadata={"role": role})
+
+
 class NoWorker(QuireError):
     """No worker is ready."""
 
@@ -261,14 +298,14 @@ class CacheLost(QuireError):
         )
 
 
-class StepTimeout(QuireError):
-    """The call's deadline passed before its step started."""
+class DeadlinePassed(QuireError):
+    """The call's deadline passed before its turn came."""
 
     code = "DEADLINE_EXCEEDED"
-    reason = "STEP_TIMEOUT"
+    reason = "DEADLINE_PASSED"
 
     def __init__(self) -> None:
-        super().__init__("the deadline passed before the step started; nothing was applied")
+        super().__init__("the deadline passed before the call's turn came; nothing was applied")
 
 
 class WorkerFault(QuireError):

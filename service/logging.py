@@ -4,11 +4,16 @@ Every record has `timestamp` (ISO 8601, UTC), `level`, `logger` and `event`, and
 that is being handled, if there is one. Records of libraries (grpc, asyncio, warnings) take the same path.
 
 What callers send stays out of the log: bytes, protobuf messages and lists are logged as their sizes, token
-ids and texts not at all, and tracebacks carry no values of local variables.
+ids and texts not at all, and tracebacks carry no values of local variables. Control characters are escaped.
+
+Logging never blocks: where nobody reads standard error, lines are dropped, counted, and their number told.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import io
 import logging
 import sys
 from array import array
@@ -16,11 +21,17 @@ from typing import TextIO
 
 import structlog
 from google.protobuf.message import Message
-from structlog.typing import EventDict, Processor, WrappedLogger
+from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
+
+from service.background_log import BackgroundLog
+from service.printable import escaped
 
 # Names under which contents of requests would appear, whatever their type.
 _CONTENT_KEYS = frozenset({"token_id", "token_ids", "prompt", "text"})
+_KEYS_OF_LINES = frozenset({"exception", "stack"})
 _REQUEST_ID = "request_id"
+# How long an end of the process waits for its log to be written.
+_DRAIN_S = 1.0
 _COMMON_KEYS = ("timestamp", "level", "logger", "event", _REQUEST_ID)
 
 
@@ -29,8 +40,8 @@ def configure_logging(level: str = "info", log_format: str = "auto", stream: Tex
 
     Replaces what was set before. `log_format` is "json", "pretty", or "auto", which is pretty on a terminal.
     """
-    stream = stream if stream is not None else sys.stderr
-    pretty = log_format == "pretty" or (log_format == "auto" and stream.isatty())
+    terminal = (stream or sys.stderr).isatty()
+    pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -48,14 +59,14 @@ def configure_logging(level: str = "info", log_format: str = "auto", stream: Tex
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,  # or a second call of this function would not reach old loggers
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(stream if stream is not None else _background_log())
     handler.addFilter(_is_worth_logging)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_renderers(pretty=pretty, colors=stream.isatty()),
+                *_renderers(pretty=pretty, colors=terminal),
             ],
         )
     )
@@ -66,6 +77,21 @@ def configure_logging(level: str = "info", log_format: str = "auto", stream: Tex
     for noisy in ("grpc._cython.cygrpc", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.INFO, root.level))
     logging.captureWarnings(True)
+
+
+@functools.cache
+def _background_log() -> BackgroundLog:
+    """The one writer of this process to standard error."""
+    log = BackgroundLog(
+        sys.stderr.fileno(), lambda lines: get_logger(__name__).warning("log lines were dropped", lines=lines)
+    )
+    atexit.register(log.drain, _DRAIN_S)
+    return log
+
+
+def drain_log() -> None:
+    """Waits a moment for what was logged to be written: before an end that asks nobody."""
+    _background_log().drain(_DRAIN_S)
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
@@ -108,9 +134,24 @@ def redact_contents(_logger: WrappedLogger, _method: str, record: EventDict) -> 
 def _renderers(*, pretty: bool, colors: bool) -> list[Processor]:
     # Both with plain tracebacks: structlog's others print local variables, which hold requests.
     if pretty:
-        plain = structlog.dev.plain_traceback
-        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
+        console = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_escaped_traceback)
+        return [_escape_controls, console]
+    # JSON escapes controls by itself, and all that is not ASCII.
     return [structlog.processors.ExceptionRenderer(), _order_keys, structlog.processors.JSONRenderer()]
+
+
+def _escape_controls(_logger: WrappedLogger, _method: str, record: EventDict) -> EventDict:
+    """Texts in one line that a terminal only shows. Others are shown by their repr, which escapes."""
+    return {
+        key: escaped(value, keep_lines=key in _KEYS_OF_LINES) if isinstance(value, str) else value
+        for key, value in record.items()
+    }
+
+
+def _escaped_traceback(stream: TextIO, error: ExcInfo) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, error)
+    stream.write(escaped(text.getvalue(), keep_lines=True))
 
 
 def _order_keys(_logger: WrappedLogger, _method: str, record: EventDict) -> EventDict:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +21,6 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
 
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor
-from service.api.loop_watch import LoopWatch
 from service.api.parsing import MessageLimits
 from service.api.reflection import add_reflection
 from service.api.server_state import ServerState
@@ -31,8 +29,10 @@ from service.caches.placement import WorkerView
 from service.caches.table import CacheTable, Limits
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config
 from service.dispatcher import Dispatcher
+from service.doors.doors import Doors
+from service.doors.tls import server_credentials
 from service.journal.memory import MemoryJournal
-from service.logging import get_logger
+from service.logging import drain_log, get_logger
 from service.pool.base import PoolFailed, WorkerSlot
 from service.pool.local import LocalLauncher
 from service.pool.supervisor import Supervisor
@@ -59,7 +59,7 @@ class Gateway:
             max_caches=config.max_caches,
             max_journal_bytes=config.max_journal_bytes,
         )
-        self.pool = Supervisor(config, _model_argument(config.model), LocalLauncher(), self)
+        self.pool = Supervisor(config, _model_argument(config.model), LocalLauncher(config.data_dir), self)
         self.dispatcher = Dispatcher(CacheTable(limits), MemoryJournal(), self.pool.send)
         self.state = ServerState(config)
         self.state.slots = self.pool.slots
@@ -69,10 +69,11 @@ class Gateway:
             config.max_items_per_call,
             max_seq_tokens=lambda: self.state.max_seq_tokens,
         )
-        self.watch = LoopWatch()
         self.health = health.aio.HealthServicer()
+        self.doors = Doors.of(config)
+        self.credentials = server_credentials(config)
         self.server = grpc.aio.server(
-            interceptors=[CallInterceptor(messages)],
+            interceptors=[CallInterceptor(messages, self.doors)],
             options=[
                 ("grpc.max_receive_message_length", config.max_request_bytes),
                 ("grpc.max_send_message_length", config.max_response_bytes),
@@ -92,8 +93,12 @@ class Gateway:
         servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, self.api)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
-        add_reflection(self.server, (EXECUTOR_SERVICE, health.SERVICE_NAME))
-        port = self.server.add_insecure_port(self.config.listen)
+        if self.config.reflection == "on":
+            add_reflection(self.server, (EXECUTOR_SERVICE, health.SERVICE_NAME))
+        if self.credentials is None:
+            port = self.server.add_insecure_port(self.config.listen)
+        else:
+            port = self.server.add_secure_port(self.config.listen, self.credentials)
         await self.server.start()
         return port
 
@@ -102,7 +107,9 @@ class Gateway:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(), name="pool")
             group.create_task(self.dispatcher.expire_leases(), name="leases")
-            group.create_task(self.watch.run(), name="watch")
+            if self.doors is not None:
+                group.create_task(self.doors.watch(), name="doors")
+            group.create_task(self.state.watch.run(), name="watch")
 
     async def drain(self) -> None:
         """Stops taking calls and waits for those in flight, for as long as the grace allows."""
@@ -132,6 +139,10 @@ class Gateway:
         """Tells the parts of a worker that is gone."""
         self.dispatcher.worker_lost(worker_id, epoch)
         self._publish_health()
+
+    def worker_suspected(self, slot: WorkerSlot) -> None:
+        """Keeps new sequences away from a worker that is silent."""
+        self.dispatcher.worker_suspected(slot.worker_id, slot.epoch, suspect=slot.suspect)
 
     def worker_answered(self, slot: WorkerSlot, events: Iterable[Event], pages_available: int) -> None:
         """Passes on a worker's answers."""
@@ -215,7 +226,7 @@ def _stop_on_signals() -> asyncio.Event:
     def on_signal() -> None:
         if stop.is_set():
             _log.warning("stopping at once")
-            sys.stderr.flush()
+            drain_log()
             signal.raise_signal(signal.SIGKILL)
         stop.set()
 

@@ -63,6 +63,8 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
     def __init__(self) -> None:
         self.caches: dict[str, list[int]] = {}
         self.calls: dict[str, list[Any]] = defaultdict(list)
+        # What calls said of who makes them.
+        self.authorizations: set[str] = set()
         self.script: list[int] = []
         self.tokenizer_json = b""
         self.max_seq_len = 4096
@@ -167,6 +169,10 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
                 tokenizer_json=self.tokenizer_json if request.include_tokenizer else b"",
             )
 
+    def GetCapabilities(self, request: Any, context: Any) -> executor_pb2.GetCapabilitiesResponse:
+        able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=self.max_seq_len)
+        return executor_pb2.GetCapabilitiesResponse(executor=able)
+
     def GetStatus(self, request: Any, context: Any) -> executor_pb2.GetStatusResponse:
         """Counters grow by fixed steps from call to call."""
         with self._call("GetStatus", request, context):
@@ -209,7 +215,6 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
     BatchPrefill: Any = _unimplemented
     UnifiedForward: Any = _unimplemented
     ListCaches: Any = _unimplemented
-    GetCapabilities: Any = _unimplemented
     GetCacheMetrics: Any = _unimplemented
     GetLoraMetrics: Any = _unimplemented
     Session: Any = _unimplemented
@@ -217,6 +222,7 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
     @contextmanager
     def _call(self, method: str, request: Any, context: Any) -> Iterator[None]:
         with self._lock:
+            self.authorizations.add(str(dict(context.invocation_metadata()).get("authorization", "")))
             self.calls[method].append(request)
             if self._before[method]:
                 self._abort(self._before[method].pop(0), context)

@@ -19,12 +19,12 @@ WORKER_LAYERS = (
     {"__main__"},
     {"server", "wire"},
     {"step_loop"},
-    {"scheduler", "forward_queue", "coalescing", "batch", "running", "executors"},
+    {"scheduler", "step_shares", "forward_queue", "coalescing", "batch", "running", "executors"},
     {"runners"},
     {"models", "row_outputs", "device_sampling"},
-    {"sampling", "counter_rng"},
+    {"sampling", "counter_rng", "logit_settings"},
     {"kv"},
-    {"operations"},
+    {"operations", "logging"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
 WITHOUT_TORCH = (
@@ -46,20 +46,26 @@ TOP_LEVEL = {
 SERVICE_ROOMS = {
     "service.errors": (),
     "service.config": (),
-    "service.logging": (),
+    "service.printable": (),
+    "service.background_log": (),
+    "service.logging": ("service.background_log", "service.printable"),
+    "service.doors": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
     "service.caches": ("service.errors",),
     "service.journal": ("service.caches.records",),
     "service.dispatcher": ("service.caches", "service.journal.base", "service.errors", "service.logging"),
     "service.pool": ("service.caches", "service.config", "service.errors", "service.logging"),
     "service.api": (
         "service.caches.requests", "service.config", "service.dispatcher", "service.errors",
-        "service.logging", "service.pool.base", "service.pool.supervisor",
+        "service.doors", "service.logging", "service.pool.base", "service.pool.supervisor",
+        "service.printable",
     ),
     "service.server": (
-        "service.api", "service.caches", "service.config", "service.dispatcher", "service.journal",
-        "service.logging", "service.pool",
+        "service.api", "service.caches", "service.config", "service.dispatcher", "service.doors",
+        "service.journal", "service.logging", "service.pool",
     ),
-    "service.cli": ("service.config", "service.logging", "service.server"),
+    "service.cli": (
+        "service.config", "service.doors.tokens", "service.logging", "service.printable", "service.server",
+    ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.
 WITHOUT_MESSAGES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import logging
 import os
 import signal
@@ -18,13 +19,17 @@ from quire.v1 import worker_pb2_grpc
 from quire.v1.worker_pb2 import WorkerConfig
 
 from workers.executors.base import ModelExecutor
+from workers.logging import background_log
 from workers.server import Progress, WorkerServer
 
 # sysexits.h EX_CONFIG: starting again with the same configuration cannot help.
 EXIT_CONFIG = 78
 EXIT_FAILED = 1
 _HOP_SLACK_BYTES = 16 << 20
+# What a GetModelInfoResponse holds beside the tokenizer, generously.
+_REST_OF_MODEL_INFO_BYTES = 64 << 10
 _STOP_TIMEOUT_S = 1.0
+_PR_SET_PDEATHSIG = 1
 WEIGHTLESS_MODEL = "paged-attention"
 # A step of a smaller model is over before another thread is awake, and idle threads spin for a while.
 _LEAST_PARAMETERS_PER_THREAD = 2_000_000
@@ -59,7 +64,7 @@ def _configure_logging(config: WorkerConfig) -> None:
             *_renderers(pretty=pretty),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(background_log()),  # type: ignore[arg-type]  # a stream
     )
 
 
@@ -72,7 +77,13 @@ def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
 
 
 def _end_with_the_gateway() -> None:
-    """The gateway holds the other end of our standard input; when that closes, however it did, we end."""
+    """The gateway holds the other end of our standard input; when that closes, however it did, we end.
+
+    On Linux the kernel also kills us when the gateway's main thread, which started us, is gone: even while we
+    are stopped. What died before that was asked for has closed our standard input.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -137,6 +148,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             config.gpu_memory_utilization,
             cuda_graphs=config.cuda_graphs != "off",
         ),
+        max_tokenizer_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
         progress=lambda done, total: progress("weights", done, total),
     )
     useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)
@@ -153,10 +165,11 @@ async def _serve(address: str, config: WorkerConfig) -> int:
 
     worker = WorkerServer(
         lambda progress: _make_executor(config, progress),
-        lambda: Scheduler(
+        lambda executor: Scheduler(
             config.max_batch_tokens,
             config.max_batch_items,
             max_rows=config.max_batch_items,
+            page_size=executor.engine.kv.page_size,
             max_mixed_prefill_tokens=(
                 config.max_mixed_prefill_tokens if config.HasField("max_mixed_prefill_tokens") else None
             ),
@@ -199,7 +212,9 @@ def main() -> int:
     _configure_logging(config)
     structlog.contextvars.bind_contextvars(worker_id=config.worker_id, pid=os.getpid())
     # Ctrl-C reaches the whole process group; the gateway drains first and then ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A service manager's SIGTERM reaches all processes of the service.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     _end_with_the_gateway()
     return uvloop.run(_serve(address, config))
 
@@ -207,4 +222,6 @@ def main() -> int:
 if __name__ == "__main__":
     sys.stdout.flush()
     # Not sys.exit: a compute thread inside a long step must not hold up the end.
-    os._exit(main())
+    status = main()
+    background_log().drain(_STOP_TIMEOUT_S)
+    os._exit(status)

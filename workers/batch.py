@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.operations import Kind
@@ -65,19 +67,21 @@ def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:
     """How the token of each wanted row is chosen; R entries in the order of `ForwardInputs.wanted_rows`."""
     rows = []
     for chunk in chunks:
-        op, committed = chunk.op, chunk.running.sequence.token_ids
-        history: Sequence[int] = ()
+        op, committed = chunk.op, len(chunk.running.sequence)
+        history: Sequence[int] | NDArray[np.int64] = ()
         if chunk.wanted and op.output.sampling is not None and op.output.sampling.has_penalty:
-            history = [*committed, *chunk.token_ids]
+            # One for all rows of the chunk: each of them a history of its own would cost tokens x rows.
+            history = np.concatenate([chunk.running.sequence.token_ids.as_array(), chunk.token_ids])
         for index in chunk.wanted:
             # The chosen token would stand at this position; the tokens before it are its history.
-            position = len(committed) + index + 1
+            position = committed + index + 1
             rows.append(
                 SamplingRow(
                     spec=op.output.sampling,
                     mask=op.output.mask,
                     position=position,
-                    history=history[:position],
+                    history=history,
+                    history_len=min(position, len(history)),
                     prompt_len=op.prompt_len,
                 )
             )

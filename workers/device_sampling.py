@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.counter_rng import mix_key
-from workers.operations import Sampling, TokenMask
-from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow, in_vocabulary
+from workers.logit_settings import HistoryCounter, Ids, Masks, in_vocabulary
+from workers.operations import Sampling
+from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
 _GREEDY = Sampling()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,9 +38,8 @@ _ROWS_AT_ONCE = 128
 _ALIGNMENT = 16
 
 _INT32_MAX = 2**31 - 1
+_NONE = np.zeros(0, dtype=np.int64)
 
-Ids = NDArray[np.int64]
-Reals = NDArray[np.float64]
 Columns = dict[str, NDArray[Any]]  # what some rows need, by the name of a kernel's argument
 
 
@@ -161,43 +161,34 @@ def _masks(rows: Sequence[SamplingRow], vocab: int) -> Columns:
     masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
     if not masks:
         return {}
-    words = np.stack([_mask_words(mask, vocab) for mask in masks.values()])
+    decoded = Masks(vocab)
+    words = np.stack([decoded.packed(mask).view("<i4") for mask in masks.values()])
     return {"mask_rows": np.array(list(masks), dtype=np.int32), "words": words}
-
-
-def _mask_words(mask: TokenMask, vocab: int) -> NDArray[np.int32]:
-    """[W]. Bits and ids beyond the vocabulary are ignored; bits that are missing forbid."""
-    size = (vocab + 31) // 32 * 4  # in bytes
-    if mask.packed is not None:
-        packed = np.frombuffer(mask.packed[:size].ljust(size, b"\0"), dtype=np.uint8)
-    else:
-        allowed = np.zeros(size * 8, dtype=np.bool_)
-        allowed[in_vocabulary(mask.allowed or (), vocab)] = True
-        packed = np.packbits(allowed, bitorder="little")
-    return packed.view("<i4")
 
 
 def _penalties(rows: Sequence[SamplingRow], vocab: int) -> Columns:
     """[N] rows, ids, biases, divisors and losses."""
-    tables = [_row_penalties(row, row.spec or _GREEDY, vocab) for row in rows]
+    counter = HistoryCounter(vocab)
+    tables = [_row_penalties(row, row.spec or _GREEDY, counter, vocab) for row in rows]
     owners = np.repeat(np.arange(len(rows), dtype=np.int32), [len(table["ids"]) for table in tables])
     if not len(owners):
         return {}
     return {"rows": owners} | {name: np.concatenate([t[name] for t in tables]) for name in tables[0]}
 
 
-def _row_penalties(row: SamplingRow, spec: Sampling, vocab: int) -> Columns:
+def _row_penalties(row: SamplingRow, spec: Sampling, counter: HistoryCounter, vocab: int) -> Columns:
     """The tokens that bias or penalties of one row name, ascending, and what each of them does to it."""
     biased = in_vocabulary(spec.logit_bias, vocab)
-    seen = in_vocabulary(row.history if spec.repetition_penalty != 1.0 else (), vocab)
-    counted = spec.frequency_penalty != 0.0 or spec.presence_penalty != 0.0
-    since = in_vocabulary(row.history[row.prompt_len :] if counted else (), vocab)
-    recent, counts = np.unique(since, return_counts=True)
-    ids: Ids = np.unique(np.concatenate([biased, seen, recent]))
+    seen, counts = row.counts(counter) if spec.has_penalty else (_NONE, _NONE)
+    if spec.repetition_penalty == 1.0:
+        seen, counts = seen[counts > 0], counts[counts > 0]
+    ids: Ids = np.union1d(biased, seen)
     biases, divisors, losses = np.zeros(len(ids)), np.ones(len(ids)), np.zeros(len(ids))
     biases[np.searchsorted(ids, biased)] = [spec.logit_bias[token] for token in biased.tolist()]
-    divisors[np.searchsorted(ids, seen)] = spec.repetition_penalty
-    losses[np.searchsorted(ids, recent)] = counts * spec.frequency_penalty + spec.presence_penalty
+    places = np.searchsorted(ids, seen)
+    divisors[places] = spec.repetition_penalty
+    lost = counts * spec.frequency_penalty + spec.presence_penalty
+    losses[places] = np.where(counts > 0, lost, 0.0)
     return {"ids": ids.astype(np.int32), "biases": biases, "divisors": divisors, "losses": losses}
 
 

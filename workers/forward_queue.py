@@ -4,14 +4,14 @@
     sequence 8   [ op 4 ]                long   [ op 5 ]         the others
     sequence 9   [ op 5 | op 6 ]
 
-Queues are in order of arrival; in a lane callers take turns, by start-time fair queueing of operations
-(Goyal, Vin and Cheng, 1996). This module does not decide what runs; `scheduler` does.
+Queues are in order of arrival; in a lane callers take turns by what their forwards cost, by start-time fair
+queueing (Goyal, Vin and Cheng, 1996). This module does not decide what runs; `scheduler` does.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,8 @@ from workers.running import RunningForward
 
 # A forward with no more tokens than this to go is short.
 SHORT_TOKENS = 16
+
+_FEW_CALLERS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +36,10 @@ class QueuedForward:
     caller: int
     # Where it stands, or will once the earlier forwards of its sequence are done; at (tag, arrival).
     lane: Lane
+    # What it costs in its lane: see `cost_of`.
+    cost: int
     tag: int
+    row_weight: int
     in_line: bool = False
     # What it has become; None before it has begun.
     running: RunningForward | None = None
@@ -52,30 +57,39 @@ class QueuedForward:
         return len(self.op.token_ids) if self.running is None else self.running.remaining
 
 
+def cost_of(op: Forward, tokens: int) -> int:
+    """What the last `tokens` of a forward cost a step: its tokens, and its rows by their weight."""
+    return tokens + min(op.rows, tokens) * op.output.row_weight
+
+
 by_arrival = attrgetter("arrival")
+by_tag = attrgetter("tag")
 by_place = attrgetter("tag", "arrival")
 
 
 @dataclass(slots=True)
-class _Backlog:
-    """What a caller has in a lane, in line or behind another forward of its sequence."""
+class Backlog:
+    """What a caller has in a lane, in line or behind another forward of its sequence; and what that costs."""
 
-    last_tag: int
+    next_tag: int
     held: int = 0
+    cost: int = 0
 
 
 class Lane:
     """One class of forwards in order of (tag, arrival), and the virtual time from which tags are given.
 
-    The forwards of a caller have one tag after the other, from the virtual time on, and that follows the
-    largest tag that had its turn. So who has one forward stands before the second of another's thousand, and
-    a caller who is alone is served in order of arrival.
+    The tag of a caller's forward is that of its last one and what that one costs, or the virtual time if that
+    is later; virtual time follows the largest tag that had its turn. So who has one forward stands before the
+    second of another's thousand, who asks for little stands before who asks for much, and a caller who is
+    alone is served in order of arrival.
 
     Nothing starves. A tag that was given stays, and who comes once virtual time has passed it stands behind.
-    It does pass: when it has stood still for more turns than there are callers, it moves on by one. Without
-    that, callers who are always new would always go first.
+    It does pass: while it stands still, what has its turn moves it on by a share of its cost, one n-th for n
+    callers. Without that, callers who are always new would always go first.
 
-    A caller is known as long as it has a forward here: who comes back starts at the virtual time.
+    Who has nothing here any more stays known until virtual time has passed what it was given: else who asks
+    for much would pay for it only if he asks for the next before the first is done.
     """
 
     def __init__(self) -> None:
@@ -83,42 +97,59 @@ class Lane:
         # cheaper than any tree.
         self.line: list[QueuedForward] = []
         self.virtual_time = 0
-        # Since virtual time last moved: turns, and the most callers there were at once.
+        self.callers: dict[int, Backlog] = {}
+        self.cost = 0
+        # Since virtual time last moved: the cost of turns, and the most callers there were at once.
         self._turns = 0
         self._most_callers = 0
-        self._callers: dict[int, _Backlog] = {}
+        self._callers_here = 0
+        # With more callers than this, those who need not be known any more are forgotten.
+        self._sweep_at = _FEW_CALLERS
 
-    def join(self, caller: int) -> int:
+    def join(self, caller: int, cost: int) -> int:
         """Count one more forward of `caller` and return its tag: behind its others."""
-        backlog = self._count(caller)
-        backlog.last_tag = max(backlog.last_tag + 1, self.virtual_time)
-        return backlog.last_tag
+        backlog = self._count(caller, cost)
+        tag = max(backlog.next_tag, self.virtual_time)
+        backlog.next_tag = tag + cost
+        return tag
 
-    def take_over(self, caller: int) -> int:
+    def take_over(self, caller: int, cost: int) -> int:
         """Count a forward that has begun in the other lane and return its tag.
 
         It had its turn there, so it stands before what its caller has waiting here. It counts as a turn here
         too: forwards that always take over cannot hold virtual time.
         """
-        self._count(caller)
+        self._count(caller, cost)
         tag = self.virtual_time
-        self.turn(tag)
+        self.turn(tag, cost)
         return tag
 
-    def quit(self, caller: int) -> None:
+    def quit(self, caller: int, cost: int) -> None:
         """Count one forward of `caller` less."""
-        backlog = self._callers[caller]
+        backlog = self.callers[caller]
         backlog.held -= 1
-        if backlog.held == 0:
-            del self._callers[caller]
+        backlog.cost -= cost
+        self.cost -= cost
+        self._callers_here -= backlog.held == 0
+        if len(self.callers) > self._sweep_at:
+            self.callers = {
+                caller: backlog
+                for caller, backlog in self.callers.items()
+                if backlog.held or backlog.next_tag > self.virtual_time
+            }
+            self._sweep_at = 2 * len(self.callers) + _FEW_CALLERS
 
-    def turn(self, tag: int) -> None:
-        """Note that a forward with this tag has its turn. Moves virtual time, and nobody's place."""
-        self._turns += 1
+    def turn(self, tag: int, cost: int) -> None:
+        """Note that a forward with this tag and cost has its turn. Moves virtual time, and nobody's place."""
+        self._turns += cost
+        share = self._turns // (self._most_callers + 1)
         if tag > self.virtual_time:
             self._move_to(tag)
-        elif self._turns > self._most_callers:
-            self._move_to(self.virtual_time + 1)
+        elif share:
+            # Not past anyone who waits: they would all stand as if they had just come.
+            ahead = bisect_right(self.line, self.virtual_time, key=by_tag)
+            waiting = self.line[ahead : ahead + 1]
+            self._move_to(min([self.virtual_time + share, *(entry.tag for entry in waiting)]))
 
     def line_up(self, entry: QueuedForward) -> None:
         """Put `entry` into its place."""
@@ -131,16 +162,19 @@ class Lane:
             del self.line[bisect_left(self.line, by_place(entry), key=by_place)]
             entry.in_line = False
 
-    def _count(self, caller: int) -> _Backlog:
-        backlog = self._callers.setdefault(caller, _Backlog(self.virtual_time - 1))
+    def _count(self, caller: int, cost: int) -> Backlog:
+        backlog = self.callers.setdefault(caller, Backlog(self.virtual_time))
+        self._callers_here += backlog.held == 0
+        self._most_callers = max(self._most_callers, self._callers_here)
         backlog.held += 1
-        self._most_callers = max(self._most_callers, len(self._callers))
+        backlog.cost += cost
+        self.cost += cost
         return backlog
 
     def _move_to(self, virtual_time: int) -> None:
         self.virtual_time = virtual_time
         self._turns = 0
-        self._most_callers = len(self._callers)
+        self._most_callers = self._callers_here
 
     def check_invariants(self, held: list[QueuedForward]) -> None:
         """Assert that line, tags and callers agree. `held`: the lane's entries in order of arrival."""
@@ -149,14 +183,18 @@ class Lane:
         by_caller: dict[int, list[QueuedForward]] = {}
         for entry in held:
             by_caller.setdefault(entry.caller, []).append(entry)
-        assert {caller: len(entries) for caller, entries in by_caller.items()} == {
-            caller: backlog.held for caller, backlog in self._callers.items()
+        assert {
+            caller: (len(entries), sum(entry.cost for entry in entries))
+            for caller, entries in by_caller.items()
+        } == {
+            caller: (backlog.held, backlog.cost) for caller, backlog in self.callers.items() if backlog.held
         }
-        assert self._most_callers >= len(self._callers)
+        assert self.cost == sum(entry.cost for entry in held)
+        assert self._callers_here == len(by_caller)
         for caller, entries in by_caller.items():
             waiting = [entry.tag for entry in entries if not entry.begun]
             assert all(earlier < later for earlier, later in pairwise(waiting))
-            assert all(tag <= self._callers[caller].last_tag for tag in waiting)
+            assert all(tag < self.callers[caller].next_tag for tag in waiting)
 
 
 class ForwardQueue:
@@ -182,8 +220,9 @@ class ForwardQueue:
     def add(self, op: Forward) -> None:
         """Queue `op` behind the others of its sequence. Its op_id must be new, and tokens remain."""
         caller = op.caller or -1 - self._arrivals
-        lane = self._lane_of(len(op.token_ids))
-        entry = QueuedForward(self._arrivals, op, caller, lane, tag=lane.join(caller))
+        lane, cost = self._lane_of(len(op.token_ids)), cost_of(op, len(op.token_ids))
+        tag = lane.join(caller, cost)
+        entry = QueuedForward(self._arrivals, op, caller, lane, cost, tag, op.output.row_weight)
         self._arrivals += 1
         self._entries[op.op_id] = entry
         queue = self._by_sequence.setdefault(op.sequence, OrderedDict())
@@ -207,15 +246,16 @@ class ForwardQueue:
         lane = self._lane_of(entry.remaining)
         if entry.lane is not lane:
             entry.lane.step_out(entry)
-            entry.lane.quit(entry.caller)
-            entry.lane, entry.tag = lane, lane.take_over(entry.caller)
+            entry.lane.quit(entry.caller, entry.cost)
+            entry.lane, entry.cost = lane, cost_of(entry.op, entry.remaining)
+            entry.tag = lane.take_over(entry.caller, entry.cost)
             lane.line_up(entry)
 
     def leave(self, entry: QueuedForward) -> None:
         """Drop `entry`; the next of its sequence takes its own place in line."""
         op = entry.op
         entry.lane.step_out(entry)
-        entry.lane.quit(entry.caller)
+        entry.lane.quit(entry.caller, entry.cost)
         self.begun -= entry.begun
         del self._entries[op.op_id]
         queue = self._by_sequence[op.sequence]

@@ -1,6 +1,6 @@
 """What a worker can be asked to do, and what it answers: plain data without protobuf or torch.
 
-`server.py` translates the wire protocol into these and back; everything below it speaks only these.
+`wire.py` translates the wire protocol into these and back; everything below it speaks only these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 
 class Kind(enum.Enum):
-    """What a forward is to its caller. Counted apart in the statistics; no difference otherwise."""
+    """What a forward is to its caller.
+
+    Counted apart. Prefills do not delay the others; a scoring is answered with its tokens' log-probabilities.
+    """
 
     PREFILL = enum.auto()
     DECODE = enum.auto()
@@ -24,6 +27,11 @@ class Accept(enum.Enum):
 
     ALL = enum.auto()
     CHOSEN = enum.auto()
+
+
+# See `OutputSpec.row_weight`.
+_LOGITS_WEIGHT = 3
+_LISTED_PER_ROW = 512
 
 
 class LogitsFormat(enum.Enum):
@@ -83,6 +91,15 @@ class OutputSpec:
     sampling: Sampling | None = None
     mask: TokenMask | None = None
 
+    @property
+    def row_weight(self) -> int:
+        """How many plain rows one of these counts for: what is read, copied and sent beside the choice.
+
+        Logits of a vocabulary are hundreds of kilobytes; lists as long as people read cost nothing extra.
+        """
+        lists = (self.top_logprobs + len(self.logprob_token_ids)) // _LISTED_PER_ROW
+        return 1 + lists + (0 if self.logits is None else _LOGITS_WEIGHT)
+
 
 GREEDY = OutputSpec()
 
@@ -120,6 +137,8 @@ class Forward:
     caller: int = 0
     prompt_len: int = 0
     ephemeral: bool = False
+    # Of a sequence that begins: it shares pages with those of the same salt only.
+    salt: bytes = b""
     # time.monotonic_ns() after which it is not started any more. None: no limit.
     deadline_ns: int | None = None
     arrived_ns: int = 0

@@ -47,15 +47,13 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
     count = len(specs)
     if logits.ndim != 2 or logits.shape[0] != count or tuple(chosen.shape) != (count,):
         raise ValueError(f"logits {tuple(logits.shape)}, chosen {tuple(chosen.shape)}, {count} specs")
-    if any(not 0 <= token < logits.shape[1] for spec in specs for token in spec.logprob_token_ids):
-        raise ValueError(f"logprob_token_ids beyond a vocabulary of {logits.shape[1]}")
-
+    listed = _listed_ids(specs, logits)
     outputs = [RowOutput(token_id=token) for token in chosen.tolist()]
     wanted = [
         i for i, spec in enumerate(specs) if spec.logprob or spec.top_logprobs or spec.logprob_token_ids
     ]
     for row, logprobs in _log_softmax_rows(logits, wanted):
-        _add_logprobs(outputs[row], specs[row], logits[row], logprobs)
+        _add_logprobs(outputs[row], specs[row], logits[row], logprobs, listed.get(id(specs[row])))
     for row, spec in enumerate(specs):
         if spec.logits is not None:
             outputs[row].logits = encode_logits(logits[row], spec.logits)
@@ -108,13 +106,29 @@ def _log_softmax_rows(logits: Tensor, rows: Sequence[int]) -> Iterator[tuple[int
         yield from zip(group, torch.log_softmax(block.float(), dim=-1), strict=True)
 
 
-def _add_logprobs(output: RowOutput, spec: OutputSpec, logits: Tensor, logprobs: Tensor) -> None:
-    """Fill in the log-probabilities `spec` asks for. logits, logprobs: [V]."""
-    top_ids = best_k(logits.float().cpu().numpy(), spec.top_logprobs).tolist() if spec.top_logprobs else []
-    ids = [output.token_id, *top_ids, *spec.logprob_token_ids]
-    values: list[float] = logprobs[torch.tensor(ids, device=logprobs.device)].tolist()
+def _listed_ids(specs: Sequence[OutputSpec], logits: Tensor) -> dict[int, Tensor]:
+    """[n] `logprob_token_ids` beside `logits` by the identity of their spec: rows of a request share one.
+
+    Raises ValueError for one that is not in the vocabulary.
+    """
+    listed: dict[int, Tensor] = {}
+    for spec in specs:
+        if spec.logprob_token_ids and id(spec) not in listed:
+            ids = torch.tensor(spec.logprob_token_ids, dtype=torch.int64)
+            if ((ids < 0) | (ids >= logits.shape[1])).any():
+                raise ValueError(f"logprob_token_ids beyond a vocabulary of {logits.shape[1]}")
+            listed[id(spec)] = ids.to(logits.device)
+    return listed
+
+
+def _add_logprobs(
+    output: RowOutput, spec: OutputSpec, logits: Tensor, logprobs: Tensor, listed: Tensor | None
+) -> None:
+    """Fill in the log-probabilities `spec` asks for. logits, logprobs: [V]; listed: [n]."""
     if spec.logprob or spec.top_logprobs:
-        output.logprob = values[0]
-    output.top_ids = top_ids
-    output.top_logprobs = values[1 : 1 + len(top_ids)]
-    output.chosen_logprobs = values[1 + len(top_ids) :]
+        if spec.top_logprobs:
+            output.top_ids = best_k(logits.float().cpu().numpy(), spec.top_logprobs).tolist()
+        ids = torch.tensor([output.token_id, *output.top_ids], device=logprobs.device)
+        output.logprob, *output.top_logprobs = logprobs[ids].tolist()
+    if listed is not None:
+        output.chosen_logprobs = logprobs[listed].tolist()

@@ -14,8 +14,7 @@ ids beyond the vocabulary are passed over, so that one row never takes the batch
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.counter_rng import GUMBEL_MAX, gumbel, mix_key
+from workers.logit_settings import HistoryCounter, Ids, Masks, TokenCounts, in_vocabulary
 from workers.operations import Sampling, TokenMask
 
 _NEG_INF = float("-inf")
@@ -39,7 +39,6 @@ _SMALL_RACE = 2048
 _RACE_HEAD = 4.0
 
 Row = NDArray[np.float32]  # [V] logits
-Ids = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 
@@ -78,15 +77,22 @@ class SamplingRow:
         spec: None is greedy.
         mask: None allows every token.
         position: of the chosen token in its sequence, which keys the draw.
-        history: every token of the sequence before it; read only where a penalty is set.
+        history: every token of the sequence before it; read only where a penalty is set. Rows of one
+            forward share it, and it may go on beyond this one's.
+        history_len: the tokens of `history` that are before it; None: all.
         prompt_len: the tokens of `history` that frequency and presence penalties do not count.
     """
 
     spec: Sampling | None = None
     mask: TokenMask | None = None
     position: int = 0
-    history: Sequence[int] = ()
+    history: Sequence[int] | Ids = ()
     prompt_len: int = 0
+    history_len: int | None = None
+
+    def counts(self, counter: HistoryCounter) -> TokenCounts:
+        """The tokens before it."""
+        return counter.count(self.history, self.prompt_len, self.history_len)
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -113,11 +119,17 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
     chosen_ids: dict[int, int] = {}
     forbidden: list[int] = []
+    masks, counter = Masks(logits.shape[1]), HistoryCounter(logits.shape[1])
     for index, row in enumerate(rows):
         spec = row.spec or _GREEDY
         if row.mask is None and spec.temperature <= 0 and not spec.changes_logits:
             continue
-        token = _choose_one(logits[index].cpu().numpy(), row, spec)
+        values = logits[index].cpu().numpy()
+        if row.mask is not None:
+            values = np.where(masks.allowed(row.mask), values, np.float32(_NEG_INF))
+        if spec.changes_logits:
+            values = _adjusted(values, spec, row.counts(counter) if spec.has_penalty else None)
+        token = _choose_one(values, row, spec)
         if token is None:
             forbidden.append(index)
         else:
@@ -162,11 +174,8 @@ def _most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids.unsqueeze(1)).squeeze(1), ids
 
 
-def _choose_one(raw: Row, row: SamplingRow, spec: Sampling) -> int | None:
-    """The token of one row of usable logits, which are not modified; None where nothing is allowed."""
-    adjusted = raw if row.mask is None else np.where(_allowed(row.mask, len(raw)), raw, np.float32(_NEG_INF))
-    if spec.changes_logits:
-        adjusted = _adjusted(adjusted, row, spec)
+def _choose_one(adjusted: Row, row: SamplingRow, spec: Sampling) -> int | None:
+    """The token of one row after mask, bias and penalties; None where nothing is allowed."""
     token = int(adjusted.argmax())
     best = float(adjusted[token])
     if not math.isfinite(best):
@@ -174,17 +183,7 @@ def _choose_one(raw: Row, row: SamplingRow, spec: Sampling) -> int | None:
     return token if spec.temperature <= 0 else _draw(adjusted, best, spec, mix_key(spec.seed, row.position))
 
 
-def _allowed(mask: TokenMask, vocab: int) -> NDArray[np.bool_]:
-    """[V]. Bits and ids beyond the vocabulary are ignored; bits that are missing forbid."""
-    if mask.packed is not None:
-        packed = np.frombuffer(mask.packed, dtype=np.uint8)
-        return np.unpackbits(packed, count=vocab, bitorder="little").view(np.bool_)
-    allowed = np.zeros(vocab, dtype=np.bool_)
-    allowed[in_vocabulary(mask.allowed or (), vocab)] = True
-    return allowed
-
-
-def _adjusted(row: Row, settings: SamplingRow, spec: Sampling) -> Row:
+def _adjusted(row: Row, spec: Sampling, history: TokenCounts | None) -> Row:
     """A copy of row with logit_bias and penalties applied. Only the tokens they name are touched."""
     row = row.copy()
     if spec.logit_bias:
@@ -192,22 +191,17 @@ def _adjusted(row: Row, settings: SamplingRow, spec: Sampling) -> Row:
         bias = _column(spec.logit_bias, ids)
         _store(row, ids, row[ids] + bias)
         row[ids[bias == _NEG_INF]] = _NEG_INF
+    if history is None:
+        return row
     if spec.repetition_penalty != 1.0:
-        ids = in_vocabulary(set(settings.history), len(row))
-        values = row[ids].astype(np.float64)
+        values = row[history.ids].astype(np.float64)
         penalty = spec.repetition_penalty
-        _store(row, ids, np.where(values > 0, values / penalty, values * penalty))
+        _store(row, history.ids, np.where(values > 0, values / penalty, values * penalty))
     if spec.frequency_penalty != 0.0 or spec.presence_penalty != 0.0:
-        counts = Counter(settings.history[settings.prompt_len :])
-        ids = in_vocabulary(counts, len(row))
-        _store(row, ids, row[ids] - (_column(counts, ids) * spec.frequency_penalty + spec.presence_penalty))
+        recent = history.recent > 0
+        ids, counts = history.ids[recent], history.recent[recent]
+        _store(row, ids, row[ids] - (counts * spec.frequency_penalty + spec.presence_penalty))
     return row
-
-
-def in_vocabulary(ids: Collection[int], vocab: int) -> Ids:
-    """[n] those of the ids that are tokens, in their order."""
-    listed = np.fromiter(ids, dtype=np.int64, count=len(ids))
-    return listed[(listed >= 0) & (listed < vocab)]
 
 
 def _column(table: Mapping[int, float], ids: Ids) -> Reals:

@@ -2,8 +2,9 @@
 
 Two classes. *Short* forwards (decodes, verifies, the end of a prefill) go first, because a caller waits for
 every one of their tokens; *long* forwards (prefills) are cut into chunks that fill what is left of the step.
-In each class callers take turns, operation by operation, so that it does not matter to the others how many
-one of them has queued; see `forward_queue.Lane`. A step that has room for all takes all. Neither class can
+In each class callers take turns by what their forwards cost, so that it does not matter to the others how
+much one of them has queued; see `forward_queue.Lane`. Who is alone may fill a step with short forwards;
+beside others he gets a share that does not make it much longer for them; see `step_shares`. Neither class can
 starve the other:
 
 - While a long forward waits, short ones may use only three quarters of the step: a quarter of the tokens
@@ -20,12 +21,13 @@ and the engine do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from workers.forward_queue import ForwardQueue, Lane, QueuedForward
+from workers.forward_queue import SHORT_TOKENS, ForwardQueue, Lane, QueuedForward
 from workers.operations import Forward, Kind
 from workers.running import Chunk, RunningForward
+from workers.step_shares import StepShares
 
 # Starts a forward: what it has become, or None if it could not begin, which is answered already.
 Begin = Callable[[Forward], RunningForward | None]
@@ -57,12 +59,12 @@ class _Budget:
 
     tokens: int
     items: int
-    rows: int
+    rows: int  # by their weight
 
-    def take(self, chunk: Chunk) -> None:
+    def take(self, chunk: Chunk, row_weight: int) -> None:
         self.tokens -= chunk.count
         self.items -= 1
-        self.rows -= chunk.rows
+        self.rows -= chunk.rows * row_weight
 
     def add(self, other: _Budget) -> None:
         self.tokens += other.tokens
@@ -75,7 +77,8 @@ class Scheduler:
 
     One cycle: `next_batch`, run it, then `advance` or `remove` for each chunk. A chunk that is neither is
     offered again. Not thread-safe and not reentrant: `begin` must not call it. A step costs
-    O(batch * log(held)) and, for each forward that enters or leaves, a memmove of a lane (8 bytes each).
+    O(callers + batch * log(held)) and, for each forward that enters or leaves, a memmove of a lane (8 bytes
+    each); and a glance at each short forward of callers who have had their share of it.
     """
 
     def __init__(
@@ -106,7 +109,10 @@ class Scheduler:
         self.max_rows = max_rows
         self.page_size = page_size
         self.max_mixed_prefill_tokens = max_mixed_prefill_tokens or max_batch_tokens
+        # Not more than what is held back: so the rows of any forward fit into a step, one by one.
+        self._most_weight = max(1, max_rows // LONG_SHARE)
         self._queue = ForwardQueue()
+        self._shares = StepShares()
         self._steps = 0
         self._long_goes_first = False
         self._decoded_last = False
@@ -157,6 +163,7 @@ class Scheduler:
         """
         expired = self._queue.expire(now_ns)
         self._steps += 1
+        self._shares.next_step(self._queue.short)
         left = _Budget(self.max_batch_tokens, self.max_batch_items, self.max_rows)
         chunks: list[tuple[QueuedForward, Chunk]] = []
         held_back = self._hold_back(left)
@@ -179,6 +186,12 @@ class Scheduler:
         chunks.sort(key=lambda pair: (pair[0].lane is self._queue.long, pair[1].count > 1, pair[0].arrival))
         return Batch([chunk for _, chunk in chunks], expired)
 
+    def took(self, chunks: Sequence[Chunk], took_ns: int) -> None:
+        """Note how long a step took: what callers may have beside others depends on what it costs them."""
+        if all(chunk.count <= SHORT_TOKENS for chunk in chunks):
+            cost = sum(chunk.count + chunk.rows * chunk.op.output.row_weight for chunk in chunks)
+            self._shares.learn(cost, took_ns)
+
     def advance(self, chunk: Chunk) -> bool:
         """Note that a chunk has run, which `computed` says already; return whether the forward is done.
 
@@ -200,7 +213,7 @@ class Scheduler:
         first = self._queue.long.line[0]
         least = int(self._long_goes_first)
         tokens = min(step.tokens // LONG_SHARE, first.remaining)
-        wanted_rows = max(0, tokens - _tokens_before_rows(first))
+        wanted_rows = max(0, tokens - _tokens_before_rows(first)) * self._weight(first)
         part = _Budget(
             tokens=max(least, tokens),
             items=max(least, int(step.items > 1)),
@@ -229,7 +242,7 @@ class Scheduler:
         i = 0
         while i < len(lane.line):
             entry = lane.line[i]
-            if entry.step == self._steps:
+            if entry.step == self._steps or (lane is self._queue.short and self._shares.is_spent(entry)):
                 i += 1
                 continue
             if self._fit(entry, budget) == 0:
@@ -243,13 +256,15 @@ class Scheduler:
             chunk = Chunk(running, running.computed, count)
             entry.step = self._steps
             chunks.append((entry, chunk))
-            budget.take(chunk)
+            budget.take(chunk, self._weight(entry))
+            if lane is self._queue.short:
+                self._shares.spend(entry)
             i += entry.lane is lane
         return len(chunks) > placed_before
 
     def _begin(self, entry: QueuedForward, begin: Begin) -> RunningForward | None:
         """Begin `entry`, which may change lanes by that. None if it fails to begin, and so has left."""
-        entry.lane.turn(entry.tag)  # Also of one that fails to begin.
+        entry.lane.turn(entry.tag, entry.cost)  # Also of one that fails to begin.
         running = begin(entry.op)
         if running is None:
             self._queue.leave(entry)
@@ -264,7 +279,8 @@ class Scheduler:
         """Return how many tokens of `entry` fit into `budget`: 0 if none."""
         if budget.items < 1:
             return 0
-        count = min(entry.remaining, budget.tokens, _tokens_before_rows(entry) + budget.rows)
+        rows = budget.rows // self._weight(entry)
+        count = min(entry.remaining, budget.tokens, _tokens_before_rows(entry) + rows)
         if count < entry.remaining:
             # End on a page if that leaves anything: the page can be shared from now on, and the
             # next chunk begins with a page of its own.
@@ -272,6 +288,9 @@ class Scheduler:
             aligned = (start + count) // self.page_size * self.page_size - start
             count = aligned if aligned > 0 else count
         return count
+
+    def _weight(self, entry: QueuedForward) -> int:
+        return min(entry.row_weight, self._most_weight)
 
     def check_invariants(self) -> None:
         """Assert that what is held is consistent. For tests; O(held)."""

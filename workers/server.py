@@ -8,6 +8,7 @@ message was written goes into the next one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -34,7 +35,7 @@ _PROGRESS_INTERVAL_S = 0.2
 
 Progress = Callable[[str, int, int], None]
 MakeExecutor = Callable[[Progress], ModelExecutor]
-MakeScheduler = Callable[[], Scheduler]
+MakeScheduler = Callable[[ModelExecutor], Scheduler]
 
 
 class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
@@ -47,9 +48,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._events: deque[worker_pb2.WorkerEvent] = deque()
         self._wake = asyncio.Event()
         self._executor: ModelExecutor | None = None
+        self._vocab_size = 0
         self._steps: StepLoop | None = None
         self._last_progress_s = 0.0
         self._process = psutil.Process(os.getpid())
+        self._memory_bytes = 0
         self._thread = threading.Thread(target=self._compute, name="compute", daemon=True)
         # Set when the worker should end: to an exception if it cannot go on.
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -75,7 +78,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                     " `make setup` compiles them where there is a g++"
                 )
             executor.warmup()
-            scheduler = self._make_scheduler()
+            scheduler = self._make_scheduler(executor)
             steps = StepLoop(executor.engine, scheduler, self._emit)
             self._loop.call_soon_threadsafe(self._became_ready, executor, scheduler, steps)
             steps.run()
@@ -124,7 +127,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                     self._send([self._snapshot(message.op_id)])
                     continue
                 try:
-                    commands.append(wire.to_command(message))
+                    commands.append(wire.to_command(message, self._vocab_size))
                 except (KeyError, ValueError) as error:
                     self._send([_refusal(message.op_id, repr(error))])
             if commands:
@@ -156,11 +159,12 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             message.events.append(self._events.popleft())
             size += event_bytes
         if self._executor is not None:
-            message.pages_available = self._executor.kv_capacity().available
+            message.pages_available = self._executor.engine.pages_available
         return message
 
     def _became_ready(self, executor: ModelExecutor, scheduler: Scheduler, steps: StepLoop) -> None:
         self._executor, self._steps = executor, steps
+        self._vocab_size = executor.info().vocab_size
         ready = wire.to_ready(
             executor.info(),
             executor.capabilities(),
@@ -187,12 +191,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _snapshot(self, op_id: int, *, intact: bool | None = None) -> worker_pb2.WorkerEvent:
         snapshot = worker_pb2.WorkerSnapshot()
+        # Without a descriptor to look with, it is as it was.
+        with contextlib.suppress(OSError):
+            self._memory_bytes = self._process.memory_info().rss
         if self._executor is not None and self._steps is not None:
             snapshot = wire.to_snapshot(
                 self._executor.cache_metrics_snapshot(),
                 self._executor.status(),
                 operations_in_flight=self._steps.operations_in_flight,
-                memory_bytes=self._process.memory_info().rss,
+                memory_bytes=self._memory_bytes,
                 intact=intact,
                 lora_adapters=self._executor.lora_metrics_snapshot(),
             )

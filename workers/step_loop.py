@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
@@ -59,6 +59,10 @@ class StepLoop:
         self._answered: list[int] = []
         self._window = CoalescingWindow()
         self._stopping = threading.Event()
+        # Who waits for the walk under way, and for the next one; see `_go_on_walking`.
+        self._walk: Iterator[None] | None = None
+        self._walking_for: list[int] = []
+        self._to_walk_for: list[int] = []
 
     # Called by other threads.
 
@@ -90,7 +94,8 @@ class StepLoop:
 
         With something to run it may wait a moment for callers who are about to come back.
         """
-        commands = None if len(self._scheduler) else self._inbox.get()
+        is_busy = len(self._scheduler) or self._walk is not None or self._to_walk_for
+        commands = None if is_busy else self._inbox.get()
         while True:
             if any(isinstance(command, Forward) for command in commands or ()):
                 self._window.message(time.monotonic_ns())
@@ -129,7 +134,7 @@ class StepLoop:
                         self._engine.release(sequence)
                         self._window.forget(sequence)
                 case CheckIntegrity():
-                    self._results.append(IntegrityReport(command.op_id, self._is_intact(command)))
+                    self._check(command)
                     return
             self._results.append(Done(command.op_id))
         except KvMissing as error:
@@ -144,18 +149,38 @@ class StepLoop:
         if entry is not None and entry.running is not None:
             self._engine.roll_back(entry.running)
 
-    def _is_intact(self, command: CheckIntegrity) -> bool | None:
-        if not command.walk_pages:
-            return None
+    def _check(self, command: CheckIntegrity) -> None:
+        if command.walk_pages:
+            self._to_walk_for.append(command.op_id)
+        else:
+            self._results.append(IntegrityReport(command.op_id, intact=None))
+
+    def _go_on_walking(self) -> None:
+        """Looks at some more pages for those who asked whether the pool is intact, and answers at the end.
+
+        A pool takes long to go through, so this is done between steps. Who asks meanwhile waits for the next
+        walk, together with all others who do.
+        """
+        if self._walk is None:
+            if not self._to_walk_for:
+                return
+            self._walking_for, self._to_walk_for = self._to_walk_for, []
+            self._walk = self._engine.walk_integrity()
+        intact = True
         try:
-            self._engine.check_integrity()
+            next(self._walk)
+            return
+        except StopIteration:
+            pass
         except Exception:
             _log.exception("the pool has lost its integrity")
-            return False
-        return True
+            intact = False
+        self._walk = None
+        self._results += [IntegrityReport(op_id, intact) for op_id in self._walking_for]
 
     def step(self) -> None:
-        """One forward over whatever the scheduler picks."""
+        """One forward over whatever the scheduler picks, and a slice of a check of the pool."""
+        self._go_on_walking()
         batch = self._scheduler.next_batch(time.monotonic_ns(), self._begin)
         for op in batch.expired:
             self._results.append(Failed(op.op_id, FailureReason.TIMEOUT))
@@ -164,6 +189,7 @@ class StepLoop:
         began_ns = time.monotonic_ns()
         self._run(batch.chunks)
         now_ns = time.monotonic_ns()
+        self._scheduler.took(batch.chunks, now_ns - began_ns)
         self._window.opened(self._answered, now_ns, now_ns - began_ns)
         self._answered = []
 

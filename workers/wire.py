@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from quire.v1 import types_pb2, worker_pb2
 
 from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics, ModelDescription
@@ -36,6 +37,9 @@ from workers.operations import (
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+# More tokens than any vocabulary has.
+_MAX_VOCABULARY = 1 << 22
+
 _KINDS = {worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}"): kind for kind in Kind}
 _FORMATS = {
     types_pb2.LOGITS_FORMAT_UNSPECIFIED: None,
@@ -54,12 +58,15 @@ _REASONS = {
 }
 
 
-def to_command(message: worker_pb2.WorkerCommand) -> Command:
-    """Decodes a command. Raises ValueError for one that is not known; snapshots are the server's own."""
+def to_command(message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY) -> Command:
+    """Decodes a command. Raises ValueError for one that is not known; snapshots are the server's own.
+
+    So it does for a mask of more tokens than `vocab_size`, before it reads them.
+    """
     op_id = message.op_id
     match message.WhichOneof("command"):
         case "forward":
-            return _to_forward(op_id, message.forward)
+            return _to_forward(op_id, message.forward, vocab_size)
         case "fork":
             return Fork(op_id, message.fork.sequence, tuple(message.fork.children))
         case "truncate":
@@ -74,7 +81,7 @@ def to_command(message: worker_pb2.WorkerCommand) -> Command:
             raise ValueError(f"unknown command {kind}")
 
 
-def _to_forward(op_id: int, message: worker_pb2.ForwardCommand) -> Forward:
+def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int) -> Forward:
     now_ns = time.monotonic_ns()
     return Forward(
         op_id=op_id,
@@ -82,25 +89,26 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand) -> Forward:
         position=message.position,
         token_ids=list(message.token_ids),
         rows=message.rows,
-        output=_to_output(message.output) if message.HasField("output") else GREEDY,
+        output=_to_output(message.output, vocab_size) if message.HasField("output") else GREEDY,
         accept=Accept.CHOSEN if message.accept else Accept.ALL,
         kind=_KINDS[message.kind],
         caller=message.caller,
         prompt_len=message.prompt_len,
         ephemeral=message.ephemeral,
+        salt=message.salt,
         deadline_ns=now_ns + message.timeout_ns if message.timeout_ns else None,
         arrived_ns=now_ns,
     )
 
 
-def _to_output(message: types_pb2.OutputOptions) -> OutputSpec:
+def _to_output(message: types_pb2.OutputOptions, vocab_size: int) -> OutputSpec:
     return OutputSpec(
         logits=_FORMATS[message.logits],
         top_logprobs=message.top_logprobs,
         logprob_token_ids=tuple(message.logprob_token_ids),
         logprob=message.logprob,
         sampling=_to_sampling(message.sampling) if message.HasField("sampling") else None,
-        mask=_to_mask(message.mask) if message.HasField("mask") else None,
+        mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
     )
 
 
@@ -114,10 +122,20 @@ def _to_sampling(message: types_pb2.SamplingParams) -> Sampling:
     return Sampling(**given, logit_bias=dict(message.logit_bias))
 
 
-def _to_mask(message: types_pb2.TokenMask) -> TokenMask:
+def _to_mask(message: types_pb2.TokenMask, vocab_size: int) -> TokenMask:
+    """A list becomes bits here, once: what follows reads a mask for every row, in every step."""
     if message.WhichOneof("kind") == "packed":
+        if len(message.packed) * 8 >= vocab_size + 8:
+            raise ValueError(f"a mask of {len(message.packed)} bytes for {vocab_size} tokens")
         return TokenMask(packed=message.packed)
-    return TokenMask(allowed=tuple(message.allowed.ids))
+    ids = message.allowed.ids
+    if len(ids) > vocab_size:
+        raise ValueError(f"a mask of {len(ids)} tokens of {vocab_size}")
+    listed = np.fromiter(ids, dtype=np.int64, count=len(ids))
+    listed = listed[listed < vocab_size]
+    allowed = np.zeros(listed.max(initial=0) + 1, dtype=np.bool_)  # bits that are missing forbid
+    allowed[listed] = True
+    return TokenMask(packed=np.packbits(allowed, bitorder="little").tobytes())
 
 
 def to_event(result: ForwardDone | Done | Failed) -> worker_pb2.WorkerEvent:
@@ -207,6 +225,8 @@ def to_snapshot(
         device_memory_bytes=status.device_memory_bytes,
         device_memory_peak_bytes=status.device_memory_peak_bytes,
         step_age_ns=status.step_age_ns,
+        step_number=status.step_number,
+        step_expected_ns=status.step_expected_ns,
         pool_intact=intact,
         lora_adapters=[types_pb2.LoraAdapterMetrics(**_fields(adapter)) for adapter in lora_adapters],
     )

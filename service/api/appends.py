@@ -38,6 +38,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
         rows=1,
         lease_s=validation.lease_seconds(request.lease) if request.HasField("lease") else None,
         request_id=request.request_id,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -21,10 +21,12 @@ from service.api.calls import CALLS, Call
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.dispatcher import Dispatcher
+from service.doors.doors import current_tenant
 from service.errors import InvalidArgument
 from service.pool.base import WorkerSlot
 from service.pool.supervisor import Supervisor
 
+_LIMITS = executor_pb2.GatewayLimits.DESCRIPTOR.fields
 # What a handler is given; it asks only how much time the caller has left.
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,7 +46,7 @@ class ExecutorApi:
         timeout_s = validation.timeout_seconds(context.time_remaining())
         plan = await call.plan(request, self._state.limits, timeout_s)
         self._state.answers.take_until_done(plan.answer_bytes, context)
-        return plan.answer(await self._dispatcher.run(plan.requests))
+        return plan.answer(await self._dispatcher.run(plan.requests, current_tenant()))
 
     async def Session(
         self, request_iterator: AsyncIterator[executor_pb2.SessionRequest], context: SessionContext
@@ -71,7 +73,7 @@ class ExecutorApi:
         self._state.answers.take_until_done(size * validation.HANDLE_BYTES, context)
         response = executor_pb2.ListCachesResponse()
         last = 0
-        for number, handle in self._dispatcher.handles(after):
+        for number, handle in self._dispatcher.handles(after, current_tenant()):
             if len(response.kv_caches) == size:
                 response.next_page_token = str(last)
                 break
@@ -94,8 +96,7 @@ class ExecutorApi:
         return executor_pb2.GetCapabilitiesResponse(
             version=self._version,
             executor=ready.executor,
-            max_request_bytes=config.max_request_bytes,
-            max_response_bytes=config.max_response_bytes,
+            limits={field.name: getattr(config, field.name) for field in _LIMITS},
             max_top_logprobs=min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size),
         )
 
@@ -107,11 +108,12 @@ class ExecutorApi:
             state=self._state.state,
             workers=[_worker_status(slot) for slot in self._pool.slots],
             uptime_ms=self._state.uptime_ms,
-            sequences=self._dispatcher.sequences,
+            caches=self._dispatcher.num_caches,
             operations_in_flight=self._dispatcher.operations_in_flight,
             memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
             version=self._version,
             tasks=len(asyncio.all_tasks()),
+            longest_stall_ms=int(self._state.watch.longest_stretch_s * 1000),
         )
 
     async def GetCacheMetrics(

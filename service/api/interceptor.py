@@ -1,5 +1,6 @@
-"""What surrounds every call of ours: a request id, the log line, and the mapping of errors.
+"""What surrounds every call of ours: the doors, a request id, the log line, and the mapping of errors.
 
+Who has no business here is refused before anything of the call is read.
 Outermost, so that nothing escapes it: a QuireError becomes its status with rich details; any other exception
 becomes INTERNAL with the request id and nothing of its text; a CancelledError that is not the caller's own is
 answered too, since otherwise the call would hang.
@@ -19,13 +20,17 @@ from grpc_status import rpc_status
 
 from service.api.parsing import Large, Malformed, MessageLimits, tolerant
 from service.api.status import to_status
+from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
+from service.doors.doors import Doors, current_tenant
 from service.errors import InternalError, NoWorker, QuireError
 from service.logging import bind_request_id, get_logger
+from service.printable import escaped
 
 _log = get_logger(__name__)
 _PREFIX = "/quire.v1."
+# Of a name that a caller may have made up.
+_MAX_LOGGED_CHARS = 64
 REQUEST_ID_METADATA = "x-request-id"
-_MAX_REQUEST_ID_CHARS = 128
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -44,16 +49,22 @@ _SHAPES = {
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps our own handlers, of every shape. Others (health, reflection) pass through."""
+    """Wraps our own handlers, of every shape. Others (health, reflection) pass through, once let in."""
 
-    def __init__(self, limits: MessageLimits | None = None) -> None:
+    def __init__(self, limits: MessageLimits | None = None, doors: Doors | None = None) -> None:
         self._limits = limits or MessageLimits()
+        self._doors = doors
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         method = handler_call_details.method
+        if self._doors is not None:
+            try:
+                self._doors.enter(method, handler_call_details.invocation_metadata)
+            except QuireError as error:
+                return _refusing(method, error)
         wrapped = self._wrapped.get(method)
         if wrapped is not None:
             return wrapped
@@ -63,7 +74,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return handler
         place, make = _SHAPES[handler.request_streaming, handler.response_streaming]
         wrapped = make(
-            _surround(method.rpartition("/")[2], getattr(handler, place)),
+            _surround(method, getattr(handler, place), self._doors),
             request_deserializer=tolerant(
                 cast(Callable[[bytes], Any], handler.request_deserializer), self._limits
             ),
@@ -73,14 +84,38 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
 
-def _surround(rpc: str, behaviour: Behaviour) -> Behaviour:
+def _refusing(method: str, error: QuireError) -> Handler:
+    """A handler that reads nothing of a call, whatever its shape, and ends it."""
+
+    async def refuse(_request: Any, _context: Context) -> None:
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(_surround(method, refuse, None))
+
+
+def _refused_at_the_doors(method: str, context: Context, doors: Doors | None) -> QuireError | None:
+    """Why a call that came without a token may not go on, if so."""
+    if doors is not None and current_tenant() is None:
+        try:
+            doors.enter_by_certificate(method, context.auth_context())
+        except QuireError as error:
+            return error
+    return None
+
+
+def _surround(method: str, behaviour: Behaviour, doors: Doors | None) -> Behaviour:
+    rpc = escaped(method.rpartition("/")[2][:_MAX_LOGGED_CHARS])
+
     async def handle(request: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
-        if isinstance(request, Large):
+        stranger = _refused_at_the_doors(method, context, doors)
+        if isinstance(request, Large) and stranger is None:
             request = await request.parsed()
         request_id = _request_id(request, context)
         bind_request_id(request_id)
         started_s = time.monotonic()
         try:
+            if stranger is not None:
+                raise stranger
             if isinstance(request, Malformed):
                 raise request.error
             response = await _finished(behaviour(request, context), context)
@@ -126,13 +161,13 @@ async def _finished(call: Awaitable[Any] | AsyncIterator[Any], context: Context)
 
 
 def _request_id(request: Any, context: Context) -> str:
-    """The caller's own id, from the request or the metadata, or a new one."""
+    """The caller's own id, from the request or the metadata, or a new one if that cannot be shown."""
     own = getattr(request, "request_id", "")
     if not own:
         for key, value in context.invocation_metadata() or ():
             if key == REQUEST_ID_METADATA and isinstance(value, str):
-                own = value
-    return own[:_MAX_REQUEST_ID_CHARS] or secrets.token_hex(8)
+                own = value[:MAX_REQUEST_ID_CHARS]
+    return own if own and is_request_id(own) else secrets.token_hex(8)
 
 
 def _elapsed_ms(started_s: float) -> float:

@@ -17,10 +17,6 @@ class LoopWatch:
         self._clock_s = clock_s
         self.longest_stretch_s = 0.0
 
-    def reset(self) -> None:
-        """Forgets what was."""
-        self.longest_stretch_s = 0.0
-
     async def run(self) -> None:
         """Watches until cancelled."""
         while True:

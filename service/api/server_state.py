@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.api.budget import AnswerBudget
+from service.api.loop_watch import LoopWatch
 from service.api.validation import RequestLimits
 from service.config import Config
 from service.errors import NoWorker
@@ -21,6 +22,7 @@ class ServerState:
         self.config = config
         self.slots: Sequence[WorkerSlot] = ()
         self.draining = False
+        self.watch = LoopWatch()
         self._first_ready: worker_pb2.WorkerReady | None = None
         self._started_s = time.monotonic()
         self.answers = AnswerBudget(config.max_unread_bytes)

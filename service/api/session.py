@@ -28,7 +28,16 @@ from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import AnswersFull, Draining, InvalidArgument, QuireError, SlowConsumer, too_many
+from service.doors.doors import current_tenant
+from service.errors import (
+    AnswersFull,
+    Draining,
+    InternalError,
+    InvalidArgument,
+    QuireError,
+    SlowConsumer,
+    too_many,
+)
 from service.logging import current_request_id, get_logger
 
 SessionContext: TypeAlias = (
@@ -79,6 +88,7 @@ class Session:
         self._context = context
         # However many calls it has in flight, in a worker's queue it is one caller among others.
         self._caller = dispatcher.new_caller()
+        self._tenant = current_tenant()
         self._open: dict[int, _OpenCall] = {}
         # What the answers of open calls may weigh, and those that wait to be written do.
         self._held_bytes = 0
@@ -199,7 +209,7 @@ class Session:
         places = [(call, index) for call in calls for index in range(len(call.plan.requests))]
         everything = [request for call in calls for request in call.plan.requests]
         tickets = self._dispatcher.start(
-            everything, lambda i, outcome: self._on_outcome(*places[i], outcome), self._caller
+            everything, lambda i, outcome: self._on_outcome(*places[i], outcome), self._caller, self._tenant
         )
         for (call, _), ticket in zip(places, tickets, strict=True):
             call.tickets.append(ticket)
@@ -223,6 +233,10 @@ class Session:
             answer = call.plan.answer([outcome for outcome in call.outcomes if outcome is not None])
         except QuireError as error:
             self._deliver_error(call.tag, error)
+        except Exception:
+            # A bug of ours must not end the stream of a worker, whose answers this is called for.
+            _log.exception("an answer could not be made", call=call.kind)
+            self._deliver_error(call.tag, InternalError())
         else:
             self._deliver(call.tag, call.kind, answer)
 

@@ -21,6 +21,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_FORK_COUNT = 1024
 MAX_FORK_RELEASE = 4096
 MAX_REQUEST_ID_CHARS = 128
+MAX_CACHE_SALT_CHARS = 128
 MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
 _ELEMENT_BYTES = {
@@ -219,10 +220,23 @@ def check_creation(request: executor_pb2.PrefillRequest) -> None:
     """What only a prefill says. Raises Unsupported for an adapter: no executor has any yet."""
     if request.adapter_id:
         raise Unsupported("this executor has no LoRA adapters", metadata={"field": "adapter_id"})
-    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+    if not is_request_id(request.request_id):
         raise InvalidArgument(
-            "BAD_REQUEST_ID", "request_id", f"at most {MAX_REQUEST_ID_CHARS} characters are allowed"
+            "BAD_REQUEST_ID",
+            "request_id",
+            f"at most {MAX_REQUEST_ID_CHARS} characters are allowed, of printable ASCII",
         )
+    if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidArgument(
+            "BAD_CACHE_SALT", "cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters are allowed"
+        )
+    if request.cache_salt and request.cache_id:
+        raise InvalidArgument("BAD_CACHE_SALT", "cache_salt", "a cache has the salt it was made with")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether it can name a request, and be written to logs and terminals as it is."""
+    return len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
 
 
 def lease_seconds(message: duration_pb2.Duration) -> float:

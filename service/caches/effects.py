@@ -33,6 +33,8 @@ class ForwardSequence:
     keep_all: bool
     # Release the sequence when done.
     ephemeral: bool
+    # Of a sequence that begins: it shares pages with those of the same salt only.
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from service.caches.placement import WorkerView
 from service.caches.requests import Append, Handle, Kind, Request
+from service.caches.tenants import Tenant
 
 _SHORT_TOKENS = 32
 
@@ -70,6 +71,8 @@ class Operation:
     entry: CacheEntry
     # Whose it is; workers let callers take turns. Means nothing to the state machine.
     caller: int
+    # False: its caller has gone.
+    is_answered: bool = True
     # Tokens the cache had when the append began.
     base: int = 0
     # The number of a temporary copy on which the last answer is computed again; applies nothing.
@@ -78,6 +81,8 @@ class Operation:
     children: list[CacheEntry] = field(default_factory=list)
     # Counted in the worker's pages_queued.
     pages: int = 0
+    # Counted in the tenant's tokens until they are in the cache.
+    tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +92,9 @@ class CacheEntry:
     cache_id: str
     number: int
     worker: WorkerView
+    # Whose it is: to others it does not exist.
+    tenant: Tenant
+    salt: bytes
     seed: int
     lease_s: float
     expires_at_s: float
@@ -116,6 +124,11 @@ class CacheEntry:
         """What a caller learns of the cache."""
         worker = self.worker
         return Handle(self.cache_id, self.length, worker.epoch, worker.worker_id, self.expires_at_s)
+
+    def resize(self, length: int) -> None:
+        """Sets the length, which the tenant's tokens follow."""
+        self.tenant.tokens += length - self.length
+        self.length = length
 
     def operations(self) -> Iterator[Operation]:
         """The running one, then those that wait, in order."""

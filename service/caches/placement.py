@@ -33,6 +33,8 @@ class WorkerView:
     # Pages of operations that were sent since and may not be counted in it yet.
     pages_queued: int = 0
     sequences: int = 0
+    # It is silent: nothing new goes there as long as there is another.
+    suspect: bool = False
 
     @property
     def headroom(self) -> int:
@@ -51,24 +53,24 @@ class PrefixAffinity:
         self._capacity = capacity
         self._holders: OrderedDict[int, tuple[str, int]] = OrderedDict()
 
-    def record(self, token_ids: Sequence[int], worker: WorkerView) -> None:
+    def record(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
         """Notes that `worker` computes these tokens as the start of a sequence."""
-        for digest in _prefix_digests(token_ids):
+        for digest in _prefix_digests(token_ids, salt):
             self._holders[digest] = (worker.worker_id, worker.epoch)
             self._holders.move_to_end(digest)
         while len(self._holders) > self._capacity:
             self._holders.popitem(last=False)
 
-    def forget(self, token_ids: Sequence[int], worker: WorkerView) -> None:
+    def forget(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
         """Takes back what `record` noted of these tokens and this worker."""
-        for digest in _prefix_digests(token_ids):
+        for digest in _prefix_digests(token_ids, salt):
             if self._holders.get(digest) == (worker.worker_id, worker.epoch):
                 del self._holders[digest]
 
-    def longest(self, token_ids: Sequence[int]) -> tuple[tuple[str, int], int] | None:
+    def longest(self, token_ids: Sequence[int], salt: bytes = b"") -> tuple[tuple[str, int], int] | None:
         """The (worker id, epoch) that computed the longest known prefix, and its length in tokens."""
         best: tuple[tuple[str, int], int] | None = None
-        for count, digest in enumerate(_prefix_digests(token_ids), start=1):
+        for count, digest in enumerate(_prefix_digests(token_ids, salt), start=1):
             holder = self._holders.get(digest)
             if holder is None:
                 break
@@ -76,10 +78,10 @@ class PrefixAffinity:
         return best
 
 
-def _prefix_digests(token_ids: Sequence[int]) -> Iterable[int]:
-    """Chained hashes of the prefixes. Python's own hash is enough for a hint."""
+def _prefix_digests(token_ids: Sequence[int], salt: bytes) -> Iterable[int]:
+    """Chained hashes of the prefixes under a salt. Python's own hash is enough for a hint."""
     packed = array("I", token_ids).tobytes()
-    digest = 0
+    digest = hash(salt)
     for end in range(_AFFINITY_BYTES, len(packed) + 1, _AFFINITY_BYTES):
         digest = hash((digest, packed[end - _AFFINITY_BYTES : end]))
         yield digest
@@ -114,27 +116,29 @@ class Placement:
         """Whether this incarnation is ready."""
         return self._workers.get(worker.worker_id) is worker
 
-    def choose(self, token_ids: Sequence[int]) -> WorkerView:
+    def choose(self, token_ids: Sequence[int], salt: bytes = b"") -> WorkerView:
         """The worker for a new sequence that starts with `token_ids`. Raises NoWorker if there is none.
 
-        It may still be too small: then the worker refuses, which says exactly how many pages are missing.
+        Only sequences of the same salt share their beginnings. It may be full: then the worker refuses, which
+        says exactly how many pages are missing.
         """
         if not self._workers:
             raise NoWorker
-        worker = self._holder_with_room(token_ids)
-        if worker is None:
+        heard = [w for w in self if not w.suspect] or list(self)
+        worker = self._holder_with_room(token_ids, salt)
+        if worker is None or worker not in heard:
             # One that could never take it is no choice as long as there is another.
-            fitting = [w for w in self if w.capacity_tokens >= len(token_ids)] or list(self)
+            fitting = [w for w in heard if w.capacity_tokens >= len(token_ids)] or heard
             worker = max(fitting, key=lambda w: (w.headroom, -w.sequences))
-        self._affinity.record(token_ids, worker)
+        self._affinity.record(token_ids, worker, salt)
         return worker
 
-    def not_computed(self, token_ids: Sequence[int], worker: WorkerView) -> None:
+    def not_computed(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
         """What was placed there was refused."""
-        self._affinity.forget(token_ids, worker)
+        self._affinity.forget(token_ids, worker, salt)
 
-    def _holder_with_room(self, token_ids: Sequence[int]) -> WorkerView | None:
-        known = self._affinity.longest(token_ids)
+    def _holder_with_room(self, token_ids: Sequence[int], salt: bytes) -> WorkerView | None:
+        known = self._affinity.longest(token_ids, salt)
         if known is None:
             return None
         holder, held_tokens = known

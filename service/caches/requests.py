@@ -37,6 +37,8 @@ class Append:
     lease_s: float | None = None
     # Key under which a repeated creation is recognised. Empty: none.
     request_id: str = ""
+    # Keeps the prefixes of a new cache apart from those of the same tenant under another salt.
+    cache_salt: str = ""
     # What is left of the caller's deadline. None: there is none.
     timeout_s: float | None = None
     # At most about how large its answer is.

@@ -61,6 +61,7 @@ from service.caches.requests import (
     Result,
     Truncate,
 )
+from service.caches.tenants import Tenant
 from service.errors import (
     CacheLimit,
     CacheLost,
@@ -115,7 +116,8 @@ class CacheTable:
         self._listing = Listing(self._entries)
         # Those that nobody can see yet, or that keep no cache, are among them.
         self._held = 0
-        self._by_request_id: dict[str, CacheEntry] = {}
+        self._by_request_id: dict[tuple[Tenant, str], CacheEntry] = {}
+        self._anonymous = Tenant()
         self._operations: dict[int, Operation] = {}
         self._queued_tokens = 0
         self._placement = Placement()
@@ -136,6 +138,12 @@ class CacheTable:
         worker = self._placement.find(worker_id, epoch)
         if worker is not None:
             worker.pages_available = pages_available
+
+    def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
+        """Whether a worker is silent: new caches then go elsewhere; those it has wait for it."""
+        worker = self._placement.find(worker_id, epoch)
+        if worker is not None:
+            worker.suspect = suspect
 
     def worker_answered(self, event: Event, now_s: float) -> None:
         """A worker answered a command. Nothing happens if the operation is gone."""
@@ -172,35 +180,44 @@ class CacheTable:
 
     # Callers ask.
 
-    def submit(self, request: Request, now_s: float, caller: int = 0) -> int:
+    def submit(self, request: Request, now_s: float, caller: int = 0, tenant: Tenant | None = None) -> int:
         """Takes a request and returns its ticket. Its one Reply is among the effects, now or later.
 
-        `caller` is handed on to the worker, where callers take turns. 0: a caller of its own.
+        `caller` is handed on to the worker, where callers take turns. 0: a caller of its own. Caches of other
+        tenants than `tenant` do not exist to it; None: of those who are nobody in particular.
         """
         self._now_s = now_s
+        tenant = tenant or self._anonymous
         ticket = self._number()
-        if isinstance(request, Release) and request.cache_id not in self._entries:
+        if isinstance(request, Release) and self._find(request.cache_id, tenant) is None:
             self._effects.append(Reply(ticket, Released(released=False)))
             return ticket
         try:
-            self._admit(request)
-            entry = self._entry_for(request)
+            self._admit(request, tenant)
+            entry = self._entry_for(request, tenant)
         except QuireError as error:
             self._effects.append(Reply(ticket, error.untraced()))
             return ticket
         operation = Operation(ticket, request, entry, caller)
         self._operations[ticket] = operation
         self._queued_tokens += _tokens_of(request)
+        tenant.in_flight += 1
         entry.waiting.append(operation)
         self._touch(entry)
         self._advance(entry)
         return ticket
 
     def cancel(self, ticket: int, now_s: float) -> None:
-        """The caller has gone: its operation is dropped, what it did is undone, and no Reply follows."""
+        """The caller has gone: its operation is dropped, what it did is undone, and no Reply follows.
+
+        A release that waits for its turn is carried out all the same.
+        """
         self._now_s = now_s
         operation = self._operations.get(ticket)
         if operation is None:
+            return
+        if isinstance(operation.request, Release):
+            operation.is_answered = False
             return
         if operation.entry.running is operation:
             self._undo(operation)
@@ -216,10 +233,12 @@ class CacheTable:
             self._close(entry)
         return len(expired)
 
-    def handles(self, after: int = 0) -> Iterator[tuple[int, Handle]]:
-        """Caches, oldest first, each with a number that only grows: those with one above `after`."""
+    def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
+        """A tenant's caches, oldest first, each with a number that only grows: those above `after`."""
+        owner = tenant or self._anonymous
         for entry in self._listing.after(after):
-            yield entry.order, entry.handle
+            if entry.tenant is owner:
+                yield entry.order, entry.handle
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -236,12 +255,16 @@ class CacheTable:
 
     # Admission.
 
-    def _admit(self, request: Request) -> None:
-        """Raises Draining, QueueFull or JournalFull. What frees a cache, or keeps it, is always let in."""
+    def _admit(self, request: Request, tenant: Tenant) -> None:
+        """Raises Draining, QuotaExceeded, QueueFull or JournalFull.
+
+        What frees a cache, or keeps it, is always let in.
+        """
         if isinstance(request, Release | Renew):
             return
         if self.draining:
             raise Draining
+        tenant.take_turn(self._now_s)
         queued = len(self._operations)
         if queued >= self.limits.max_queued_operations:
             raise QueueFull(self.limits.max_queued_operations, self._pace.wait_s(queued))
@@ -250,32 +273,38 @@ class CacheTable:
         if full and not isinstance(request, Truncate):
             raise JournalFull(self.limits.max_journal_bytes)
 
-    def _entry_for(self, request: Request) -> CacheEntry:
+    def _find(self, cache_id: str, tenant: Tenant) -> CacheEntry | None:
+        entry = self._entries.get(cache_id)
+        return entry if entry is not None and entry.tenant is tenant else None
+
+    def _entry_for(self, request: Request, tenant: Tenant) -> CacheEntry:
         """The cache a request is about: a known one, or a new one that nobody can see yet."""
         if isinstance(request, Append) and not request.cache_id:
-            repeated = self._by_request_id.get(request.request_id)
+            repeated = self._by_request_id.get((tenant, request.request_id))
             if repeated is None or repeated.state is KvState.LOST:
-                return self._create(request)
+                return self._create(request, tenant)
             entry = repeated
         else:
-            known = self._entries.get(request.cache_id)
+            known = self._find(request.cache_id, tenant)
             if known is None:
                 raise CacheNotFound
             entry = known
-        if len(entry.waiting) >= MAX_WAITING_PER_CACHE:
+        if len(entry.waiting) >= MAX_WAITING_PER_CACHE and not isinstance(request, Release | Renew):
             raise QueueFull(MAX_WAITING_PER_CACHE, self._pace.wait_s(len(entry.waiting)))
         return entry
 
-    def _create(self, append: Append) -> CacheEntry:
+    def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
         if not append.is_scoring:
             self._require_room(1)
-        worker = self._placement.choose(append.token_ids)
+        tenant.require(caches=1, tokens=len(append.token_ids))
+        salt = tenant.salt(append.cache_salt)
+        worker = self._placement.choose(append.token_ids, salt)
         lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
-        entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s))
+        entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s), tenant, salt)
         entry.ephemeral = append.is_scoring
         if append.request_id and not entry.ephemeral:
             entry.request_id = append.request_id
-            self._by_request_id[append.request_id] = entry
+            self._by_request_id[tenant, append.request_id] = entry
         return entry
 
     def _require_room(self, caches: int) -> None:
@@ -283,13 +312,16 @@ class CacheTable:
         if self._held + caches > self.limits.max_caches:
             raise CacheLimit(self.limits.max_caches)
 
-    def _new_entry(self, worker: WorkerView, lease_s: float) -> CacheEntry:
+    def _new_entry(self, worker: WorkerView, lease_s: float, tenant: Tenant, salt: bytes) -> CacheEntry:
         worker.sequences += 1
         self._held += 1
+        tenant.caches += 1
         return CacheEntry(
             cache_id=self._new_cache_id(),
             number=self._number(),
             worker=worker,
+            tenant=tenant,
+            salt=salt,
             seed=self._new_seed(),
             lease_s=lease_s,
             expires_at_s=self._now_s + lease_s,
@@ -346,7 +378,10 @@ class CacheTable:
         wanted = entry.length + len(append.token_ids)
         if wanted > entry.worker.capacity_tokens:
             raise SequenceTooLong(wanted, entry.worker.capacity_tokens)
+        entry.tenant.require(tokens=len(append.token_ids))
         operation.base = entry.length
+        operation.tokens = len(append.token_ids)
+        entry.tenant.tokens += operation.tokens
         operation.pages = entry.worker.pages_for(len(append.token_ids))
         entry.worker.pages_queued += operation.pages
         self._send_forward(operation, append, entry.number)
@@ -377,6 +412,7 @@ class CacheTable:
             caller=operation.caller,
             keep_all=repeats,
             ephemeral=repeats or entry.ephemeral,
+            salt=entry.salt,
         )
         self._send(entry, command)
 
@@ -394,7 +430,14 @@ class CacheTable:
         entry = operation.entry
         _require_kv(entry)
         self._require_room(request.count)
-        operation.children = [self._new_entry(entry.worker, entry.lease_s) for _ in range(request.count)]
+        tokens = request.count * entry.length
+        entry.tenant.require(caches=request.count, tokens=tokens)
+        operation.children = [
+            self._new_entry(entry.worker, entry.lease_s, entry.tenant, entry.salt)
+            for _ in range(request.count)
+        ]
+        operation.tokens = tokens
+        entry.tenant.tokens += tokens
         if entry.length == 0:
             # The worker need not know an empty sequence: it may have rolled back the append that began it.
             self._finish_fork(operation, request)
@@ -435,8 +478,6 @@ class CacheTable:
             error = CacheLost(entry.length)
         if isinstance(error, KvExhausted):
             error.retry_after_s = self._pace.wait_s(len(self._operations))
-            if not entry.visible and isinstance(operation.request, Append):
-                self._placement.not_computed(operation.request.token_ids, entry.worker)
         if operation.copy_number is not None:
             # A forward that never began has not released its copy.
             self._send(entry, ReleaseSequences(self._number(), (operation.copy_number,)))
@@ -448,7 +489,7 @@ class CacheTable:
             self._publish(entry)
             self._write(CacheCreated(entry.cache_id, entry.seed, entry.lease_s))
         entry.prompt_len = entry.prompt_len_after(append)
-        entry.length = base + done.kept
+        entry.resize(base + done.kept)
         entry.last_append = AppliedAppend.of(append, base, done.kept, done.answer)
         kept = append.token_ids[: done.kept]
         self._write(TokensAppended(entry.cache_id, base, kept, entry.prompt_len, entry.worker.epoch))
@@ -456,7 +497,7 @@ class CacheTable:
     def _apply_truncate(self, entry: CacheEntry, new_len: int) -> None:
         if new_len == entry.length:
             return
-        entry.length = new_len
+        entry.resize(new_len)
         entry.prompt_len = min(entry.prompt_len, new_len)
         entry.last_append = None
         self._write(CacheTruncated(entry.cache_id, new_len))
@@ -465,14 +506,15 @@ class CacheTable:
         parent, children = operation.entry, operation.children
         operation.children = []
         for child in children:
-            child.length, child.prompt_len = parent.length, parent.prompt_len
+            child.resize(parent.length)
+            child.prompt_len = parent.prompt_len
             # From now, and not from when the fork began.
             child.lease_s, child.expires_at_s = parent.lease_s, parent.expires_at_s
             self._publish(child)
             self._write(CacheForked(child.cache_id, parent.cache_id, child.seed, child.lease_s))
         self._finish(operation, Handles(tuple(child.handle for child in children)))
         for cache_id in request.release:
-            released = self._entries.get(cache_id)
+            released = self._find(cache_id, parent.tenant)
             if released is not None:
                 self._close(released)
 
@@ -487,9 +529,13 @@ class CacheTable:
 
     def _finish(self, operation: Operation, outcome: Result | QuireError) -> None:
         self._retire(operation)
+        entry, request = operation.entry, operation.request
         if isinstance(outcome, QuireError):
             outcome.untraced()
-        self._effects.append(Reply(operation.ticket, outcome))
+            if isinstance(request, Append) and not entry.visible:
+                self._placement.not_computed(request.token_ids, entry.worker, entry.salt)
+        if operation.is_answered:
+            self._effects.append(Reply(operation.ticket, outcome))
 
     def _retire(self, operation: Operation) -> None:
         """Takes an operation out of every table. Children that were not published are gone with it."""
@@ -499,6 +545,9 @@ class CacheTable:
         entry.worker.sequences -= len(operation.children)
         self._held -= len(operation.children)
         self._queued_tokens -= _tokens_of(operation.request)
+        entry.tenant.caches -= len(operation.children)
+        entry.tenant.tokens -= operation.tokens
+        entry.tenant.in_flight -= 1
         if entry.running is operation:
             entry.running = None
         else:
@@ -540,10 +589,13 @@ class CacheTable:
 
     def _discard(self, entry: CacheEntry) -> None:
         """Frees what the worker holds of an entry that is in no table any more."""
-        if self._by_request_id.get(entry.request_id) is entry:
-            del self._by_request_id[entry.request_id]
+        key = (entry.tenant, entry.request_id)
+        if self._by_request_id.get(key) is entry:
+            del self._by_request_id[key]
         entry.worker.sequences -= 1
         self._held -= 1
+        entry.tenant.caches -= 1
+        entry.resize(0)
         self._send(entry, ReleaseSequences(self._number(), (entry.number,)))
 
     # Small things.
@@ -589,6 +641,17 @@ class CacheTable:
             children = sum(len(o.children) for o in its)
             shown = sum(1 for e in self._entries.values() if e.worker is worker)
             assert worker.sequences == shown + len(hidden) + children
+        self._check_tenants()
+
+    def _check_tenants(self) -> None:
+        hidden = {o.entry.number: o.entry for o in self._operations.values() if not o.entry.visible}
+        entries = [*self._entries.values(), *hidden.values()]
+        for tenant in {e.tenant for e in entries} | {self._anonymous}:
+            its = [o for o in self._operations.values() if o.entry.tenant is tenant]
+            caches = [e for e in entries if e.tenant is tenant]
+            assert tenant.in_flight == len(its)
+            assert tenant.caches == len(caches) + sum(len(o.children) for o in its)
+            assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)
 
 
 def _tokens_of(request: Request) -> int:

@@ -17,6 +17,7 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from service.cli.channel import CONTROL_TIMEOUT_S, open_channel, print_error
 from service.cli.detokenizer import Detokenizer
+from service.printable import stripped
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,13 +31,14 @@ def generate(options: argparse.Namespace) -> int:
     """Runs the command with the options of `service.cli.main`. Returns the exit status."""
     if hasattr(sys.stdout, "reconfigure"):  # a replaced stdout may be anything
         sys.stdout.reconfigure(errors="replace")
-    with open_channel(options.target) as channel:
+    with open_channel(options) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         try:
             info = stub.GetModelInfo(
                 executor_pb2.GetModelInfoRequest(include_tokenizer=True), timeout=CONTROL_TIMEOUT_S
             )
-            _generate(stub, info, options)
+            able = stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest(), timeout=CONTROL_TIMEOUT_S)
+            _generate(stub, info, able.executor.kv_capacity_tokens, options)
         except grpc.RpcError as error:
             print_error(error)
             return 1
@@ -49,13 +51,14 @@ def generate(options: argparse.Namespace) -> int:
 def _generate(
     stub: executor_pb2_grpc.ModelExecutorServiceStub,
     info: executor_pb2.GetModelInfoResponse,
+    capacity_tokens: int,
     options: argparse.Namespace,
 ) -> None:
     tokenizer = _load_tokenizer(info)
     prompt = _prompt_ids(tokenizer, options)
     wanted = types_pb2.OutputOptions(sampling=_sampling(options), logprob=options.logprobs)
-    # The last token is never appended, so one more than fits into the context can be shown.
-    room = max(1, info.model.max_seq_len - len(prompt) + 1)
+    # The last token is never appended, so one more than a sequence can have can be shown.
+    room = max(1, capacity_tokens - len(prompt) + 1)
     screen = _Screen(tokenizer, prompt, with_logprobs=options.logprobs)
     try:
         for output in _outputs(stub, prompt, wanted, min(options.max_tokens, room)):
@@ -124,13 +127,13 @@ class _Screen:
             line = f"{output.token_id}\t{output.logprob:.4f}" + (f"\t{text!r}" if self._detokenizer else "")
             print(line, flush=True)
             return
-        print(text if self._detokenizer is not None else f"{output.token_id} ", end="", flush=True)
+        print(stripped(text) if self._detokenizer is not None else f"{output.token_id} ", end="", flush=True)
         self._line_is_open = True
 
     def finish(self) -> None:
         """Shows what was held back and ends the line."""
         if self._line_is_open:
-            print(self._detokenizer.flush() if self._detokenizer is not None else "", flush=True)
+            print(stripped(self._detokenizer.flush()) if self._detokenizer is not None else "", flush=True)
 
 
 def _load_tokenizer(info: executor_pb2.GetModelInfoResponse) -> Tokenizer | None:

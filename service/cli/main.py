@@ -1,4 +1,4 @@
-"""The command `quire`: serve | status | generate.
+"""The command `quire`: serve | status | generate | token.
 
 Exit status: 0 done, 1 it failed while it ran, 2 it was called wrongly. Each command imports what it needs
 when it runs, so that none waits for another's libraries; what is loaded here is the standard library only.
@@ -20,15 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status; argparse exits by itself with 2 on wrong usage."""
     parsed = _parser().parse_args(arguments)
     try:
-        if parsed.command == "serve":
-            return _serve(parsed)
-        if parsed.command == "status":
-            from service.cli.status import show_status
-
-            return show_status(parsed.target, parsed.watch)
-        from service.cli.generate import generate
-
-        return generate(parsed)
+        return _COMMANDS[parsed.command](parsed)
     except ConfigError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
@@ -39,6 +31,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has seen enough. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None or parsed.command == "serve":
+            raise
+        print(f"quire: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    from service.cli.status import show_status
+
+    return show_status(parsed)
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    from service.cli.generate import generate
+
+    return generate(parsed)
+
+
+def _token(parsed: argparse.Namespace) -> int:
+    from service.cli.token import make_token
+
+    return make_token(parsed.name, parsed.roles.split(","))
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -54,6 +69,9 @@ def _serve(parsed: argparse.Namespace) -> int:
     configure_logging(config.log_level, config.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config))
+
+
+_COMMANDS = {"serve": _serve, "status": _status, "generate": _generate, "token": _token}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,6 +117,16 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--logprobs", action="store_true", help="a line for each token: id, log-probability, text"
     )
+
+    token = commands.add_parser(
+        "token",
+        help="make a bearer token for a tenant",
+        description="Prints a new token, and its line for the server's file of tokens.",
+    )
+    token.add_argument("name", metavar="TENANT", help="whose calls it makes")
+    token.add_argument(
+        "--roles", default="call", metavar="ROLE,...", help="of call, observe, administer (default call)"
+    )
     return parser
 
 
@@ -109,6 +137,17 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"the server, also unix:/path (env QUIRE_TARGET; default {DEFAULT_TARGET})",
     )
+    for name, metavar, help_text in (
+        ("ca", "FILE", "connect with TLS, to a server whose certificate is of these CAs"),
+        ("cert", "FILE", "with --ca: the certificate to show"),
+        ("key", "FILE", "with --ca: its key"),
+        ("token", "TOKEN", "a bearer token; better in the environment, where others do not see it"),
+    ):
+        variable = f"QUIRE_{name.upper()}"
+        default = os.environ.get(variable, "")
+        parser.add_argument(
+            f"--{name}", default=default, metavar=metavar, help=f"{help_text} (env {variable})"
+        )
 
 
 def _positive_float(text: str) -> float:

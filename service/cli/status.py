@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from service.cli.channel import CONTROL_TIMEOUT_S, open_channel, print_error
+from service.printable import escaped
 
 # Where there is no terminal whose width counts, every column is shown in full.
 _WIDTH_WITHOUT_TERMINAL = 240
@@ -34,12 +36,13 @@ class Reading:
     taken_s: float  # time.monotonic()
 
 
-def show_status(target: str, interval_s: float | None) -> int:
-    """Prints the status of the server at `target`, every `interval_s` if given. Returns the exit status."""
+def show_status(options: argparse.Namespace) -> int:
+    """Prints the status of a server, every `options.watch` seconds if given. Returns the exit status."""
+    interval_s: float | None = options.watch
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_WITHOUT_TERMINAL
-    with open_channel(target) as channel:
+    with open_channel(options) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         try:
             if interval_s is None:
@@ -83,7 +86,7 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     status = now.status
     line = (
         f"{_enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
-        f"  up {_duration(status.uptime_ms / 1000)}  {status.sequences} sequences"
+        f"  up {_duration(status.uptime_ms / 1000)}  {status.caches} caches"
         f"  {status.operations_in_flight} operations in flight  {_bytes(status.memory_bytes)}"
     )
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -94,10 +97,11 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         cells = worker_cells(worker)
         if before is not None:
             cells += rate_cells(worker, earlier.get(worker.worker_id), now.taken_s - before.taken_s)
-        table.add_row(*cells)
+        # As Text: rich would read markup in them.
+        table.add_row(*(Text(escaped(cell)) for cell in cells))
     slow = ", ".join(w.worker_id for w in status.workers if NOT_COMPILED in w.executor.kernels)
-    note = [Text(f"slow: the CPU kernels of {slow} are not compiled, see the log")] if slow else []
-    return Group(Text(line), table, *note)
+    note = [Text(f"slow: the CPU kernels of {escaped(slow)} are not compiled, see the log")] if slow else []
+    return Group(Text(escaped(line)), table, *note)
 
 
 def worker_cells(worker: executor_pb2.WorkerStatus) -> list[str]:

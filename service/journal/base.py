@@ -1,6 +1,6 @@
 """The token journal: what each cache holds, whatever becomes of the KV.
 
-A record is written after the step was computed and before it is answered, so an answered step is in the
+A record is written after the append was computed and before it is answered, so an answered append is in the
 journal and one that is not in the journal was never answered. The journal knows tokens and lengths; it does
 not know workers' processes, pages or callers.
 """

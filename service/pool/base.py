@@ -21,6 +21,10 @@ class WorkerSlot:
     pid: int = 0
     state: executor_pb2.WorkerState = executor_pb2.WORKER_STATE_STARTING
     load_progress: float = 0.0
+    # Silent for longer than one that is well ever is: it gets no new sequences while another is there.
+    suspect: bool = False
+    # Why no worker is ready in it, in words for the operator; empty if one is, or the first is being started.
+    trouble: str = ""
     ready: worker_pb2.WorkerReady | None = None
     snapshot: worker_pb2.WorkerSnapshot = field(default_factory=worker_pb2.WorkerSnapshot)
 
@@ -33,6 +37,9 @@ class WorkerListener(Protocol):
 
     def worker_lost(self, worker_id: str, epoch: int) -> None:
         """A worker that had been ready is gone. Nothing more comes from that epoch."""
+
+    def worker_suspected(self, slot: WorkerSlot) -> None:
+        """A ready worker has fallen silent, or has been heard again: `slot.suspect` says which."""
 
     def worker_answered(self, slot: WorkerSlot, events: Iterable[Event], pages_available: int) -> None:
         """Answers from a ready worker, those of one message together."""

@@ -58,10 +58,8 @@ class WorkerLink:
             ],
         )
 
-    async def open(self, timeout_s: float) -> None:
-        """Connects and starts the stream. Raises TimeoutError if the worker's socket does not answer."""
-        async with asyncio.timeout(timeout_s):
-            await self._channel.channel_ready()
+    def open(self) -> None:
+        """Begins to connect, for as long as that takes; then the stream starts."""
         call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
         self._tasks = [
             asyncio.create_task(self._write(call), name="worker-link-write"),
@@ -111,5 +109,7 @@ class WorkerLink:
                 self._on_response(response)
         except grpc.RpcError as error:
             _log.debug("worker stream ended while reading", error=type(error).__name__)
+        except Exception:
+            _log.exception("a worker's message could not be handled")
         finally:
             self.closed.set()

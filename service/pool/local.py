@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
+from urllib.parse import quote
 
 from google.protobuf import json_format
 from quire.v1 import worker_pb2
 
-from service.pool.base import PoolFailed
+from service.pool.directory import RuntimeDirectory, state_dir
 
-# sockaddr_un holds 108 bytes with the terminating zero.
-_MAX_SOCKET_PATH_BYTES = 107
 _END_GRACE_S = 2.0
 _SPIN_COUNT = "20000"
 
@@ -24,9 +21,10 @@ _SPIN_COUNT = "20000"
 class LocalProcess:
     """A worker of one process."""
 
-    def __init__(self, address: str, process: asyncio.subprocess.Process) -> None:
-        self.address = address
+    def __init__(self, socket: Path, process: asyncio.subprocess.Process) -> None:
+        self.address = _address(socket)
         self.pid = process.pid
+        self._socket = socket
         self._process = process
         self._ended = asyncio.create_task(process.wait(), name="worker-process")
 
@@ -36,40 +34,49 @@ class LocalProcess:
 
     async def end(self, *, at_once: bool) -> int:
         """See `WorkerProcesses.end`. Closing its standard input tells the worker that the gateway is gone."""
-        if not at_once:
-            await asyncio.wait({self._ended}, timeout=_END_GRACE_S)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        return await self._ended
+        try:
+            if not at_once:
+                await asyncio.wait({self._ended}, timeout=_END_GRACE_S)
+        finally:
+            # Also when there is no time to wait: one that hangs does not see that its stream has ended.
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        status = await self._ended
+        with contextlib.suppress(OSError):
+            self._socket.unlink()
+        return status
 
 
 class LocalLauncher:
-    """Owns the directory of the workers' sockets."""
+    """Owns the directory of the workers' sockets, in `data_dir` (None: the user's state directory)."""
 
-    def __init__(self) -> None:
-        self._socket_dir = Path(tempfile.mkdtemp(prefix="quire-"))
+    def __init__(self, data_dir: str | None) -> None:
+        self._directory = RuntimeDirectory(Path(data_dir) if data_dir is not None else state_dir())
 
     async def start(self, config: worker_pb2.WorkerConfig, epoch: int) -> LocalProcess:
-        """Starts a process. Raises OSError, and PoolFailed where no process can ever be started."""
+        """Starts a process. Raises OSError."""
         # A fresh name for each incarnation: a late one can never answer on a new one's socket.
-        path = str(self._socket_dir / f"{config.worker_id}-{epoch}.sock")
-        if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
-            raise PoolFailed(f"the temporary directory's path is too long for a socket: {path}")
+        socket = self._directory.socket_path(f"{config.worker_id}-{epoch}.sock")
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "workers", "--listen", f"unix:{path}"),
+            *(sys.executable, "-m", "workers", "--listen", _address(socket)),
             *("--config", json_format.MessageToJson(config, indent=None)),
             # The worker ends when this pipe does, so it cannot outlive the gateway, however that ends.
             stdin=asyncio.subprocess.PIPE,
             cwd="/",
             env=_environment(),
         )
-        return LocalProcess(f"unix:{path}", process)
+        return LocalProcess(socket, process)
 
     def close(self) -> None:
         """Removes the sockets."""
-        shutil.rmtree(self._socket_dir, ignore_errors=True)
+        self._directory.close()
+
+
+def _address(socket: Path) -> str:
+    """As gRPC names it: a URI, in which some characters of paths mean something else."""
+    return f"unix:{quote(str(socket))}"
 
 
 def _environment() -> dict[str, str]:

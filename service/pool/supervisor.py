@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 
 from quire.v1 import executor_pb2, worker_pb2
@@ -45,6 +44,8 @@ class Supervisor:
         self._live: dict[str, Incarnation] = {}
         self._last_epoch = 0
         self._was_ready: set[str] = set()
+        # Of the first worker that was ready: all others must serve the same model.
+        self._model_fingerprint: str | None = None
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
@@ -58,12 +59,19 @@ class Supervisor:
             incarnation.link.send(wire.to_message(command))
 
     async def refresh_snapshots(self, *, check_integrity: bool = False) -> None:
-        """Brings the slots' snapshots up to date with everything sent so far, within a bounded time."""
+        """Brings the slots' snapshots up to date with everything sent so far, within a bounded time.
+
+        A worker in a long step may not answer in time: its slot keeps what the last heartbeat said.
+        """
         timeout_s = _CHECK_TIMEOUT_S if check_integrity else _REFRESH_TIMEOUT_S
         ready = [i for i in self._live.values() if i.slot.ready is not None]
-        await asyncio.gather(
-            *(i.refresh(check_integrity=check_integrity, timeout_s=timeout_s) for i in ready)
+        snapshots = await asyncio.gather(
+            *(i.ask_snapshot(check_integrity=check_integrity, timeout_s=timeout_s) for i in ready)
         )
+        # While others were waited for a heartbeat may have come, which says nothing of integrity.
+        for incarnation, snapshot in zip(ready, snapshots, strict=True):
+            if snapshot is not None and self._live.get(incarnation.slot.worker_id) is incarnation:
+                incarnation.slot.snapshot = snapshot
 
     async def run(self) -> None:
         """Starts the workers and keeps them running until cancelled. Raises PoolFailed."""
@@ -80,15 +88,12 @@ class Supervisor:
         backoff_s, failures = 0.0, 0
         while True:
             await asyncio.sleep(backoff_s)
-            began_s = time.monotonic()
             await self._run_once(slot)
-            # A worker that served for a while is replaced at once; one that dies young is not hammered.
-            young = time.monotonic() - began_s < _MAX_BACKOFF_S
-            died_before_ready = slot.ready is None
-            failures = failures + 1 if died_before_ready else 0
+            # One that served is replaced at once. One that did not is not hammered, however long it took.
+            failures = failures + 1 if slot.ready is None else 0
             if failures >= _MAX_START_FAILURES and not self._was_ready:
                 raise PoolFailed(f"{slot.worker_id} failed to start {failures} times in a row; see its log")
-            backoff_s = min(max(0.25, backoff_s * 2), _MAX_BACKOFF_S) if young and died_before_ready else 0.0
+            backoff_s = min(max(0.25, backoff_s * 2), _MAX_BACKOFF_S) if failures else 0.0
 
     async def _run_once(self, slot: WorkerSlot) -> None:
         """One incarnation from its start to the end of its processes."""
@@ -98,17 +103,18 @@ class Supervisor:
             processes = await self._launcher.start(self._worker_config(slot), epoch)
         except OSError as error:
             # No descriptors or processes left, say: that may pass.
-            slot.ready = None
+            slot.ready, slot.state = None, executor_pb2.WORKER_STATE_DEAD
+            slot.trouble = f"its process cannot be started: {error.strerror}"
             _log.error("worker cannot be started", worker_id=slot.worker_id, error=error.strerror)
             return
-        incarnation = Incarnation(slot, epoch, processes, self._config, self._on_response)
+        incarnation = Incarnation(slot, epoch, processes, self._config, self)
         self._live[slot.worker_id] = incarnation
         log = _log.bind(worker_id=slot.worker_id, epoch=epoch, pid=slot.pid)
         log.info("worker started")
         hangs = False
         try:
             end = await incarnation.watch()
-            hangs = end.hangs
+            hangs, slot.trouble = end.hangs, end.why
             log.warning("worker is gone", why=end.why)
         finally:
             self._forget(incarnation)
@@ -131,7 +137,10 @@ class Supervisor:
         config.threads = self._config.threads_per_worker or cores
         return config
 
-    def _on_response(self, incarnation: Incarnation, response: worker_pb2.ConnectResponse) -> None:
+    # Watcher of the incarnations.
+
+    def received(self, incarnation: Incarnation, response: worker_pb2.ConnectResponse) -> None:
+        """Notes what a worker says of itself, and passes its answers on."""
         slot = incarnation.slot
         if self._live.get(slot.worker_id) is not incarnation:
             return
@@ -140,18 +149,37 @@ class Supervisor:
                 case "progress":
                     _on_progress(slot, event.progress)
                 case "ready":
-                    slot.ready, slot.load_progress = event.ready, 1.0
-                    slot.state = executor_pb2.WORKER_STATE_READY
-                    self._was_ready.add(slot.worker_id)
-                    _log.info("worker ready", worker_id=slot.worker_id, epoch=slot.epoch)
-                    self._listener.worker_ready(slot)
+                    self._admit(incarnation, event.ready)
         if slot.ready is not None:
             self._listener.worker_answered(slot, wire.to_events(response), response.pages_available)
+
+    def _admit(self, incarnation: Incarnation, ready: worker_pb2.WorkerReady) -> None:
+        """Lets a worker serve, unless the files of the model have been replaced since the first one was."""
+        slot, fingerprint = incarnation.slot, ready.model.fingerprint
+        if self._model_fingerprint is None:
+            self._model_fingerprint = fingerprint
+        if fingerprint != self._model_fingerprint:
+            incarnation.refuse(
+                f"{self._model} holds another model now ({fingerprint}) than the one that is served"
+                f" ({self._model_fingerprint}): put that back, or restart the gateway"
+            )
+            return
+        incarnation.admit(ready)
+        self._was_ready.add(slot.worker_id)
+        _log.info("worker ready", worker_id=slot.worker_id, epoch=slot.epoch)
+        self._listener.worker_ready(slot)
+
+    def suspected(self, incarnation: Incarnation) -> None:
+        """Passes on that a worker is silent, or heard again."""
+        slot = incarnation.slot
+        said = "worker is silent" if slot.suspect else "worker is heard again"
+        _log.warning(said, worker_id=slot.worker_id, epoch=slot.epoch)
+        self._listener.worker_suspected(slot)
 
     def _forget(self, incarnation: Incarnation) -> None:
         slot = incarnation.slot
         self._live.pop(slot.worker_id, None)
-        slot.state = executor_pb2.WORKER_STATE_DEAD
+        slot.state, slot.suspect = executor_pb2.WORKER_STATE_DEAD, False
         if slot.ready is not None:
             self._listener.worker_lost(slot.worker_id, incarnation.epoch)
 

@@ -11,7 +11,7 @@ from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
 from service.caches.requests import Kind
-from service.errors import KvExhausted, QuireError, StepTimeout, Unsupported, WorkerFault
+from service.errors import DeadlinePassed, KvExhausted, QuireError, Unsupported, WorkerFault
 
 # The protocol's numbers have the same names.
 _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") for kind in Kind}
@@ -46,6 +46,8 @@ def _fill_forward(body: worker_pb2.ForwardCommand, command: effects.ForwardSeque
     body.caller = command.caller
     body.prompt_len = command.prompt_len
     body.ephemeral = command.ephemeral
+    if command.position == 0:
+        body.salt = command.salt
     if isinstance(append.output, types_pb2.OutputOptions):
         body.output.CopyFrom(append.output)
         if body.output.HasField("sampling") and not body.output.sampling.HasField("seed"):
@@ -83,7 +85,7 @@ def _to_error(error: worker_pb2.WorkerError) -> QuireError:
         case worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED:
             return KvExhausted(error.pages_needed, error.pages_available)
         case worker_pb2.WORKER_ERROR_REASON_TIMEOUT:
-            return StepTimeout()
+            return DeadlinePassed()
         case worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED:
             return Unsupported("this executor cannot do it")
         case _:

@@ -103,3 +103,10 @@ def test_both_clients_offer_the_same(blocking: type, awaiting: type) -> None:
         }
 
     assert offered(blocking) == offered(awaiting)
+
+
+async def test_a_token_goes_with_every_call(target: str, executor: FakeExecutor) -> None:
+    async with AsyncClient(target, token="secret", timeout_s=20) as client:
+        await client.model_info()
+        await (await client.prefill([1])).decode(2)
+    assert executor.authorizations == {"Bearer secret"}

@@ -19,6 +19,7 @@ from quire import (
     SamplingParams,
     Unavailable,
 )
+from quire.v1 import executor_pb2
 
 from tests.fake_executor import FakeExecutor, rich_status
 
@@ -103,7 +104,7 @@ def test_only_unavailable_is_retried(client: Client, executor: FakeExecutor) -> 
     assert len(executor.calls["Decode"]) == 1
     assert (caught.value.reason, caught.value.retry_delay_s) == ("KV_EXHAUSTED", 0.25)
     assert caught.value.metadata == {"pages_needed": "2"}
-    assert cache.seq_len == 1, "a failed step leaves the length as it was"
+    assert cache.seq_len == 1, "a failed append leaves the length as it was"
 
 
 def test_retries_end(client: Client, executor: FakeExecutor) -> None:
@@ -198,3 +199,16 @@ def test_an_error_without_details(client: Client, executor: FakeExecutor) -> Non
     executor.fail("GetStatus", bare)
     with pytest.raises(InternalError, match="DATA_LOSS: odd"):
         client.status()
+
+
+def test_a_token_goes_with_every_call(target: str, executor: FakeExecutor) -> None:
+    with Client(target, token="secret", timeout_s=20) as client:
+        client.model_info()
+        client.prefill([1]).decode(2)
+        client.stub.GetStatus(executor_pb2.GetStatusRequest(), metadata=client.metadata)
+    assert executor.authorizations == {"Bearer secret"}
+    assert Client(target).metadata is None
+    for wrong in ("a b", "a\n", "é"):
+        with pytest.raises(ValueError, match="printable ASCII") as caught:
+            Client(target, token=wrong)
+        assert wrong not in str(caught.value)

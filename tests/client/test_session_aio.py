@@ -166,7 +166,7 @@ async def test_cancelling_one_call_leaves_the_others(gateway: GatewayProcess, se
     others = [caller for caller in range(6) if caller != 2]
     for caller in others:
         assert [top_of(await steps[caller])] == unary_answers(gateway.address, caller, 1)
-    # The cancelled step may have been applied: it can be repeated, or undone.
+    # The cancelled append may have been applied: it can be repeated, or undone.
     again = await caches[2].decode(token_of(2, 0), output=TOP)
     assert [top_of(again)] == unary_answers(gateway.address, 2, 1)
     assert caches[2].seq_len == 21
@@ -189,7 +189,7 @@ async def test_a_cancelled_prefill_leaves_no_cache(gateway: GatewayProcess, clie
         await asyncio.sleep(0.05)
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert gateway.status().sequences == 0
+    assert gateway.status().caches == 0
 
 
 async def test_cancelling_at_any_moment_leaves_no_cache(gateway: GatewayProcess, client: AsyncClient) -> None:
@@ -210,7 +210,7 @@ async def test_cancelling_at_any_moment_leaves_no_cache(gateway: GatewayProcess,
             await asyncio.wait(turns)
             assert {task.exception() for task in turns if not task.cancelled()} <= {None}
         # What was cancelled at last is still being undone.
-        await until(lambda: gateway.status().sequences == 0)
+        await until(lambda: gateway.status().caches == 0)
 
 
 async def test_time_limit(gateway: GatewayProcess) -> None:

@@ -193,6 +193,14 @@ def field_cases() -> Iterator[Case]:
     yield case("Prefill", new_at_3, "BAD_POSITION", "position")
     long_id = pb.PrefillRequest(token_ids=[1], request_id="r" * 129)
     yield case("Prefill", long_id, "BAD_REQUEST_ID", "request_id")
+    for text in ("\x1b[31m", "a\n", "\u009b", "é"):
+        yield case(
+            "Prefill", pb.PrefillRequest(token_ids=[1], request_id=text), "BAD_REQUEST_ID", "request_id"
+        )
+    long_salt = pb.PrefillRequest(token_ids=[1], cache_salt="s" * 129)
+    late_salt = pb.PrefillRequest(token_ids=[1], cache_salt="s", cache_id=UNKNOWN)
+    for salted in (long_salt, late_salt):
+        yield case("Prefill", salted, "BAD_CACHE_SALT", "cache_salt")
     yield case("ForkCache", pb.ForkCacheRequest(cache_id=UNKNOWN, count=1025), "BAD_COUNT", "count")
     for page in ("x", "-1", "9" * 21, "\u0663"):
         yield case("ListCaches", pb.ListCachesRequest(page_token=page), "BAD_PAGE_TOKEN", "page_token")

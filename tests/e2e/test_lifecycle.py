@@ -17,6 +17,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import executor_pb2 as pb
 
+from service.config import Config
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 
@@ -100,6 +101,13 @@ def test_status_and_capabilities_say_what_runs(shipped_gateway: GatewayProcess) 
     assert capabilities.runner == "eager" and "torch" in capabilities.kernels
     for worker in shipped_gateway.status().workers:
         assert worker.executor == capabilities
+
+
+def test_capabilities_tell_the_settings_that_limit(shipped_gateway: GatewayProcess) -> None:
+    limits = shipped_gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).limits
+    told = {field.name: getattr(limits, field.name) for field in limits.DESCRIPTOR.fields}
+    # The shipped gateway runs with the defaults of these.
+    assert told == {name: getattr(Config(), name) for name in told} and all(told.values())
 
 
 def test_draining_finishes_what_has_begun() -> None:

@@ -41,7 +41,7 @@ class Held:
 
     cache_id: str
     tokens: list[int]
-    # The last step, to be repeated: its base and its request.
+    # The last append, to be repeated: its base and its request.
     last: tuple[int, list[int]] | None = None
 
 

@@ -131,7 +131,7 @@ def test_many_calls_with_cancels_leave_nothing_behind(gateway: GatewayProcess) -
 
     assert cancelled > CALLS * CANCELLED_SHARE / 2
     assert gateway.status().operations_in_flight == 0
-    assert gateway.status().sequences == 0
+    assert gateway.status().caches == 0
     assert after.descriptors == before.descriptors
     assert after.threads == before.threads
     assert after.tasks <= before.tasks

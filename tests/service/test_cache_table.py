@@ -210,7 +210,7 @@ def test_calls_that_are_cancelled_together_never_begin(gateway: Gateway) -> None
     gateway.cancel(*tickets)
     assert [message.WhichOneof("command") for message in gateway.sent[sent:]] == ["abort", "truncate"]
     gateway.work()
-    assert gateway.held() == [] and len(gateway.table) == 1
+    assert gateway.held() == [[]] and len(gateway.table) == 1
     assert [handle.expires_at_s for _, handle in gateway.table.handles()] == [1800.0]
 
 
@@ -253,6 +253,7 @@ def test_an_empty_cache_needs_no_copy_in_the_worker(gateway: Gateway) -> None:
     # The worker rolls an append back to nothing, and with it the sequence.
     ticket = gateway.ask(decode(cache, 2))
     gateway.worker.take(1)
+    gateway.worker.begin(ticket)
     gateway.cancel(ticket)
     gateway.work()
     assert gateway.held() == []
@@ -301,6 +302,19 @@ def test_one_cache_cannot_fill_the_queue(gateway: Gateway) -> None:
     tickets = gateway.submit(*(decode(cache, 2) for _ in range(MAX_WAITING_PER_CACHE + 2)))
     assert list(gateway.replies)[1:] == tickets[-1:]
     assert gateway.reason(tickets[-1]) == "QUEUE_FULL"
+    renewal, release = gateway.submit(Renew(cache), Release(cache))
+    gateway.work()
+    assert isinstance(gateway.replies[renewal], Handles)
+    assert gateway.replies[release] == Released(released=True), "what frees a cache is always let in"
+
+
+def test_a_release_is_carried_out_though_its_caller_has_gone(gateway: Gateway) -> None:
+    cache = gateway.create(1)
+    running, release = gateway.submit(decode(cache, 2), Release(cache))
+    gateway.cancel(release)
+    gateway.work()
+    assert running in gateway.replies and release not in gateway.replies
+    assert gateway.held() == [] and len(gateway.journal) == 0
 
 
 def test_draining_refuses_what_is_new_and_finishes_what_is_not(gateway: Gateway) -> None:

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from quire.v1 import executor_pb2
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from service.cli.main import main
+from service.cli.status import Reading, render
+from service.doors.tokens import read_register
 from tests.fake_executor import EOS, FakeExecutor, rich_status, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -253,3 +257,49 @@ def test_a_reader_that_leaves_is_not_an_error(target: str, executor: FakeExecuto
         _, error = process.communicate()
     assert error == ""
     assert executor.caches == {}
+
+
+ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\r[bold]"
+
+
+def test_what_a_server_sends_does_not_move_the_terminal(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.script = [*ids("a\x1b[31mb\r\n\tc\x07"), EOS]
+    assert quire("generate", "x") == 0
+    assert capsys.readouterr().out == "a[31mb\n\tc\n"
+    executor.fail("Prefill", rich_status(grpc.StatusCode.INTERNAL, ATTACK, ATTACK))
+    assert quire("generate", "x") == 1
+    assert capsys.readouterr().err[:-1].isprintable()
+
+
+def test_a_status_does_not_move_the_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
+    status = executor_pb2.GetStatusResponse(version=ATTACK)
+    status.workers.add(worker_id=ATTACK).executor.device = ATTACK
+    Console(width=500).print(render(Reading(status, 0.0), None))
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable() and out.count("[bold]") == 3, "markup is shown, too"
+
+
+def test_a_token_and_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["token", "alice", "--roles", "call,observe"]) == 0
+    token, line = capsys.readouterr().out.splitlines()
+    (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n")
+    grant = read_register(tmp_path / "tokens").grant_of(token)
+    assert grant is not None and grant.tenant == "alice" and len(grant.roles) == 2
+    assert main(["token", "alice", "--roles", "root"]) == 2
+    assert main(["token", "two words"]) == 2
+    assert main(["status", "--ca", str(tmp_path / "nothing")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_the_token_goes_with_every_call(
+    quire: Callable[..., int], executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor.script = [*ids("a"), EOS]
+    assert quire("generate", "x", "--token", "secret") == 0
+    assert executor.authorizations == {"Bearer secret"}
+    executor.authorizations.clear()
+    monkeypatch.setenv("QUIRE_TOKEN", "other")
+    assert quire("generate", "x") == 0
+    assert executor.authorizations == {"Bearer other"}

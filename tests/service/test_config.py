@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quire.v1 import worker_pb2
 
 from service.config import Config, ConfigError, add_flags, load_config
 
@@ -124,9 +125,9 @@ def test_leases_must_fit_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:0", "0.0.0.0:65535", "localhost:50051", "[::1]:50051", "unix:/run/quire.sock"]
+    "address", ["127.0.0.1:0", "127.9.9.9:65535", "localhost:50051", "[::1]:50051", "unix:/run/quire.sock"]
 )
-def test_listen_addresses(address: str) -> None:
+def test_a_private_address_needs_no_tls(address: str) -> None:
     assert load_config(parse("--listen", address), {}).listen == address
 
 
@@ -174,3 +175,42 @@ def test_any_text_is_taken_or_refused_by_name(name: str, value: str) -> None:
     else:
         refused = None
     assert isinstance(config, Config) or refused in (name, "default_lease_s")
+
+
+def test_a_workers_settings_are_the_gateways() -> None:
+    """Each field of what a worker is started with is a setting of that name, but for what the pool knows."""
+    names = {field.name for field in worker_pb2.WorkerConfig.DESCRIPTOR.fields}
+    of_the_pool = {"worker_id", "device_index", "threads"}
+    assert names - of_the_pool <= {field.name for field in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "[2001:db8::1]:1", "example.org:1"])
+def test_what_others_can_reach_needs_tls_or_a_word(address: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="TLS is needed") as caught:
+        load_config(parse("--listen", address), {})
+    assert (caught.value.setting, caught.value.source) == ("listen", "--listen")
+    file = tmp_path / "pem"
+    file.touch()
+    certificate = ("--tls-cert", str(file), "--tls-key", str(file))
+    for word in (("--insecure",), ("--insecure", "on"), certificate):
+        assert load_config(parse("--listen", address, *word), {}).listen == address
+    assert load_config(parse("--listen", address), {"QUIRE_INSECURE": "on"}).insecure == "on"
+
+
+def test_tls_by_halves_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "pem"
+    file.touch()
+    for flag, needs in (
+        ("--tls-cert", "tls_key"),
+        ("--tls-key", "tls_cert"),
+        ("--tls-client-ca", "tls_cert"),
+    ):
+        with pytest.raises(ConfigError, match=f"needs {needs} beside it"):
+            load_config(parse(flag, str(file)), {})
+    with pytest.raises(ConfigError, match="must be a file"):
+        load_config(parse("--tokens", str(tmp_path / "nothing")), {})
+
+
+def test_reflection_is_a_switch() -> None:
+    assert load_config(parse(), {}).reflection == "on"
+    assert load_config(parse("--reflection", "off"), {}).reflection == "off"

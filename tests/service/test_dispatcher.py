@@ -192,7 +192,7 @@ async def test_those_who_wait_for_a_dead_worker_are_answered(bench: Bench) -> No
         (worker_pb2.WORKER_ERROR_REASON_KV_MISSING, "CACHE_LOST"),
         (worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED, "KV_EXHAUSTED"),
         (worker_pb2.WORKER_ERROR_REASON_FAULT, "WORKER_FAULT"),
-        (worker_pb2.WORKER_ERROR_REASON_TIMEOUT, "STEP_TIMEOUT"),
+        (worker_pb2.WORKER_ERROR_REASON_TIMEOUT, "DEADLINE_PASSED"),
         (worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED, "UNSUPPORTED_BY_EXECUTOR"),
     ],
 )
@@ -221,7 +221,7 @@ async def test_leases_run_out_by_themselves(bench: Bench, monkeypatch: pytest.Mo
     cache = await bench.create(1)
     await bench.dispatcher.run([Renew(cache, 0.0)])
     expiry = asyncio.create_task(bench.dispatcher.expire_leases())
-    while bench.dispatcher.sequences:
+    while bench.dispatcher.num_caches:
         await asyncio.sleep(0)
     expiry.cancel()
     assert kinds(bench.sent) == ["release"]

@@ -41,11 +41,15 @@ ROWS = [
     (errors.JournalFull(9), code_pb2.RESOURCE_EXHAUSTED, "JOURNAL_FULL", True),
     (errors.AnswersFull(9), code_pb2.RESOURCE_EXHAUSTED, "ANSWERS_FULL", True),
     (errors.SlowConsumer(30.0), code_pb2.RESOURCE_EXHAUSTED, "SLOW_CONSUMER", False),
+    (errors.QuotaExceeded("max_per_s", 9, 0.5), code_pb2.RESOURCE_EXHAUSTED, "QUOTA", True),
+    (errors.QuotaExceeded("max_caches", 9), code_pb2.RESOURCE_EXHAUSTED, "QUOTA", False),
+    (errors.Unauthenticated("BAD_TOKEN", "no"), code_pb2.UNAUTHENTICATED, "BAD_TOKEN", False),
+    (errors.RoleMissing("observe"), code_pb2.PERMISSION_DENIED, "ROLE_MISSING", False),
     (errors.NoWorker(), code_pb2.UNAVAILABLE, "NO_WORKER", True),
     (errors.Draining(), code_pb2.UNAVAILABLE, "DRAINING", True),
     (errors.WorkerLost(), code_pb2.UNAVAILABLE, "WORKER_LOST", True),
     (errors.CacheLost(7), code_pb2.UNAVAILABLE, "CACHE_LOST", False),
-    (errors.StepTimeout(), code_pb2.DEADLINE_EXCEEDED, "STEP_TIMEOUT", False),
+    (errors.DeadlinePassed(), code_pb2.DEADLINE_EXCEEDED, "DEADLINE_PASSED", False),
     (errors.WorkerFault(), code_pb2.INTERNAL, "WORKER_FAULT", False),
     (errors.InternalError(), code_pb2.INTERNAL, "INTERNAL", False),
 ]
@@ -79,7 +83,7 @@ def test_the_table_names_every_error_there_is() -> None:
     kinds = kinds_below(errors.QuireError) - {errors.QuireError}
     assert kinds == {type(row[0]) for row in ROWS}
     drawn = re.findall(r"── (\w+) +([A-Z_]+) +([A-Z_]+|reason)", errors.__doc__ or "")
-    reasons = {row[2] for row in ROWS} - {"BAD_MASK"} | {"reason"}
+    reasons = {row[2] for row in ROWS} - {"BAD_MASK", "BAD_TOKEN"} | {"reason"}
     assert {name for name, _, _ in drawn} == {kind.__name__ for kind in kinds}
     assert {reason for _, _, reason in drawn} == reasons
     for name, code, _ in drawn:

@@ -327,6 +327,12 @@ async def test_the_request_id_is_the_callers_if_there_is_one(harness: Harness) -
     assert len(first) == len(second) == 16 and first != second
 
 
+@pytest.mark.parametrize("shown", ["\x1b[31mred", "a\nb", "\x7f", "\u009b31m", "é", "r" * 129])
+async def test_a_request_id_that_cannot_be_shown_is_not_the_calls_id(harness: Harness, shown: str) -> None:
+    seen = await seen_request_id(harness, executor_pb2.PrefillRequest(request_id=shown))
+    assert len(seen) == 16 and seen.isalnum()
+
+
 async def test_other_services_and_unknown_methods_pass_through(harness: Harness) -> None:
     for method in ("/quire.v1.ModelExecutorService/Nothing", "/quire.v1.Nothing/Decode", "/x/y"):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import datetime as dt
+import fcntl
+import importlib
 import io
 import json
 import logging
+import os
+import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -146,3 +152,86 @@ async def test_a_cancelled_write_is_not_an_error() -> None:
             await asyncio.sleep(0.05)
     await server.stop(0)
     assert "ExecuteBatchError" not in stream.getvalue()
+
+
+ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\r\nforged line\t"
+
+
+@pytest.mark.parametrize("log_format", ["json", "pretty"])
+def test_control_characters_are_escaped(log_format: str) -> None:
+    configure_logging("info", log_format, stream := io.StringIO())
+    log = get_logger("service")
+    bind_request_id(ATTACK)
+    try:
+        raise ValueError(ATTACK)
+    except ValueError:
+        log.exception(ATTACK, message=ATTACK, names=[ATTACK])
+    logging.getLogger("some.library").error(ATTACK)
+    text = stream.getvalue()
+    shown = text.replace("\n", "").replace("\t", "")
+    assert shown.isprintable(), "nothing that a terminal acts on"
+    starts = [line for line in text.splitlines() if line.startswith(("forged", '"forged'))]
+    assert len(starts) == (1 if log_format == "pretty" else 0), "lines are broken in tracebacks only"
+
+
+class UnreadPipe:
+    """A pipe that is full already."""
+
+    def __init__(self) -> None:
+        self.read_end, self.write_end = os.pipe()
+        self.size_bytes = fcntl.fcntl(self.write_end, fcntl.F_GETPIPE_SZ)
+        os.write(self.write_end, b"." * self.size_bytes)
+
+    def read_until(self, wanted: bytes) -> bytes:
+        text = b""
+        while wanted not in text:
+            text += os.read(self.read_end, 1 << 20)
+        return text
+
+
+@pytest.mark.parametrize("module", ["service.background_log", "workers.logging"])
+def test_a_pipe_that_nobody_reads_stops_nobody(module: str) -> None:
+    pipe, told = UnreadPipe(), []
+    done = threading.Event()
+
+    def tell(lines: int) -> None:
+        told.append(lines)
+        done.set()
+
+    log = importlib.import_module(module).BackgroundLog(pipe.write_end, tell)
+    line = "x" * 1023 + "\n"
+    for _ in range(10_000):  # 10 MB
+        log.write(line)
+    log.drain(0.01)
+    written = pipe.read_until(line.encode())
+    while not done.is_set():
+        written += os.read(pipe.read_end, 1 << 20)
+    log.write("the end\n")
+    written += pipe.read_until(b"the end\n")
+    log.drain(30.0)
+    kept = written.count(line.encode())
+    assert kept + sum(told) == 10_000 and 1000 < kept < 5000
+
+
+@pytest.mark.parametrize("module", ["service.background_log", "workers.logging"])
+def test_a_log_whose_reader_has_gone_is_no_failure(module: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    log = importlib.import_module(module).BackgroundLog(write_end, lambda _: None)
+    log.write("a\n")
+    log.drain(30.0)
+    log.write("b\n")
+    log.drain(30.0)
+    assert not log._waiting
+
+
+def test_the_twins_are_equal() -> None:
+    ours, theirs = (
+        ast.parse(Path(importlib.import_module(module).__file__ or "").read_text())
+        for module in ("service.background_log", "workers.logging")
+    )
+    one, other = (
+        next(ast.dump(node) for node in tree.body if isinstance(node, ast.ClassDef))
+        for tree in (ours, theirs)
+    )
+    assert one == other

@@ -14,7 +14,6 @@ from quire.v1 import executor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 from service.caches.effects import Event, ReleaseSequences
 from service.config import Config
-from service.pool import incarnation as incarnation_module
 from service.pool import supervisor as supervisor_module
 from service.pool.base import PoolFailed, WorkerSlot
 from service.pool.supervisor import EXIT_CONFIG, Supervisor
@@ -22,21 +21,19 @@ from service.pool.supervisor import EXIT_CONFIG, Supervisor
 Requests = AsyncIterator[worker_pb2.ConnectRequest]
 Behaviour = Callable[[Requests], AsyncIterator[worker_pb2.ConnectResponse]]
 
-READY = worker_pb2.ConnectResponse(
-    events=[
-        worker_pb2.WorkerEvent(
-            ready=worker_pb2.WorkerReady(
-                pages_total=8, executor=types_pb2.ExecutorCapabilities(page_size_tokens=16)
-            )
-        )
-    ],
-    pages_available=8,
-)
+
+def ready(fingerprint: str = "one") -> worker_pb2.ConnectResponse:
+    message = worker_pb2.WorkerReady(
+        pages_total=8,
+        executor=types_pb2.ExecutorCapabilities(page_size_tokens=16),
+        model=types_pb2.ModelDescription(fingerprint=fingerprint),
+    )
+    return worker_pb2.ConnectResponse(events=[worker_pb2.WorkerEvent(ready=message)], pages_available=8)
 
 
 async def works(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
     """Is ready, and says that it lives, and that it has done what it was told."""
-    yield READY
+    yield ready()
     async for request in requests:
         events = []
         for command in request.commands:
@@ -51,7 +48,20 @@ async def works(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]
 
 async def hangs(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
     """Is ready, and silent from then on."""
-    yield READY
+    yield ready()
+    await asyncio.get_running_loop().create_future()
+
+
+async def serves_another_model(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+    """Is ready and well, with files that were replaced meanwhile."""
+    yield ready("two")
+    async for _ in requests:
+        yield worker_pb2.ConnectResponse()
+
+
+async def loads(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+    """Is not ready yet."""
+    yield worker_pb2.ConnectResponse()
     await asyncio.get_running_loop().create_future()
 
 
@@ -139,6 +149,9 @@ class Listener:
     def worker_lost(self, worker_id: str, epoch: int) -> None:
         self.told.put_nowait(("lost", epoch))
 
+    def worker_suspected(self, slot: WorkerSlot) -> None:
+        self.told.put_nowait(("suspect" if slot.suspect else "heard", slot.epoch))
+
     def worker_answered(self, slot: WorkerSlot, events: Iterable[Event], pages_available: int) -> None:
         for event in events:
             self.told.put_nowait(("answered", slot.epoch, event.op_id))
@@ -156,7 +169,6 @@ class Bench:
         self.supervisor = Supervisor(config or Config(), "model", launcher, self.listener)
         instant = SimpleNamespace(sleep=self._nap, gather=asyncio.gather, TaskGroup=asyncio.TaskGroup)
         patch.setattr(supervisor_module, "asyncio", instant)
-        patch.setattr(incarnation_module, "_HEARTBEAT_INTERVAL_S", 0.01)
 
     async def _nap(self, seconds: float) -> None:
         self.naps_s.append(seconds)
@@ -199,6 +211,20 @@ async def test_what_cannot_be_started_now_is_tried_again(
     await stop(running)
 
 
+async def test_a_slot_says_why_nobody_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError(errno.EMFILE, "too many open files")
+    bench = Bench(FakeLauncher(tmp_path, works, error, loads), monkeypatch)
+    (slot,) = bench.supervisor.slots
+    running = asyncio.create_task(bench.supervisor.run())
+    assert await bench.told(1) == [("ready", 1)] and slot.trouble == ""
+    bench.launcher.started[0].exit()
+    assert await bench.told(1) == [("lost", 1)] and slot.trouble == "its process ended with status 0"
+    while bench.launcher.attempts < 3:
+        await asyncio.sleep(0.01)
+    assert slot.trouble == "its process cannot be started: too many open files"
+    await stop(running)
+
+
 async def test_a_gateway_that_has_served_does_not_end_because_nothing_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +254,48 @@ async def test_one_that_hangs_is_ended_at_once_and_replaced(
     running = asyncio.create_task(bench.supervisor.run())
     assert await bench.told(3) == [("ready", 1), ("lost", 1), ("ready", 2)]
     assert bench.launcher.started[0].ended_at_once is True
+    await stop(running)
+
+
+async def test_one_that_falls_silent_is_suspect_until_it_is_heard_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = asyncio.Event()
+
+    async def pauses(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        yield ready()
+        await silent.wait()
+        async for response in works(requests):
+            if not response.events[0].HasField("ready"):
+                yield response
+
+    bench = Bench(FakeLauncher(tmp_path, pauses), monkeypatch, Config(suspect_after_s=0.05))
+    (slot,) = bench.supervisor.slots
+    running = asyncio.create_task(bench.supervisor.run())
+    assert await bench.told(2) == [("ready", 1), ("suspect", 1)]
+    assert slot.suspect and slot.state == executor_pb2.WORKER_STATE_READY
+    silent.set()
+    assert await bench.told(1) == [("heard", 1)]
+    await stop(running)
+    assert not slot.suspect, "nobody is there whom one could suspect"
+
+
+async def test_one_with_another_model_is_not_admitted_nor_tried_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = serves_another_model
+    bench = Bench(FakeLauncher(tmp_path, works, *[other] * 6, works), monkeypatch)
+    (slot,) = bench.supervisor.slots
+    running = asyncio.create_task(bench.supervisor.run())
+    assert await bench.told(1) == [("ready", 1)]
+    bench.launcher.started[0].exit()
+    assert await bench.told(1) == [("lost", 1)]
+    while bench.launcher.attempts < 4:
+        await asyncio.sleep(0.01)
+    assert "holds another model now (two)" in slot.trouble and slot.ready is None
+    assert await bench.told(1) == [("ready", 8)], "of the others nobody is told"
+    assert bench.naps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
+    assert slot.trouble == ""
     await stop(running)
 
 

@@ -63,6 +63,8 @@ class Oracle:
         self.caches: dict[str, Cache] = {}
         self.by_request_id: dict[str, str] = {}
         self.outstanding: dict[int, Request] = {}
+        # Releases among them whose caller has gone: they are carried out, and not answered.
+        self.abandoned: set[int] = set()
         self._submitted = 0
         self._written: list[Record] = []
         self._may_release: list[str] = []
@@ -80,6 +82,9 @@ class Oracle:
         return self._submitted
 
     def cancelled(self, number: int) -> None:
+        if isinstance(self.outstanding[number], Release):
+            self.abandoned.add(number)
+            return
         request = self.outstanding.pop(number)
         if isinstance(request, Truncate):
             # One that has started is carried out.
@@ -173,8 +178,13 @@ class Oracle:
     def _is_asked_for(self, cache_id: str) -> bool:
         """Takes out a cache that was released. Whether a Release asked for it, which is answered next."""
         cache = self.caches[cache_id]
-        first = next((request for _, request in self._asked_of(cache)), None)
+        number, first = next(self._asked_of(cache), (0, None))
         del self.caches[cache_id]
+        is_answered = number not in self.abandoned
+        for other in [n for n in self.abandoned if self.outstanding[n].cache_id == cache_id]:
+            self.abandoned.remove(other)
+            del self.outstanding[other]
+            self.seen["release of one who has gone"] += 1
         if self.cause == "expire":
             assert cache.promised_s <= self.now_s, "a cache lives as long as its handle says"
             assert first is None, "used"
@@ -183,7 +193,7 @@ class Oracle:
             self._may_release.remove(cache_id)
         else:
             assert isinstance(first, Release), "not before what was asked of the cache earlier"
-            return True
+            return is_answered
         return False
 
     # Replies.

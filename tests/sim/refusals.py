@@ -13,7 +13,7 @@ from tests.sim.truth import Cache
 if TYPE_CHECKING:
     from tests.sim.oracle import Oracle
 
-_WORKER_REASONS = {"WORKER_FAULT": FAULT, "KV_EXHAUSTED": KV_EXHAUSTED, "STEP_TIMEOUT": TIMEOUT}
+_WORKER_REASONS = {"WORKER_FAULT": FAULT, "KV_EXHAUSTED": KV_EXHAUSTED, "DEADLINE_PASSED": TIMEOUT}
 
 
 def check_refusal(oracle: Oracle, number: int, request: Request, error: QuireError) -> None:

@@ -133,7 +133,7 @@ class Simulation:
 
     def _cancel(self) -> None:
         """Who goes takes back one call, or all of a Session."""
-        outstanding = list(self.oracle.outstanding)
+        outstanding = [number for number in self.oracle.outstanding if number not in self.oracle.abandoned]
         if not outstanding:
             return
         count = self.rng.choice((1, 1, 5))
@@ -269,11 +269,12 @@ class Simulation:
             return
         self.table.check_invariants()
         assert self.dispatcher.operations_in_flight == len(oracle.outstanding)
-        assert len(self.dispatcher._waiting) == len(oracle.outstanding), "only who is not answered waits"
+        waiting = len(oracle.outstanding) - len(oracle.abandoned)
+        assert len(self.dispatcher._waiting) == waiting, "only who is not answered waits"
         bounded = sum(not isinstance(r, Release | Renew) for r in oracle.outstanding.values())
         assert bounded <= oracle.queue_limit
         assert len(oracle.caches) <= oracle.cache_limit
-        assert self.dispatcher.sequences == len(self.journal) == len(oracle.caches)
+        assert self.dispatcher.num_caches == len(self.journal) == len(oracle.caches)
         for cache_id in self._touched & oracle.caches.keys():
             assert list(self.journal.token_ids(cache_id)) == oracle.caches[cache_id].tokens
 

@@ -33,6 +33,7 @@ MUST_HAPPEN = (
     "release of nothing",
     "renew behind others",
     "lease ran out",
+    "release of one who has gone",
     "abort came too late",
     "abort of a begun forward",
     "abort of a queued forward",
@@ -50,7 +51,7 @@ MUST_HAPPEN = (
     "QUEUE_FULL",
     "REQUEST_ID_REUSED",
     "SEQUENCE_TOO_LONG",
-    "STEP_TIMEOUT",
+    "DEADLINE_PASSED",
     "TRUNCATE_BEYOND_END",
     "WORKER_FAULT",
     "WORKER_LOST",
@@ -67,10 +68,10 @@ def test_every_schedule_keeps_every_promise() -> None:
 def fencing_off(patch: pytest.MonkeyPatch) -> None:
     submit = CacheTable.submit
 
-    def unfenced(table: CacheTable, request: Request, now_s: float, caller: int) -> int:
+    def unfenced(table: CacheTable, request: Request, now_s: float, caller: int, *tenant: Any) -> int:
         if isinstance(request, Append):
             request = dataclasses.replace(request, position=None)
-        return submit(table, request, now_s, caller)
+        return submit(table, request, now_s, caller, *tenant)
 
     patch.setattr(CacheTable, "submit", unfenced)
 
@@ -86,9 +87,9 @@ def other_tokens_taken_for_a_repetition(patch: pytest.MonkeyPatch) -> None:
 def request_ids_ignored(patch: pytest.MonkeyPatch) -> None:
     submit = CacheTable.submit
 
-    def forgetful(table: CacheTable, request: Request, now_s: float, caller: int) -> int:
+    def forgetful(table: CacheTable, request: Request, now_s: float, caller: int, *tenant: Any) -> int:
         table._by_request_id.clear()
-        return submit(table, request, now_s, caller)
+        return submit(table, request, now_s, caller, *tenant)
 
     patch.setattr(CacheTable, "submit", forgetful)
 
@@ -123,9 +124,9 @@ def order_not_kept(patch: pytest.MonkeyPatch) -> None:
 def releases_overtake(patch: pytest.MonkeyPatch) -> None:
     submit = CacheTable.submit
 
-    def at_once(table: CacheTable, request: Request, now_s: float, caller: int) -> int:
+    def at_once(table: CacheTable, request: Request, now_s: float, caller: int, *tenant: Any) -> int:
         entry = table._entries.get(request.cache_id)
-        ticket = submit(table, request, now_s, caller)
+        ticket = submit(table, request, now_s, caller, *tenant)
         if isinstance(request, Release) and entry is not None and entry.busy:
             table._close(entry)
         return ticket

@@ -25,7 +25,7 @@ from workers.executors.llm import LlmExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.page_pool import OutOfPages
 from workers.kv.sizing import KvSizingError
-from workers.operations import GREEDY, Forward, OutputSpec
+from workers.operations import GREEDY, Forward, LogitsFormat, OutputSpec
 from workers.running import Chunk
 
 torch.set_num_threads(1)
@@ -264,3 +264,24 @@ def test_capabilities_say_where_kernels_are_not_compiled(monkeypatch: pytest.Mon
     assert "cpu-not-compiled" in PagedAttentionExecutor.create(kv_pages=1).capabilities().kernels
     monkeypatch.setattr("workers.models.backends.kernel_name", lambda: "cpu-avx2")
     assert "cpu-not-compiled" not in PagedAttentionExecutor.create(kv_pages=1).capabilities().kernels
+
+
+def test_a_page_that_could_not_be_copied_is_not_taken_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the fork would go on over keys and values of nobody."""
+    executor = PagedAttentionExecutor.create(kv_pages=8)
+    executor.prefill(1, [5, 6, 7])
+    executor.fork(1, [2])
+    right = executor.engine.kv.copy_pages
+
+    def fail(pairs: Sequence[tuple[int, int]]) -> None:
+        assert pairs
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(executor.engine.kv, "copy_pages", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        executor.decode(2, 8)
+    executor.check_integrity()
+    monkeypatch.setattr(executor.engine.kv, "copy_pages", right)
+    wanted = OutputSpec(logits=LogitsFormat.F32)
+    assert executor.decode(2, 8, wanted).logits == executor.decode(1, 8, wanted).logits
+    executor.check_integrity()

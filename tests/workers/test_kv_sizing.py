@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
+from workers.kv.sizing import (
+    GpuMemory,
+    KvSizingError,
+    check_weights_fit,
+    choose_num_gpu_pages,
+    choose_num_pages,
+)
 
 GIB = 1 << 30
 
@@ -45,3 +51,11 @@ def test_on_the_cpu_too_large_a_number_is_refused() -> None:
     assert choose_num_pages(3, 1024) == 3
     with pytest.raises(KvSizingError, match=f"kv_pages = {1 << 30} needs"):
         choose_num_pages(1 << 30, 1 << 20)
+
+
+def test_weights_may_take_all_that_is_free() -> None:
+    check_weights_fit("model", GIB, GIB)
+    with pytest.raises(
+        KvSizingError, match="weights of model do not fit: they need 2048 MiB, 1024 MiB are free"
+    ):
+        check_weights_fit("model", 2 * GIB, GIB)

@@ -6,7 +6,7 @@ reading a sequence's pages slot by slot must give its tokens at their positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from workers.kv import integrity
 from workers.kv import table as sequence_module
 from workers.kv.page_pool import IntegrityError, OutOfPages, PagePool
 from workers.kv.prefix_index import PrefixIndex, page_digest
@@ -43,6 +44,7 @@ class TableMachine(RuleBasedStateMachine):
         self.salts: dict[int, bytes] = {}
         self.next_key = 0
         self.pages = pages
+        self.walks: list[Iterator[None]] = []
 
     def pick(self, data: st.DataObject) -> KvSequence:
         seq = self.table.get(data.draw(st.sampled_from(sorted(self.tokens)), label="key"))
@@ -189,6 +191,20 @@ class TableMachine(RuleBasedStateMachine):
         for seq in list(self.table):
             self.drop(seq)
 
+    @precondition(lambda self: len(self.walks) < 3)
+    @rule()
+    def begin_a_walk(self) -> None:
+        self.walks.append(self.table.walk_integrity())
+        next(self.walks[-1], None)
+
+    @precondition(lambda self: self.walks)
+    @rule(data=st.data())
+    def go_on_walking(self, data: st.DataObject) -> None:
+        """Whatever has changed since its last slice, it finds nothing wrong."""
+        walk = data.draw(st.sampled_from(self.walks), label="walk")
+        if next(walk, "the end") == "the end":
+            self.walks.remove(walk)
+
     @invariant()
     def pages_read_back_as_the_tokens(self) -> None:
         memory = self.copy_pages(self.memory.copy())
@@ -215,6 +231,9 @@ class TableMachine(RuleBasedStateMachine):
         for key in self.tokens:
             self.table.release(key)
         self.table.check_integrity()
+        for walk in self.walks:
+            assert set(walk) <= {None}
+        assert not self.table._walks
         usage = self.table.usage()
         assert (usage.sequences, usage.tokens, usage.pages_referenced) == (0, 0, 0)
         assert usage.pages_free + usage.pages_cached == self.pages
@@ -222,6 +241,13 @@ class TableMachine(RuleBasedStateMachine):
         self.table.reserve(seq, self.pages * PAGE)
         with pytest.raises(OutOfPages):
             self.table.reserve(seq, self.pages * PAGE + 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_slices() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integrity, "SLICE_PAGES", 2)
+        yield
 
 
 TestTable = TableMachine.TestCase
@@ -469,6 +495,26 @@ def test_an_empty_sequence_is_not_taken_for_a_missing_one() -> None:
     assert table.get(1)
 
 
+@pytest.mark.parametrize("name", ["born", "gained", "lost"])
+def test_a_walk_needs_to_be_told_of_changes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def walk_while_things_change() -> None:
+        table = KvTable(16, PAGE)
+        seq = table.create(1)
+        grow(table, seq, range(6))
+        walk = table.walk_integrity()
+        next(walk)
+        grow(table, table.fork(seq, 2), range(9))
+        table.truncate(seq, 3)
+        table.match_prefix(table.create(3), range(6), 6)
+        for _ in walk:
+            pass
+
+    walk_while_things_change()
+    monkeypatch.setattr(integrity.IntegrityWalk, name, lambda *_: None)
+    with pytest.raises(IntegrityError):
+        walk_while_things_change()
+
+
 def hold_a_page_unasked(table: KvTable, seq: KvSequence) -> None:
     seq.pages.append(seq.pages[0])
 
@@ -482,11 +528,11 @@ def swap_pages(table: KvTable, seq: KvSequence) -> None:
 
 
 def lose_a_token(table: KvTable, seq: KvSequence) -> None:
-    seq.token_ids.pop()
+    seq.token_ids.cut(len(seq) - 1)
 
 
 def lose_a_digest(table: KvTable, seq: KvSequence) -> None:
-    seq.digests.pop()
+    seq.digests.cut(1)
 
 
 def open_an_indexed_page(table: KvTable, seq: KvSequence) -> None:

@@ -212,10 +212,13 @@ def test_a_new_family_is_never_silently_without_its_window(monkeypatch: pytest.M
     """One line in the registry makes a family known, not its window."""
     family = Family(qk_norm=False, qkv_bias=False, output_bias=False, rope_theta=10_000.0)
     monkeypatch.setitem(FAMILIES, "mistral", family)
-    with pytest.raises(ModelError, match="sliding_window: is not supported without use_sliding_window"):
+    with pytest.raises(ModelError, match="sliding_window: is not supported"):
         ModelConfig.from_settings(MISTRAL)
     with pytest.raises(ModelError, match="sliding_window"):
         ModelConfig.from_settings(MISTRAL | {"layer_types": ["sliding_attention"] * 32})
+    for used in (False, True):
+        with pytest.raises(ModelError, match="sliding_window"):
+            ModelConfig.from_settings(MISTRAL | {"use_sliding_window": used, "max_window_layers": 32})
     whole = ModelConfig.from_settings(MISTRAL | {"sliding_window": None})
     assert whole.layer_windows == (None,) * 32
 
@@ -273,7 +276,11 @@ def test_refusals_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
         ModelConfig.from_directory(tmp_path)
     file = tmp_path / "config.json"
-    for content, message in (("{", "is not JSON"), ("[]", "must hold a JSON object"), ("{}", "model_type")):
+    for content, message in (
+        ("{", "is not sound JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "model_type"),
+    ):
         file.write_text(content)
         with pytest.raises(ModelError, match=rf"config\.json: {message}"):
             ModelConfig.from_directory(tmp_path)

@@ -105,15 +105,15 @@ def test_misuse_is_refused() -> None:
 
 
 def leak_a_page(pool: PagePool) -> None:
-    pool._free.pop()
+    pool._free.popitem()
 
 
-def free_a_page_twice(pool: PagePool) -> None:
-    pool._free.append(pool._free[0])
+def free_a_page_that_does_not_exist(pool: PagePool) -> None:
+    pool._free[4] = None
 
 
 def free_a_page_in_use(pool: PagePool) -> None:
-    pool._free.append(0)
+    pool._free[0] = None
 
 
 def lose_a_reference(pool: PagePool) -> None:
@@ -121,7 +121,7 @@ def lose_a_reference(pool: PagePool) -> None:
 
 
 def count_below_zero(pool: PagePool) -> None:
-    pool._refcounts[pool._free[0]] = -1
+    pool._refcounts[next(iter(pool._free))] = -1
 
 
 def forget_a_cached_digest(pool: PagePool) -> None:
@@ -129,7 +129,7 @@ def forget_a_cached_digest(pool: PagePool) -> None:
 
 
 def index_a_free_page(pool: PagePool) -> None:
-    pool._index.insert(pool._free[0], digest(9))
+    pool._index.insert(next(iter(pool._free)), digest(9))
 
 
 def index_one_way(pool: PagePool) -> None:
@@ -140,7 +140,7 @@ def index_one_way(pool: PagePool) -> None:
     "corrupt",
     [
         leak_a_page,
-        free_a_page_twice,
+        free_a_page_that_does_not_exist,
         free_a_page_in_use,
         lose_a_reference,
         count_below_zero,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
+from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
@@ -14,7 +15,7 @@ class StartedError(Exception):
     """Ends the worker once it has loaded."""
 
 
-def stop() -> Scheduler:
+def stop(_executor: ModelExecutor) -> Scheduler:
     raise StartedError
 
 

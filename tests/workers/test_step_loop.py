@@ -9,7 +9,20 @@ import pytest
 
 from workers.executors.engine import Engine
 from workers.executors.weightless import PagedAttentionExecutor
-from workers.operations import Abort, Failed, FailureReason, Forward, ForwardDone, Kind, Result
+from workers.kv import integrity
+from workers.operations import (
+    Abort,
+    CheckIntegrity,
+    Failed,
+    FailureReason,
+    Fork,
+    Forward,
+    ForwardDone,
+    IntegrityReport,
+    Kind,
+    Release,
+    Result,
+)
 from workers.runners.base import DeviceLostError
 from workers.running import Chunk
 from workers.scheduler import Scheduler
@@ -139,3 +152,45 @@ def test_a_caller_who_scores_is_not_expected_back() -> None:
     loop.submit([scored, forward(2)])
     run(loop, results, 2)
     assert set(loop._window._away) == {2}
+
+
+def test_a_check_of_the_pool_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences come and go, and forwards run, between its slices."""
+    monkeypatch.setattr(integrity, "SLICE_PAGES", 8)
+    engine = PagedAttentionExecutor.create(kv_pages=200).engine
+    results: list[Result] = []
+    loop = make_loop(engine, results)
+    loop.submit([dataclasses.replace(forward(1), token_ids=[3] * 40)])
+    run(loop, results, 1)
+    loop.submit([Fork(2, 1, range(100, 200)), CheckIntegrity(3, walk_pages=True), CheckIntegrity(4)])
+    loop.submit([CheckIntegrity(5, walk_pages=True)])
+    for op_id in range(10, 40):
+        decode = Forward(op_id, sequence=100 + op_id, position=40, token_ids=[op_id], kind=Kind.DECODE)
+        prompt = dataclasses.replace(forward(1000 + op_id), token_ids=[op_id] * 20)
+        loop.submit([decode, prompt, CheckIntegrity(100 + op_id, walk_pages=True)])
+        loop.submit([Release(200 + op_id, [100 + op_id - 3, 1000 + op_id - 2, 189 - op_id])])
+        loop.take()
+        loop.step()
+        loop.flush()
+        assert any(isinstance(result, ForwardDone) and result.op_id == op_id for result in results)
+    run(loop, results, 2 + 3 + 30 * 4)
+    reports = {result.op_id: result.intact for result in results if isinstance(result, IntegrityReport)}
+    assert reports == {4: None, **dict.fromkeys((3, 5, *range(110, 140)), True)}
+    order = [result.op_id for result in results]
+    assert order.index(4) < order.index(15) < order.index(3)
+    engine.check_integrity()
+
+
+def test_a_check_in_slices_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "SLICE_PAGES", 2)
+    engine = PagedAttentionExecutor.create(kv_pages=16).engine
+    results: list[Result] = []
+    loop = make_loop(engine, results)
+    loop.submit([forward(1), CheckIntegrity(2, walk_pages=True)])
+    loop.take()
+    loop.step()
+    engine._kv_table._pool._refcounts[9] += 1
+    run(loop, results, 2)
+    loop.submit([CheckIntegrity(3, walk_pages=True)])
+    run(loop, results, 3)
+    assert [r.intact for r in results if isinstance(r, IntegrityReport)] == [False, False]

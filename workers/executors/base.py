@@ -65,7 +65,7 @@ class ModelExecutor:
         self._op_ids = itertools.count(1)
         self._closed = False
 
-    # Work. What raises has changed nothing.
+    # Work. What raises has changed nothing, but that an empty sequence may be forgotten.
 
     def prefill(self, sequence: int, token_ids: Sequence[int], output: OutputSpec = GREEDY) -> RowOutput:
         """Appends tokens to a sequence, new or known; says what follows the last of them."""
@@ -93,7 +93,7 @@ class ModelExecutor:
         ops = []
         for key, tokens, rows, output in items:
             # The first token of a prompt comes alone too.
-            decodes = len(tokens) == 1 and bool(self.engine.length(key))
+            decodes = len(tokens) == 1 and rows > 0 and bool(self.engine.length(key))
             ops.append(self._operation(key, tokens, rows, output, Kind.DECODE if decodes else Kind.PREFILL))
         return [done.outputs for done in self._run(ops)]
 
@@ -187,6 +187,8 @@ class ModelExecutor:
         return ExecutorStatus(
             counts=metrics.counts,
             step_age_ns=metrics.step_age_ns,
+            step_number=metrics.step_number,
+            step_expected_ns=metrics.step_expected_ns,
             device_memory_bytes=torch.cuda.memory_allocated(device) if on_gpu else 0,
             device_memory_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
         )

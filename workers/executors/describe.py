@@ -40,6 +40,7 @@ def describe(
     dtype: torch.dtype,
     num_parameters: int = 0,
     weight_bytes: int = 0,
+    fingerprint: str = "",
 ) -> ModelDescription:
     """The model of a config."""
     return ModelDescription(
@@ -57,4 +58,5 @@ def describe(
         weight_bytes=weight_bytes,
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
+        fingerprint=fingerprint,
     )

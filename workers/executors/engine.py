@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +32,13 @@ from workers.running import Chunk, RunningForward
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """A snapshot. `step_age_ns`: how long the running step has been running; 0 between steps."""
+    """A snapshot. What the steps' fields mean, `ExecutorStatus` says."""
 
     pool: PoolUsage
     counts: StepCounts
     step_age_ns: int
+    step_number: int
+    step_expected_ns: int
 
 
 class Engine:
@@ -49,6 +51,10 @@ class Engine:
         self._counts = StepCounts()
         # In time.monotonic_ns(); 0 between steps.
         self._step_began_ns = 0
+        self._step_number = 0
+        self._step_tokens = 0
+        # The best pace of a step so far: that of long steps, which short ones would overstate. 0: none yet.
+        self._ns_per_token = 0.0
 
     def begin(self, op: Forward) -> RunningForward:
         """Finds what of the operation is computed already and reserves pages for the rest.
@@ -59,7 +65,7 @@ class Engine:
         table = self._kv_table
         sequence = table.get(op.sequence)
         if sequence is None and op.position == 0:
-            sequence = table.create(op.sequence)
+            sequence = table.create(op.sequence, op.salt)
         if sequence is None or len(sequence) < op.position:
             raise KvMissing(f"{len(sequence or ())} tokens of {op.position}")
         if len(sequence) > op.position:
@@ -69,12 +75,17 @@ class Engine:
         reusable_tokens = len(op.token_ids) - max(op.rows, 1)
         try:
             reused = table.match_prefix(sequence, op.token_ids, reusable_tokens)
-            with device_errors():
-                self.kv.copy_pages(table.reserve(sequence, len(op.token_ids) - reused))
+            copies = table.reserve(sequence, len(op.token_ids) - reused)
+            try:
+                with device_errors():
+                    self.kv.copy_pages(copies)
+            except Exception:
+                table.take_back(sequence, copies)
+                raise
         except Exception:
             self._restore(op)
             raise
-        if reusable_tokens or op.kind is Kind.PREFILL:
+        if op.kind is Kind.PREFILL:
             table.count_prompt(len(op.token_ids), reused)
         return RunningForward(op, sequence, reused, computed=reused, started_ns=started_ns)
 
@@ -83,11 +94,17 @@ class Engine:
 
         On an exception nothing has been appended: the step may be run again, or its operations rolled back.
         """
-        self._step_began_ns = time.monotonic_ns()
+        tokens = sum(chunk.count for chunk in chunks)
+        began_ns = time.monotonic_ns()
+        self._step_number += 1
+        self._step_tokens = tokens
+        self._step_began_ns = began_ns
         try:
             self._execute(chunks)
         finally:
             self._step_began_ns = 0
+        pace = (time.monotonic_ns() - began_ns) / tokens
+        self._ns_per_token = min(self._ns_per_token or pace, pace)
 
     def _execute(self, chunks: Sequence[Chunk]) -> None:
         inputs = pack(chunks, self.kv.page_size)
@@ -153,8 +170,7 @@ class Engine:
         parent = self._known(sequence)
         if len(set(children)) < len(children) or any(map(self._kv_table.get, children)):
             raise DuplicateSequence(f"children {list(children)} of {sequence}")
-        for child in children:
-            self._kv_table.fork(parent, child)
+        self._kv_table.fork_all(parent, children)
 
     def truncate(self, sequence: int, new_len: int) -> None:
         """Cuts a sequence and frees its pages. Raises KvMissing or TruncateBeyondEnd."""
@@ -172,6 +188,11 @@ class Engine:
         for sequence in list(self._kv_table):
             self._kv_table.release(sequence.key)
 
+    @property
+    def pages_available(self) -> int:
+        """Pages that can be had. Reads numbers only."""
+        return self._kv_table.pages_available
+
     def metrics(self) -> EngineMetrics:
         """How the pages are used, what was run, and whether a step runs. Reads numbers only."""
         began_ns = self._step_began_ns
@@ -179,6 +200,8 @@ class Engine:
             pool=self._kv_table.usage(),
             counts=dataclasses.replace(self._counts),
             step_age_ns=time.monotonic_ns() - began_ns if began_ns else 0,
+            step_number=self._step_number,
+            step_expected_ns=int(self._step_tokens * self._ns_per_token) if began_ns else 0,
         )
 
     def reset_counts(self) -> None:
@@ -189,6 +212,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises IntegrityError if the pool contradicts the sequences."""
         self._kv_table.check_integrity()
+
+    def walk_integrity(self) -> Iterator[None]:
+        """The same in slices, between which the engine may be used."""
+        return self._kv_table.walk_integrity()
 
     def _known(self, sequence: int) -> KvSequence:
         known = self._kv_table.get(sequence)

@@ -26,6 +26,7 @@ class ModelDescription:
     weight_bytes: int = 0
     eos_token_ids: Sequence[int] = ()
     bos_token_id: int | None = None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,16 @@ class ExecutorStatus:
     Attributes:
         counts: A copy.
         step_age_ns: How long the running step has been running; 0 between steps.
+        step_number: Which step that is, or was.
+        step_expected_ns: How long it would take at the best pace seen; 0 if none was.
         device_memory_bytes: Memory of the device that tensors take; 0 on the CPU.
         device_memory_peak_bytes: The most there was of it.
     """
 
     counts: StepCounts
     step_age_ns: int
+    step_number: int
+    step_expected_ns: int
     device_memory_bytes: int
     device_memory_peak_bytes: int
 

@@ -18,6 +18,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.backends import check_cuda_device, cuda_head_widths
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
+from workers.models.tokenizer import MAX_BYTES, read_tokenizer
 from workers.models.weights import LoadedModel, load_model
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
@@ -52,6 +53,7 @@ class LlmExecutor(ModelExecutor):
         device: torch.device | str = "cpu",
         kv_pages: int | None = None,
         limits: StepLimits | None = None,
+        max_tokenizer_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
         """Loads the weights and allocates the pool.
@@ -59,6 +61,7 @@ class LlmExecutor(ModelExecutor):
         dtype: "auto" (the model's own), "bfloat16", "float16" or "float32", for weights and KV.
         kv_pages: pages of 16 tokens; None sizes the pool from free memory.
         limits: the largest step; on a GPU it decides what memory is left for the pool.
+        max_tokenizer_bytes: a larger tokenizer.json is left out.
         progress: called with (done_bytes, total_bytes) while weights are read.
 
         Raises ModelError for a directory that cannot be served, KvSizingError for what does not fit.
@@ -69,6 +72,9 @@ class LlmExecutor(ModelExecutor):
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
             _check_has_kernels(directory, device)
+        config = ModelConfig.from_directory(directory)
+        # Before the weights, which take longer.
+        tokenizer_json = read_tokenizer(directory, config.vocab_size, max_tokenizer_bytes)
         try:
             loaded = load_model(directory, dtype, device, progress, pack=True)
         except torch.OutOfMemoryError as error:
@@ -78,13 +84,15 @@ class LlmExecutor(ModelExecutor):
                 f" {free_bytes >> 20} MiB of them were left"
             ) from error
         kv, runner = _on_gpu(loaded, kv_pages, limits) if device.type == "cuda" else _on_cpu(loaded, kv_pages)
-        model = describe(loaded.config, directory.name, kv.dtype, loaded.num_parameters, loaded.weight_bytes)
-        tokenizer = directory / "tokenizer.json"
-        return cls(
-            model,
-            Engine(KvTable(kv.num_pages, kv.page_size), kv, runner),
-            tokenizer.read_bytes() if tokenizer.is_file() else b"",
+        model = describe(
+            loaded.config,
+            directory.name,
+            kv.dtype,
+            loaded.num_parameters,
+            loaded.weight_bytes,
+            loaded.fingerprint,
         )
+        return cls(model, Engine(KvTable(kv.num_pages, kv.page_size), kv, runner), tokenizer_json)
 
 
 def _on_cpu(loaded: LoadedModel, kv_pages: int | None) -> tuple[KvTensors, Runner]:
@@ -113,6 +121,9 @@ def _on_gpu(loaded: LoadedModel, kv_pages: int | None, limits: StepLimits) -> tu
             f" lower max_batch_tokens or max_batch_items"
         ) from error
     free_bytes, total_bytes = torch.cuda.mem_get_info(decoder.device)
+    # Beside the pages lie the rotations of the positions that they can hold; the trial had those of a few.
+    positions = min(config.max_position_embeddings, free_bytes // _page_bytes(loaded) * PAGE_SIZE)
+    working_bytes += positions * config.head_dim * torch.float32.itemsize
     memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
     num_pages = choose_num_gpu_pages(kv_pages, _page_bytes(loaded), memory)
     try:

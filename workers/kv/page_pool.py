@@ -43,7 +43,8 @@ class PagePool:
         self._index = PrefixIndex()
         self._refcounts = [0] * num_pages
         # A stack: the page freed last is the likeliest to be in a CPU cache still. Low pages go first.
-        self._free = list(range(num_pages - 1, -1, -1))
+        # A dict, so that it can be asked for a page.
+        self._free = dict.fromkeys(range(num_pages - 1, -1, -1))
         # Least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
 
@@ -92,18 +93,18 @@ class PagePool:
             raise OutOfPages(count, self.available)
         pages = []
         for _ in range(count):
-            page = self._free.pop() if self._free else self._evict()
+            page = self._free.popitem()[0] if self._free else self._evict()
             self._refcounts[page] = 1
             pages.append(page)
         return pages
 
-    def incref(self, page: int) -> None:
-        """Add a reference to a page that is referenced or cached. Raises IntegrityError on a free one."""
+    def incref(self, page: int, count: int = 1) -> None:
+        """Add references to a page that is referenced or cached. Raises IntegrityError on a free one."""
         if self._refcounts[page] == 0:
             if page not in self._cached:
                 raise IntegrityError(f"page {page} is free and cannot be shared")
             del self._cached[page]
-        self._refcounts[page] += 1
+        self._refcounts[page] += count
 
     def decref(self, page: int) -> None:
         """Drop a reference. With the last one an indexed page becomes cached, any other free."""
@@ -115,7 +116,7 @@ class PagePool:
         if page in self._index:
             self._cached[page] = None
         else:
-            self._free.append(page)
+            self._free[page] = None
 
     def publish(self, page: int, digest: bytes) -> bool:
         """Let the full, referenced `page` be found by `digest`. False if either is indexed already."""
@@ -137,25 +138,29 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is in exactly one state and the index agrees. O(pages)."""
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise IntegrityError("the free list holds a page twice")
-        if not self._index.is_one_to_one():
-            raise IntegrityError("digests and pages are not one to one")
-        referenced = 0
-        for page, count in enumerate(self._refcounts):
-            if count < 0:
-                raise IntegrityError(f"page {page} has {count} references")
-            referenced += count > 0
-            states = (count > 0) + (page in free) + (page in self._cached)
-            if states != 1:
-                raise IntegrityError(f"page {page} is in {states} of the states free, cached, referenced")
-            if page in free and page in self._index:
-                raise IntegrityError(f"page {page} is free but indexed")
-            if page in self._cached and page not in self._index:
-                raise IntegrityError(f"page {page} is cached but not indexed")
-        if len(free) + len(self._cached) + referenced != self.num_pages:
+        for page in range(self.num_pages):
+            self.check_page(page)
+        self.check_totals()
+
+    def check_totals(self) -> None:
+        """Raise IntegrityError unless free + cached + referenced pages are all pages."""
+        unreferenced = self._refcounts.count(0)
+        if self.available != unreferenced:
             raise IntegrityError(
-                f"{len(free)} free + {len(self._cached)} cached + {referenced} referenced pages"
-                f" are not {self.num_pages}"
+                f"{self.free} free + {self.cached} cached pages are not the {unreferenced} without references"
             )
+
+    def check_page(self, page: int) -> None:
+        """Raise IntegrityError unless `page` is in exactly one state and the index agrees. O(1)."""
+        count, is_free, is_cached = self._refcounts[page], page in self._free, page in self._cached
+        if count < 0:
+            raise IntegrityError(f"page {page} has {count} references")
+        states = (count > 0) + is_free + is_cached
+        if states != 1:
+            raise IntegrityError(f"page {page} is in {states} of the states free, cached, referenced")
+        if is_free and page in self._index:
+            raise IntegrityError(f"page {page} is free but indexed")
+        if is_cached and page not in self._index:
+            raise IntegrityError(f"page {page} is cached but not indexed")
+        if not self._index.is_one_to_one(page):
+            raise IntegrityError("digests and pages are not one to one")

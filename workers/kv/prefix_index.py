@@ -72,8 +72,9 @@ class PrefixIndex:
         del self._page_of[digest]
         return True
 
-    def is_one_to_one(self) -> bool:
-        """Check that both directions say the same. O(indexed pages)."""
-        return len(self._page_of) == len(self._digest_of) and all(
-            self._page_of.get(digest) == page for page, digest in self._digest_of.items()
+    def is_one_to_one(self, page: int) -> bool:
+        """Check that both directions say the same of `page`, and know as many pages as digests. O(1)."""
+        digest = self._digest_of.get(page)
+        return len(self._page_of) == len(self._digest_of) and (
+            digest is None or self._page_of.get(digest) == page
         )

@@ -1,4 +1,4 @@
-"""How many pages a worker gets: as many as it is told, or as many as fit. Pure arithmetic."""
+"""What fits into memory: the weights; and the pages, as many as asked for or as there is room for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _MAX_GPU_PAGES = 1 << 22
 
 
 class KvSizingError(Exception):
-    """The pool cannot have the size that was asked for, or any useful one. The message names both."""
+    """The weights do not fit, or the pool cannot have the size that was asked for, or any useful one.
+
+    The message names what is needed and what there is.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +46,37 @@ class GpuMemory:
 _LEAST_PAGES = 1
 
 
+def available_bytes() -> int:
+    """The machine's memory that can be had without taking it from others."""
+    import psutil  # noqa: PLC0415 - here, since machines with a GPU may lack it
+
+    return int(psutil.virtual_memory().available)
+
+
+def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
+    """Raises KvSizingError if the weights need more than what is free, of whichever memory they go to."""
+    if needed_bytes > free_bytes:
+        raise KvSizingError(
+            f"the weights of {model} do not fit: they need {needed_bytes >> 20} MiB,"
+            f" {free_bytes >> 20} MiB are free"
+        )
+
+
 def choose_num_pages(asked: int | None, bytes_per_page: int) -> int:
     """The number of pages in the machine's memory: the one asked for, or what fits a share of what is free.
 
     Raises KvSizingError if that does not fit or is nothing, or if not a single page does.
     """
-    import psutil  # noqa: PLC0415 - here, since machines with a GPU may lack it
-
     _check_asked(asked)
-    available_bytes = psutil.virtual_memory().available
+    free_bytes = available_bytes()
     if asked is not None:
-        if asked * bytes_per_page > available_bytes:
+        if asked * bytes_per_page > free_bytes:
             raise KvSizingError(
                 f"kv_pages = {asked} needs {asked * bytes_per_page >> 20} MiB,"
-                f" {available_bytes >> 20} MiB are available"
+                f" {free_bytes >> 20} MiB are available"
             )
         return asked
-    budget_bytes = min(int(available_bytes * _CPU_MEMORY_SHARE), _CPU_MAX_BYTES)
+    budget_bytes = min(int(free_bytes * _CPU_MEMORY_SHARE), _CPU_MAX_BYTES)
     pages = min(budget_bytes // bytes_per_page, _MAX_CPU_PAGES)
     if pages < 1:
         raise KvSizingError(f"no KV page of {bytes_per_page} bytes fits in {budget_bytes} bytes of memory")

@@ -16,12 +16,13 @@ thread of the step loop owns it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from workers.kv.integrity import IntegrityWalk
 from workers.kv.page_pool import IntegrityError, PagePool
 from workers.kv.prefix_index import page_digest, root_digest
+from workers.kv.shared_list import SharedList, TokenList
 
 
 @dataclass(slots=True, eq=False)
@@ -30,14 +31,14 @@ class KvSequence:
 
     key: int
     salt: bytes = b""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: TokenList = field(default_factory=TokenList)
     pages: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
+    digests: SharedList[bytes] = field(default_factory=SharedList)
     reserved_len_tokens: int = 0
 
     def __len__(self) -> int:
         """Return the number of committed tokens."""
-        return len(self.token_ids)
+        return self.token_ids.length
 
     def __bool__(self) -> bool:
         # An empty sequence exists: `if table.get(key)` must not take it for a missing one.
@@ -78,6 +79,8 @@ class KvTable:
         self._prefix_hit_tokens = 0
         self._prefix_query_tokens = 0
         self._copied_pages = 0
+        # Checks under way: told of every page that a sequence gets or loses.
+        self._walks: list[IntegrityWalk] = []
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -90,6 +93,8 @@ class KvTable:
         if key in self._sequences:
             raise ValueError(f"sequence {key} exists")
         seq = self._sequences[key] = KvSequence(key, salt)
+        for walk in self._walks:
+            walk.born(key)
         return seq
 
     def get(self, key: int) -> KvSequence | None:
@@ -125,6 +130,8 @@ class KvTable:
             seq.digests.append(digest)
             seq.token_ids.extend(page_tokens)
             reused_tokens += page_size
+        for walk in self._walks:
+            walk.gained(seq.key, seq.pages[len(seq.pages) - reused_tokens // page_size :])
         seq.reserved_len_tokens += reused_tokens
         self._tokens += reused_tokens
         return reused_tokens
@@ -153,6 +160,9 @@ class KvTable:
         end = max(seq.reserved_len_tokens, len(seq) + n)
         missing_pages = self._pages_for(end) - len(seq.pages)
         fresh = self._pool.allocate(missing_pages + shared)
+        for walk in self._walks:
+            walk.gained(seq.key, fresh)
+            walk.lost(seq.key, seq.pages[written_page : written_page + shared])
 
         copies = []
         if shared:
@@ -167,6 +177,15 @@ class KvTable:
         seq.pages.extend(fresh)
         seq.reserved_len_tokens = end
         return copies
+
+    def take_back(self, seq: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
+        """Undo what `reserve` did to shared pages, because the copies it returned could not be made."""
+        self._check_owned(seq)
+        for src, dst in copies:
+            seq.pages[seq.pages.index(dst)] = src
+            self._pool.incref(src)
+            self._pool.decref(dst)
+            self._copied_pages -= 1
 
     def append(self, seq: KvSequence, tokens: Sequence[int]) -> None:
         """Commit `tokens`, whose KV has just been written into reserved slots; index pages now full.
@@ -197,30 +216,50 @@ class KvTable:
         if not 0 <= new_len <= len(seq):
             raise ValueError(f"sequence {seq.key} of {len(seq)} tokens cannot be cut to {new_len}")
         kept_pages = self._pages_for(new_len)
+        full_pages = len(seq.digests)
         # Last page first, so that the tail of a chain is evicted before the head it depends on.
         for i in range(len(seq.pages) - 1, kept_pages - 1, -1):
-            if i < len(seq.digests):
+            page = seq.pages[i]
+            if i < full_pages and self._pool.refcount(page) == 1:
                 # It may have been the twin of a page that is gone by now, and be the canonical one from here.
-                self._pool.publish(seq.pages[i], seq.digests[i])
-            self._pool.decref(seq.pages[i])
+                self._pool.publish(page, seq.digests[i])
+            self._pool.decref(page)
+        for walk in self._walks:
+            walk.lost(seq.key, seq.pages[kept_pages:])
         self._tokens -= len(seq) - new_len
         del seq.pages[kept_pages:]
-        del seq.digests[new_len // self.page_size :]
-        del seq.token_ids[new_len:]
+        seq.digests.cut(new_len // self.page_size)
+        seq.token_ids.cut(new_len)
         seq.reserved_len_tokens = new_len
 
     def fork(self, seq: KvSequence, child_key: int) -> KvSequence:
-        """Add and return a sequence with the same tokens in the same pages. Reserved room is not shared."""
+        """Add and return one sequence; see `fork_all`."""
+        return self.fork_all(seq, [child_key])[0]
+
+    def fork_all(self, seq: KvSequence, child_keys: Sequence[int]) -> list[KvSequence]:
+        """Add and return sequences with the same tokens in the same pages. Reserved room is not shared.
+
+        Costs a reference for each page, and for each child a list of pages: tokens and digests are shared.
+        Raises ValueError, and adds nothing, if a key is taken.
+        """
         self._check_owned(seq)
-        child = self.create(child_key, seq.salt)
-        child.token_ids = seq.token_ids.copy()
-        child.pages = seq.pages[: self._pages_for(len(seq))]
-        child.digests = seq.digests.copy()
-        child.reserved_len_tokens = len(seq)
-        self._tokens += len(seq)
-        for page in child.pages:
-            self._pool.incref(page)
-        return child
+        if len(set(child_keys)) < len(child_keys) or any(key in self._sequences for key in child_keys):
+            raise ValueError(f"one of the sequences {list(child_keys)} exists")
+        pages = seq.pages[: self._pages_for(len(seq))]
+        for page in pages:
+            self._pool.incref(page, len(child_keys))
+        children = []
+        for key in child_keys:
+            child = self.create(key, seq.salt)
+            child.token_ids = seq.token_ids.copy()
+            child.pages = pages.copy()
+            for walk in self._walks:
+                walk.gained(key, pages)
+            child.digests = seq.digests.copy()
+            child.reserved_len_tokens = len(seq)
+            self._tokens += len(seq)
+            children.append(child)
+        return children
 
     def release(self, key: int) -> bool:
         """Forget the sequence of `key` and give back its pages. False if there is none."""
@@ -230,6 +269,11 @@ class KvTable:
         self.truncate(seq, 0)
         del self._sequences[key]
         return True
+
+    @property
+    def pages_available(self) -> int:
+        """Pages free or cached."""
+        return self._pool.available
 
     def usage(self) -> PoolUsage:
         """Return a snapshot, in O(1)."""
@@ -248,41 +292,19 @@ class KvTable:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pool and sequences agree page by page. O(pages held)."""
-        self._pool.check_integrity()
-        holders: Counter[int] = Counter()
-        for key, seq in self._sequences.items():
-            if seq.key != key:
-                raise IntegrityError(f"sequence {seq.key} is listed as {key}")
-            if len(set(seq.pages)) != len(seq.pages):
-                raise IntegrityError(f"sequence {key} holds a page twice")
-            self._check_sequence(seq)
-            holders.update(seq.pages)
-        for page in range(self._pool.num_pages):
-            if holders[page] != self._pool.refcount(page):
-                raise IntegrityError(
-                    f"page {page} has {self._pool.refcount(page)} references,"
-                    f" {holders[page]} sequences hold it"
-                )
+        for _ in self.walk_integrity():
+            pass
+
+    def walk_integrity(self) -> Iterator[None]:
+        """The same in slices: whoever goes on with it may use the table between two of them."""
+        walk = IntegrityWalk(self._sequences, self._pool, self.page_size)
+        self._walks.append(walk)
+        try:
+            yield from walk.slices()
+        finally:
+            self._walks.remove(walk)
         if self._tokens != sum(map(len, self._sequences.values())):
             raise IntegrityError(f"{self._tokens} tokens counted, the sequences disagree")
-
-    def _check_sequence(self, seq: KvSequence) -> None:
-        full_pages, offset = divmod(len(seq), self.page_size)
-        if len(seq.digests) != full_pages:
-            raise IntegrityError(f"sequence {seq.key}: {len(seq.digests)} digests, {full_pages} full pages")
-        if seq.reserved_len_tokens < len(seq):
-            raise IntegrityError(f"sequence {seq.key}: more tokens committed than reserved")
-        if len(seq.pages) != self._pages_for(seq.reserved_len_tokens):
-            raise IntegrityError(
-                f"sequence {seq.key}: {len(seq.pages)} pages for {seq.reserved_len_tokens} tokens"
-            )
-        for page, digest in zip(seq.pages, seq.digests, strict=False):
-            if self._pool.digest_of(page) not in (None, digest):
-                raise IntegrityError(f"sequence {seq.key}: page {page} is indexed as holding other tokens")
-        written_to = full_pages if offset == 0 or seq.reserved_len_tokens > len(seq) else full_pages + 1
-        for page in seq.pages[written_to:]:
-            if self._pool.is_indexed(page):
-                raise IntegrityError(f"sequence {seq.key}: page {page} is open for writing but indexed")
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -9,17 +9,18 @@ may be kept.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from workers.models.errors import ModelError
+from workers.models.files import is_there, open_regular, parse_object, read_whole
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,7 +29,9 @@ PART_BYTES = 64 << 20
 # Names in a safetensors header, and the dtypes that weights may have.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+# The format allows 100 MB. A header needs about 100 bytes a tensor, and so does an index.
+_MAX_NAMES_BYTES = 32 << 20
+_MAX_DIMENSIONS = 8
 _SAMPLE_BYTES = 1024
 
 
@@ -78,14 +81,14 @@ def read_entries(directory: Path) -> dict[str, Entry]:
     """The tensors of a directory: of `model.safetensors`, else of the shards that the index names.
 
     Raises:
-        ModelError: A file is missing, truncated or not safetensors; a tensor occurs twice; or the index and
-            the shards do not agree.
+        ModelError: A file is missing, truncated or not safetensors; a tensor occurs twice, or shares bytes
+            with another; or the index and the shards do not agree.
     """
     single = directory / SINGLE_FILE
-    if single.exists():
+    if is_there(single):
         return _read_header(single)
     index = directory / INDEX_FILE
-    if not index.exists():
+    if not is_there(index):
         raise ModelError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
     weight_map = _read_index(index)
     entries: dict[str, Entry] = {}
@@ -144,7 +147,7 @@ def fingerprint(entries: Mapping[str, Entry], seed: str) -> str:
         entry = entries[name]
         digest.update(f"\n{name} {entry.dtype} {entry.shape}\n".encode())
         try:
-            with entry.file.open("rb") as file:
+            with open_regular(entry.file) as file:
                 for offset in sorted({0, entry.nbytes // 2, max(0, entry.nbytes - _SAMPLE_BYTES)}):
                     file.seek(entry.begin + offset)
                     digest.update(file.read(min(_SAMPLE_BYTES, entry.nbytes - offset)))
@@ -155,68 +158,72 @@ def fingerprint(entries: Mapping[str, Entry], seed: str) -> str:
 
 def _read_index(index: Path) -> dict[str, str]:
     """The file of each tensor, by name. Raises ModelError."""
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-        weight_map = content["weight_map"]
-        pairs = dict(weight_map.items())
-    except OSError as error:
-        raise ModelError(f"{index}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: must be JSON with an object weight_map") from error
-    for name, shard in pairs.items():
+    weight_map = parse_object(read_whole(index, _MAX_NAMES_BYTES), index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{index}: must have an object weight_map")
+    for name, shard in weight_map.items():
         # A shard lies beside its index; nothing else on this machine is ours to open.
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise ModelError(f"{index}: tensor {name} must name a file in the same directory, got {shard!r}")
-    return pairs
+    return weight_map
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file. Raises ModelError."""
+    """The tensors of one file, which lie side by side from the header to its end. Raises ModelError."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             prefix = file.read(8)
             size = int.from_bytes(prefix, "little")
-            header = file.read(size) if size <= _MAX_HEADER_BYTES else b""
-            file_bytes = path.stat().st_size
+            header = file.read(size) if size <= _MAX_NAMES_BYTES else b""
+            file_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(prefix) < 8 or len(header) != size:
+    if len(prefix) < 8 or size + 8 > file_bytes:
         raise ModelError(f"{path}: is truncated or not a safetensors file")
-    try:
-        content = json.loads(header, object_pairs_hook=lambda pairs: _unique(pairs, path))
-    except ValueError as error:
-        raise ModelError(f"{path}: is not a safetensors file: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: is not a safetensors file: the header must be an object")
+    if len(header) != size:
+        raise ModelError(f"{path}: the header is larger than {_MAX_NAMES_BYTES >> 10} KiB")
+    content = parse_object(header, path, "the header ")
     content.pop("__metadata__", None)
-    return {name: _entry(name, value, path, 8 + size, file_bytes) for name, value in content.items()}
-
-
-def _unique(pairs: list[tuple[str, object]], path: Path) -> dict[str, object]:
-    """A JSON object whose keys must differ. Raises ModelError."""
-    found: dict[str, object] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ModelError(f"{path}: tensor {name} occurs twice")
-        found[name] = value
-    return found
+    data_begin = 8 + size
+    entries = {name: _entry(name, value, path, data_begin, file_bytes) for name, value in content.items()}
+    end, before = data_begin, "the header"
+    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.nbytes)):
+        if entry.begin != end:
+            fault = "overlaps" if entry.begin < end else "does not begin at the end of"
+            raise ModelError(f"{path}: tensor {entry.name} {fault} {before}")
+        end, before = entry.begin + entry.nbytes, f"tensor {entry.name}"
+    if end != file_bytes:
+        raise ModelError(f"{path}: is {file_bytes - end} bytes longer than its tensors")
+    return entries
 
 
 def _entry(name: str, value: object, path: Path, data_begin: int, file_bytes: int) -> Entry:
     """One entry of a header, checked against the file. Raises ModelError."""
-    try:
-        dtype = value["dtype"]  # type: ignore[index]  # a wrong type is one of the errors below
-        shape = tuple(value["shape"])  # type: ignore[index]
-        begin, end = value["data_offsets"]  # type: ignore[index]
-        size = math.prod(shape)
-        sound = min(shape, default=0) >= 0 <= begin <= end and isinstance(dtype, str)
-    except (TypeError, KeyError, ValueError, IndexError) as error:
-        raise ModelError(f"{path}: tensor {name} has a corrupt header entry") from error
-    if not sound:
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (
+        isinstance(dtype, str)
+        and _are_sizes(shape, _MAX_DIMENSIONS)
+        and _are_sizes(offsets, 2)
+        and len(offsets) == 2
+        and offsets[0] <= offsets[1]
+    ):
         raise ModelError(f"{path}: tensor {name} has a corrupt header entry")
+    begin, end = offsets
+    size = math.prod(shape)
     if dtype in DTYPES and end - begin != size * DTYPES[dtype].itemsize:
-        raise ModelError(f"{path}: tensor {name} is {dtype} {list(shape)} but has {end - begin} bytes")
+        raise ModelError(f"{path}: tensor {name} is {dtype} {shape} but has {end - begin} bytes")
     if data_begin + end > file_bytes:
         missing = data_begin + end - file_bytes
         raise ModelError(f"{path}: tensor {name} is truncated: the file is {missing} bytes too short")
-    return Entry(name, path, dtype, shape, data_begin + begin, end - begin)
+    return Entry(name, path, dtype, tuple(shape), data_begin + begin, end - begin)
+
+
+def _are_sizes(value: object, most: int) -> TypeGuard[list[int]]:
+    """Whether it is a list of at most so many integers, each of which a file can have of anything."""
+    return (
+        isinstance(value, list)
+        and len(value) <= most
+        # Not isinstance: true is not a size.
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+    )

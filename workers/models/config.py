@@ -7,19 +7,27 @@ refused here, so that a model that loads is a model that is right. Knows nothing
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from kernels.rope import RopeSpec
+from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import check_keys, check_rope_keys
 from workers.models.errors import ModelError
+from workers.models.files import is_there, parse_object, read_whole
 from workers.models.registry import family_of
+from workers.models.values import boolean, integer, number, optional_number, token_ids
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
+
+_MAX_FILE_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,12 @@ class ModelConfig:
             raise ModelError(
                 f"layer_types: must have {self.num_hidden_layers} entries, got {len(self.layer_windows)}"
             )
+        try:
+            frequencies, factor = rope_frequencies(self.rope, self.head_dim)
+        except (ValueError, ArithmeticError) as error:
+            raise ModelError(f"rope_parameters: {error}") from error
+        if not all(map(math.isfinite, (*frequencies.tolist(), factor))):
+            raise ModelError(f"rope_parameters: make angles that are not finite, got {self.rope}")
 
     @classmethod
     def from_directory(cls, path: Path | str) -> ModelConfig:
@@ -83,18 +97,13 @@ class ModelConfig:
         Raises:
             ModelError: A file is missing or not JSON, or a setting is missing, wrong or not supported.
         """
-        directory = Path(path)
-        file = directory / CONFIG_FILE
-        settings = dict(_read_json(file))
-        generation = directory / GENERATION_CONFIG_FILE
-        if generation.exists():
-            eos = _read_json(generation).get("eos_token_id")
-            if eos is not None:
-                settings["eos_token_id"] = eos
-        try:
-            return cls.from_settings(settings)
-        except ModelError as error:
-            raise ModelError(f"{file}: {error}") from None
+        file = Path(path) / CONFIG_FILE
+        config = _read(file, cls.from_settings)
+        generation = Path(path) / GENERATION_CONFIG_FILE
+        if not is_there(generation):
+            return config
+        eos = _read(generation, lambda settings: token_ids(settings, "eos_token_id", config.vocab_size))
+        return dataclasses.replace(config, eos_token_ids=eos or config.eos_token_ids)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object]) -> ModelConfig:
@@ -104,86 +113,48 @@ class ModelConfig:
             ModelError: A setting is missing, wrong or not supported; the message names it.
         """
         family = family_of(settings.get("model_type"))
-        activation = settings.get("hidden_act", "silu")
+        activation = settings.get("hidden_act") or "silu"
         if activation not in ("silu", "swish"):
             raise ModelError(f"hidden_act: must be silu, got {activation!r}")
         check_keys(settings)
-        hidden_size = _integer(settings, "hidden_size")
-        heads = _integer(settings, "num_attention_heads")
-        layers = _integer(settings, "num_hidden_layers")
-        max_positions = _integer(settings, "max_position_embeddings")
-        bias = _boolean(settings, "attention_bias", default=False)
+        vocab_size = integer(settings, "vocab_size")
+        hidden_size = integer(settings, "hidden_size")
+        heads = integer(settings, "num_attention_heads")
+        layers = integer(settings, "num_hidden_layers")
+        max_positions = integer(settings, "max_position_embeddings")
+        bias = boolean(settings, "attention_bias", default=False)
         return cls(
             model_type=str(settings["model_type"]),
-            vocab_size=_integer(settings, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
-            intermediate_size=_integer(settings, "intermediate_size"),
+            intermediate_size=integer(settings, "intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=_integer(settings, "num_key_value_heads", heads),
+            num_key_value_heads=integer(settings, "num_key_value_heads", heads),
             head_dim=_head_dim(settings, hidden_size, heads),
             max_position_embeddings=max_positions,
-            rms_norm_eps=_number(settings, "rms_norm_eps", 1e-6),
+            rms_norm_eps=number(settings, "rms_norm_eps", 1e-6),
             rope=_rope(settings, family.rope_theta, max_positions),
-            tie_word_embeddings=_boolean(settings, "tie_word_embeddings", default=False),
+            tie_word_embeddings=boolean(settings, "tie_word_embeddings", default=False),
             attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
             attention_output_bias=bias if family.output_bias is None else family.output_bias,
             qk_norm=family.qk_norm,
             layer_windows=_layer_windows(settings, layers, opt_in=family.windows_opt_in),
-            eos_token_ids=_token_ids(settings, "eos_token_id"),
-            bos_token_id=next(iter(_token_ids(settings, "bos_token_id")), None),
+            eos_token_ids=token_ids(settings, "eos_token_id", vocab_size),
+            bos_token_id=next(iter(token_ids(settings, "bos_token_id", vocab_size)), None),
             dtype=_dtype(settings),
         )
 
 
-def _read_json(file: Path) -> Mapping[str, object]:
-    """The object in a JSON file. Raises ModelError."""
+def _read(file: Path, read: Callable[[dict[str, object]], T]) -> T:
+    """What `read` makes of the settings in a file. Raises ModelError, which names the file."""
+    settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file}: must hold a JSON object")
-    return content
-
-
-def _integer(settings: Mapping[str, object], name: str, default: int | None = None) -> int:
-    """A positive integer; null counts as absent. Raises ModelError."""
-    value = settings.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        got = "nothing" if value is None else repr(value)
-        raise ModelError(f"{name}: must be a positive integer, got {got}")
-    return value
-
-
-def _number(settings: Mapping[str, object], name: str, default: float | None = None) -> float:
-    """A positive number; null counts as absent. Raises ModelError."""
-    value = settings.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        got = "nothing" if value is None else repr(value)
-        raise ModelError(f"{name}: must be a positive number, got {got}")
-    return float(value)
-
-
-def _optional_number(settings: Mapping[str, object], name: str) -> float | None:
-    """A positive number, or None where it is absent, null or 0. Raises ModelError."""
-    return _number(settings, name) if settings.get(name) else None
-
-
-def _boolean(settings: Mapping[str, object], name: str, *, default: bool) -> bool:
-    """True or false; null counts as absent. Raises ModelError."""
-    value = settings.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise ModelError(f"{name}: must be true or false, got {value!r}")
-    return value
+        return read(settings)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    except RecursionError:  # from quoting a value that is nested as deeply as can just be parsed
+        raise ModelError(f"{file}: is nested too deeply") from None
 
 
 def _head_dim(settings: Mapping[str, object], hidden_size: int, heads: int) -> int:
@@ -192,7 +163,7 @@ def _head_dim(settings: Mapping[str, object], hidden_size: int, heads: int) -> i
         raise ModelError(
             f"hidden_size: must be a multiple of num_attention_heads, got {hidden_size} and {heads}"
         )
-    return _integer(settings, "head_dim", hidden_size // heads)
+    return integer(settings, "head_dim", hidden_size // heads)
 
 
 def _rope(settings: Mapping[str, object], default_theta: float, max_positions: int) -> RopeSpec:
@@ -207,27 +178,27 @@ def _rope(settings: Mapping[str, object], default_theta: float, max_positions: i
     partial = parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ModelError(f"partial_rotary_factor: must be 1, got {partial!r}")
-    theta = _number(settings, "rope_theta", default_theta)
+    theta = number(settings, "rope_theta", default_theta)
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type == "default":
-        return RopeSpec(theta=_number(parameters, "rope_theta", theta))
+        return RopeSpec(theta=number(parameters, "rope_theta", theta))
     try:
         return RopeSpec(
-            theta=_number(parameters, "rope_theta", theta),
+            theta=number(parameters, "rope_theta", theta),
             rope_type=str(rope_type),
             # Every scaled type has a factor; a missing one is a mistake, not 1.
-            factor=_number(parameters, "factor"),
-            original_max_position_embeddings=_integer(
+            factor=number(parameters, "factor"),
+            original_max_position_embeddings=integer(
                 parameters, "original_max_position_embeddings", max_positions
             ),
-            low_freq_factor=_number(parameters, "low_freq_factor", 1.0),
-            high_freq_factor=_number(parameters, "high_freq_factor", 4.0),
-            beta_fast=_number(parameters, "beta_fast", 32.0),
-            beta_slow=_number(parameters, "beta_slow", 1.0),
-            attention_factor=_optional_number(parameters, "attention_factor"),
-            mscale=_optional_number(parameters, "mscale"),
-            mscale_all_dim=_optional_number(parameters, "mscale_all_dim"),
-            truncate=_boolean(parameters, "truncate", default=True),
+            low_freq_factor=number(parameters, "low_freq_factor", 1.0),
+            high_freq_factor=number(parameters, "high_freq_factor", 4.0),
+            beta_fast=number(parameters, "beta_fast", 32.0),
+            beta_slow=number(parameters, "beta_slow", 1.0),
+            attention_factor=optional_number(parameters, "attention_factor"),
+            mscale=optional_number(parameters, "mscale"),
+            mscale_all_dim=optional_number(parameters, "mscale_all_dim"),
+            truncate=boolean(parameters, "truncate", default=True),
         )
     except ValueError as error:
         raise ModelError(f"rope_parameters: {error}") from error
@@ -235,12 +206,12 @@ def _rope(settings: Mapping[str, object], default_theta: float, max_positions: i
 
 def _layer_windows(settings: Mapping[str, object], layers: int, *, opt_in: bool) -> tuple[int | None, ...]:
     """The sliding window of each layer. Raises ModelError."""
-    named = {name for name in ("sliding_window", "use_sliding_window") if settings.get(name) is not None}
-    if named == {"sliding_window"} and not opt_in:
-        raise ModelError("sliding_window: is not supported without use_sliding_window for this model_type")
+    if settings.get("sliding_window") is not None and not opt_in:
+        # It would count whatever use_sliding_window says.
+        raise ModelError("sliding_window: is not supported for this model_type")
     window = None
-    if _boolean(settings, "use_sliding_window", default=False) and settings.get("sliding_window") is not None:
-        window = _integer(settings, "sliding_window")
+    if boolean(settings, "use_sliding_window", default=False) and settings.get("sliding_window") is not None:
+        window = integer(settings, "sliding_window")
     types = settings.get("layer_types")
     if types is None:
         # null and 0 differ here: with 0 every layer has the window.
@@ -252,16 +223,6 @@ def _layer_windows(settings: Mapping[str, object], layers: int, *, opt_in: bool)
     if not isinstance(types, list) or any(layer_type not in known for layer_type in types):
         raise ModelError(f"layer_types: each must be one of {', '.join(known)}, got {types!r}")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
-
-
-def _token_ids(settings: Mapping[str, object], name: str) -> tuple[int, ...]:
-    """Special tokens of one role: none, one or a list. Raises ModelError."""
-    value = settings.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ModelError(f"{name}: must be a token id or a list of them, got {value!r}")
-    return tuple(dict.fromkeys(ids))
 
 
 def _dtype(settings: Mapping[str, object]) -> str | None:

@@ -84,15 +84,16 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self._scale = config.head_dim**-0.5
-        self._rope_table = rope_table(
-            config.rope, config.head_dim, config.max_position_embeddings, self.device
-        )  # [max_position_embeddings, D]
+        self._rope_table = torch.empty(0, config.head_dim)  # [positions of the pages in use, D]
 
     @classmethod
     def from_config(
         cls, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Decoder:
-        """Allocate a decoder. Its parameters hold whatever was in memory until they are filled."""
+        """Allocate a decoder. Its parameters hold whatever was in memory until they are filled.
+
+        On the device "meta" nothing is allocated, and `targets` says what a checkpoint must have.
+        """
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -178,14 +179,15 @@ class Decoder:
         Mutates `kv`: writes the keys and values of the batch's tokens to their slots.
 
         Args:
-            inputs: The batch. Positions must be below `max_position_embeddings`, tokens below `vocab_size`.
+            inputs: The batch. Positions must be below `max_position_embeddings` and the slots of `kv`, tokens
+                below `vocab_size`.
             kv: Pages of this model's shape and dtype.
 
         Returns:
             [R, C] the final-normed hidden rows of `inputs.wanted_rows`, in that order.
         """
         residual = functional.embedding(inputs.token_ids, self.embedding)  # [T, C]
-        cos_sin = self._rope_table.index_select(0, inputs.positions)  # [T, D]
+        cos_sin = self._rope_table_for(kv).index_select(0, inputs.positions)  # [T, D]
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)  # [T, C]
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -221,6 +223,13 @@ class Decoder:
             [R, V] in the model's dtype, owned by the caller.
         """
         return linear(hidden, self.lm_head)
+
+    def _rope_table_for(self, kv: KvTensors) -> torch.Tensor:
+        """Rotations of all positions that fit into pages: computed for the first step that runs in them."""
+        positions = min(self.config.max_position_embeddings, kv.num_pages * kv.page_size)
+        if len(self._rope_table) < positions:
+            self._rope_table = rope_table(self.config.rope, self.config.head_dim, positions, self.device)
+        return self._rope_table
 
     def _project(
         self, index: int, normed: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor, kv: KvTensors

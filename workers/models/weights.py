@@ -1,7 +1,8 @@
 """Loads a Hugging Face directory into a decoder.
 
-Parameters are allocated once, in the asked dtype and already fused, and filled part by part: a load needs the
-memory of the weights and of one part of a tensor, never the weights twice.
+The headers of the files are compared with the config, and what is needed with what is free, before anything
+is allocated. Parameters are allocated once, in the asked dtype and already fused, and filled part by part: a
+load needs the memory of the weights and of one part of a tensor, never the weights twice.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from kernels.linear import can_pack
+from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
 from workers.models.checkpoint import Entry
 from workers.models.config import ModelConfig
@@ -72,59 +74,61 @@ def load_model(
     Raises:
         ModelError: The directory does not hold a model that is supported and whole; the message names the
             file and the setting or tensor.
+        KvSizingError: The weights do not fit into memory.
     """
     directory = Path(directory)
     config = ModelConfig.from_directory(directory)
     entries = checkpoint.read_entries(directory)
     chosen = _choose_dtype(dtype, config, entries)
+    planned = Decoder.from_config(config, chosen, "meta").targets()
+    _check_entries(config, directory, planned, entries)
+    weight_bytes = sum(target.tensor.nbytes for target in planned.values())
+    on_gpu = torch.device(device).type == "cuda"
+    free_bytes = torch.cuda.mem_get_info(device)[0] if on_gpu else available_bytes()
+    check_weights_fit(str(directory), weight_bytes, free_bytes)
     decoder = Decoder.from_config(config, chosen, device)
-    load_weights(decoder, directory, entries, progress)
+    _load_weights(decoder, entries, progress)
     # The config as parsed: two spellings of one model have one fingerprint.
     digest = checkpoint.fingerprint(entries, repr(config))
-    targets = decoder.targets().values()
-    num_parameters = sum(math.prod(target.shape) for target in targets)
-    weight_bytes = sum(target.tensor.nbytes for target in targets)
     if pack:
-        # They keep the plain parameters alive, which are to go one by one.
-        del targets
         decoder.pack(_embedding_in_file(decoder, entries[_EMBEDDING]))
+    num_parameters = sum(math.prod(target.shape) for target in planned.values())
     return LoadedModel(decoder, config, digest, num_parameters, weight_bytes)
 
 
 @torch.inference_mode()
-def load_weights(
-    decoder: Decoder, directory: Path, entries: Mapping[str, Entry], progress: Progress | None = None
-) -> None:
-    """Fill the parameters of a decoder. Everything is checked before the first byte is copied.
-
-    Mutates the parameters of `decoder`.
-
-    Args:
-        decoder: An allocated decoder.
-        directory: Where the entries come from, for messages.
-        entries: The tensors of the checkpoint.
-        progress: Told how far the load is.
+def _load_weights(decoder: Decoder, entries: Mapping[str, Entry], progress: Progress | None) -> None:
+    """Fill the parameters of a decoder from entries that were found to fit.
 
     Raises:
-        ModelError: A tensor is missing, unknown, of another shape than the config asks for, of a dtype that
-            is not supported, or cannot be read.
+        ModelError: A tensor cannot be read, or holds what is not a finite number.
     """
     targets = decoder.targets()
-    _check_entries(decoder.config, directory, targets, entries)
     total_bytes = sum(entries[name].nbytes for name in targets)
     done_bytes = 0
     # In the order of the files, so that a disk reads forwards.
     for name in sorted(targets, key=lambda name: (entries[name].file.name, entries[name].begin)):
         target, entry = targets[name].tensor, entries[name]
         for first, part in checkpoint.read_parts(entry):
-            if part.shape == target.shape or part.dim() != target.dim():
-                target.copy_(part)
-            else:
-                target[first : first + part.shape[0]].copy_(part)
+            # A part of a tensor that is repeated, such as a norm of all heads, is all of it.
+            whole = part.dim() != target.dim()
+            filled = target if whole else target[first : first + part.shape[0]]
+            filled.copy_(part)
             done_bytes += part.nbytes
             del part  # it maps the file
+            _check_finite(filled, entry)
             if progress is not None:
                 progress(done_bytes, total_bytes)
+
+
+def _check_finite(part: torch.Tensor, entry: Entry) -> None:
+    """Raises ModelError for NaN and infinity: one of them in a weight is in every answer."""
+    # A sum is finite only if its terms are, and takes a tenth of the time of looking at each of them; the
+    # other way round it may overflow.
+    if not math.isfinite(part.sum().item()) and not part.isfinite().all():
+        raise ModelError(
+            f"{entry.file}: tensor {entry.name} is not finite as {str(part.dtype).removeprefix('torch.')}"
+        )
 
 
 def _embedding_in_file(decoder: Decoder, entry: Entry) -> torch.Tensor | None:
@@ -144,7 +148,7 @@ def _choose_dtype(dtype: torch.dtype | str, config: ModelConfig, entries: Mappin
     elif config.dtype is not None:
         name = config.dtype
     else:
-        embedding = entries.get("model.embed_tokens.weight")
+        embedding = entries.get(_EMBEDDING)
         stored = checkpoint.DTYPES.get(embedding.dtype) if embedding is not None else None
         name = str(stored).removeprefix("torch.") if stored is not None else "float32"
     if name not in allowed:

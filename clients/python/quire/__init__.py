@@ -28,11 +28,13 @@ if TYPE_CHECKING:
         InternalError,
         InvalidRequest,
         OutOfRange,
+        PermissionDenied,
         PositionMismatch,
         PreconditionFailed,
         QuireError,
         ResourceExhausted,
         SessionEnded,
+        Unauthenticated,
         Unavailable,
     )
     from quire.v1.types_pb2 import OutputOptions, SamplingParams, StepOutput, TokenMask
@@ -48,11 +50,13 @@ _HOME = {
         "InternalError",
         "InvalidRequest",
         "OutOfRange",
+        "PermissionDenied",
         "PositionMismatch",
         "PreconditionFailed",
         "QuireError",
         "ResourceExhausted",
         "SessionEnded",
+        "Unauthenticated",
         "Unavailable",
     ),
     "quire.v1.types_pb2": ("OutputOptions", "SamplingParams", "StepOutput", "TokenMask"),
@@ -73,6 +77,7 @@ __all__ = [
     "InvalidRequest",
     "OutOfRange",
     "OutputOptions",
+    "PermissionDenied",
     "PositionMismatch",
     "PreconditionFailed",
     "QuireError",
@@ -82,6 +87,7 @@ __all__ = [
     "SessionEnded",
     "StepOutput",
     "TokenMask",
+    "Unauthenticated",
     "Unavailable",
 ]
 

@@ -62,6 +62,13 @@ def channel_options(max_request_bytes: int, max_response_bytes: int) -> list[tup
     ]
 
 
+def bearer(token: str) -> tuple[tuple[str, str], ...] | None:
+    """The metadata of calls that carry a token. Raises ValueError for what can be none; does not show it."""
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError("a token has printable ASCII characters only")
+    return (("authorization", f"Bearer {token}"),) if token else None
+
+
 def duration(seconds: float | None) -> duration_pb2.Duration | None:
     """A protobuf duration, or None for None."""
     if seconds is None:

@@ -79,10 +79,18 @@ class AsyncClient(_AsyncCaller):
         *,
         timeout_s: float | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        ca: bytes | None = None,
+        token: str = "",
         max_request_bytes: int = _calls.DEFAULT_MAX_REQUEST_BYTES,
         max_response_bytes: int = _calls.DEFAULT_MAX_RESPONSE_BYTES,
     ) -> None:
-        """Connects when first used. `timeout_s` bounds each call, retries included; None: no bound."""
+        """Connects when first used. `timeout_s` bounds each call, retries included; None: no bound.
+
+        `ca` (PEM) turns TLS on, and so do `credentials`, for all else that TLS can do. `token` goes with
+        every call, without TLS in plain view.
+        """
+        if ca is not None:
+            credentials = grpc.ssl_channel_credentials(ca)
         options = _calls.channel_options(max_request_bytes, max_response_bytes)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=options)
@@ -93,6 +101,8 @@ class AsyncClient(_AsyncCaller):
         # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: an append
         # without `position` could be applied twice.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
+        # What goes with every call; those of `stub` have to be given it.
+        self.metadata = _calls.bearer(token)
 
     def session(
         self,
@@ -106,6 +116,7 @@ class AsyncClient(_AsyncCaller):
         """
         stream = AsyncSessionStream(
             self.stub.Session,
+            metadata=self.metadata,
             timeout_s=self._timeout_s,
             max_in_flight=max_in_flight,
             max_request_bytes=self._max_request_bytes,
@@ -135,7 +146,9 @@ class AsyncClient(_AsyncCaller):
 
     async def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         try:
-            response: _Response = await getattr(self.stub, method.rpc)(request, timeout=self._timeout_s)
+            response: _Response = await getattr(self.stub, method.rpc)(
+                request, timeout=self._timeout_s, metadata=self.metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         return response

@@ -74,10 +74,18 @@ class Client(_Caller):
         *,
         timeout_s: float | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        ca: bytes | None = None,
+        token: str = "",
         max_request_bytes: int = _calls.DEFAULT_MAX_REQUEST_BYTES,
         max_response_bytes: int = _calls.DEFAULT_MAX_RESPONSE_BYTES,
     ) -> None:
-        """Connects when first used. `timeout_s` bounds each call, retries included; None: no bound."""
+        """Connects when first used. `timeout_s` bounds each call, retries included; None: no bound.
+
+        `ca` (PEM) turns TLS on, and so do `credentials`, for all else that TLS can do. `token` goes with
+        every call, without TLS in plain view.
+        """
+        if ca is not None:
+            credentials = grpc.ssl_channel_credentials(ca)
         options = _calls.channel_options(max_request_bytes, max_response_bytes)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=options)
@@ -88,6 +96,8 @@ class Client(_Caller):
         # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: an append
         # without `position` could be applied twice.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
+        # What goes with every call; those of `stub` have to be given it.
+        self.metadata = _calls.bearer(token)
 
     def session(
         self,
@@ -101,6 +111,7 @@ class Client(_Caller):
         """
         stream = SessionStream(
             self.stub.Session,
+            metadata=self.metadata,
             timeout_s=self._timeout_s,
             max_in_flight=max_in_flight,
             max_request_bytes=self._max_request_bytes,
@@ -130,7 +141,9 @@ class Client(_Caller):
 
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         try:
-            response: _Response = getattr(self.stub, method.rpc)(request, timeout=self._timeout_s)
+            response: _Response = getattr(self.stub, method.rpc)(
+                request, timeout=self._timeout_s, metadata=self.metadata
+            )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         return response

@@ -10,6 +10,8 @@
     ├── Unavailable           UNAVAILABLE, after the retries
     │   ├── CacheLost         the worker with the cache died: release it and prefill anew
     │   └── SessionEnded      the session is closed or broken: what ended it is the __cause__
+    ├── Unauthenticated       UNAUTHENTICATED
+    ├── PermissionDenied      PERMISSION_DENIED: the token has not the role
     ├── DeadlineExceeded      DEADLINE_EXCEEDED
     ├── Cancelled             CANCELLED
     └── InternalError         everything else
@@ -95,9 +97,17 @@ class CacheLost(Unavailable):
 class SessionEnded(Unavailable):
     """The session is closed or broken; what ended it is the `__cause__`, and its reason is `reason`.
 
-    Steps may be repeated on another session: see `adopt`. One that was applied is answered, never applied
+    Appends may be repeated on another session: see `adopt`. One that was applied is answered, never applied
     twice.
     """
+
+
+class Unauthenticated(QuireError):
+    """The server does not know who calls: no token, or one that it does not know."""
+
+
+class PermissionDenied(QuireError):
+    """The token has not the role that the call needs."""
 
 
 class DeadlineExceeded(QuireError):
@@ -125,6 +135,8 @@ _BY_CODE: Mapping[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 
 

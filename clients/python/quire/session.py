@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -31,6 +31,9 @@ DEFAULT_CLOSE_TIMEOUT_S = 10.0
 # Between cancelling a stream and its end, which needs no answer from the server.
 _CANCEL_TIMEOUT_S = 5.0
 
+# What goes with the stream.
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
 _Result = executor_pb2.SessionResult
@@ -45,6 +48,7 @@ class SessionStream:
             executor_pb2.SessionRequest, executor_pb2.SessionResponse
         ],
         *,
+        metadata: Metadata | None,
         timeout_s: float | None,
         max_in_flight: int,
         max_request_bytes: int,
@@ -57,7 +61,7 @@ class SessionStream:
         self._ledger: Ledger[concurrent.futures.Future[_Result]] = Ledger(
             max_request_bytes, self._news.notify, lambda count: self._room.release(count) if count else None
         )
-        self._stream = open_stream(self._outgoing())
+        self._stream = open_stream(self._outgoing(), metadata=metadata)
         # A daemon, so that a program can end without closing its sessions.
         self._reader = threading.Thread(target=self._read, name="quire-session", daemon=True)
         self._reader.start()
@@ -132,6 +136,7 @@ class AsyncSessionStream:
             executor_pb2.SessionRequest, executor_pb2.SessionResponse
         ],
         *,
+        metadata: Metadata | None,
         timeout_s: float | None,
         max_in_flight: int,
         max_request_bytes: int,
@@ -144,7 +149,7 @@ class AsyncSessionStream:
             max_request_bytes, self._news.set, self._give_room
         )
         self._loop = asyncio.get_running_loop()
-        self._stream = open_stream(self._outgoing())
+        self._stream = open_stream(self._outgoing(), metadata=metadata)
         self._reader = self._loop.create_task(self._read(), name="quire-session")
 
     async def call(self, method: Method[_Request, _Response], request: _Request) -> _Response:

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelExecutorServiceStub:
-    """Runs a language model one step at a time. The caller owns the decoding loop and holds cache ids; the
+    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
@@ -133,7 +133,7 @@ class ModelExecutorServiceStub:
 
 
 class ModelExecutorServiceServicer:
-    """Runs a language model one step at a time. The caller owns the decoding loop and holds cache ids; the
+    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
@@ -191,7 +191,7 @@ class ModelExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ForkCache(self, request, context):
-        """Makes copies of a cache that share its pages, and releases others: a beam step in one call.
+        """Makes copies of a cache that share its pages, and releases others, as beam search does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -369,7 +369,7 @@ def add_ModelExecutorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelExecutorService:
-    """Runs a language model one step at a time. The caller owns the decoding loop and holds cache ids; the
+    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ModelExecutorServiceStub:
-    """Runs a language model one step at a time. The caller owns the decoding loop and holds cache ids; the
+    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
@@ -54,7 +54,7 @@ class ModelExecutorServiceStub:
     Forward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]
     """Scores tokens: what follows each of them. Keeps no cache."""
     ForkCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]
-    """Makes copies of a cache that share its pages, and releases others: a beam step in one call."""
+    """Makes copies of a cache that share its pages, and releases others, as beam search does."""
     TruncateKV: _grpc.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]
     """Shortens a cache and frees its pages."""
     ReleaseCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ReleaseCacheRequest, _executor_pb2.ReleaseCacheResponse]
@@ -78,7 +78,7 @@ class ModelExecutorServiceStub:
 
 @_typing.type_check_only
 class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
-    """Runs a language model one step at a time. The caller owns the decoding loop and holds cache ids; the
+    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
@@ -102,7 +102,7 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     Forward: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]  # type: ignore[assignment]
     """Scores tokens: what follows each of them. Keeps no cache."""
     ForkCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]  # type: ignore[assignment]
-    """Makes copies of a cache that share its pages, and releases others: a beam step in one call."""
+    """Makes copies of a cache that share its pages, and releases others, as beam search does."""
     TruncateKV: _aio.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]  # type: ignore[assignment]
     """Shortens a cache and frees its pages."""
     ReleaseCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.ReleaseCacheRequest, _executor_pb2.ReleaseCacheResponse]  # type: ignore[assignment]
@@ -125,7 +125,7 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     """Says how LoRA adapters are used."""
 
 class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Runs a language model one step at a time. The caller owns the decoding loop and holds cache ids; the
+    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
@@ -195,7 +195,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.ForkCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ForkCacheResponse, _abc.Awaitable[_executor_pb2.ForkCacheResponse]]:
-        """Makes copies of a cache that share its pages, and releases others: a beam step in one call."""
+        """Makes copies of a cache that share its pages, and releases others, as beam search does."""
 
     @_abc_1.abstractmethod
     def TruncateKV(

@@ -1,0 +1,418 @@
+"""Model directories that must be refused: each makes a good tiny one bad in one way, and says what names it.
+
+A good directory has config.json, generation_config.json, tokenizer.json, and its weights in one file or, for
+those about shards, in several with an index.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model_factory import TinyModel, make_model
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+VOCAB = TinyModel().vocab_size
+
+Damage = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class BadDirectory:
+    """One way to be bad.
+
+    Attributes:
+        name: Of the way.
+        damage: Does it to a good directory.
+        says: A regular expression for what the refusal says: the file, and the setting or tensor.
+        sharded: The weights are in shards.
+    """
+
+    name: str
+    damage: Damage
+    says: str
+    sharded: bool = False
+
+
+def make_good(directory: Path, *, sharded: bool = False) -> Path:
+    """A model that can be served."""
+    make_model(directory, TinyModel(max_shard_bytes=60_000 if sharded else None))
+    vocab = {f"token {index}": index for index in range(VOCAB)}
+    (directory / TOKENIZER).write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocab}}))
+    return directory
+
+
+# What damages.
+
+
+def write(name: str, content: bytes | str) -> Damage:
+    """Puts something else in the place of a file."""
+    data = content.encode() if isinstance(content, str) else content
+    return lambda directory: (directory / name).write_bytes(data)
+
+
+def remove(name: str) -> Damage:
+    return lambda directory: (directory / name).unlink()
+
+
+def instead(name: str, make: Callable[[Path], object]) -> Damage:
+    """Puts what is not a file in the place of one, or a link."""
+
+    def replace(directory: Path) -> None:
+        (directory / name).unlink(missing_ok=True)
+        make(directory / name)
+
+    return replace
+
+
+def fifo(name: str) -> Damage:
+    return instead(name, os.mkfifo)
+
+
+def link(name: str, target: str) -> Damage:
+    return instead(name, lambda path: path.symlink_to(target))
+
+
+def a_socket(name: str) -> Damage:
+    def bind(path: Path) -> None:
+        # Relative, since the path of a socket may have 107 bytes.
+        here = Path.cwd()
+        os.chdir(path.parent)
+        try:
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(path.name)
+        finally:
+            os.chdir(here)
+
+    return instead(name, bind)
+
+
+def sparse(name: str, size: int) -> Damage:
+    """Lengthens a file by a hole, which takes no room on the disk."""
+    return lambda directory: os.truncate(directory / name, size)
+
+
+def setting(**changes: Any) -> Damage:
+    """Changes settings of config.json."""
+
+    def change(directory: Path) -> None:
+        settings = json.loads((directory / CONFIG).read_text())
+        (directory / CONFIG).write_text(json.dumps(settings | changes))
+
+    return change
+
+
+def raw_setting(name: str, value: str) -> Damage:
+    """Adds a setting to config.json, spelled as given."""
+
+    def change(directory: Path) -> None:
+        text = (directory / CONFIG).read_text()
+        (directory / CONFIG).write_text(f'{{"{name}": {value},' + text.lstrip().removeprefix("{"))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    """Rewrites model.safetensors with changed tensors."""
+
+    def rewrite(directory: Path) -> None:
+        found = load_file(directory / WEIGHTS)
+        change(found)
+        save_file(found, directory / WEIGHTS)
+
+    return rewrite
+
+
+def one_value(value: float) -> Damage:
+    """Sets one number of a weight."""
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        found[Q_PROJ][70, 5] = value
+
+    return tensors(change)
+
+
+def header(change: Callable[[dict[str, Any]], object], name: str = WEIGHTS) -> Damage:
+    """Rewrites the header of a file of weights, and leaves its data."""
+
+    def rewrite(directory: Path) -> None:
+        content = (directory / name).read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        entries = json.loads(content[8 : 8 + size])
+        change(entries)
+        new = json.dumps(entries).encode()
+        (directory / name).write_bytes(len(new).to_bytes(8, "little") + new + content[8 + size :])
+
+    return rewrite
+
+
+def entry(**changes: Any) -> Damage:
+    """Changes what the header says of one tensor."""
+    return header(lambda entries: entries[Q_PROJ].update(changes))
+
+
+def raw_header(content: bytes) -> Damage:
+    return write(WEIGHTS, len(content).to_bytes(8, "little") + content)
+
+
+def weight_map(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Changes where the index says that tensors are."""
+
+    def edit(directory: Path) -> None:
+        content = json.loads((directory / INDEX).read_text())
+        change(content["weight_map"])
+        (directory / INDEX).write_text(json.dumps(content))
+
+    return edit
+
+
+def move_first_to(shard: str) -> Damage:
+    return weight_map(lambda names: names.update({next(iter(names)): shard}))
+
+
+def _repeat_in_another_shard(directory: Path) -> None:
+    first, second = sorted(directory.glob("*.safetensors"))[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: tensor}, second)
+
+
+def _as_large_as_it_says(directory: Path) -> None:
+    """A terabyte of weights: config, header and file agree, and the file is a hole."""
+    rows = 1 << 24
+    setting(vocab_size=rows, hidden_size=1 << 14, num_hidden_layers=1, layer_types=None)(directory)
+    shapes = {
+        "model.embed_tokens.weight": [rows, 1 << 14],
+        "model.norm.weight": [1 << 14],
+        "lm_head.weight": [rows, 1 << 14],
+        "model.layers.0.input_layernorm.weight": [1 << 14],
+        "model.layers.0.post_attention_layernorm.weight": [1 << 14],
+        "model.layers.0.self_attn.q_proj.weight": [128, 1 << 14],
+        "model.layers.0.self_attn.k_proj.weight": [64, 1 << 14],
+        "model.layers.0.self_attn.v_proj.weight": [64, 1 << 14],
+        "model.layers.0.self_attn.o_proj.weight": [1 << 14, 128],
+        "model.layers.0.self_attn.q_norm.weight": [32],
+        "model.layers.0.self_attn.k_norm.weight": [32],
+        "model.layers.0.mlp.gate_proj.weight": [96, 1 << 14],
+        "model.layers.0.mlp.up_proj.weight": [96, 1 << 14],
+        "model.layers.0.mlp.down_proj.weight": [1 << 14, 96],
+    }
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * torch.Size(shape).numel()
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    raw_header(json.dumps(entries).encode())(directory)
+    os.truncate(directory / WEIGHTS, (directory / WEIGHTS).stat().st_size + end)
+
+
+def _shards_in_other_order(directory: Path) -> None:
+    first, second = sorted(directory.glob("*.safetensors"))[:2]
+    spare = directory / "spare"
+    first.rename(spare)
+    second.rename(first)
+    spare.rename(second)
+
+
+_DEEP = 100_000
+_NESTED = "[" * _DEEP + "]" * _DEEP
+_CONFIG = r"/config\.json: "
+_FILE = r"/model\.safetensors: "
+_INDEX = r"/model\.safetensors\.index\.json: "
+_TOKENIZER = r"/tokenizer\.json: "
+_CORRUPT = f"{_FILE}tensor {Q_PROJ} has a corrupt header entry"
+
+
+def _large(name: str, value: object, bound: int) -> BadDirectory:
+    says = rf"{_CONFIG}{name}: must be from \d+ to {bound}, got "
+    return BadDirectory(f"{name} of {value:.0e}", setting(**{"layer_types": None, name: value}), says)
+
+
+SIZES = [
+    _large("num_hidden_layers", 10**6, 4096),
+    _large("num_hidden_layers", 10**18, 4096),
+    _large("hidden_size", 2**40, 1 << 18),
+    _large("intermediate_size", 10**9, 1 << 20),
+    _large("vocab_size", 2**32, 1 << 24),
+    _large("vocab_size", 1, 1 << 24),
+    _large("num_attention_heads", 10**9, 4096),
+    _large("num_key_value_heads", 10**9, 4096),
+    _large("head_dim", 2**31, 4096),
+    _large("max_position_embeddings", 10**12, 1 << 24),
+    _large("max_position_embeddings", 1, 1 << 24),
+    BadDirectory(
+        "more layers than the files have",
+        setting(num_hidden_layers=4000, layer_types=None),
+        r": tensor model\.layers\.2\..* is missing",
+    ),
+    BadDirectory(
+        "wider than the files",
+        setting(hidden_size=1 << 17),
+        rf"{_FILE}tensor .* has shape \[97, 64\], the config asks for \[97, 131072\]",
+    ),
+    BadDirectory("a terabyte of weights", _as_large_as_it_says, r"the weights of .* need \d+ MiB, \d+ MiB"),
+]
+
+SETTINGS = [
+    BadDirectory("no config", remove(CONFIG), f"{_CONFIG}cannot be read: No such file"),
+    BadDirectory("an empty config", write(CONFIG, b""), f"{_CONFIG}is not sound JSON"),
+    BadDirectory("half a config", sparse(CONFIG, 100), f"{_CONFIG}is not sound JSON"),
+    BadDirectory("a config of a list", write(CONFIG, b"[]"), f"{_CONFIG}must be a JSON object"),
+    BadDirectory("a config in another encoding", write(CONFIG, b'{"\xff": 1}'), f"{_CONFIG}.*'utf-8' codec"),
+    BadDirectory("a nested config", write(CONFIG, _NESTED), f"{_CONFIG}is nested too deeply"),
+    BadDirectory(
+        "a nested setting", raw_setting("mlp_bias", "[" * 900 + "]" * 900), rf"{_CONFIG}(mlp_bias|is nested)"
+    ),
+    BadDirectory("a huge config", sparse(CONFIG, 1 << 40), f"{_CONFIG}is larger than 1024 KiB"),
+    BadDirectory("a setting twice", raw_setting("vocab_size", "97"), f"{_CONFIG}.*vocab_size occurs twice"),
+    BadDirectory("NaN in the config", setting(rms_norm_eps=float("nan")), f"{_CONFIG}.*NaN is not a number"),
+    BadDirectory("an endless integer", raw_setting("x", "9" * 5000), f"{_CONFIG}is not sound JSON"),
+    BadDirectory("a huge integer", raw_setting("partial", "9" * 4000), f"{_CONFIG}partial: is not supported"),
+    BadDirectory("a huge epsilon", setting(rms_norm_eps=10**400), f"{_CONFIG}rms_norm_eps: must be from"),
+    BadDirectory(
+        "no rotation to stretch",
+        setting(rope_parameters={"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}),
+        f"{_CONFIG}rope_parameters: ",
+    ),
+    BadDirectory(
+        "an end token outside the vocabulary",
+        lambda directory: [
+            setting(eos_token_id=VOCAB)(directory),
+            remove(GENERATION)(directory),
+        ],
+        rf"{_CONFIG}eos_token_id: must be below vocab_size, which is {VOCAB}, got {VOCAB}",
+    ),
+    BadDirectory(
+        "an end token of 2^32",
+        write(GENERATION, json.dumps({"eos_token_id": [3, 2**32]})),
+        r"/generation_config\.json: eos_token_id: must be below vocab_size",
+    ),
+    BadDirectory(
+        "a first token of 2^32", setting(bos_token_id=2**32), f"{_CONFIG}bos_token_id: must be below"
+    ),
+    BadDirectory("an escape for the terminal", setting(model_type="\x1b[2J"), r"model_type: .*x1b"),
+    BadDirectory(
+        "other bytes in generation_config", write(GENERATION, b"\0"), r"/generation_config\.json: is"
+    ),
+]
+
+KINDS_OF_FILES = [
+    BadDirectory("a directory as the config", instead(CONFIG, Path.mkdir), f"{_CONFIG}is not a regular file"),
+    BadDirectory("a FIFO as the config", fifo(CONFIG), f"{_CONFIG}is not a regular file"),
+    BadDirectory("a FIFO as generation_config", fifo(GENERATION), r"/generation_config\.json: is not a reg"),
+    BadDirectory("a FIFO as the tokenizer", fifo(TOKENIZER), f"{_TOKENIZER}is not a regular file"),
+    BadDirectory("a FIFO as the weights", fifo(WEIGHTS), f"{_FILE}is not a regular file"),
+    BadDirectory("a FIFO as the index", fifo(INDEX), f"{_INDEX}is not a regular file", sharded=True),
+    BadDirectory("a socket as the weights", a_socket(WEIGHTS), f"{_FILE}cannot be read"),
+    BadDirectory("a device as the weights", link(WEIGHTS, "/dev/zero"), f"{_FILE}is not a regular file"),
+    BadDirectory("a link to nothing", link(WEIGHTS, "nowhere"), f"{_FILE}cannot be read: No such file"),
+    BadDirectory("a link to itself", link(WEIGHTS, WEIGHTS), f"{_FILE}cannot be read: Too many levels"),
+]
+
+HEADERS = [
+    BadDirectory("no weights", remove(WEIGHTS), r"has neither model\.safetensors nor"),
+    BadDirectory("empty weights", write(WEIGHTS, b""), f"{_FILE}is truncated or not a safetensors file"),
+    BadDirectory(
+        "a header that is longer than the file", write(WEIGHTS, b"\0\0\0\1\0\0\0\0{}"), "is truncated"
+    ),
+    BadDirectory("a header of 2^64 bytes", write(WEIGHTS, b"\xff" * 99), f"{_FILE}is truncated"),
+    BadDirectory(
+        "a header of a gigabyte",
+        lambda directory: [
+            write(WEIGHTS, (1 << 30).to_bytes(8, "little"))(directory),
+            sparse(WEIGHTS, 2 << 30)(directory),
+        ],
+        f"{_FILE}the header is larger than 32768 KiB",
+    ),
+    BadDirectory("a nested header", raw_header(_NESTED.encode()), f"{_FILE}the header is nested too deeply"),
+    BadDirectory(
+        "a header of lists", raw_header(b"[" + b"[]," * 10_000_000), f"{_FILE}the header holds more"
+    ),
+    BadDirectory("truncated weights", lambda d: os.truncate(d / WEIGHTS, 90_000), "the file is .* too short"),
+    BadDirectory(
+        "bytes of no tensor", sparse(WEIGHTS, 1 << 40), f"{_FILE}is .* bytes longer than its tensors"
+    ),
+    BadDirectory("overlapping tensors", entry(data_offsets=[0, 32768]), f"{_FILE}tensor .* overlaps tensor"),
+    BadDirectory("a tensor beyond the end", entry(data_offsets=[2**50, 2**50 + 32768]), "bytes too short"),
+    BadDirectory("an end before its begin", entry(data_offsets=[32768, 0]), _CORRUPT),
+    BadDirectory("a begin before the data", entry(data_offsets=[-32768, 0]), _CORRUPT),
+    BadDirectory("a shape of floats", entry(shape=[128.0, 64]), _CORRUPT),
+    BadDirectory("a shape of 2^70", entry(shape=[2**70, 64]), _CORRUPT),
+    BadDirectory("a shape of a million dimensions", entry(shape=[1] * 10**5), _CORRUPT),
+    BadDirectory(
+        "bytes that are not the shape's", entry(shape=[128, 65]), r"is F32 \[128, 65\] but has 32768"
+    ),
+    BadDirectory("an entry that is a number", header(lambda found: found.update({Q_PROJ: 7})), _CORRUPT),
+    BadDirectory("an unknown dtype", entry(dtype="F99"), f"tensor {Q_PROJ} must be one of F32, BF16, F16"),
+    BadDirectory(
+        "another dtype",
+        tensors(lambda found: found.update({Q_PROJ: torch.zeros(128, 64, dtype=torch.int32)})),
+        f"tensor {Q_PROJ} must be one of F32, BF16, F16, got I32",
+    ),
+    BadDirectory("a missing tensor", tensors(lambda found: found.pop(Q_PROJ)), f"tensor {Q_PROJ} is missing"),
+    BadDirectory("an unknown tensor", tensors(lambda d: d.update(ghost=torch.zeros(1))), "ghost is not part"),
+]
+
+SHARDS = [
+    BadDirectory(
+        "a shard outside", move_first_to("../x.safetensors"), f"{_INDEX}.* same directory", sharded=True
+    ),
+    BadDirectory(
+        "an absolute shard", move_first_to("/etc/passwd"), f"{_INDEX}.* same directory", sharded=True
+    ),
+    BadDirectory("the folder above as a shard", move_first_to(".."), "is not a regular file", sharded=True),
+    BadDirectory("a shard without a name", move_first_to(""), "is not a regular file", sharded=True),
+    BadDirectory("a shard of no possible name", move_first_to("a\0"), "cannot be read: .*null", sharded=True),
+    BadDirectory(
+        "a shard that is not there", move_first_to("x.safetensors"), "x.* cannot be read", sharded=True
+    ),
+    BadDirectory("a shard that is a number", weight_map(lambda m: m.update(x=7)), _INDEX, sharded=True),
+    BadDirectory(
+        "an index of a list", write(INDEX, '{"weight_map": []}'), f"{_INDEX}must have", sharded=True
+    ),
+    BadDirectory("a nested index", write(INDEX, _NESTED), f"{_INDEX}is nested too deeply", sharded=True),
+    BadDirectory("a huge index", sparse(INDEX, 1 << 40), f"{_INDEX}is larger than", sharded=True),
+    BadDirectory("a tensor in two shards", _repeat_in_another_shard, "tensor .* is also in", sharded=True),
+    BadDirectory("shards in another order", _shards_in_other_order, "tensor .* is missing", sharded=True),
+]
+
+NUMBERS = [
+    BadDirectory(
+        "NaN in a weight", one_value(float("nan")), f"{_FILE}tensor {Q_PROJ} is not finite as float32"
+    ),
+    BadDirectory("infinity in a weight", one_value(float("-inf")), f"{_FILE}tensor {Q_PROJ} is not finite"),
+    BadDirectory(
+        "a weight too large for the asked dtype",
+        lambda directory: [one_value(1e6)(directory), setting(dtype="float16")(directory)],
+        f"{_FILE}tensor {Q_PROJ} is not finite as float16",
+    ),
+]
+
+TOKENIZERS = [
+    BadDirectory("half a tokenizer", sparse(TOKENIZER, 100), f"{_TOKENIZER}is not sound JSON"),
+    BadDirectory("a nested tokenizer", write(TOKENIZER, _NESTED), f"{_TOKENIZER}is nested too deeply"),
+    BadDirectory(
+        "a tokenizer of lists", write(TOKENIZER, b"[" + b"[]," * 20_000_000), f"{_TOKENIZER}holds more than"
+    ),
+    BadDirectory(
+        "the tokenizer of a larger model",
+        write(TOKENIZER, json.dumps({"model": {"vocab": {"a": 0, "b": 151_642}}})),
+        f"{_TOKENIZER}has token 151642, the model's vocab_size is {VOCAB}",
+    ),
+    BadDirectory(
+        "a token added beyond the vocabulary",
+        write(TOKENIZER, json.dumps({"model": {"vocab": {}}, "added_tokens": [{"id": 2**32}]})),
+        f"{_TOKENIZER}has token {2**32}",
+    ),
+]
+
+BAD_DIRECTORIES = [*SIZES, *SETTINGS, *KINDS_OF_FILES, *HEADERS, *SHARDS, *NUMBERS, *TOKENIZERS]

@@ -1,0 +1,44 @@
+"""`quire serve` of a bad directory ends by itself: one worker was started, one line says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bad_directories import BAD_DIRECTORIES, BadDirectory, make_good
+
+# One of each kind: a size, JSON, a file that is none, shards, numbers, a tokenizer.
+CHOSEN = (
+    "num_hidden_layers of 1e+06",
+    "a nested config",
+    "a FIFO as the weights",
+    "a shard outside",
+    "NaN in a weight",
+    "the tokenizer of a larger model",
+)
+
+
+@pytest.mark.parametrize(
+    "bad", [bad for bad in BAD_DIRECTORIES if bad.name in CHOSEN], ids=lambda bad: bad.name
+)
+def test_the_server_ends_and_says_why(tmp_path: Path, bad: BadDirectory) -> None:
+    directory = make_good(tmp_path / "model", sharded=bad.sharded)
+    bad.damage(directory)
+    command = [sys.executable, "-m", "service.cli.main", "serve", "--log-format", "json"]
+    flags = ["--listen", "127.0.0.1:0", "--model", str(directory)]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=False)
+    records = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    refusals = [r["error"] for r in records if r["event"] == "cannot serve with this configuration"]
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert len(refusals) == 1 and re.search(bad.says, refusals[0])
+    assert [record["event"] for record in records].count("worker started") == 1
+
+
+def test_each_kind_is_there() -> None:
+    assert {bad.name for bad in BAD_DIRECTORIES} >= set(CHOSEN)

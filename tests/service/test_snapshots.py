@@ -1,0 +1,40 @@
+"""What a refresh of all workers' snapshots leaves in their slots."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+from quire.v1 import worker_pb2
+
+from service.config import Config
+from service.pool.base import WorkerListener, WorkerSlot
+from service.pool.incarnation import Incarnation
+from service.pool.launcher import Launcher
+from service.pool.supervisor import Supervisor
+
+CHECKED = worker_pb2.WorkerSnapshot(pool_intact=True)
+
+
+class Asked:
+    """An incarnation that has been checked; before it says so, a heartbeat of the others comes."""
+
+    def __init__(self, slot: WorkerSlot, others: list[WorkerSlot]) -> None:
+        slot.ready = worker_pb2.WorkerReady()
+        self.slot = slot
+        self._others = others
+
+    async def ask_snapshot(self, **_: object) -> worker_pb2.WorkerSnapshot:
+        for slot in self._others:
+            slot.snapshot = worker_pb2.WorkerSnapshot()
+        return CHECKED
+
+
+async def test_a_heartbeat_does_not_hide_what_was_checked() -> None:
+    supervisor = Supervisor(
+        Config(workers=2), "model", cast(Launcher, None), cast(WorkerListener, SimpleNamespace())
+    )
+    slots = list(supervisor.slots)
+    supervisor._live = {slot.worker_id: cast(Incarnation, Asked(slot, slots)) for slot in slots}
+    await supervisor.refresh_snapshots(check_integrity=True)
+    assert [slot.snapshot for slot in slots] == [CHECKED, CHECKED]

@@ -1,0 +1,46 @@
+"""A worker that is silent takes nothing new while another is there, and keeps what it has."""
+
+from __future__ import annotations
+
+from service.caches.effects import Send
+from service.caches.placement import Placement, WorkerView
+from service.caches.requests import Append, Kind
+from service.caches.table import CacheTable, Limits
+
+PROMPT = tuple(range(40))
+
+
+def view(worker_id: str, epoch: int, pages_available: int) -> WorkerView:
+    return WorkerView(worker_id, epoch, 16, 100, 1000, pages_available)
+
+
+def test_neither_room_nor_a_prefix_makes_up_for_it() -> None:
+    placement, large, small = Placement(), view("large", 1, 90), view("small", 2, 10)
+    placement.add(large)
+    placement.add(small)
+    assert placement.choose(PROMPT) is large
+    large.suspect = True
+    assert placement.choose(PROMPT) is small
+    small.suspect = True
+    assert placement.choose(range(50, 90)) is large, "where all are, they are what there is"
+    large.suspect = small.suspect = False
+    assert placement.choose(range(200, 240)) is large
+
+
+def test_the_table_is_told_of_one_incarnation() -> None:
+    table = CacheTable(Limits())
+    table.worker_ready(view("a", 1, 90))
+    table.worker_ready(view("b", 2, 10))
+
+    def sent_to() -> str:
+        table.submit(Append(Kind.PREFILL, "", PROMPT), 0.0)
+        (effect,) = table.take_effects()
+        assert isinstance(effect, Send)
+        return effect.worker_id
+
+    table.worker_suspected("a", 7, suspect=True)
+    assert sent_to() == "a", "that was another incarnation"
+    table.worker_suspected("a", 1, suspect=True)
+    assert sent_to() == "b"
+    table.worker_suspected("a", 1, suspect=False)
+    assert sent_to() == "b", "the prefix is there by now"

@@ -1,0 +1,210 @@
+"""What belongs to a tenant: caches, request ids, prefixes; and how much of it may be had."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from service.caches.placement import Placement
+from service.caches.requests import (
+    Append,
+    Appended,
+    Fork,
+    Handles,
+    Kind,
+    Release,
+    Released,
+    Renew,
+    Request,
+    Truncate,
+)
+from service.caches.tenants import Quota, Tenant
+from service.dispatcher import Outcome
+from service.errors import CacheNotFound, PositionMismatch, QuotaExceeded
+from tests.sim.harness import Gateway, decode, prefill
+
+
+class Shared(Gateway):
+    """A gateway whose callers say who they are."""
+
+    def ask_as(self, tenant: Tenant | None, *requests: Request) -> list[Outcome]:
+        """The outcomes of requests that come together."""
+        outcomes: dict[int, Outcome] = {}
+        self.dispatcher.start(requests, outcomes.__setitem__, 1, tenant)
+        self.work()
+        self.table.check_invariants()
+        return [outcomes[index] for index in range(len(requests))]
+
+    def make(self, tenant: Tenant | None, *token_ids: int, request_id: str = "") -> str:
+        (made,) = self.ask_as(tenant, prefill(*token_ids, request_id=request_id))
+        assert isinstance(made, Appended) and made.handle is not None, made
+        return made.handle.cache_id
+
+
+@pytest.fixture
+def gateway() -> Shared:
+    return Shared()
+
+
+@pytest.mark.parametrize("stranger", [Tenant("mallory"), None], ids=["tenant", "anonymous"])
+def test_a_strangers_cache_does_not_exist(gateway: Shared, stranger: Tenant | None) -> None:
+    alice = Tenant("alice")
+    cache = gateway.make(alice, 1, 2)
+    requests: list[Request] = [
+        decode(cache, 3),
+        Append(kind=Kind.PREFILL, cache_id=cache, token_ids=[3]),
+        Append(kind=Kind.VERIFY, cache_id=cache, token_ids=[3, 4], rows=2),
+        Fork(cache, 1),
+        Truncate(cache, 1),
+        Renew(cache),
+    ]
+    for request in requests:
+        for answer, unknown in zip(
+            gateway.ask_as(stranger, request),
+            gateway.ask_as(stranger, dataclasses.replace(request, cache_id="kv_unknown")),
+            strict=True,
+        ):
+            assert isinstance(answer, CacheNotFound) and isinstance(unknown, CacheNotFound)
+            assert answer.message == unknown.message, "whether it exists is not told either"
+    assert gateway.ask_as(stranger, Release(cache)) == [Released(released=False)]
+    assert list(gateway.table.handles(tenant=stranger)) == []
+    assert [handle.seq_len for _, handle in gateway.table.handles(tenant=alice)] == [2]
+
+
+def test_a_fork_releases_nothing_of_others(gateway: Shared) -> None:
+    alice, mallory = Tenant("alice"), Tenant("mallory")
+    cache, own = gateway.make(alice, 1), gateway.make(mallory, 1)
+    (forked,) = gateway.ask_as(mallory, Fork(own, 1, (cache, own)))
+    assert isinstance(forked, Handles)
+    assert [handle.cache_id for _, handle in gateway.table.handles(tenant=alice)] == [cache]
+    assert [handle.cache_id for _, handle in gateway.table.handles(tenant=mallory)] == [
+        handle.cache_id for handle in forked.handles
+    ]
+
+
+def test_a_request_id_is_the_tenants_own(gateway: Shared) -> None:
+    alice, mallory = Tenant("alice"), Tenant("mallory")
+    cache = gateway.make(alice, 1, 2, request_id="r")
+    assert gateway.make(alice, 1, 2, request_id="r") == cache
+    assert gateway.make(mallory, 1, 2, request_id="r") != cache
+    assert gateway.make(None, 1, 2, request_id="r") != cache
+    assert gateway.ask_as(alice, Release(cache)) == [Released(released=True)]
+    assert len(list(gateway.table.handles(tenant=mallory))) == 1
+
+
+def test_each_tenant_and_each_cache_salt_has_a_salt_of_its_own(gateway: Shared) -> None:
+    names = ("", "a", "ab", "1:a")
+    salts = {Tenant(name).salt(cache_salt) for name in names for cache_salt in ("", "b", "bc", ":")}
+    assert len(salts) == 4 * 4
+    assert Tenant("").salt("") == b""
+
+    alice = Tenant("alice")
+    cache = gateway.make(alice, *range(1, 20))
+    gateway.ask_as(alice, decode(cache, 5), Append(Kind.PREFILL, "", [1], cache_salt="s"))
+    forwards = [sent.forward for sent in gateway.sent if sent.WhichOneof("command") == "forward"]
+    assert [forward.salt for forward in forwards] == [alice.salt(""), b"", alice.salt("s")]
+
+
+def test_a_fork_of_nothing_keeps_the_salt(gateway: Shared) -> None:
+    alice = Tenant("alice")
+    (made,) = gateway.ask_as(alice, Append(Kind.PREFILL, "", [1], cache_salt="s"))
+    assert isinstance(made, Appended) and made.handle is not None
+    gateway.ask_as(alice, Truncate(made.handle.cache_id, 0))
+    (forked,) = gateway.ask_as(alice, Fork(made.handle.cache_id, 1))
+    assert isinstance(forked, Handles)
+    gateway.ask_as(alice, decode(forked.handles[0].cache_id, 1))
+    assert gateway.sent[-1].forward.salt == alice.salt("s")
+
+
+def test_who_computed_a_prefix_is_remembered_for_its_salt_only() -> None:
+    gateway = Shared(workers=2)
+    placement: Placement = gateway.table._placement
+    first, second = placement
+    prompt = list(range(32))
+    second.pages_queued = 1
+    assert placement.choose(prompt, b"a") is first
+    first.pages_queued = 9
+    assert placement.choose(prompt, b"a") is first, "it holds the prefix"
+    assert placement.choose(prompt, b"b") is second, "for others it does not"
+
+
+# Quotas.
+
+
+def refused(outcome: Outcome) -> tuple[str, float | None]:
+    assert isinstance(outcome, QuotaExceeded), outcome
+    return outcome.metadata["quota"], outcome.retry_after_s
+
+
+def test_a_tenant_has_so_many_caches_and_others_have_theirs(gateway: Shared) -> None:
+    alice = Tenant("alice", Quota(max_caches=2))
+    cache = gateway.make(alice, 1, request_id="r")
+    gateway.make(alice, 2)
+    assert [refused(o) for o in gateway.ask_as(alice, prefill(3), Fork(cache, 1))] == [
+        ("max_caches", None)
+    ] * 2
+    assert gateway.make(alice, 1, request_id="r") == cache, "a repetition makes none"
+    gateway.make(Tenant("bob"), 3)
+    gateway.ask_as(alice, Release(cache))
+    gateway.make(alice, 3)
+
+
+def test_a_tenant_has_so_many_tokens(gateway: Shared) -> None:
+    alice = Tenant("alice", Quota(max_tokens=10))
+    cache = gateway.make(alice, *range(6))
+    (copied,) = gateway.ask_as(alice, Fork(cache, 1))
+    assert refused(copied) == ("max_tokens", None)
+    long, short = gateway.ask_as(alice, prefill(*range(5)), prefill(*range(4)))
+    assert refused(long) == ("max_tokens", None) and isinstance(short, Appended)
+    appended = decode(cache, 1, position=6)
+    assert refused(gateway.ask_as(alice, appended)[0]) == ("max_tokens", None)
+    gateway.ask_as(alice, Truncate(cache, 5))
+    (grown,) = gateway.ask_as(alice, decode(cache, 1, position=5))
+    assert isinstance(grown, Appended) and alice.tokens == 10
+    assert isinstance(gateway.ask_as(alice, decode(cache, 1, position=5))[0], Appended), "a repetition"
+    assert isinstance(gateway.ask_as(alice, decode(cache, 9, position=9))[0], PositionMismatch)
+    gateway.ask_as(
+        alice, *(Release(handle.cache_id) for _, handle in list(gateway.table.handles(tenant=alice)))
+    )
+    assert (alice.caches, alice.tokens, alice.in_flight) == (0, 0, 0)
+
+
+def test_what_is_under_way_counts(gateway: Shared) -> None:
+    alice = Tenant("alice", Quota(max_tokens=10, max_in_flight=3))
+    outcomes = gateway.ask_as(alice, *(prefill(*range(4)) for _ in range(4)))
+    assert [type(outcome) for outcome in outcomes[:2]] == [Appended, Appended]
+    assert refused(outcomes[2]) == ("max_tokens", None), "four more would be twelve"
+    alice.quota = Quota(max_in_flight=3)
+    outcomes = gateway.ask_as(alice, *(prefill(n) for n in range(5)))
+    assert [isinstance(outcome, Appended) for outcome in outcomes] == [True] * 3 + [False] * 2
+    quota, retry_s = refused(outcomes[4])
+    assert quota == "max_in_flight" and retry_s
+
+
+def test_a_tenant_asks_so_often(gateway: Shared) -> None:
+    alice = Tenant("alice", Quota(max_per_s=2))
+    cache = gateway.make(alice, 1)
+    second, third = gateway.ask_as(alice, decode(cache, 1), decode(cache, 1))
+    assert isinstance(second, Appended)
+    assert refused(third) == ("max_per_s", 0.5)
+    gateway.now_s += 0.5
+    assert isinstance(gateway.ask_as(alice, decode(cache, 2))[0], Appended)
+    assert refused(gateway.ask_as(alice, decode(cache, 3))[0]) == ("max_per_s", 0.5)
+    assert gateway.ask_as(alice, Release(cache)) == [Released(released=True)], "what frees is always let in"
+
+
+def test_what_is_undone_is_given_back(gateway: Shared) -> None:
+    alice = Tenant("alice")
+    cache = gateway.make(alice, 1, 2)
+    tickets = gateway.dispatcher.start(
+        [prefill(1, 2, 3), decode(cache, 3), Fork(cache, 3)], lambda *_: None, 1, alice
+    )
+    assert (alice.caches, alice.in_flight) == (2, 3)
+    gateway.dispatcher.cancel(tickets)
+    gateway.work()
+    gateway.table.check_invariants()
+    assert (alice.caches, alice.tokens, alice.in_flight) == (1, 2, 0)
+    gateway.lose_worker()
+    gateway.ask_as(alice, Release(cache))
+    assert (alice.caches, alice.tokens) == (0, 0)

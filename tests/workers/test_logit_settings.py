@@ -1,0 +1,118 @@
+"""Masks and histories are read once for all rows of a request, and give what each row alone would."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire.v1 import types_pb2, worker_pb2
+
+from workers import wire
+from workers.batch import sampling_rows
+from workers.kv.table import KvTable
+from workers.logit_settings import HistoryCounter, Masks
+from workers.operations import Forward, OutputSpec, Sampling, TokenMask
+from workers.running import Chunk, RunningForward
+from workers.sampling import SamplingRow, choose_tokens
+
+VOCAB = 12
+TOKENS = st.lists(st.integers(0, VOCAB + 2), max_size=30)
+
+
+@settings(deadline=None)
+@given(
+    requests=st.lists(st.tuples(TOKENS, st.integers(0, 30)), min_size=1, max_size=3),
+    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=20),
+    in_order=st.booleans(),
+)
+def test_counting_on_is_counting_anew(
+    requests: list[tuple[list[int], int]], rows: list[tuple[int, int]], in_order: bool
+) -> None:
+    counter = HistoryCounter(VOCAB)
+    for which, length in sorted(rows) if in_order else rows:
+        history, prompt_len = requests[which % len(requests)]
+        end = min(length, len(history))
+        ids, recent = counter.count(history, prompt_len, end)
+        counts = Counter(history[prompt_len:end])
+        assert ids.tolist() == sorted({token for token in history[:end] if token < VOCAB})
+        assert recent.tolist() == [counts[token] for token in ids.tolist()]
+
+
+class CountedIds(tuple[int, ...]):
+    """Token ids that note how often they are gone through."""
+
+    __slots__ = ()
+    reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).reads += 1
+        return super().__iter__()
+
+
+def test_a_mask_is_read_once_however_many_rows_have_it() -> None:
+    ids = CountedIds([3, 5] * 1000)
+    mask = TokenMask(allowed=ids)
+    assert choose_tokens(torch.zeros(256, VOCAB), [SamplingRow(mask=mask)] * 256).tolist() == [3] * 256
+    assert CountedIds.reads == 1
+
+
+def test_masks_are_told_apart() -> None:
+    rows = [SamplingRow(mask=TokenMask(allowed=[token])) for token in (4, 2, 4, 7)]
+    assert choose_tokens(torch.zeros(4, VOCAB), rows).tolist() == [4, 2, 4, 7]
+    masks = Masks(VOCAB)
+    packed = np.packbits([1, 0] * 6, bitorder="little").tobytes()
+    assert masks.allowed(TokenMask(packed=packed)).tolist() == [True, False] * 6
+    assert masks.allowed(TokenMask(packed=b"\x01")).tolist() == [True] + [False] * 11
+
+
+def test_rows_of_a_scoring_share_their_history() -> None:
+    """One copy of it for each row would cost tokens x rows."""
+    table = KvTable(16)
+    sequence = table.create(1)
+    tokens = [number % 7 for number in range(200)]
+    table.reserve(sequence, 200)
+    table.append(sequence, tokens[:100])
+    spec = Sampling(frequency_penalty=0.5, repetition_penalty=1.3)
+    op = Forward(1, 1, 0, tokens, rows=200, output=OutputSpec(sampling=spec), prompt_len=50)
+    rows = sampling_rows([Chunk(RunningForward(op, sequence, 0, computed=100, started_ns=0), 100, 100)])
+    assert len(rows) == 100 and len({id(row.history) for row in rows}) == 1
+    logits = torch.randn(100, VOCAB, generator=torch.Generator().manual_seed(5))
+    alone = [
+        SamplingRow(spec, position=101 + i, history=tokens[: 101 + i], prompt_len=50) for i in range(100)
+    ]
+    expected = [int(choose_tokens(logits[i : i + 1], [row])[0]) for i, row in enumerate(alone)]
+    assert choose_tokens(logits, rows).tolist() == expected
+
+
+def forward_with(mask: types_pb2.TokenMask) -> worker_pb2.WorkerCommand:
+    output = types_pb2.OutputOptions(mask=mask)
+    kind = worker_pb2.OPERATION_KIND_DECODE
+    command = worker_pb2.ForwardCommand(sequence=1, token_ids=[1], rows=1, output=output, kind=kind)
+    return worker_pb2.WorkerCommand(op_id=1, forward=command)
+
+
+def test_the_wire_makes_bits_of_a_list() -> None:
+    message = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[3, 9, 3, 2**31]))
+    command = wire.to_command(forward_with(message), VOCAB)
+    assert isinstance(command, Forward) and command.output.mask is not None
+    assert np.flatnonzero(Masks(VOCAB).allowed(command.output.mask)).tolist() == [3, 9]
+    nothing = wire.to_command(forward_with(types_pb2.TokenMask()), VOCAB)
+    assert isinstance(nothing, Forward) and nothing.output.mask is not None
+    assert not Masks(VOCAB).allowed(nothing.output.mask).any()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[1] * (VOCAB + 1))),
+        types_pb2.TokenMask(packed=b"\xff" * 3),
+    ],
+)
+def test_the_wire_refuses_more_than_a_vocabulary(mask: types_pb2.TokenMask) -> None:
+    with pytest.raises(ValueError, match="a mask of"):
+        wire.to_command(forward_with(mask), VOCAB)

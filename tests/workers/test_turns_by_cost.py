@@ -1,0 +1,249 @@
+"""Callers beside one who asks for much: their turns go by cost, and he does not make their steps long.
+
+Time is that of a model, in which a step costs something anyway, and something for each unit of cost; nothing
+here is measured.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers import step_shares
+from workers.forward_queue import SHORT_TOKENS, QueuedForward, cost_of
+from workers.kv.table import KvSequence
+from workers.operations import Forward, LogitsFormat, OutputSpec
+from workers.running import Chunk, RunningForward
+from workers.scheduler import Scheduler
+from workers.step_shares import LEAST_FREE_COST, StepShares
+
+GREEDY, OTHER = 1, 2
+LONG = SHORT_TOKENS + 1
+DECODE_COST = 2
+
+
+def accept(op: Forward) -> RunningForward:
+    return RunningForward(op, KvSequence(op.sequence), reused=0, computed=0, started_ns=0)
+
+
+def cost(chunks: Sequence[Chunk]) -> int:
+    return sum(chunk.count + chunk.rows * chunk.op.output.row_weight for chunk in chunks)
+
+
+@dataclass
+class Model:
+    """A scheduler, callers who come back with their next forward, and steps that take time.
+
+    base_ns, unit_ns: what a step costs, and each unit of what is in it.
+    """
+
+    base_ns: int
+    unit_ns: int
+    items: int = 256
+    now_ns: int = 0
+    waits_ns: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    served: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(512, self.items, 256)
+        self._op_ids = count()
+        # (when, op id, caller, tokens, how long until the next)
+        self._to_come: list[tuple[int, int, int, int, int]] = []
+        self._came: dict[int, tuple[int, int, int, int]] = {}
+
+    def add(self, caller: int, loops: int, tokens: int = 1, think_ns: int = 0) -> None:
+        """So many loops of a caller, each of which sends its next forward `think_ns` after an answer."""
+        for loop in range(loops):
+            first_ns = self.now_ns + think_ns * loop // loops
+            heapq.heappush(self._to_come, (first_ns, next(self._op_ids), caller, tokens, think_ns))
+
+    def step(self) -> list[Chunk]:
+        """Run one, after the moment there is something to run."""
+        if not len(self.scheduler):
+            self.now_ns = max(self.now_ns, self._to_come[0][0])
+        while self._to_come and self._to_come[0][0] <= self.now_ns:
+            came_ns, op_id, caller, tokens, think_ns = heapq.heappop(self._to_come)
+            self.scheduler.add(Forward(op_id, op_id, 0, range(tokens), rows=tokens, caller=caller))
+            self._came[op_id] = came_ns, caller, tokens, think_ns
+        chunks = self.scheduler.next_batch(0, accept).chunks
+        took_ns = self.base_ns + self.unit_ns * cost(chunks)
+        self.now_ns += took_ns
+        self.scheduler.took(chunks, took_ns)
+        for chunk in chunks:
+            came_ns, caller, tokens, think_ns = self._came[chunk.op.op_id]
+            self.served[caller] += chunk.count + chunk.rows
+            chunk.running.computed += chunk.count
+            if self.scheduler.advance(chunk):
+                del self._came[chunk.op.op_id]
+                self.waits_ns[caller].append(self.now_ns - came_ns)
+                come_ns = self.now_ns + think_ns
+                heapq.heappush(self._to_come, (come_ns, next(self._op_ids), caller, tokens, think_ns))
+        return chunks
+
+
+def quantile(waits_ns: list[int], share: float) -> int:
+    return sorted(waits_ns)[int(share * (len(waits_ns) - 1))]
+
+
+# What a step costs anyway in terms of a decode: a weightless worker, a model on a CPU, one on a GPU.
+@pytest.mark.parametrize("base_ns", [30 * DECODE_COST, 100 * DECODE_COST, 2000 * DECODE_COST])
+@pytest.mark.parametrize("others", [1, 32])
+@pytest.mark.parametrize("thinks", [0.1, 0.8, 3.0])
+def test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(
+    base_ns: int, others: int, thinks: float
+) -> None:
+    """`thinks`: how long the others are away after an answer, in steps of their own."""
+    waits_ns = []
+    for greedy_loops in (0, 256):
+        model = Model(base_ns, unit_ns=1)
+        alone_ns = base_ns + others * DECODE_COST
+        for caller in range(OTHER, OTHER + others):
+            model.add(caller, 1, think_ns=int(thinks * alone_ns))
+        model.add(GREEDY, greedy_loops, think_ns=alone_ns // 20)
+        for _ in range(150):
+            model.step()
+        waits_ns.append([ns for caller in range(OTHER, OTHER + others) for ns in model.waits_ns[caller][2:]])
+    alone, beside = waits_ns
+    for share in (0.5, 0.99):
+        assert quantile(beside, share) <= 3 * quantile(alone, share)
+
+
+def test_alone_a_caller_fills_the_step() -> None:
+    model = Model(base_ns=60, unit_ns=1)
+    model.add(GREEDY, 256)
+    assert [len(model.step()) for _ in range(20)] == [256] * 20
+
+
+def test_callers_who_want_alike_fill_the_step() -> None:
+    model = Model(base_ns=60, unit_ns=1)
+    for caller in range(4):
+        model.add(1 + caller, 64)
+    assert [len(model.step()) for _ in range(20)] == [256] * 20
+
+
+def test_where_forwards_cost_next_to_nothing_nobody_is_bounded() -> None:
+    model = Model(base_ns=100_000, unit_ns=1)
+    model.add(OTHER, 1, think_ns=300_000)
+    model.add(GREEDY, 200)
+    sizes = [len(model.step()) for _ in range(100)]
+    assert all(size >= 200 for size in sizes[50:])
+
+
+def test_the_share_shrinks_only_while_others_are_there() -> None:
+    model = Model(base_ns=60, unit_ns=1)
+    model.add(OTHER, 1, think_ns=10**9)
+    model.add(GREEDY, 256)
+    sizes = [len(model.step()) for _ in range(30)]
+    assert max(sizes[:8]) <= 1 + LEAST_FREE_COST // DECODE_COST
+    assert sizes[-10:] == [256] * 10
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    callers=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 7, 16])), min_size=2, max_size=5),
+    items=st.integers(2, 12),
+)
+def test_shares_are_even_in_cost(callers: list[tuple[int, int]], items: int) -> None:
+    """Of callers who always have something waiting none gets ahead by more than a step and a forward."""
+    model = Model(base_ns=60, unit_ns=1, items=items)
+    for caller, (_, tokens) in enumerate(callers, start=1):
+        model.add(caller, 60, tokens)
+    for _ in range(60):
+        assert model.step(), "something waits"
+        model.scheduler.check_invariants()
+        largest = max(2 * tokens for _, tokens in callers)
+        served = [model.served[caller] for caller in range(1, len(callers) + 1)]
+        assert max(served) - min(served) <= 2 * largest
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    loops=st.lists(
+        st.tuples(st.integers(1, 300), st.sampled_from([1, 3, 16, 40, 700])), min_size=1, max_size=5
+    ),
+    base_ns=st.sampled_from([1, 60, 5000]),
+)
+def test_nobody_starves_and_no_step_is_empty(loops: list[tuple[int, int]], base_ns: int) -> None:
+    model = Model(base_ns, unit_ns=1)
+    for caller, (number, tokens) in enumerate(loops, start=1):
+        model.add(caller, number, tokens)
+    for _ in range(100):
+        assert model.step()
+    model.scheduler.check_invariants()
+    assert all(model.served[caller] for caller in range(1, len(loops) + 1))
+
+
+def test_who_asks_for_much_each_time_pays_for_it_the_next() -> None:
+    """Also if nothing of his is queued in between."""
+    model = Model(base_ns=60, unit_ns=1)
+    model.add(GREEDY, 1, 2000)
+    model.add(OTHER, 6, 200)
+    for _ in range(400):
+        model.step()
+    assert 0.6 < model.served[GREEDY] / model.served[OTHER] < 1.6
+
+
+@pytest.mark.parametrize(
+    ("output", "weight"),
+    [
+        (OutputSpec(), 1),
+        (OutputSpec(logprob=True, top_logprobs=20, logprob_token_ids=tuple(range(100))), 1),
+        (OutputSpec(logits=LogitsFormat.F32), 4),
+        (OutputSpec(top_logprobs=1024, logprob_token_ids=tuple(range(4096))), 11),
+    ],
+)
+def test_rows_count_by_what_they_return(output: OutputSpec, weight: int) -> None:
+    assert output.row_weight == weight
+    scheduler = Scheduler(512, 256, 256)
+    for op_id in range(256):
+        scheduler.add(Forward(op_id, op_id, 0, [1], output=output))
+    scheduler.add(Forward(256, 256, 0, range(300), rows=300, output=output))
+    rows = []
+    while len(scheduler):
+        chunks = scheduler.next_batch(0, accept).chunks
+        rows.append(sum(chunk.rows for chunk in chunks))
+        for chunk in chunks:
+            chunk.running.computed += chunk.count
+            scheduler.advance(chunk)
+    assert sum(rows) == 556 and max(rows) == 256 // weight
+
+
+def test_a_row_that_weighs_more_than_a_step_still_runs() -> None:
+    heavy = OutputSpec(top_logprobs=1024, logprob_token_ids=tuple(range(4096)), logits=LogitsFormat.F32)
+    for max_rows in (1, 3, 4, 9):
+        scheduler = Scheduler(64, 8, max_rows)
+        for op_id in range(6):
+            scheduler.add(Forward(op_id, op_id, 0, range(1 + 39 * (op_id % 2)), output=heavy))
+        for _ in range(60):
+            for chunk in scheduler.next_batch(0, accept).chunks:
+                chunk.running.computed += chunk.count
+                scheduler.advance(chunk)
+        assert len(scheduler) == 0
+
+
+def forget_everything(shares: StepShares, entry: QueuedForward) -> bool:
+    return False
+
+
+def test_the_tests_notice_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(StepShares, "is_spent", forget_everything)
+        with pytest.raises(AssertionError):
+            test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(60, 8, 0.8)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_shares, "_REMEMBERED_STEPS", 1)
+        with pytest.raises(AssertionError):
+            test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(60, 1, 3.0)
+
+
+def test_cost_is_tokens_and_rows_by_their_weight() -> None:
+    op = Forward(1, 1, 0, range(40), rows=10, output=OutputSpec(logits=LogitsFormat.BF16))
+    assert cost_of(op, 40) == 40 + 10 * 4
+    assert cost_of(op, 6) == 6 + 6 * 4

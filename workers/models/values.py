@@ -1,0 +1,79 @@
+"""Reads single settings of a config.json: their type, and bounds within which they can make sense.
+
+null counts as absent. Knows nothing of what a setting means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from workers.models.errors import ModelError
+
+# Several times what the largest models have, so that nothing is made whose size only a config claims. float32
+# counts positions, and anything else, exactly up to the last of these.
+_MOST = {
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+}
+_MOST_OF_ANY = 1 << 24
+# A worker warms up with two different tokens, one after the other.
+_LEAST = {"vocab_size": 2, "max_position_embeddings": 2}
+_LEAST_NUMBER, _MOST_NUMBER = 1e-12, 1e12
+
+
+def integer(settings: Mapping[str, object], name: str, default: int | None = None) -> int:
+    """A positive integer within bounds; null counts as absent. Raises ModelError."""
+    value = settings.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        got = "nothing" if value is None else repr(value)
+        raise ModelError(f"{name}: must be a positive integer, got {got}")
+    least, most = _LEAST.get(name, 1), _MOST.get(name, _MOST_OF_ANY)
+    if not least <= value <= most:
+        raise ModelError(f"{name}: must be from {least} to {most}, got {value}")
+    return value
+
+
+def number(settings: Mapping[str, object], name: str, default: float | None = None) -> float:
+    """A positive number within bounds; null counts as absent. Raises ModelError."""
+    value = settings.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        got = "nothing" if value is None else repr(value)
+        raise ModelError(f"{name}: must be a positive number, got {got}")
+    if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+        raise ModelError(f"{name}: must be from {_LEAST_NUMBER} to {_MOST_NUMBER}, got {value!r}")
+    return float(value)
+
+
+def optional_number(settings: Mapping[str, object], name: str) -> float | None:
+    """A positive number, or None where it is absent, null or 0. Raises ModelError."""
+    return number(settings, name) if settings.get(name) else None
+
+
+def boolean(settings: Mapping[str, object], name: str, *, default: bool) -> bool:
+    """True or false; null counts as absent. Raises ModelError."""
+    value = settings.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ModelError(f"{name}: must be true or false, got {value!r}")
+    return value
+
+
+def token_ids(settings: Mapping[str, object], name: str, vocab_size: int) -> tuple[int, ...]:
+    """Special tokens of one role: none, one or a list. Raises ModelError."""
+    value = settings.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ModelError(f"{name}: must be a token id or a list of them, got {value!r}")
+        if token >= vocab_size:
+            raise ModelError(f"{name}: must be below vocab_size, which is {vocab_size}, got {token}")
+    return tuple(dict.fromkeys(ids))
