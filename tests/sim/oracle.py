@@ -53,6 +53,7 @@ class Oracle:
         self.ready_epochs: set[int] = set()
         self.draining: bool = False
         self.queue_limit: int = 0
+        self.cache_limit: int = 0
         # What the simulator does just now: "submit", "expire", "worker lost" ...
         self.cause = ""
         # number -> ticket

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from service.caches.requests import Append, Release, Renew, Request, Truncate
+from service.caches.requests import Append, Fork, Release, Renew, Request, Truncate
 from service.errors import QuireError
 from tests.sim.model_worker import FAULT, KV_EXHAUSTED, KV_MISSING, TIMEOUT
 from tests.sim.truth import Cache
@@ -26,6 +26,8 @@ def check_refusal(oracle: Oracle, number: int, request: Request, error: QuireErr
         assert failure is not None and failure[0] == _WORKER_REASONS[reason], "the worker did not say so"
     elif reason in _OF_THE_SERVER:
         assert _OF_THE_SERVER[reason](oracle)
+    elif reason == "CACHE_LIMIT":
+        assert most_held(oracle) + _made_by(request) > oracle.cache_limit
     elif reason == "CACHE_NOT_FOUND":
         assert cache is None
     elif reason == "WORKER_LOST":
@@ -45,6 +47,18 @@ _OF_THE_SERVER: dict[str, Callable[[Oracle], bool]] = {
     "DRAINING": lambda oracle: oracle.draining,
     "QUEUE_FULL": lambda oracle: len(oracle.outstanding) >= oracle.queue_limit,
 }
+
+
+def _made_by(request: Request) -> int:
+    """How many caches a request makes, at most."""
+    if isinstance(request, Fork):
+        return request.count
+    return int(isinstance(request, Append) and not request.cache_id)
+
+
+def most_held(oracle: Oracle) -> int:
+    """The caches there are and may be soon."""
+    return len(oracle.caches) + sum(map(_made_by, oracle.outstanding.values()))
 
 
 def _check_of_cache(oracle: Oracle, number: int, request: Request, cache: Cache, error: QuireError) -> None:

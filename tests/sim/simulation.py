@@ -58,9 +58,10 @@ class Simulation:
         self.oracle = Oracle(self._capacity_tokens, seen)
         self.callers = Callers(rng, self.oracle)
         self.oracle.queue_limit = rng.choice((6, 1000, 1000, 1000))
+        self.oracle.cache_limit = rng.choice((5, 1000, 1000, 1000))
         numbers = itertools.count(1)
         self.table = CacheTable(
-            Limits(self.oracle.queue_limit, default_lease_s=20.0),
+            Limits(self.oracle.queue_limit, default_lease_s=20.0, max_caches=self.oracle.cache_limit),
             new_cache_id=lambda: f"kv{next(numbers)}",
             new_seed=lambda: rng.randrange(1 << 32),
         )
@@ -272,6 +273,7 @@ class Simulation:
         assert len(self.dispatcher._waiting) == waiting, "only who is not answered waits"
         bounded = sum(not isinstance(r, Release | Renew) for r in oracle.outstanding.values())
         assert bounded <= oracle.queue_limit
+        assert len(oracle.caches) <= oracle.cache_limit
         assert self.dispatcher.num_caches == len(self.journal) == len(oracle.caches)
         for cache_id in self._touched & oracle.caches.keys():
             assert list(self.journal.token_ids(cache_id)) == oracle.caches[cache_id].tokens

@@ -41,6 +41,7 @@ MUST_HAPPEN = (
     "repetition answered from memory",
     "repetition answered computed again",
     "repetition answered after a loss",
+    "CACHE_LIMIT",
     "CACHE_LOST",
     "CACHE_NOT_FOUND",
     "DRAINING",
