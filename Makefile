@@ -17,12 +17,12 @@ TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell unam
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench gpu-test gpu-bench serve test check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels bench gpu-test gpu-bench serve test check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) ## Install everything into .venv (the other targets do it themselves)
+setup: $(INSTALLED) kernels ## Install everything into .venv (the other targets do it themselves)
 	@:
 
 # An environment without its mark was interrupted half-way: it is made anew. One with an older mark is updated.
@@ -33,14 +33,17 @@ $(SERVING):
 	@rm -f .venv/serving-* .venv/installed-*
 	$(PIP) setuptools $(TORCH)
 	$(PIP) --no-build-isolation --editable clients/python --editable .
-	$(BIN)/python -m kernels.cpu.library
 	@touch $@
+
+# Quick where they are compiled already; a compiler may have come since.
+kernels: $(SERVING)
+	@$(BIN)/python -m kernels.cpu.library
 
 $(INSTALLED): $(SERVING)
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-serve: $(SERVING) ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
+serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)
 
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")

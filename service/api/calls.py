@@ -23,7 +23,6 @@ from service.api.status import to_status
 from service.api.validation import RequestLimits
 from service.caches.requests import Append, Fork, Release, Renew, Request, Result, Truncate
 from service.errors import InvalidArgument, QuireError
-from service.logging import current_request_id
 
 Outcome: TypeAlias = Result | QuireError
 # Messages are of one type in each call, which only the table knows: Any.
@@ -34,10 +33,13 @@ _Write: TypeAlias = Callable[[Any, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a call does. `answer` takes one outcome for each request, in order; it raises the call's error."""
+    """What a call does. `answer` takes one outcome for each request, in order; it raises the call's error.
+
+    It may be called in anybody's context, so the call's request id comes with the outcomes.
+    """
 
     requests: Sequence[Request]
-    answer: Callable[[Sequence[Outcome]], Message]
+    answer: Callable[[Sequence[Outcome], str], Message]
     # At most about how large the answer will be.
     answer_bytes: int = 0
     # How much work it is to start, in requests that touch one cache.
@@ -59,7 +61,7 @@ def _single(method: str, check: _Check, write: _Write) -> Call:
     """A call that is one request to the state machine, and answered with its result."""
     response_type: type[Message] = getattr(executor_pb2, f"{method}Response")
 
-    def answer(outcomes: Sequence[Outcome]) -> Message:
+    def answer(outcomes: Sequence[Outcome], _request_id: str) -> Message:
         (outcome,) = outcomes
         if isinstance(outcome, QuireError):
             raise outcome
@@ -105,14 +107,14 @@ def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
         validation.check_response_size(answer_bytes, limits, "items")
         refused = [None if isinstance(c, Append) else c for c in checked]
 
-        def answer(outcomes: Sequence[Outcome]) -> Message:
+        def answer(outcomes: Sequence[Outcome], request_id: str) -> Message:
             ran = iter(outcomes)
             response = response_type()
             for error in refused:
                 outcome = error or next(ran)
                 result = response.results.add()
                 if isinstance(outcome, QuireError):
-                    result.error.CopyFrom(to_status(outcome, current_request_id()))
+                    result.error.CopyFrom(to_status(outcome, request_id))
                 else:
                     write(outcome, result.response)
             return response  # type: ignore[no-any-return]

@@ -23,6 +23,7 @@ from service.api.session import Session, SessionContext
 from service.dispatcher import Dispatcher
 from service.doors.doors import current_tenant
 from service.errors import InvalidArgument
+from service.logging import current_request_id
 from service.pool.base import WorkerSlot
 from service.pool.supervisor import Supervisor
 
@@ -46,7 +47,8 @@ class ExecutorApi:
         timeout_s = validation.timeout_seconds(context.time_remaining())
         plan = await call.plan(request, self._state.limits, timeout_s)
         self._state.answers.take_until_done(plan.answer_bytes, context)
-        return plan.answer(await self._dispatcher.run(plan.requests, current_tenant()))
+        outcomes = await self._dispatcher.run(plan.requests, current_tenant())
+        return plan.answer(outcomes, current_request_id())
 
     async def Session(
         self, request_iterator: AsyncIterator[executor_pb2.SessionRequest], context: SessionContext

@@ -143,11 +143,20 @@ def _surround(method: str, behaviour: Behaviour, doors: Doors | None) -> Behavio
             duration_ms=_elapsed_ms(started_s),
         )
         status = rpc_status.to_status(to_status(failure, request_id))
+        metadata = (*status.trailing_metadata, *_pushback(failure))
         # grpc keeps the exception with which it aborts, and so this frame, in a cycle until a collection.
         del request, failure
-        await context.abort_with_status(status)
+        await context.abort(status.code, status.details, metadata)
 
     return handle
+
+
+def _pushback(failure: QuireError) -> tuple[tuple[str, str], ...]:
+    """Tells gRPC's own retries of what may pass when to come again, and not to of what will not."""
+    if failure.code != "UNAVAILABLE":
+        return ()
+    wait_ms = -1 if failure.retry_after_s is None else int(failure.retry_after_s * 1000)
+    return (("grpc-retry-pushback-ms", str(wait_ms)),)
 
 
 async def _finished(call: Awaitable[Any] | AsyncIterator[Any], context: Context) -> Any:

@@ -89,6 +89,8 @@ class Session:
         # However many calls it has in flight, in a worker's queue it is one caller among others.
         self._caller = dispatcher.new_caller()
         self._tenant = current_tenant()
+        # Answers are made in the context of whoever brings the last outcome.
+        self._request_id = current_request_id()
         self._open: dict[int, _OpenCall] = {}
         # What the answers of open calls may weigh, and those that wait to be written do.
         self._held_bytes = 0
@@ -230,7 +232,9 @@ class Session:
         del self._open[call.tag]
         self._hold(-call.answer_bytes)
         try:
-            answer = call.plan.answer([outcome for outcome in call.outcomes if outcome is not None])
+            answer = call.plan.answer(
+                [outcome for outcome in call.outcomes if outcome is not None], self._request_id
+            )
         except QuireError as error:
             self._deliver_error(call.tag, error)
         except Exception:
@@ -241,7 +245,7 @@ class Session:
             self._deliver(call.tag, call.kind, answer)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
-        self._deliver(tag, "error", to_status(error.untraced(), current_request_id()))
+        self._deliver(tag, "error", to_status(error.untraced(), self._request_id))
 
     def _deliver(self, tag: int, kind: str, answer: Message) -> None:
         result = executor_pb2.SessionResult(**{"tag": tag, kind: answer})  # type: ignore[arg-type]

@@ -68,10 +68,14 @@ def reason_of(error: Any) -> str:
     return info.reason
 
 
-def reason_in(result: pb.SessionResult) -> str:
+def info_in(result: pb.SessionResult) -> error_details_pb2.ErrorInfo:
     info = error_details_pb2.ErrorInfo()
     assert result.error.details[0].Unpack(info)
-    return info.reason
+    return info
+
+
+def reason_in(result: pb.SessionResult) -> str:
+    return info_in(result).reason
 
 
 def end_of(lane: Lane) -> grpc.RpcError:
@@ -162,6 +166,8 @@ def test_calls_on_a_cache_run_in_the_order_sent(gateway: GatewayProcess, message
         assert answers[5].release_cache.released
         assert answers[6].HasField("release_cache") and not answers[6].release_cache.released
         assert [reason_in(answers[tag]) for tag in (7, 8)] == ["CACHE_NOT_FOUND"] * 2
+        ids = [info_in(answers[tag]).metadata["request_id"] for tag in (7, 8)]
+        assert ids[0] and ids[0] == ids[1], "also of errors that are known late"
     gateway.assert_pools_are_whole()
 
 

@@ -41,7 +41,7 @@ def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[
     refused = [bool(cache_id) and cache_ids.count(cache_id) > 1 for cache_id in cache_ids]
     asked = [request.cache_id for request in plan.requests if isinstance(request, Append)]
     assert asked == [name for name, is_refused in zip(cache_ids, refused, strict=True) if not is_refused]
-    answer = plan.answer([CacheNotFound() for _ in asked])
+    answer = plan.answer([CacheNotFound() for _ in asked], "r-7")
     assert isinstance(answer, executor_pb2.UnifiedForwardResponse)
     reasons = {True: "DUPLICATE_CACHE_IN_BATCH", False: "CACHE_NOT_FOUND"}
     for index, (result, is_refused) in enumerate(zip(answer.results, refused, strict=True)):

@@ -20,6 +20,7 @@ from service.caches.placement import WorkerView
 from service.caches.requests import Append, Kind
 from service.caches.table import CacheTable, Limits
 from service.dispatcher import Dispatcher
+from service.errors import CacheLost, CacheNotFound, NoWorker, QuireError
 from service.journal.memory import MemoryJournal
 from service.logging import current_request_id
 from service.pool import wire
@@ -107,6 +108,18 @@ async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, erro
     assert parsed.metadata == {"request_id": "r-7"}
     for word in (SECRET, type(error).__name__, "Traceback"):
         assert word.encode() not in everything_sent(failed)
+
+
+@pytest.mark.parametrize(
+    ("error", "pushback_ms"), [(CacheLost(3), "-1"), (NoWorker(), "1000"), (CacheNotFound(), "")]
+)
+async def test_grpcs_own_retries_are_told_what_may_pass(
+    harness: Harness, error: QuireError, pushback_ms: str
+) -> None:
+    """Else a client's channel asks four times for what is gone for good."""
+    failed = await harness.refused(raises(error))
+    metadata = dict(failed.trailing_metadata())
+    assert metadata.get("grpc-retry-pushback-ms", "") == pushback_ms
 
 
 async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harness) -> None:
