@@ -96,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="repeat, and show rates between two readings (default: every second)",
     )
+    status.add_argument(
+        "--wide", action="store_true", help="every column, also beyond the width of the terminal"
+    )
 
     generate = commands.add_parser(
         "generate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -190,6 +191,26 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
         "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
     }  # fmt: skip
     assert "starting 42%" in starting
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_table_fits_the_terminal_and_cuts_nothing(width: int, watched: bool) -> None:
+    status = executor_pb2.GetStatusResponse()
+    for index in range(2):
+        worker = status.workers.add(worker_id=f"worker-{index}", pid=104_711, state=1 + index)
+        worker.pool.pages_total, worker.memory_bytes = 16_384, 1 << 30
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(render(Reading(status, 1.0), Reading(status, 0.0) if watched else None))
+    _, header, starting, ready = capture.get().splitlines()[-4:]
+    assert max(map(len, (header, starting, ready))) <= width
+    assert "\N{HORIZONTAL ELLIPSIS}" not in capture.get()
+    kept = ["worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch"]
+    kept += ["tokens/s"] if watched else ["pid", "memory"]
+    assert all(name in header for name in kept)
+    assert "starting 0%" in starting and "ready" in ready and "16384" in ready
+    assert ("prefill ms" in header) == (width == 200)
 
 
 def split(row: str) -> list[str]:
