@@ -16,6 +16,7 @@ from quire.v1 import executor_pb2
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from service.cli import generate
 from service.cli.main import main
 from service.cli.status import Reading, render
 from service.doors.tokens import read_register
@@ -128,6 +129,31 @@ def test_a_failed_call_is_told_in_a_line_and_the_cache_released(
     assert capsys.readouterr() == ("", "quire: INVALID_ARGUMENT BAD_SAMPLING top_p\n")
     assert len(executor.calls["ReleaseCache"]) == 1
     assert executor.caches == {}
+
+
+def test_generate_waits_for_a_worker(
+    quire: Callable[..., int],
+    executor: FakeExecutor,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_worker = rich_status(grpc.StatusCode.UNAVAILABLE, "NO_WORKER", "no worker is ready")
+    monkeypatch.setattr(generate, "POLL_INTERVAL_S", 0.0)
+    executor.script = [*ids("46"), EOS]
+    for method in ("GetModelInfo", "GetModelInfo", "Prefill"):
+        executor.fail(method, no_worker)
+    assert quire("generate", "x") == 0
+    out, err = capsys.readouterr()
+    waiting = "quire: waiting for a worker: loading 42%\n"
+    assert (out, err) == ("46\n", waiting * 2), "told once for each wait"
+    executor.fail("GetModelInfo", no_worker)
+    executor.fail("GetStatus", rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING"))
+    assert quire("generate", "x") == 0, "a token that may not ask how far it is waits, too"
+    assert capsys.readouterr() == ("46\n", "quire: waiting for a worker to load\n")
+    monkeypatch.setattr(generate, "WORKER_PATIENCE_S", -1.0)
+    executor.fail("GetModelInfo", no_worker)
+    assert quire("generate", "x") == 1
+    assert capsys.readouterr().err == "quire: UNAVAILABLE NO_WORKER no worker is ready\n"
 
 
 @pytest.mark.parametrize(
