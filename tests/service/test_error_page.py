@@ -42,13 +42,14 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
 
 def raised() -> dict[str, tuple[str, set[str]]]:
     """The same as the code has them."""
-    rows, keys = {}, defaultdict(set)
+    rows: dict[str, tuple[str, set[str]]] = {}
+    keys: defaultdict[str, set[str]] = defaultdict(set)
     for name, call in calls():
         first = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
         if name in GIVEN and first is not None:
-            rows[str(first)] = GIVEN[name], set[str]()
+            rows[str(first)] = GIVEN[name], set()
         elif name == "too_many" and first is not None:
-            rows[f"TOO_MANY_{str(first).upper()}"] = errors.InvalidArgument.code, set[str]()
+            rows[f"TOO_MANY_{str(first).upper()}"] = errors.InvalidArgument.code, set()
         for keyword in call.keywords:
             if keyword.arg == "metadata" and isinstance(keyword.value, ast.Dict):
                 keys[name] |= {str(key.value) for key in keyword.value.keys if isinstance(key, ast.Constant)}
