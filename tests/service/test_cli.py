@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import grpc
@@ -176,6 +177,36 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert caught.value.code == 2
     assert "usage: quire" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("serve --wrokers 2", "quire serve: error: --wrokers is not known; did you mean --workers?"),
+        ("generate x --lgprobs=1", "quire generate: error: --lgprobs is not known; did you mean --logprobs?"),
+        ("generate x y", "quire generate: error: y is not known"),
+        ("generate x --max-tokens 0", "--max-tokens: '0' is refused: must be a whole number from 1"),
+        ("generate x --top-p hot", "--top-p: 'hot' is refused: must be a number"),
+        ("generate --tokens 1,x", "'1,x' is refused: must be whole numbers of 32 bits with commas between"),
+        ("status --watch nan", "--watch: 'nan' is refused: must be a number of seconds above 0"),
+    ],
+)
+def test_wrong_usage_is_told_in_a_sentence(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    error = capsys.readouterr().err
+    command, *_ = arguments.split()
+    assert caught.value.code == 2 and said in error
+    assert error.startswith(f"usage: quire {command}"), "the usage of that command"
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"quire {metadata.version('quire-server')}\n"
 
 
 def test_what_only_the_server_can_tell_exits_with_2_too(
