@@ -18,10 +18,10 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from service.cli.channel import CONTROL_TIMEOUT_S, error_reason, open_channel, print_error
 from service.cli.detokenizer import Detokenizer
-from service.printable import stripped
+from service.printable import escaped, stripped
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 # How long a worker may take to load, and how often it is asked for.
 WORKER_PATIENCE_S = 60.0
@@ -183,7 +183,21 @@ def _prompt_ids(tokenizer: Tokenizer | None, options: argparse.Namespace) -> lis
         return list(options.tokens)
     if tokenizer is None:
         raise _BadPrompt("this model has no tokenizer: give token ids with --tokens 1,2,3")
-    return list(tokenizer.encode(options.prompt).ids)
+    encoded = tokenizer.encode(options.prompt)
+    _warn_of_unknown(tokenizer, encoded, options.prompt)
+    return list(encoded.ids)
+
+
+def _warn_of_unknown(tokenizer: Tokenizer, encoded: Encoding, text: str) -> None:
+    """Names on standard error what the tokenizer has no token of its own for."""
+    # Not every kind of model has one: with all bytes as tokens nothing is unknown.
+    name = getattr(tokenizer.model, "unk_token", None)
+    unknown_id = None if name is None else tokenizer.token_to_id(name)
+    places = [at for token_id, at in zip(encoded.ids, encoded.offsets, strict=True) if token_id == unknown_id]
+    unknown = dict.fromkeys(text[start:end] for start, end in places)
+    if unknown:
+        named = " ".join(escaped(part) for part in unknown)
+        print(f"quire: the model's tokenizer does not know: {named}", file=sys.stderr)
 
 
 def _sampling(options: argparse.Namespace) -> types_pb2.SamplingParams:

@@ -84,6 +84,19 @@ def test_generate_stops_at_max_tokens_and_at_the_end_of_the_context(
     assert capsys.readouterr().out == "abc\n"
 
 
+def test_generate_warns_of_what_the_tokenizer_does_not_know(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    executor.tokenizer_json = letters.to_str().encode()
+    executor.script = [1, EOS]
+    assert quire("generate", "ab") == 0
+    assert capsys.readouterr().err == ""
+    assert quire("generate", "abxé\x1bx") == 0
+    assert capsys.readouterr().err == "quire: the model's tokenizer does not know: x é \\x1b\n"
+
+
 def test_generate_takes_and_shows_token_ids(
     quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
