@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import ipaddress
 import math
+import re
 import tomllib
 import types
 import typing
@@ -62,6 +63,8 @@ class _Rule:
     # For strings: whether a value can be used, and in words what can.
     accepts: Callable[[str], bool] | None = None
     allowed: str = ""
+    # What is the matter with one that cannot, where more can be said than what can.
+    why_not: Callable[[Any], str] | None = None
 
 
 def _setting(default: Any, help_text: str, **rule: Any) -> Any:
@@ -70,6 +73,13 @@ def _setting(default: Any, help_text: str, **rule: Any) -> Any:
 
 def _is_model(value: str) -> bool:
     return value in (SHIPPED_MODEL, WEIGHTLESS_MODEL) or (Path(value) / "config.json").is_file()
+
+
+def _why_no_model(value: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", value) and not Path(value).exists():
+        return f"it is not here: download it first, for example with: hf download {value} --local-dir DIR"
+    matter = "it has no config.json" if Path(value).exists() else "it does not exist"
+    return f"{matter}; must be {_MODELS}"
 
 
 def _is_file(value: str) -> bool:
@@ -97,6 +107,7 @@ def _is_listen_address(value: str) -> bool:
 
 
 _FILE: Any = {"accepts": _is_file, "allowed": "must be a file"}
+_MODELS = f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, or a directory that holds config.json"
 _SWITCH: Any = {"choices": ("off", "on")}
 
 
@@ -108,7 +119,8 @@ class Config:
         SHIPPED_MODEL,
         "the model to serve: the shipped adder, the weightless paged-attention, or a Hugging Face directory",
         accepts=_is_model,
-        allowed=f"must be {SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, or a directory that holds config.json",
+        allowed=f"must be {_MODELS}",
+        why_not=_why_no_model,
     )
     listen: str = _setting(
         "127.0.0.1:50051",
@@ -280,7 +292,9 @@ class _Setting:
         except (TypeError, ValueError):
             raise ConfigError(self.name, source, value, self.allowed) from None
         if not self._accepts(parsed):
-            raise ConfigError(self.name, source, value, self.allowed)
+            why_not = self.rule.why_not
+            allowed = why_not(parsed) if why_not is not None else self.allowed
+            raise ConfigError(self.name, source, value, allowed)
         return parsed
 
     def _convert(self, value: object, *, text: bool) -> str | float:

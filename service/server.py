@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -185,7 +187,7 @@ async def serve(config: Config) -> int:
     try:
         port = await gateway.start()
     except RuntimeError:
-        _log.error("cannot listen", listen=config.listen, hint="is another server using the address?")
+        _log.error("cannot listen", listen=config.listen, error=why_not_listening(config.listen))
         return 1
     listen = f"{config.listen.rpartition(':')[0]}:{port}" if port > 1 else config.listen
     _log.info("listening", listen=listen, model=config.model, workers=config.workers)
@@ -206,6 +208,33 @@ async def serve(config: Config) -> int:
         await workers
     _log.info("stopped")
     return status
+
+
+def why_not_listening(listen: str) -> str:
+    """What the system says of an address that cannot be bound: gRPC does not tell. Binds for a moment."""
+    path = listen.removeprefix("unix:")
+    try:
+        if path != listen:
+            _try_to_bind(socket.AF_UNIX, path)
+            Path(path).unlink()
+        else:
+            host, _, port = listen.rpartition(":")
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            for family, *_, address in found:
+                _try_to_bind(family, address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return str(error.strerror)
+        return "something is at this path" if path != listen else "is another server using the address?"
+    return "the address is free by now"
+
+
+def _try_to_bind(family: int, address: Any) -> None:
+    """Raises OSError."""
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        # As gRPC does: connections that are being closed do not count.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind(address)
 
 
 def _report_failure(workers: asyncio.Task[None]) -> int:

@@ -8,19 +8,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
-from service.cli.channel import CONTROL_TIMEOUT_S, open_channel, print_error
+from service.cli.channel import CONTROL_TIMEOUT_S, error_reason, open_channel, print_error
 from service.cli.detokenizer import Detokenizer
-from service.printable import stripped
+from service.printable import escaped, stripped
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
+
+# How long a worker may take to load, and how often it is asked for.
+WORKER_PATIENCE_S = 60.0
+POLL_INTERVAL_S = 0.5
+_Answer = TypeVar("_Answer")
 
 
 class _BadPrompt(Exception):
@@ -34,9 +40,7 @@ def generate(options: argparse.Namespace) -> int:
     with open_channel(options) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         try:
-            info = stub.GetModelInfo(
-                executor_pb2.GetModelInfoRequest(include_tokenizer=True), timeout=CONTROL_TIMEOUT_S
-            )
+            info = _patiently(stub, lambda: _model_info(stub))
             able = stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest(), timeout=CONTROL_TIMEOUT_S)
             _generate(stub, info, able.executor.kv_capacity_tokens, options)
         except grpc.RpcError as error:
@@ -46,6 +50,36 @@ def generate(options: argparse.Namespace) -> int:
             print(f"quire: {error}", file=sys.stderr)
             return 2
     return 0
+
+
+def _patiently(stub: executor_pb2_grpc.ModelExecutorServiceStub, call: Callable[[], _Answer]) -> _Answer:
+    """The answer of `call`, made again for a while as long as no worker is ready. Raises grpc.RpcError."""
+    give_up_s = time.monotonic() + WORKER_PATIENCE_S
+    told = ""
+    while True:
+        try:
+            return call()
+        except grpc.RpcError as error:
+            if error_reason(cast(grpc.Call, error)) != "NO_WORKER" or time.monotonic() > give_up_s:
+                raise
+        if (progress := _progress(stub)) != told:
+            print(f"quire: waiting for a worker{progress}", file=sys.stderr)
+            told = progress
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _progress(stub: executor_pb2_grpc.ModelExecutorServiceStub) -> str:
+    """How far the workers have loaded, as the end of a sentence."""
+    # Not every token may ask.
+    with contextlib.suppress(grpc.RpcError):
+        workers = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=CONTROL_TIMEOUT_S).workers
+        return f": loading {max((worker.load_progress for worker in workers), default=0):.0%}"
+    return " to load"
+
+
+def _model_info(stub: executor_pb2_grpc.ModelExecutorServiceStub) -> executor_pb2.GetModelInfoResponse:
+    request = executor_pb2.GetModelInfoRequest(include_tokenizer=True)
+    return stub.GetModelInfo(request, timeout=CONTROL_TIMEOUT_S)
 
 
 def _generate(
@@ -78,7 +112,7 @@ def _outputs(
     """Yields what each call says; the cache is released however the loop over it ends."""
     # The id makes a repeated request find the same cache; it also is in the server's log.
     request = executor_pb2.PrefillRequest(token_ids=prompt, output=wanted, request_id=uuid.uuid4().hex)
-    prefilled = _prefill(stub, request)
+    prefilled = _patiently(stub, lambda: _prefill(stub, request))
     cache, output = prefilled.kv_cache, prefilled.output
     try:
         yield output
@@ -149,7 +183,21 @@ def _prompt_ids(tokenizer: Tokenizer | None, options: argparse.Namespace) -> lis
         return list(options.tokens)
     if tokenizer is None:
         raise _BadPrompt("this model has no tokenizer: give token ids with --tokens 1,2,3")
-    return list(tokenizer.encode(options.prompt).ids)
+    encoded = tokenizer.encode(options.prompt)
+    _warn_of_unknown(tokenizer, encoded, options.prompt)
+    return list(encoded.ids)
+
+
+def _warn_of_unknown(tokenizer: Tokenizer, encoded: Encoding, text: str) -> None:
+    """Names on standard error what the tokenizer has no token of its own for."""
+    # Not every kind of model has one: with all bytes as tokens nothing is unknown.
+    name = getattr(tokenizer.model, "unk_token", None)
+    unknown_id = None if name is None else tokenizer.token_to_id(name)
+    places = [at for token_id, at in zip(encoded.ids, encoded.offsets, strict=True) if token_id == unknown_id]
+    unknown = dict.fromkeys(text[start:end] for start, end in places)
+    if unknown:
+        named = " ".join(escaped(part) for part in unknown)
+        print(f"quire: the model's tokenizer does not know: {named}", file=sys.stderr)
 
 
 def _sampling(options: argparse.Namespace) -> types_pb2.SamplingParams:

@@ -7,18 +7,23 @@ when it runs, so that none waits for another's libraries; what is loaded here is
 from __future__ import annotations
 
 import argparse
+import difflib
+import math
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from service.config import ConfigError, add_flags, load_config
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+_Value = TypeVar("_Value")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status; argparse exits by itself with 2 on wrong usage."""
-    parsed = _parser().parse_args(arguments)
+    parsed = _parsed(arguments)
     try:
         return _COMMANDS[parsed.command](parsed)
     except ConfigError as error:
@@ -74,8 +79,32 @@ def _serve(parsed: argparse.Namespace) -> int:
 _COMMANDS = {"serve": _serve, "status": _status, "generate": _generate, "token": _token}
 
 
-def _parser() -> argparse.ArgumentParser:
+class _Version(argparse.Action):
+    """Prints the version and exits. It is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        print(f"quire {metadata.version('quire-server')}")
+        parser.exit()
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of one command. Exits with 2 and that command's usage if one is not known."""
+    parser, commands = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = commands[parsed.command]
+        name = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
+        close = difflib.get_close_matches(name, re.findall(r"--[\w-]+", command.format_usage()), n=1)
+        command.error(f"{name} is not known" + (f"; did you mean {close[0]}?" if close else ""))
+    return parsed
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and that of each command."""
     parser = argparse.ArgumentParser(prog="quire", description="A token-level LLM executor behind gRPC.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser(
@@ -91,10 +120,13 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--watch",
         nargs="?",
-        type=_positive_float,
+        type=_seconds,
         const=1.0,
         metavar="SECONDS",
         help="repeat, and show rates between two readings (default: every second)",
+    )
+    status.add_argument(
+        "--wide", action="store_true", help="every column, also beyond the width of the terminal"
     )
 
     generate = commands.add_parser(
@@ -107,13 +139,15 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
     prompt.add_argument("--tokens", type=_token_ids, metavar="1,2,3", help="token ids to continue, not text")
     generate.add_argument(
-        "--max-tokens", type=_positive_int, default=64, metavar="N", help="stop after N (default 64)"
+        "--max-tokens", type=_count, default=64, metavar="N", help="stop after N (default 64)"
     )
-    generate.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default)")
-    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
-    generate.add_argument("--top-p", type=float, metavar="P", help="draw from the top probability mass P")
-    generate.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P of the most likely")
-    generate.add_argument("--seed", type=int, metavar="N", help="makes a draw repeatable")
+    generate.add_argument("--temperature", type=_number, metavar="T", help="0: greedy (default)")
+    generate.add_argument(
+        "--top-k", type=_whole_number, metavar="K", help="draw from the K most likely tokens"
+    )
+    generate.add_argument("--top-p", type=_number, metavar="P", help="draw from the top probability mass P")
+    generate.add_argument("--min-p", type=_number, metavar="P", help="drop tokens below P of the most likely")
+    generate.add_argument("--seed", type=_whole_number, metavar="N", help="makes a draw repeatable")
     generate.add_argument(
         "--logprobs", action="store_true", help="a line for each token: id, log-probability, text"
     )
@@ -127,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     token.add_argument(
         "--roles", default="call", metavar="ROLE,...", help="of call, observe, administer (default call)"
     )
-    return parser
+    return parser, commands.choices
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -150,25 +184,32 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+def _option(
+    convert: Callable[[str], _Value], allowed: str, accepts: Callable[[_Value], bool] = lambda _: True
+) -> Callable[[str], _Value]:
+    """A type for argparse, which says in words what can be given."""
+
+    def parse(text: str) -> _Value:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is refused: must be {allowed}")
+        return value
+
+    return parse
 
 
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
-
-
-def _token_ids(text: str) -> list[int]:
-    ids = [int(part) for part in text.split(",")]
-    if not all(0 <= token_id < 1 << 32 for token_id in ids):
-        raise argparse.ArgumentTypeError("token ids are 32-bit numbers")
-    return ids
+_number = _option(float, "a number")
+_whole_number = _option(int, "a whole number")
+_seconds = _option(float, "a number of seconds above 0", lambda value: 0 < value < math.inf)
+_count = _option(int, "a whole number from 1", lambda value: value >= 1)
+_token_ids = _option(
+    lambda text: [int(part) for part in text.split(",")],
+    "whole numbers of 32 bits with commas between them",
+    lambda ids: all(0 <= token_id < 1 << 32 for token_id in ids),
+)
 
 
 if __name__ == "__main__":

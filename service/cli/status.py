@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -16,14 +18,19 @@ from rich.text import Text
 from service.cli.channel import CONTROL_TIMEOUT_S, open_channel, print_error
 from service.printable import escaped
 
-# Where there is no terminal whose width counts, every column is shown in full.
-_WIDTH_WITHOUT_TERMINAL = 240
+# Where no terminal's width counts, every column is shown in full.
+_WIDTH_OF_ALL = 10_000
 _COLUMNS = (
     "worker", "pid", "epoch", "device", "runner", "state", "seqs", "used", "free", "cached", "pages",
     "running", "prefills", "decodes", "prefill ms", "decode ms", "batch", "memory",
 )  # fmt: skip
 _RATE_COLUMNS = ("tokens/s", "prefills/s", "decodes/s", "steps/s")
 _TEXT_COLUMNS = frozenset({"worker", "device", "runner", "state"})
+# What is shown first where there is not room for all; what is not among them comes last.
+_FIRST_COLUMNS = (
+    "worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch",
+    "tokens/s", "decodes/s", "pid", "memory",
+)  # fmt: skip
 # Among the kernels of a worker whose CPU kernels could not be compiled.
 NOT_COMPILED = "cpu-not-compiled"
 
@@ -40,15 +47,16 @@ def show_status(options: argparse.Namespace) -> int:
     """Prints the status of a server, every `options.watch` seconds if given. Returns the exit status."""
     interval_s: float | None = options.watch
     console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_WITHOUT_TERMINAL
+    in_place = console.is_terminal and not options.wide
+    if not in_place:
+        console.width = _WIDTH_OF_ALL
     with open_channel(options) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         try:
             if interval_s is None:
                 console.print(render(_read(stub), None))
             else:
-                _watch(stub, console, interval_s)
+                _watch(stub, console, interval_s, in_place=in_place)
         except grpc.RpcError as error:
             print_error(error)
             return 1
@@ -63,10 +71,12 @@ def _read(stub: executor_pb2_grpc.ModelExecutorServiceStub) -> Reading:
     return Reading(status, time.monotonic())
 
 
-def _watch(stub: executor_pb2_grpc.ModelExecutorServiceStub, console: Console, interval_s: float) -> None:
-    """Repeats until interrupted or the server fails. In place on a terminal, else one below the other."""
+def _watch(
+    stub: executor_pb2_grpc.ModelExecutorServiceStub, console: Console, interval_s: float, *, in_place: bool
+) -> None:
+    """Repeats until interrupted or the server fails. In place, or one below the other."""
     before = _read(stub)
-    if not console.is_terminal:
+    if not in_place:
         console.print(render(before, None))
         while True:
             time.sleep(interval_s)
@@ -89,19 +99,47 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         f"  up {_duration(status.uptime_ms / 1000)}  {status.caches} caches"
         f"  {status.operations_in_flight} operations in flight  {_bytes(status.memory_bytes)}"
     )
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in _COLUMNS if before is None else (*_COLUMNS, *_RATE_COLUMNS):
-        table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=True)
     earlier = {worker.worker_id: worker for worker in before.status.workers} if before else {}
+    rows = []
     for worker in status.workers:
         cells = worker_cells(worker)
         if before is not None:
             cells += rate_cells(worker, earlier.get(worker.worker_id), now.taken_s - before.taken_s)
-        # As Text: rich would read markup in them.
-        table.add_row(*(Text(escaped(cell)) for cell in cells))
+        rows.append(cells)
+    table = _Workers(_COLUMNS if before is None else (*_COLUMNS, *_RATE_COLUMNS), rows)
     slow = ", ".join(w.worker_id for w in status.workers if NOT_COMPILED in w.executor.kernels)
     note = [Text(f"slow: the CPU kernels of {escaped(slow)} are not compiled, see the log")] if slow else []
     return Group(Text(escaped(line)), table, *note)
+
+
+class _Workers:
+    """A table of as many columns as the console has room for: those left are whole."""
+
+    def __init__(self, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._names = names
+        # As Text: rich would read markup in them.
+        self._rows = [[Text(escaped(cell)) for cell in row] for row in rows]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        shown, gap = self._fitting(options.max_width)
+        table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
+        for name in (self._names[i] for i in shown):
+            table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", overflow="fold")
+        for row in self._rows:
+            table.add_row(*(row[i] for i in shown))
+        yield table
+
+    def _fitting(self, width: int) -> tuple[list[int], int]:
+        """The columns that fit, in their order, and the blanks between two of them."""
+        widths = [
+            max([len(name), *(row[i].cell_len for row in self._rows)]) for i, name in enumerate(self._names)
+        ]
+        first = [self._names.index(name) for name in _FIRST_COLUMNS if name in self._names]
+        by_rank = first + [i for i in range(len(self._names)) if i not in first]
+        gap = 2 if sum(widths[i] + 2 for i in first) - 2 <= width else 1
+        ends = itertools.accumulate(widths[i] + gap for i in by_rank)
+        count = sum(end - gap <= width for end in ends)
+        return sorted(by_rank[: max(1, count)]), gap
 
 
 def worker_cells(worker: executor_pb2.WorkerStatus) -> list[str]:

@@ -1,4 +1,4 @@
-"""The README's first session, run against the shipped model as it is written there."""
+"""The README's code and commands, run against the shipped model as they are written there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from quire import Client
+from quire.v1 import executor_pb2
 
 from tests.gateway_process import GatewayProcess
 
@@ -40,11 +42,17 @@ def run(*command: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def test_the_python_session(address: str, tmp_path: Path) -> None:
-    (code,) = blocks("python")
-    script = tmp_path / "session.py"
-    script.write_text(code.replace("127.0.0.1:50051", address))
-    assert run(sys.executable, str(script)).strip() == "46"
+def test_the_python_code(address: str, tmp_path: Path) -> None:
+    printed = []
+    for code in blocks("python"):
+        script = tmp_path / "copied.py"
+        script.write_text(code.replace("127.0.0.1:50051", address))
+        printed.append(run(sys.executable, str(script)).strip())
+    first, session = printed
+    assert first == "46"
+    assert len(session.split(", ")) == 2, "a token for each prompt"
+    with Client(address) as client:
+        assert not client.stub.ListCaches(executor_pb2.ListCachesRequest()).kv_caches, "all are released"
 
 
 def test_the_commands(address: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import grpc
@@ -15,6 +17,7 @@ from quire.v1 import executor_pb2
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from service.cli import generate
 from service.cli.main import main
 from service.cli.status import Reading, render
 from service.doors.tokens import read_register
@@ -81,6 +84,19 @@ def test_generate_stops_at_max_tokens_and_at_the_end_of_the_context(
     assert capsys.readouterr().out == "abc\n"
 
 
+def test_generate_warns_of_what_the_tokenizer_does_not_know(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    executor.tokenizer_json = letters.to_str().encode()
+    executor.script = [1, EOS]
+    assert quire("generate", "ab") == 0
+    assert capsys.readouterr().err == ""
+    assert quire("generate", "abxé\x1bx") == 0
+    assert capsys.readouterr().err == "quire: the model's tokenizer does not know: x é \\x1b\n"
+
+
 def test_generate_takes_and_shows_token_ids(
     quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +145,31 @@ def test_a_failed_call_is_told_in_a_line_and_the_cache_released(
     assert executor.caches == {}
 
 
+def test_generate_waits_for_a_worker(
+    quire: Callable[..., int],
+    executor: FakeExecutor,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_worker = rich_status(grpc.StatusCode.UNAVAILABLE, "NO_WORKER", "no worker is ready")
+    monkeypatch.setattr(generate, "POLL_INTERVAL_S", 0.0)
+    executor.script = [*ids("46"), EOS]
+    for method in ("GetModelInfo", "GetModelInfo", "Prefill"):
+        executor.fail(method, no_worker)
+    assert quire("generate", "x") == 0
+    out, err = capsys.readouterr()
+    waiting = "quire: waiting for a worker: loading 42%\n"
+    assert (out, err) == ("46\n", waiting * 2), "told once for each wait"
+    executor.fail("GetModelInfo", no_worker)
+    executor.fail("GetStatus", rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING"))
+    assert quire("generate", "x") == 0, "a token that may not ask how far it is waits, too"
+    assert capsys.readouterr() == ("46\n", "quire: waiting for a worker to load\n")
+    monkeypatch.setattr(generate, "WORKER_PATIENCE_S", -1.0)
+    executor.fail("GetModelInfo", no_worker)
+    assert quire("generate", "x") == 1
+    assert capsys.readouterr().err == "quire: UNAVAILABLE NO_WORKER no worker is ready\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -149,6 +190,36 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert caught.value.code == 2
     assert "usage: quire" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("serve --wrokers 2", "quire serve: error: --wrokers is not known; did you mean --workers?"),
+        ("generate x --lgprobs=1", "quire generate: error: --lgprobs is not known; did you mean --logprobs?"),
+        ("generate x y", "quire generate: error: y is not known"),
+        ("generate x --max-tokens 0", "--max-tokens: '0' is refused: must be a whole number from 1"),
+        ("generate x --top-p hot", "--top-p: 'hot' is refused: must be a number"),
+        ("generate --tokens 1,x", "'1,x' is refused: must be whole numbers of 32 bits with commas between"),
+        ("status --watch nan", "--watch: 'nan' is refused: must be a number of seconds above 0"),
+    ],
+)
+def test_wrong_usage_is_told_in_a_sentence(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    error = capsys.readouterr().err
+    command, *_ = arguments.split()
+    assert caught.value.code == 2 and said in error
+    assert error.startswith(f"usage: quire {command}"), "the usage of that command"
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"quire {metadata.version('quire-server')}\n"
 
 
 def test_what_only_the_server_can_tell_exits_with_2_too(
@@ -190,6 +261,26 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
         "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
     }  # fmt: skip
     assert "starting 42%" in starting
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_table_fits_the_terminal_and_cuts_nothing(width: int, watched: bool) -> None:
+    status = executor_pb2.GetStatusResponse()
+    for index in range(2):
+        worker = status.workers.add(worker_id=f"worker-{index}", pid=104_711, state=1 + index)
+        worker.pool.pages_total, worker.memory_bytes = 16_384, 1 << 30
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(render(Reading(status, 1.0), Reading(status, 0.0) if watched else None))
+    _, header, starting, ready = capture.get().splitlines()[-4:]
+    assert max(map(len, (header, starting, ready))) <= width
+    assert "\N{HORIZONTAL ELLIPSIS}" not in capture.get()
+    kept = ["worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch"]
+    kept += ["tokens/s"] if watched else ["pid", "memory"]
+    assert all(name in header for name in kept)
+    assert "starting 0%" in starting and "ready" in ready and "16384" in ready
+    assert ("prefill ms" in header) == (width == 200)
 
 
 def split(row: str) -> list[str]:

@@ -14,6 +14,8 @@ from quire.v1 import worker_pb2
 
 from service.config import Config, ConfigError, add_flags, load_config
 
+MODELS = "must be adder, paged-attention, or a directory that holds config.json"
+
 
 def parse(*arguments: str) -> dict[str, str | None]:
     parser = argparse.ArgumentParser()
@@ -71,8 +73,14 @@ def test_auto_means_none_in_every_source(tmp_path: Path) -> None:
         ("--drain-grace-s", "inf", "must be a number from 0 to 86400"),
         ("--max-request-bytes", "2147483648", "must be a whole number from 1024 to 2147483647"),
         ("--log-level", "INFO", "must be one of debug, info, warning, error"),
-        ("--model", "/nowhere", "must be adder, paged-attention, or a directory that holds config.json"),
-        ("--model", "", "must be adder, paged-attention, or a directory that holds config.json"),
+        ("--model", "/nowhere", f"it does not exist; {MODELS}"),
+        ("--model", "/", f"it has no config.json; {MODELS}"),
+        ("--model", "", f"it has no config.json; {MODELS}"),
+        (
+            "--model",
+            "Qwen/Qwen3",
+            "it is not here: download it first, for example with: hf download Qwen/Qwen3 --local-dir DIR",
+        ),
     ],
 )
 def test_a_bad_flag_is_refused_with_what_is_allowed(flag: str, value: str, allowed: str) -> None:

@@ -29,9 +29,10 @@ class ModelExecutorServiceStub:
     """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
-    adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position` set it is fenced and
-    safe to retry: it is applied at that length only, and one that repeats the last one gets that one's answer.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
+    append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
+    set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
+    one's answer.
     """
 
     def __init__(self, channel):
@@ -136,9 +137,10 @@ class ModelExecutorServiceServicer:
     """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
-    adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position` set it is fenced and
-    safe to retry: it is applied at that length only, and one that repeats the last one gets that one's answer.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
+    append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
+    set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
+    one's answer.
     """
 
     def Prefill(self, request, context):
@@ -372,9 +374,10 @@ class ModelExecutorService:
     """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
     service owns the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason. An append (every call that
-    adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position` set it is fenced and
-    safe to retry: it is applied at that length only, and one that repeats the last one gets that one's answer.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
+    append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
+    set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
+    one's answer.
     """
 
     @staticmethod

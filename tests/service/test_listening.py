@@ -1,0 +1,36 @@
+"""What is said of an address that cannot be listened on."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from service.server import why_not_listening
+
+
+def test_a_port_that_another_server_has() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        _, port = other.getsockname()
+        assert why_not_listening(f"127.0.0.1:{port}") == "is another server using the address?"
+
+
+@pytest.mark.parametrize(
+    ("listen", "said"),
+    [
+        # 192.0.2.0/24 is for documentation: no machine has such an address.
+        ("192.0.2.1:50051", "Cannot assign requested address"),
+        ("unix:/nowhere/to/be/found.sock", "No such file or directory"),
+    ],
+)
+def test_an_address_that_is_not_here(listen: str, said: str) -> None:
+    assert why_not_listening(listen) == said
+
+
+def test_a_path_that_is_taken_and_one_that_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    assert why_not_listening(f"unix:{path}") == "the address is free by now"
+    assert not path.exists(), "it is not left behind"
+    path.write_text("a file")
+    assert why_not_listening(f"unix:{path}") == "something is at this path"
