@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-# For how long one keeps the loop in one go. Far less than the 20 ms that are promised: a unit may be begun late,
-# and a call of somebody else's needs several turns of the loop.
+# For how long one keeps the loop in one go. Far less than the 20 ms that are promised: a unit may be begun
+# late, and a call of somebody else's needs several turns of the loop.
 SLICE_S = 0.002
 
 

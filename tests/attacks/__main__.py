@@ -1,9 +1,10 @@
-"""Attacks a real gateway beside bystanders, and says what it cost them: `python -m tests.attacks`, minutes."""
+"""Attacks a real gateway beside bystanders and says what it cost them: `python -m tests.attacks`, minutes."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from tests.attacks.frame import Attack, Outcome, as_dict, run
 from tests.attacks.report import table
 
 ALL: tuple[Attack, ...] = (
-    *messages.ATTACKS, *memory.ATTACKS, *processes.ATTACKS, *fairness.ATTACKS, *tenants.ATTACKS, *overload.ATTACKS,
+    *messages.ATTACKS, *memory.ATTACKS, *processes.ATTACKS, *fairness.ATTACKS, *tenants.ATTACKS,
+    *overload.ATTACKS,
 )  # fmt: skip
 
 
@@ -55,8 +57,6 @@ def main() -> int:
 
 
 def _knows(root: Path, flag: str) -> bool:
-    import subprocess
-
     command = quire_command(root, "serve", "--help")
     return (
         flag in subprocess.run(command, env=environment(root), cwd="/", capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""Two callers who do nothing wrong, as a process: `python -m tests.attacks.bystanders ADDRESS WORKER FILE TOKEN`.
+"""Two callers who do nothing wrong: `python -m tests.attacks.bystanders ADDRESS WORKER FILE TOKEN`.
 
 One decodes with unary calls, one on a Session, each on a cache of its own in that worker, with small pauses.
 What became of each step is a line of the file: when it began, how long it took, and how it failed, if it did.
@@ -101,6 +101,7 @@ class _Open:
     async def cache(self, first: int) -> Caller:
         """A new cache in the worker: prompts differ until one is placed there."""
         others: list[str] = []
+        prompt, answer = [0], pb.PrefillResponse()
         for salt in range(64):
             prompt = [(first + salt) % 90, *PROMPT]
             answer = await self.stub.Prefill(
@@ -181,15 +182,16 @@ async def _go_on(one: Callable[[_Open, TextIO], Awaitable[None]], server: _Open,
         await asyncio.sleep(0.05)
 
 
-async def _main(address: str, worker_id: str, path: str, token: str) -> None:
+async def _main(address: str, worker_id: str, out: TextIO, token: str) -> None:
     metadata = (("authorization", f"Bearer {token}"),) if token else None
-    with Path(path).open("w", buffering=1) as out:
-        callers = [_go_on(one, _Open(address, worker_id, metadata), out) for one in (_unary, _session)]
-        tasks = [asyncio.ensure_future(caller) for caller in callers]
-        await asyncio.to_thread(sys.stdin.read)
-        for task in tasks:
-            task.cancel()
+    callers = [_go_on(one, _Open(address, worker_id, metadata), out) for one in (_unary, _session)]
+    tasks = [asyncio.ensure_future(caller) for caller in callers]
+    await asyncio.to_thread(sys.stdin.read)
+    for task in tasks:
+        task.cancel()
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(*sys.argv[1:]))
+    _address, _worker_id, _path, _token = sys.argv[1:]
+    with Path(_path).open("w", buffering=1) as _out:
+        asyncio.run(_main(_address, _worker_id, _out, _token))

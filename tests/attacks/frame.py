@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 from google.protobuf.message import Message
 from grpc_status import rpc_status
@@ -70,7 +69,7 @@ class Scene:
 
 def said(error: Any) -> str:
     """A failed call's code and reason."""
-    status = rpc_status.from_call(error) if isinstance(error, grpc.RpcError) else None
+    status = rpc_status.from_call(error)
     reason = from_status(status).reason if status is not None else ""
     return f"{error.code().name} {reason}".strip()
 
@@ -85,10 +84,10 @@ class Attack:
     tries: int = 10
     prepare: Callable[[Scene], None] | None = None
     flags: Sequence[str] = ()
-    # Ends a worker, and with it one process that is replaced. Or ends the gateway: then nothing is asked after.
+    # Ends a worker, and with it one process that is replaced. Or the gateway: then nothing is asked after.
     kills: int = 0
     ends_gateway: bool = False
-    # By how much gateway and workers together may grow, from the settings; of the gateway's own pause, nothing.
+    # By how much gateway and workers together may grow, from the settings.
     budget_mib: int = 256
     # Instead of a plain gateway. Given the checkout.
     gateway: Callable[[Path], GatewayProcess] | None = None
@@ -142,7 +141,7 @@ def run(attack: Attack, root: Path = ROOT) -> Outcome:
 
 
 def measure(attack: Attack, scene: Scene, bystanders: Bystanders, tries: int = 0) -> Outcome:
-    """Bystanders alone, then beside the attack's tries, then what is left. `tries`: instead of the attack's."""
+    """Bystanders alone, beside the attack's tries, and what is left. `tries`: instead of the attack's."""
     if attack.prepare is not None:
         attack.prepare(scene)
         time.sleep(AFTER_S)

@@ -59,7 +59,7 @@ def no_descriptors(scene: Scene) -> None:
 
 def no_socket_directory(scene: Scene) -> None:
     victim = scene.worker(scene.victim)
-    sockets = {Path(c.laddr) for c in victim.net_connections("unix") if str(c.laddr).startswith("/")}
+    sockets = {Path(str(c.laddr)) for c in victim.net_connections("unix") if str(c.laddr).startswith("/")}
     for path in {path.parent for path in sockets}:
         shutil.rmtree(path)
     scene.notes["removed"] = len(sockets)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from tests.attacks.frame import Attack, Outcome
 
 _HEAD = (
-    "attack", "tries", "p50 alone / beside, ms", "p99 alone / beside, ms", "ratio", "longest, ms", "bystanders failed",
-    "gateway / workers grew, MiB", "stall, ms", "replaced", "answers", "seen",
+    "attack", "tries", "p50 alone / beside, ms", "p99 alone / beside, ms", "ratio", "longest, ms",
+    "bystanders failed", "gateway / workers grew, MiB", "stall, ms", "replaced", "answers", "seen",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ _NUMBERS = itertools.count()
 
 
 class _Guarded(GatewayProcess):
-    """A gateway with tenants. The harness and the bystanders have tokens; an attacker is mallory, or nobody."""
+    """A gateway with tenants. Harness and bystanders have tokens; an attacker is mallory, or nobody."""
 
     def __init__(self, root: Path) -> None:
         made = {name: new_token(name, [Role.CALL]) for name in ("alice", "mallory", "bystander")}
@@ -65,12 +65,12 @@ def _mallory(scene: Scene) -> None:
     scene.notes["given away"] += pb.ReleaseCacheResponse.FromString(released).released
     scene.notes["given away"] += cache_id.encode() in listed
     # Her own caches, of the same tokens: with the same request id, and another last page each time.
-    for request in (
+    for guess in (
         pb.PrefillRequest(token_ids=_SECRET, request_id="alices"),
         pb.PrefillRequest(token_ids=[*_SECRET[:-1], next(_NUMBERS) % 900], cache_salt=f"{next(_NUMBERS)}"),
     ):
-        answer = pb.PrefillResponse.FromString(scene.send("Prefill", request, metadata=mallory))
-        known = answer.kv_cache.cache_id == cache_id or (answer.reused_tokens and request.cache_salt)
+        answer = pb.PrefillResponse.FromString(scene.send("Prefill", guess, metadata=mallory))
+        known = answer.kv_cache.cache_id == cache_id or (answer.reused_tokens and guess.cache_salt)
         scene.notes["given away"] += bool(known)
         scene.send(
             "ReleaseCache", pb.ReleaseCacheRequest(cache_id=answer.kv_cache.cache_id), metadata=mallory
