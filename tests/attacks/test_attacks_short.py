@@ -30,7 +30,7 @@ BY_NAME = {
 }
 # Name, tries, and what it must have been answered, if one answer is right.
 SHORT = (
-    ("empty calls", 2, "RESOURCE_EXHAUSTED TOO_MANY_CALLS"),
+    ("empty calls", 2, "INVALID_ARGUMENT TOO_MANY_CALLS"),
     ("empty items", 2, "INVALID_ARGUMENT TOO_MANY_ITEMS"),
     ("large mask", 1, "INVALID_ARGUMENT BAD_MASK"),
     ("full mask", 2, "OK"),
