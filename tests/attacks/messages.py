@@ -85,7 +85,7 @@ ATTACKS = (
     Attack("empty items", "131,072 empty items of a BatchPrefill", empty_items, tries=20),
     Attack("large mask", "a mask of 14 million repeated ids on 256 rows", large_mask, tries=10),
     Attack("full mask", "a mask of all ids on 256 rows", largest_mask, tries=30),
-    Attack("penalties", "a scoring of 30,000 tokens with penalties", scoring_with_penalties, tries=3),
+    Attack("penalties", "a scoring of 30,000 tokens with penalties", scoring_with_penalties, tries=2),
     # Several are under way at once: gRPC receives them whole before anybody can look.
     Attack(
         "long prompts",
