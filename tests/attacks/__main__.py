@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ def main() -> int:
         "--out", type=Path, default=Path("build/attacks"), metavar="DIR", help="for the results"
     )
     options = parser.parse_args()
+    # A run that is ended ends its gateway too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     chosen = [a for a in ALL if not options.only or a.name.startswith(tuple(options.only))]
     root = options.before.resolve() if options.before else ROOT
     options.out.mkdir(parents=True, exist_ok=True)

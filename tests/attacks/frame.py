@@ -26,6 +26,8 @@ TIMEOUT_S = 90.0
 # Bystanders alone, and how long is looked at what an attack leaves behind.
 ALONE_S = 4.0
 AFTER_S = 1.0
+# In the short form both.
+SHORT_S = 0.3
 # Of some attacks a try is over before a bystander has noticed: they are tried for at least so long.
 LEAST_S = 3.0
 MIB = 1 << 20
@@ -142,11 +144,12 @@ def run(attack: Attack, root: Path = ROOT) -> Outcome:
 
 def measure(attack: Attack, scene: Scene, bystanders: Bystanders, tries: int = 0) -> Outcome:
     """Bystanders alone, beside the attack's tries, and what is left. `tries`: instead of the attack's."""
+    settle_s = SHORT_S if tries else AFTER_S
     if attack.prepare is not None:
         attack.prepare(scene)
-        time.sleep(AFTER_S)
+        time.sleep(settle_s)
     alone_s = time.monotonic()
-    time.sleep(ALONE_S if not tries else AFTER_S)
+    time.sleep(SHORT_S if tries else ALONE_S)
     before = scene.gateway.status()
     pids = [worker.pid for worker in before.workers]
     gateway, workers = _Memory([scene.gateway.process.pid]), _Memory(pids)
@@ -157,8 +160,8 @@ def measure(attack: Attack, scene: Scene, bystanders: Bystanders, tries: int = 0
     seconds = time.monotonic() - began_s
     alone = bystanders.waits(alone_s, began_s)
     # Whoever still waits is answered before it is looked at.
-    time.sleep(AFTER_S)
-    beside = bystanders.waits(began_s, began_s + seconds + AFTER_S)
+    time.sleep(settle_s)
+    beside = bystanders.waits(began_s, began_s + seconds + settle_s)
     after = before if attack.ends_gateway else scene.gateway.status()
     stall_ms = after.longest_stall_ms if after.longest_stall_ms > before.longest_stall_ms else 0
     return Outcome(
