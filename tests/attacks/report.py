@@ -8,13 +8,13 @@ from tests.attacks.frame import Attack, Outcome
 
 _HEAD = (
     "attack", "tries", "p50 alone / beside, ms", "p99 alone / beside, ms", "ratio", "longest, ms",
-    "bystanders failed", "gateway / workers grew, MiB", "stall, ms", "replaced", "answers", "seen",
+    "bystanders failed", "gateway / workers grew, MiB", "stall, ms", "replaced", "answered, and seen",
 )  # fmt: skip
 
 
 def table(outcomes: Iterable[Outcome], attacks: Mapping[str, Attack]) -> str:
     """One line for each."""
-    lines = ["| " + " | ".join(_HEAD) + " |", "|---|" + "---:|" * 5 + "---|" + "---:|" * 3 + "---|---|"]
+    lines = ["| " + " | ".join(_HEAD) + " |", "|---|" + "---:|" * 5 + "---|" + "---:|" * 3 + "---|"]
     lines += ["| " + " | ".join(_cells(outcome, attacks)) + " |" for outcome in outcomes]
     return "\n".join(lines)
 
@@ -35,5 +35,5 @@ def _cells(o: Outcome, attacks: Mapping[str, Attack]) -> Iterable[str]:
     # 0: no longer than one at the start of the server.
     yield f"{o.stall_ms}" if o.stall_ms else ""
     yield "" if ends else f"{o.replaced}"
-    yield ", ".join(f"{name} {count:,}" for name, count in o.answers.items())
-    yield ", ".join(f"{name}: {value}" for name, value in o.notes.items())
+    answered = [f"{name} {count:,}" for name, count in o.answers.items()]
+    yield ", ".join(answered + [f"{name}: {value}" for name, value in o.notes.items()])
