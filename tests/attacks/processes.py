@@ -123,7 +123,8 @@ def hung_worker(scene: Scene) -> None:
     """Stopped for less than the heartbeat timeout: new work goes elsewhere, and nobody is killed."""
     victim = scene.worker(scene.victim)
     took_s: list[float] = scene.held.setdefault("took_s", [])
-    calls, until_s = [], time.monotonic() + _PAUSE_S
+    calls: list[Any] = []
+    until_s = time.monotonic() + _PAUSE_S
     victim.suspend()
     while (began_s := time.monotonic()) < until_s:
         request = pb.PrefillRequest(token_ids=[len(calls) % 900, *range(40)])
