@@ -70,6 +70,7 @@ class Gateway:
             config.max_calls_per_message,
             config.max_items_per_call,
             max_seq_tokens=lambda: self.state.max_seq_tokens,
+            vocab_size=lambda: self.state.vocab_size,
         )
         self.health = health.aio.HealthServicer()
         self.doors = Doors.of(config)

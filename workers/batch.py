@@ -57,7 +57,7 @@ def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size
     counts = [-(-length // page_size) for length in context_lens]
     longest = max(counts)
     rows = [
-        chunk.running.sequence.pages[:count] + [0] * (longest - count)
+        chunk.running.sequence.pages[:count].tolist() + [0] * (longest - count)
         for chunk, count in zip(chunks, counts, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.int32)  # [N, P]

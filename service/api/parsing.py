@@ -5,7 +5,7 @@ a second, 16 MB of tokens a tenth of one. So a large message is cut where fields
 piece, which to the wire format is the same; others are served between the pieces. What nobody would send is
 refused on the way, before it is parsed.
 
-Knows the wire format, and the names of what is bounded: calls, items, tokens.
+Knows the wire format, and the names of what is bounded: calls, items, tokens, ids.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class MessageLimits:
     max_items: int = 1024
     # What a sequence may have at most. None: not known yet.
     max_seq_tokens: Callable[[], int | None] = lambda: None
+    # How many ids a mask can name. None: not known yet.
+    vocab_size: Callable[[], int | None] = lambda: None
 
 
 class Malformed:
@@ -158,11 +160,17 @@ class _Parser:
         if field.name == "items" and parts > self._limits.max_items:
             raise too_many("items", self._limits.max_items)
         limit = self._limits.max_seq_tokens()
-        size = place.end - place.body
-        if field.name == "token_ids" and limit is not None and size > limit:
-            tokens = len(data[place.body : place.end].translate(None, _CONTINUED))
+        if field.name == "token_ids" and limit is not None and place.end - place.body > limit:
+            tokens = _count(data, place)
             if tokens > limit:
                 raise SequenceTooLong(tokens, limit)
+
+    def _check_mask(self, data: bytes, place: _Field) -> None:
+        """Refuses a mask that names more ids than there are: parsed it would be many times as large."""
+        limit = self._limits.vocab_size()
+        if limit is not None and place.end - place.body > limit and (ids := _count(data, place)) > limit:
+            text = f"{ids} ids were sent, there are {limit} tokens"
+            raise InvalidArgument("BAD_MASK", "output.mask.allowed", text)
 
     def _merge_large(
         self, message: Message, field: FieldDescriptor | None, data: bytes, place: _Field
@@ -178,6 +186,8 @@ class _Parser:
             part = part.add() if field.is_repeated else part
             yield from self.merge(part, data[place.body : place.end])
         elif field.is_repeated and field.type == FieldDescriptor.TYPE_UINT32:
+            if field.name == "ids":
+                self._check_mask(data, place)
             for numbers in _cut(data[place.body : place.end]):
                 key = data[place.start : _varint(data, place.start)[1]]
                 message.MergeFromString(key + _to_varint(len(numbers)) + numbers)
@@ -189,6 +199,11 @@ class _Parser:
 
 def _is_part(field: FieldDescriptor) -> bool:
     return bool(field.is_repeated) and field.message_type is not None
+
+
+def _count(data: bytes, place: _Field) -> int:
+    """How many packed numbers there are."""
+    return len(data[place.body : place.end].translate(None, _CONTINUED))
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -46,6 +46,11 @@ class ServerState:
         return None if self._limits is None else self._limits.max_seq_tokens
 
     @property
+    def vocab_size(self) -> int | None:
+        """How many tokens the model knows. None: no worker was ready yet."""
+        return None if self._limits is None else self._limits.vocab_size
+
+    @property
     def first_ready(self) -> worker_pb2.WorkerReady:
         """What the first worker said of its model and executor. Raises NoWorker until one has loaded it."""
         if self._first_ready is None:

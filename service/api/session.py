@@ -51,6 +51,8 @@ _TARGET_MESSAGE_BYTES = 1 << 20
 _LEAST_CALL_BYTES = 1024
 # Calls that are started in one go, in requests that touch one cache: a few milliseconds' worth.
 _SLICE_WEIGHT = 256
+# A call that is refused: its error with details costs as much as starting several.
+_REFUSAL_WEIGHT = 8
 
 # The fields of a Session's messages by the call's own request type, which they are named after.
 _FIELDS = {
@@ -173,6 +175,7 @@ class Session:
                 plan = await _CALLS[kind].plan(getattr(call, kind), self._state.limits, timeout_s)
             except QuireError as error:
                 planned.append((tag, "error", error.untraced()))
+                weight += _REFUSAL_WEIGHT
             else:
                 planned.append((tag, kind, plan))
                 weight += plan.weight

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import struct
 from collections.abc import Iterator
 
 import pytest
@@ -12,10 +11,8 @@ from quire.v1 import executor_pb2 as pb
 
 from tests.e2e.unharmed import TIMEOUT_S, unharmed
 from tests.gateway_process import GatewayProcess
+from tests.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, headers, message
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS = 0, 1, 4
-END_STREAM, END_HEADERS = 1, 4
 REQUEST = pb.PrefillRequest(token_ids=[1, 2, 3]).SerializeToString()
 
 
@@ -45,35 +42,6 @@ def exchange(gateway: GatewayProcess, data: bytes, until: bytes | None = None) -
         except OSError:
             pass  # It hung up on what it had not read: an answer, too.
     return received
-
-
-def frame(kind: int, flags: int, payload: bytes, stream: int = 1) -> bytes:
-    """A frame of HTTP/2."""
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def headers(**changed: str) -> bytes:
-    """The opening of a connection and of a Prefill on it. Underscores of names stand for dashes."""
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": "/quire.v1.ModelExecutorService/Prefill",
-        ":authority": "quire",
-        "te": "trailers",
-        "content-type": "application/grpc",
-    }
-    fields.update({name.replace("_", "-"): value for name, value in changed.items()})
-    # Literal fields without indexing, as HPACK calls the simplest form.
-    block = b"".join(
-        b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-        for name, value in fields.items()
-    )
-    return PREFACE + frame(SETTINGS, 0, b"", stream=0) + frame(HEADERS, END_HEADERS, block)
-
-
-def message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
-    """A message as gRPC frames it."""
-    return struct.pack(">BI", compressed, len(data) if length is None else length) + data
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import cast
 
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
+from service.api.breath import Breather
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.caches.effects import Command, ForwardDone, ForwardSequence
@@ -73,3 +74,26 @@ async def test_calls_of_a_session_are_of_one_caller() -> None:
         dispatcher.worker_answered("worker-0", 1, events, pages_available=50)
         await session
         assert [result.tag for result in peer.results] == [1, 2, 3, 4]
+
+
+async def test_others_run_between_calls_that_are_refused() -> None:
+    dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), lambda *_: None)
+    peer = Peer()
+    session = Session(dispatcher, ServerState(Config()), cast(SessionContext, peer))
+    # Planning them takes no time: only what their errors cost makes a slice end.
+    session._breather = Breather(clock_s=lambda: 0.0)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while len(peer.results) < 960:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def calls() -> AsyncIterator[executor_pb2.SessionRequest]:
+        yield executor_pb2.SessionRequest(calls=[executor_pb2.SessionCall(tag=tag) for tag in range(960)])
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(others())
+        group.create_task(session.run(calls()))
+    assert turns >= 30

@@ -6,6 +6,7 @@ reading a sequence's pages slot by slot must give its tokens at their positions.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -97,7 +98,7 @@ class TableMachine(RuleBasedStateMachine):
             return [], error
 
     def try_to_reserve(self, seq: KvSequence, n: int) -> bool:
-        before = (seq.token_ids.copy(), seq.pages.copy(), self.table.usage())
+        before = (seq.token_ids.copy(), seq.pages[:], self.table.usage())
         available = self.pages - len(self.held_pages())
         room_tokens = len(seq.pages) * PAGE - len(seq)
         copies, refusal = self.reserve_or_refuse(seq, n)
@@ -342,7 +343,7 @@ def test_a_released_sequence_is_found_again() -> None:
     grow(table, table.create(1, b"a"), tokens)
     first = table.get(1)
     assert first is not None
-    pages = first.pages.copy()
+    pages = first.pages[:]
     assert table.release(1)
     assert table.usage().pages_cached == 3
     stranger = table.create(2, b"b")
@@ -450,7 +451,7 @@ def test_room_reserved_once_is_used_in_chunks() -> None:
     table = KvTable(4, PAGE)
     seq = table.create(1)
     table.reserve(seq, 10)
-    pages = seq.pages.copy()
+    pages = seq.pages[:]
     for token in range(10):
         table.append(seq, [token])
         assert table.reserve(seq, 10 - len(seq)) == []
@@ -552,3 +553,12 @@ def test_check_integrity_notices(corrupt: Callable[[KvTable, KvSequence], None])
     corrupt(table, seq)
     with pytest.raises(IntegrityError):
         table.check_integrity()
+
+
+def test_what_forks_hold_gives_the_garbage_collector_nothing_to_walk_through() -> None:
+    table = KvTable(64, PAGE)
+    parent = table.create(1)
+    grow(table, parent, list(range(60 * PAGE)))
+    for child in table.fork_all(parent, range(2, 10)):
+        assert len(child.pages) == 60
+        assert not any(isinstance(held, int) for held in gc.get_referents(child.pages))

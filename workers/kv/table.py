@@ -16,6 +16,7 @@ thread of the step loop owns it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +33,8 @@ class KvSequence:
     key: int
     salt: bytes = b""
     token_ids: TokenList = field(default_factory=TokenList)
-    pages: list[int] = field(default_factory=list)
+    # Without objects: the garbage collector would walk through those of thousands of forks.
+    pages: array[int] = field(default_factory=lambda: array("i"))
     digests: SharedList[bytes] = field(default_factory=SharedList)
     reserved_len_tokens: int = 0
 
@@ -252,7 +254,7 @@ class KvTable:
         for key in child_keys:
             child = self.create(key, seq.salt)
             child.token_ids = seq.token_ids.copy()
-            child.pages = pages.copy()
+            child.pages = pages[:]
             for walk in self._walks:
                 walk.gained(key, pages)
             child.digests = seq.digests.copy()

@@ -1,0 +1,62 @@
+"""More callers than can be served: what is done in time, at one, ten and fifty times the capacity."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.checkout import ROOT, environment
+from tests.attacks.frame import Attack, Scene
+
+_SECONDS = 6.0
+# Python's gRPC sends about two thousand calls a second, so that more needs more processes.
+_PER_PROCESS = 1500
+
+
+def load(address: str, rate: float, seconds: float, deadline_s: float) -> dict[str, Any]:
+    """What came of a load, from one or several processes of callers. Figures are summed."""
+    processes = max(1, min(8, round(rate / _PER_PROCESS)))
+    arguments = [address, str(rate / processes), str(seconds), str(deadline_s)]
+    command = [sys.executable, "-m", "tests.attacks.load", *arguments]
+    callers = [
+        subprocess.Popen(command, cwd=ROOT, env=environment(ROOT), stdout=subprocess.PIPE)
+        for _ in range(processes)
+    ]
+    done = [json.loads(caller.communicate()[0]) for caller in callers]
+    answers: dict[str, int] = {}
+    for one in done:
+        for name, count in one["answers"].items():
+            answers[name] = answers.get(name, 0) + count
+    return {name: round(sum(one[name] for one in done), 1) for name in ("asked_per_s", "in_time_per_s")} | {
+        "answers": answers
+    }
+
+
+def _capacity(scene: Scene) -> None:
+    load(scene.gateway.address, 0, 2, 30)
+    scene.notes["capacity_per_s"] = load(scene.gateway.address, 0, 4, 30)["in_time_per_s"]
+
+
+def _at(times: int, deadline_s: float) -> Callable[[Scene], None]:
+    def run(scene: Scene) -> None:
+        done = load(scene.gateway.address, times * scene.notes["capacity_per_s"], _SECONDS, deadline_s)
+        scene.answers.update(done.pop("answers"))
+        scene.notes |= done
+
+    return run
+
+
+ATTACKS = tuple(
+    Attack(
+        f"load x{times}, {deadline_s:g} s",
+        f"{times} times the capacity, deadlines of {deadline_s:g} s",
+        _at(times, deadline_s),
+        tries=1,
+        prepare=_capacity,
+    )
+    for deadline_s in (1.0, 0.25)
+    for times in (1, 10, 50)
+)

@@ -1,0 +1,67 @@
+"""Each attack that needs no gateway of its own, once or twice: nobody is harmed, and nothing grows.
+
+How long bystanders wait is measured by `python -m tests.attacks`; here it decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.attacks import fairness, memory, messages, tenants
+from tests.attacks.bystanders import Bystanders
+from tests.attacks.frame import Attack, Scene, measure
+from tests.gateway_process import GatewayProcess
+
+UNREAD_MIB, JOURNAL_MIB, MESSAGE_MIB = 64, 16, 16
+# The allocator's, the interpreter's, and of what is received before anybody can look at it.
+SLACK_MIB = 128
+LIMITS = {
+    "--max-unread-bytes": UNREAD_MIB << 20,
+    "--max-journal-bytes": JOURNAL_MIB << 20,
+    "--max-caches": 4096,
+    "--kv-pages": 4096,
+}
+BY_NAME = {
+    attack.name: attack
+    for attack in (*messages.ATTACKS, *memory.ATTACKS, *fairness.ATTACKS, *tenants.ATTACKS)
+    if attack.gateway is None
+}
+# Name, tries, and what it must have been answered, if one answer is right.
+SHORT = (
+    ("empty calls", 2, "INVALID_ARGUMENT TOO_MANY_CALLS"),
+    ("empty items", 2, "INVALID_ARGUMENT TOO_MANY_ITEMS"),
+    ("large mask", 1, "INVALID_ARGUMENT BAD_MASK"),
+    ("full mask", 2, "OK"),
+    ("long prompts", 1, ""),
+    ("forks", 6, ""),
+    ("forks that part", 2, ""),
+    ("unread answers", 1, ""),
+    ("control characters", 2, ""),
+)
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[tuple[Scene, Bystanders]]:
+    flags = [word for name, value in LIMITS.items() for word in (name, str(value))]
+    with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
+        first, last = (worker.worker_id for worker in gateway.status().workers)
+        with Bystanders(gateway.address, first, gateway.log_path.parent) as bystanders:
+            yield Scene(gateway, last), bystanders
+
+
+@pytest.mark.parametrize(("name", "tries", "answer"), SHORT, ids=[name for name, _, _ in SHORT])
+def test_attack(scene: tuple[Scene, Bystanders], name: str, tries: int, answer: str) -> None:
+    target, bystanders = scene
+    target.answers.clear()
+    target.notes.clear()
+    attack: Attack = BY_NAME[name]
+    outcome = measure(attack, target, bystanders, tries)
+    assert outcome.replaced == 0, "a healthy worker was killed"
+    assert outcome.steps > 0 and not outcome.failed, "bystanders were answered"
+    assert not answer or set(outcome.answers) == {answer}
+    budget_mib = UNREAD_MIB + JOURNAL_MIB + 14 * MESSAGE_MIB + SLACK_MIB
+    assert outcome.gateway_mib < budget_mib, outcome
+    assert outcome.kept_mib < JOURNAL_MIB + SLACK_MIB, outcome
+    assert target.notes.get("control bytes in the log", 0) == 0

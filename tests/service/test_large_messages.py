@@ -1,0 +1,25 @@
+"""Large messages: what is refused while they are parsed, and what others get to run meanwhile."""
+
+from __future__ import annotations
+
+from quire.v1 import executor_pb2, types_pb2
+
+from service.api.parsing import Large, Malformed, MessageLimits
+from service.errors import InvalidArgument
+
+VOCAB = 100_000
+LIMITS = MessageLimits(vocab_size=lambda: VOCAB)
+
+
+async def test_a_mask_with_more_ids_than_tokens_is_refused_unparsed() -> None:
+    for ids, refused in ((VOCAB, False), (VOCAB + 1, True)):
+        mask = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[70_000] * ids))
+        request = executor_pb2.ForwardRequest(token_ids=[1], output=types_pb2.OutputOptions(mask=mask))
+        message = executor_pb2.ForwardRequest()
+        parsed = await Large(message, request.SerializeToString(), LIMITS).parsed()
+        if not refused:
+            assert parsed == request
+            continue
+        assert isinstance(parsed, Malformed) and isinstance(parsed.error, InvalidArgument)
+        assert (parsed.error.reason, parsed.error.field) == ("BAD_MASK", "output.mask.allowed")
+        assert not message.output.mask.allowed.ids
