@@ -116,6 +116,8 @@ class ExecutorApi:
             version=self._version,
             tasks=len(asyncio.all_tasks()),
             longest_stall_ms=int(self._state.watch.longest_stretch_s * 1000),
+            journal_bytes=self._dispatcher.journal_bytes,
+            unread_bytes=self._state.answers.used_bytes,
         )
 
     async def GetCacheMetrics(
@@ -167,6 +169,8 @@ def _worker_status(slot: WorkerSlot) -> executor_pb2.WorkerStatus:
         device_memory_bytes=snapshot.device_memory_bytes,
         device_memory_peak_bytes=snapshot.device_memory_peak_bytes,
         step_age_ns=snapshot.step_age_ns,
+        suspect=slot.suspect,
+        trouble=slot.trouble,
     )
 
 
