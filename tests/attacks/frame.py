@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -196,8 +197,9 @@ class _Memory:
     def __init__(self, pids: Sequence[int]) -> None:
         self._begin = {pid: self._read(pid, "VmRSS") for pid in pids}
         for pid in pids:
-            # Resets the peak.
-            Path(f"/proc/{pid}/clear_refs").write_text("5")
+            # Resets the peak, where there is such a file.
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def growth_mib(self) -> float:
         """Of those that still are, in all."""
