@@ -6,10 +6,6 @@ import asyncio
 import gc
 import inspect
 import random
-import re
-import subprocess
-import sys
-import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -38,7 +34,7 @@ from tests.client.session_gateway import (
     top_of,
     unary_answers,
 )
-from tests.gateway_process import ROOT, GatewayProcess
+from tests.gateway_process import GatewayProcess
 
 
 @pytest.fixture(scope="module")
@@ -310,18 +306,6 @@ async def test_a_session_that_is_forgotten_ends(gateway: GatewayProcess, client:
     del cache
     gc.collect()
     await until(lambda: readers() == 0)
-
-
-def test_the_readmes_example(gateway: GatewayProcess) -> None:
-    (code,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    program = (
-        f"import asyncio, sys; sys.path.insert(0, {str(ROOT / 'clients' / 'python')!r})\n"
-        "from quire import AsyncClient\nprompts = [[1, 2], [3, 4]]\nasync def main():\n"
-        + textwrap.indent(code.replace("127.0.0.1:50051", gateway.address), "    ")
-        + "    print([cache.seq_len for cache in caches])\nasyncio.run(main())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout.strip(), done.stderr) == ("[3, 3]", "")
 
 
 def test_both_sessions_offer_the_same() -> None:
