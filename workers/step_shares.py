@@ -47,12 +47,13 @@ class StepShares:
             return
         self._steps += 1
         free = self._times.free_cost
-        wanted = {caller: backlog.cost for caller, backlog in lane.callers.items()}
+        wanted = {caller: backlog.cost for caller, backlog in lane.callers.items() if backlog.held}
         greedy: dict[int, int] = {}
         if lane.cost > free:
             greedy = {caller: cost for caller, cost in wanted.items() if cost > free}
+        # Who is alone is nobody's other: not even his own, if he comes back as another call.
         self._modest.append(
-            {caller: wanted[caller] for caller in wanted.keys() - greedy} if greedy else wanted
+            {caller: wanted[caller] for caller in wanted.keys() - greedy} if len(wanted) > 1 else {}
         )
         if greedy:
             self._bound(greedy, free)

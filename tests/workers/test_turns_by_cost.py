@@ -247,3 +247,27 @@ def test_cost_is_tokens_and_rows_by_their_weight() -> None:
     op = Forward(1, 1, 0, range(40), rows=10, output=OutputSpec(logits=LogitsFormat.BF16))
     assert cost_of(op, 40) == 40 + 10 * 4
     assert cost_of(op, 6) == 6 + 6 * 4
+
+
+def test_a_batch_that_comes_again_and_again_alone_is_not_split() -> None:
+    """Each call is a caller of its own: what was left of the last one is nobody whom this one could delay."""
+    scheduler = Scheduler(512, 256, max_rows=256)
+    op_ids = count()
+
+    def sizes_of(caller: int, items: int) -> list[int]:
+        for _ in range(items):
+            op_id = next(op_ids)
+            scheduler.add(Forward(op_id, op_id, 0, range(1), rows=1, caller=caller))
+        sizes = []
+        while len(scheduler):
+            chunks = scheduler.next_batch(0, accept).chunks
+            sizes.append(len(chunks))
+            for chunk in chunks:
+                chunk.running.computed += chunk.count
+                assert scheduler.advance(chunk)
+        return sizes
+
+    # After two who were there together, and may come back, the first batches are in parts.
+    scheduler._shares._modest.append({1: 20, 2: 20})
+    sizes = [sizes_of(caller, 32) for caller in range(3, 20)]
+    assert len(sizes[0]) > 1 and sizes[-1] == [32]
