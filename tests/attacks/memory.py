@@ -12,7 +12,7 @@ from quire.v1 import types_pb2 as types
 
 from tests import http2
 from tests.attacks.frame import MIB, SERVICE, TIMEOUT_S, Attack, Scene, said
-from tests.attacks.messages import packed
+from tests.raw_messages import packed
 
 _LOGITS = types.OutputOptions(logits=types.LOGITS_FORMAT_F32)
 # How long answers are left unread, and messages unfinished.

@@ -9,17 +9,9 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from tests.attacks.frame import MIB, SERVICE, TIMEOUT_S, Attack, Scene
+from tests.raw_messages import packed
 
 _NUMBERS = itertools.count()
-
-
-def packed(field: int, body: bytes) -> bytes:
-    """A field of bytes, or of numbers of one byte each, as protobuf writes it."""
-    size, length = len(body), bytearray()
-    while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    return bytes([field << 3 | 2, *length, size]) + body
 
 
 def on_session(scene: Scene, data: bytes) -> None:

@@ -16,6 +16,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
 from tests.gateway_process import GatewayProcess
+from tests.raw_messages import packed
 
 SESSION = "/quire.v1.ModelExecutorService/Session"
 PROMPT = list(range(20))
@@ -348,14 +349,6 @@ def test_draining_ends_sessions_after_their_answers() -> None:
 # Floods: who sends them is refused or waits; a neighbour is served meanwhile, and nothing of them stays.
 
 
-def varint(number: int) -> bytes:
-    out = bytearray()
-    while number >= 0x80:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
-
-
 EMPTY_PARTS = b"\x0a\x00"
 HUGE_PROMPT_BYTES = (16 << 20) - 64
 FLOODS = {
@@ -363,7 +356,7 @@ FLOODS = {
     "a batch of empty items": ("BatchPrefill", EMPTY_PARTS * 131_072, "TOO_MANY_ITEMS", 1),
     "prompts that nobody can hold": (
         "Prefill",
-        b"\x12" + varint(HUGE_PROMPT_BYTES) + b"\x05" * HUGE_PROMPT_BYTES,
+        packed(2, b"\x05" * HUGE_PROMPT_BYTES),
         "SEQUENCE_TOO_LONG",
         14,
     ),

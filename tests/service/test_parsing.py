@@ -15,6 +15,7 @@ from quire.v1 import types_pb2 as types
 
 from service.api import breath, parsing
 from service.api.parsing import Large, Malformed, MessageLimits
+from tests.raw_messages import packed
 
 LIMITS = MessageLimits(max_calls=5, max_items=5, max_seq_tokens=lambda: 1000)
 EMPTY_PART = b"\x0a\x00"
@@ -99,8 +100,8 @@ def test_calls_and_items_are_counted_before_they_are_parsed() -> None:
     assert reason(parsed(pb.SessionRequest, many)) == "TOO_MANY_CALLS"
     assert reason(parsed(pb.BatchPrefillRequest, many)) == "TOO_MANY_ITEMS"
     # Those of a batch within a session are its own failure; but nobody sends so many fields.
-    call = pb.SessionCall.FromString(b"\x08\x07").SerializeToString() + b"\x2a" + varint(len(many)) + many
-    assert reason(parsed(pb.SessionRequest, b"\x0a" + varint(len(call)) + call)) == "TOO_MANY_FIELDS"
+    call = pb.SessionCall.FromString(b"\x08\x07").SerializeToString() + packed(5, many)
+    assert reason(parsed(pb.SessionRequest, packed(1, call))) == "TOO_MANY_FIELDS"
     assert reason(parsed(pb.PrefillRequest, b"\x78\x01" * 100_000)) == "TOO_MANY_FIELDS"
 
 
@@ -132,11 +133,3 @@ def test_others_run_between_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(main())
     assert turns >= len(data) // parsing._PIECE_BYTES
-
-
-def varint(number: int) -> bytes:
-    out = bytearray()
-    while number >= 0x80:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
