@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from quire.v1 import executor_pb2
 
 from benchmarks import checkout, gateway_process
 
 ROOT = checkout.ROOT
+# Far more than anything takes.
+_PATIENCE_S = 60
 
 
 class GatewayProcess(gateway_process.GatewayProcess):
     """A `quire serve` on a free port, and what tests ask of its pools."""
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Polls. Fails after a minute, with the log."""
+        give_up_s = time.monotonic() + _PATIENCE_S
+        while not condition():
+            assert time.monotonic() < give_up_s, f"it never happened:\n{self.log()}"
+            time.sleep(0.01)
+
+    def wait_until_in_flight(self, count: int) -> None:
+        """Until at least so many operations are."""
+        self.wait_until(lambda: self.status().operations_in_flight >= count)
 
     def pools(self) -> list[executor_pb2.WorkerCacheMetrics]:
         """The workers' pools, with their invariants checked."""

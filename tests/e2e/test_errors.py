@@ -295,8 +295,7 @@ def test_a_full_queue_and_a_drain_refuse_new_calls_and_finish_the_others() -> No
         worker.suspend()
         try:
             running = gateway.stub.Prefill.future(request, timeout=TIMEOUT_S)
-            while gateway.status().operations_in_flight == 0:
-                pass
+            gateway.wait_until_in_flight(1)
             assert refusal(gateway.stub.Prefill, request).reason == "QUEUE_FULL"
             gateway.process.send_signal(signal.SIGTERM)
             while (refused := refusal(gateway.stub.Prefill, request)).reason == "QUEUE_FULL":

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +119,7 @@ def test_draining_finishes_what_has_begun() -> None:
             # Small steps: long enough to be in flight when the signal comes.
             prompt = [i % 1000 for i in range(12_000)]
             call = gateway.stub.Prefill.future(pb.PrefillRequest(token_ids=prompt), timeout=100)
-            while gateway.status().operations_in_flight == 0:
-                time.sleep(0.005)
+            gateway.wait_until_in_flight(1)
             gateway.process.send_signal(signal.SIGTERM)
             assert next(watch).status == NOT_SERVING
             # The lame-duck delay: still taken.
@@ -138,8 +136,7 @@ def test_a_second_signal_stops_at_once() -> None:
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         workers = [psutil.Process(worker.pid) for worker in gateway.status().workers]
         gateway.process.send_signal(signal.SIGTERM)
-        while "draining" not in gateway.log():
-            time.sleep(0.01)
+        gateway.wait_until(lambda: "draining" in gateway.log())
         gateway.process.send_signal(signal.SIGTERM)
         assert gateway.process.wait(30) == -signal.SIGKILL
         _, alive = psutil.wait_procs(workers, timeout=30)

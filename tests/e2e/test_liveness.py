@@ -8,7 +8,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,6 @@ HEARTBEAT_TIMEOUT_S = 1.0
 
 def serve(*flags: str, workers: int = 2) -> GatewayProcess:
     return GatewayProcess(model="paged-attention", workers=workers, flags=["--kv-pages", "2048", *flags])
-
-
-def until(condition: Callable[[], bool], gateway: GatewayProcess) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s, gateway.log()
-        time.sleep(0.02)
 
 
 def logged(gateway: GatewayProcess, event: str) -> bool:
@@ -77,7 +70,7 @@ def test_a_silent_worker_gets_nothing_new_and_keeps_what_it_has() -> None:
         (victim, held), (other, _) = caches.items()
         before = worker_pids(gateway)
         with stopped(before[victim]):
-            until(lambda: logged(gateway, "worker is silent"), gateway)
+            gateway.wait_until(lambda: logged(gateway, "worker is silent"))
             request = pb.DecodeRequest(cache_id=held.kv_cache.cache_id, token_id=7)
             waiting = gateway.stub.Decode.future(request, timeout=ANSWER_TIMEOUT_S)
             for first in range(200, 232):
@@ -86,7 +79,7 @@ def test_a_silent_worker_gets_nothing_new_and_keeps_what_it_has() -> None:
                 answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=ANSWER_TIMEOUT_S)
                 assert answer.kv_cache.worker_id == other
         assert waiting.result().kv_cache.seq_len == held.kv_cache.seq_len + 1
-        until(lambda: logged(gateway, "worker is heard again"), gateway)
+        gateway.wait_until(lambda: logged(gateway, "worker is heard again"))
         cache_on_each_worker(gateway)
         assert worker_pids(gateway) == before
 
@@ -97,7 +90,7 @@ def test_a_signal_to_all_processes_drains() -> None:
         # Small steps: long enough to be in flight when the signal comes.
         prompt = [i % 1000 for i in range(12_000)]
         call = gateway.stub.Prefill.future(pb.PrefillRequest(token_ids=prompt), timeout=100)
-        until(lambda: gateway.status().operations_in_flight > 0, gateway)
+        gateway.wait_until_in_flight(1)
         # As a service manager does, in the worst order.
         for pid in (*(worker.pid for worker in workers), gateway.process.pid):
             os.kill(pid, signal.SIGTERM)
@@ -137,14 +130,14 @@ def test_sockets_go_with_their_workers_and_the_directory_comes_back() -> None:
         first = sockets_of(gateway)
         assert len(first) == 2 and first[0].parent.stat().st_mode & 0o777 == 0o700
         os.kill(pid_of(gateway, victim), signal.SIGKILL)
-        until(lambda: logged(gateway, "worker is gone"), gateway)
+        gateway.wait_until(lambda: logged(gateway, "worker is gone"))
         gateway.wait_until_ready()
         second = sockets_of(gateway)
         assert len(second) == 2 and len(set(first) & set(second)) == 1
         # A cleaner of files that nobody has read for long.
         shutil.rmtree(second[0].parent)
         os.kill(pid_of(gateway, victim), signal.SIGKILL)
-        until(lambda: len(sockets_of(gateway)) == 1, gateway)
+        gateway.wait_until(lambda: len(sockets_of(gateway)) == 1)
         gateway.wait_until_ready()
         assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
         cache_on_each_worker(gateway)
@@ -160,7 +153,7 @@ def test_a_worker_with_another_model_is_not_admitted(tmp_path: Path) -> None:
         model.rename(tmp_path / "good")
         other.rename(model)
         os.kill(pid_of(gateway, victim), signal.SIGKILL)
-        until(lambda: "holds another model now" in gateway.log(), gateway)
+        gateway.wait_until(lambda: "holds another model now" in gateway.log())
         assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
         ready = [r for r in gateway.records() if r["event"] == "worker ready"]
         assert len(ready) == 2, "the one with the other model never was"
@@ -180,7 +173,7 @@ def test_no_descriptors_left_costs_no_other_worker() -> None:
         # The lowest free ones are taken first: few enough that the pipes of a process do not fit.
         process.rlimit(resource.RLIMIT_NOFILE, (process.num_fds() - 8, limits[1]))
         os.kill(victim_pid, signal.SIGKILL)
-        until(lambda: logged(gateway, "worker cannot be started"), gateway)
+        gateway.wait_until(lambda: logged(gateway, "worker cannot be started"))
         assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
         process.rlimit(resource.RLIMIT_NOFILE, limits)
         gateway.wait_until_ready()

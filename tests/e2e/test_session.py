@@ -251,8 +251,7 @@ def test_a_caller_that_does_not_read_is_cut_off_and_hurts_nobody(gateway: Gatewa
             stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
             call = stub.Session(_rows_of_logits(unread), timeout=60)
             # Not one answer is read until the server has had enough; the status comes after what is buffered.
-            while "does not read its answers" not in gateway.log():
-                await asyncio.sleep(0.02)
+            await asyncio.to_thread(gateway.wait_until, lambda: "does not read its answers" in gateway.log())
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 async for _ in call:
                     pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,14 +60,11 @@ def reason_of(error: Any) -> str:
 
 
 def wait_for_new_worker(gateway: GatewayProcess, worker_id: str, old_epoch: int) -> None:
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        for worker in gateway.status().workers:
-            if worker.worker_id == worker_id and worker.epoch > old_epoch:
-                gateway.wait_until_ready()
-                return
-        time.sleep(0.02)
-    raise AssertionError(f"no new worker:\n{gateway.log()}")
+    def replaced() -> bool:
+        return any(w.worker_id == worker_id and w.epoch > old_epoch for w in gateway.status().workers)
+
+    gateway.wait_until(replaced)
+    gateway.wait_until_ready()
 
 
 def test_a_killed_worker(gateway: GatewayProcess) -> None:
@@ -88,8 +84,7 @@ def test_a_killed_worker(gateway: GatewayProcess) -> None:
         ),
         timeout=ANSWER_TIMEOUT_S,
     )
-    while gateway.status().operations_in_flight < 4:
-        time.sleep(0.01)
+    gateway.wait_until_in_flight(4)
     os.kill(victim_pid, signal.SIGKILL)
 
     for call in calls:
@@ -121,8 +116,7 @@ def test_a_prefill_on_a_killed_worker_can_be_repeated(gateway: GatewayProcess) -
         os.kill(pid, signal.SIGSTOP)
     request = pb.PrefillRequest(token_ids=PROMPT, request_id="once")
     call = gateway.stub.Prefill.future(request, timeout=ANSWER_TIMEOUT_S)
-    while gateway.status().operations_in_flight < 1:
-        time.sleep(0.01)
+    gateway.wait_until_in_flight(1)
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
     assert call.code() == grpc.StatusCode.UNAVAILABLE
