@@ -35,6 +35,7 @@ from service.doors.doors import Doors
 from service.doors.tls import server_credentials
 from service.journal.memory import MemoryJournal
 from service.logging import drain_log, get_logger
+from service.memory import MemoryReturner
 from service.pool.base import PoolFailed, WorkerSlot
 from service.pool.local import LocalLauncher
 from service.pool.supervisor import Supervisor
@@ -113,6 +114,7 @@ class Gateway:
             if self.doors is not None:
                 group.create_task(self.doors.watch(), name="doors")
             group.create_task(self.state.watch.run(), name="watch")
+            group.create_task(MemoryReturner().run(), name="memory")
 
     async def drain(self) -> None:
         """Stops taking calls and waits for those in flight, for as long as the grace allows."""
