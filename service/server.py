@@ -57,6 +57,7 @@ class Gateway:
         self.config = config
         limits = Limits(
             max_queued_operations=config.max_queued_operations,
+            max_wait_s=config.max_wait_s,
             default_lease_s=config.default_lease_s,
             max_lease_s=config.max_lease_s,
             max_caches=config.max_caches,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from service.caches.admission import Backlog
 from service.errors import NoWorker
 
 # How finely prefixes are remembered. Coarser than most pages would lose hits, finer would find no more.
@@ -33,6 +34,7 @@ class WorkerView:
     # Pages of operations that were sent since and may not be counted in it yet.
     pages_queued: int = 0
     sequences: int = 0
+    backlog: Backlog = field(default_factory=Backlog)
     # It is silent: nothing new goes there as long as there is another.
     suspect: bool = False
 

@@ -16,10 +16,12 @@ It does not know tokens (the journal does), pages or processes (the workers and 
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from service.caches.admission import QUEUE_SHARES, TIME_SHARES
 from service.caches.effects import (
     AbortForward,
     Command,
@@ -38,7 +40,7 @@ from service.caches.effects import (
 )
 from service.caches.entries import AppliedAppend, CacheEntry, KvState, Operation
 from service.caches.listing import Listing
-from service.caches.pace import Pace
+from service.caches.pace import Pace, sleep_s
 from service.caches.placement import Placement, WorkerView
 from service.caches.records import (
     CacheCreated,
@@ -66,11 +68,13 @@ from service.errors import (
     CacheLimit,
     CacheLost,
     CacheNotFound,
+    DeadlinePassed,
     Draining,
     InternalError,
     InvalidArgument,
     JournalFull,
     KvExhausted,
+    Overloaded,
     PositionMismatch,
     QueueFull,
     QuireError,
@@ -94,6 +98,8 @@ class Limits:
     max_lease_s: float = 86_400.0
     max_caches: int = 65_536
     max_journal_bytes: int = 1 << 28
+    # How long an operation may wait for its turn, whatever its caller's deadline is.
+    max_wait_s: float = 300.0
 
 
 class CacheTable:
@@ -199,6 +205,8 @@ class CacheTable:
             self._effects.append(Reply(ticket, error.untraced()))
             return ticket
         operation = Operation(ticket, request, entry, caller)
+        if isinstance(request, Append) and request.timeout_s is not None:
+            operation.deadline_s = now_s + request.timeout_s
         self._operations[ticket] = operation
         self._queued_tokens += _tokens_of(request)
         tenant.in_flight += 1
@@ -221,7 +229,7 @@ class CacheTable:
             return
         if operation.entry.running is operation:
             self._undo(operation)
-        self._retire(operation)
+        self._retire(operation, answered=False)
         self._advance(operation.entry)
 
     def expire(self, now_s: float, at_most: int | None = None) -> int:
@@ -266,8 +274,10 @@ class CacheTable:
             raise Draining
         tenant.take_turn(self._now_s)
         queued = len(self._operations)
-        if queued >= self.limits.max_queued_operations:
-            raise QueueFull(self.limits.max_queued_operations, self._pace.wait_s(queued))
+        share = QUEUE_SHARES[request.priority] if isinstance(request, Append) else 1.0
+        most = math.ceil(self.limits.max_queued_operations * share)
+        if queued >= most:
+            raise QueueFull(most, self._pace.wait_s(queued))
         queued_bytes = _TOKEN_BYTES * (self._queued_tokens + _tokens_of(request))
         full = self.journal_bytes + queued_bytes > self.limits.max_journal_bytes
         if full and not isinstance(request, Truncate):
@@ -379,6 +389,7 @@ class CacheTable:
         if wanted > entry.worker.capacity_tokens:
             raise SequenceTooLong(wanted, entry.worker.capacity_tokens)
         entry.tenant.require(tokens=len(append.token_ids))
+        self._require_time(operation, append)
         operation.base = entry.length
         operation.tokens = len(append.token_ids)
         entry.tenant.tokens += operation.tokens
@@ -400,8 +411,28 @@ class CacheTable:
         self._send(entry, ForkSequence(self._number(), entry.number, (operation.copy_number,)))
         self._send_forward(operation, append, operation.copy_number)
 
+    def _require_time(self, operation: Operation, append: Append) -> None:
+        """Raises Overloaded or DeadlinePassed if it cannot be done in time: at once, and before any work."""
+        left_s = self._time_left_s(operation)
+        if left_s <= 0:
+            raise DeadlinePassed
+        expected_s = operation.entry.worker.backlog.expected_s(append, operation.queue)
+        if expected_s > left_s * TIME_SHARES[append.priority]:
+            raise Overloaded(expected_s, left_s, sleep_s(expected_s - left_s))
+
+    def _time_left_s(self, operation: Operation) -> float:
+        """How long it may take from now on."""
+        if operation.deadline_s is None:
+            return self.limits.max_wait_s
+        return min(operation.deadline_s - self._now_s, self.limits.max_wait_s)
+
     def _send_forward(self, operation: Operation, append: Append, number: int) -> None:
         entry, repeats = operation.entry, operation.copy_number is not None
+        backlog, left_s = entry.worker.backlog, self._time_left_s(operation)
+        # Short work without a deadline is not watched: nothing keeps it from its turn for so long.
+        watched = operation.deadline_s is not None or backlog.is_long(append)
+        timeout_s = backlog.start_within_s(append, operation.queue, left_s) if watched else None
+        operation.waiting = backlog.enter(append, operation.queue, self._now_s)
         command = ForwardSequence(
             op_id=operation.ticket,
             number=number,
@@ -413,6 +444,7 @@ class CacheTable:
             keep_all=repeats,
             ephemeral=repeats or entry.ephemeral,
             salt=entry.salt,
+            timeout_s=timeout_s,
         )
         self._send(entry, command)
 
@@ -476,12 +508,22 @@ class CacheTable:
         if failed.kv_missing and entry.visible:
             entry.state = KvState.LOST
             error = CacheLost(entry.length)
+        if isinstance(error, DeadlinePassed):
+            error = self._too_late(operation)
         if isinstance(error, KvExhausted):
             error.retry_after_s = self._pace.wait_s(len(self._operations))
         if operation.copy_number is not None:
             # A forward that never began has not released its copy.
             self._send(entry, ReleaseSequences(self._number(), (operation.copy_number,)))
         self._finish(operation, error)
+
+    def _too_late(self, operation: Operation) -> QuireError:
+        """What an append is told whose turn came too late, or not soon enough to be done in time."""
+        left_s = self._time_left_s(operation)
+        if operation.waiting is None or (operation.deadline_s is not None and left_s <= 0):
+            return DeadlinePassed()
+        waited_s = self._now_s - operation.waiting.since_s
+        return Overloaded(waited_s, left_s, sleep_s(waited_s))
 
     def _apply_append(self, operation: Operation, append: Append, done: ForwardDone) -> None:
         entry, base = operation.entry, operation.base
@@ -528,7 +570,7 @@ class CacheTable:
     # An operation ends.
 
     def _finish(self, operation: Operation, outcome: Result | QuireError) -> None:
-        self._retire(operation)
+        self._retire(operation, answered=not isinstance(outcome, QuireError))
         entry, request = operation.entry, operation.request
         if isinstance(outcome, QuireError):
             outcome.untraced()
@@ -537,10 +579,12 @@ class CacheTable:
         if operation.is_answered:
             self._effects.append(Reply(operation.ticket, outcome))
 
-    def _retire(self, operation: Operation) -> None:
+    def _retire(self, operation: Operation, *, answered: bool) -> None:
         """Takes an operation out of every table. Children that were not published are gone with it."""
         entry = operation.entry
         del self._operations[operation.ticket]
+        if operation.waiting is not None:
+            entry.worker.backlog.leave(operation.waiting, self._now_s, answered=answered)
         entry.worker.pages_queued -= operation.pages
         entry.worker.sequences -= len(operation.children)
         self._held -= len(operation.children)
@@ -637,6 +681,7 @@ class CacheTable:
         for worker in self._placement:
             its = [o for o in operations.values() if o.entry.worker is worker]
             assert worker.pages_queued == sum(o.pages for o in its)
+            worker.backlog.check([o.waiting for o in its if o.waiting is not None])
             hidden = {o.entry.number for o in its if not o.entry.visible}
             children = sum(len(o.children) for o in its)
             shown = sum(1 for e in self._entries.values() if e.worker is worker)
