@@ -19,6 +19,7 @@ import grpc
 from grpc_status import rpc_status
 
 from service.api.parsing import Large, Malformed, MessageLimits, tolerant
+from service.api.refusal_log import RefusalLog
 from service.api.status import to_status
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.doors.doors import Doors, current_tenant
@@ -27,6 +28,7 @@ from service.logging import bind_request_id, get_logger
 from service.printable import escaped
 
 _log = get_logger(__name__)
+_refusals = RefusalLog()
 _PREFIX = "/quire.v1."
 # Of a name that a caller may have made up.
 _MAX_LOGGED_CHARS = 64
@@ -134,14 +136,7 @@ def _surround(method: str, behaviour: Behaviour, doors: Doors | None) -> Behavio
         else:
             _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
             return response
-        _log.info(
-            "call refused",
-            rpc=rpc,
-            code=failure.code,
-            reason=failure.reason,
-            message=failure.message,
-            duration_ms=_elapsed_ms(started_s),
-        )
+        _refusals.refused(rpc, failure, _elapsed_ms(started_s))
         status = rpc_status.to_status(to_status(failure, request_id))
         metadata = (*status.trailing_metadata, *_pushback(failure))
         # grpc keeps the exception with which it aborts, and so this frame, in a cycle until a collection.

@@ -89,6 +89,10 @@ class Operation:
     # Counted in the tenant's tokens until they are in the cache.
     tokens: int = 0
 
+    def time_left_s(self, now_s: float) -> float | None:
+        """Until its deadline. None: it has none."""
+        return None if self.deadline_s is None else self.deadline_s - now_s
+
     @property
     def queue(self) -> int:
         """Whose turn it takes: its caller's, or one of its own."""

@@ -132,8 +132,11 @@ class Placement:
             # One that could never take it is no choice as long as there is another.
             fitting = [w for w in heard if w.capacity_tokens >= len(token_ids)] or heard
             worker = max(fitting, key=lambda w: (w.headroom, -w.sequences))
-        self._affinity.record(token_ids, worker, salt)
         return worker
+
+    def computes(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
+        """A worker that was chosen is asked for the sequence: others that begin alike had better go there."""
+        self._affinity.record(token_ids, worker, salt)
 
     def not_computed(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
         """What was placed there was refused."""

@@ -200,7 +200,7 @@ class CacheTable:
             return ticket
         try:
             self._admit(request, tenant)
-            entry = self._entry_for(request, tenant)
+            entry = self._entry_for(request, tenant, caller or -ticket)
         except QuireError as error:
             self._effects.append(Reply(ticket, error.untraced()))
             return ticket
@@ -287,12 +287,12 @@ class CacheTable:
         entry = self._entries.get(cache_id)
         return entry if entry is not None and entry.tenant is tenant else None
 
-    def _entry_for(self, request: Request, tenant: Tenant) -> CacheEntry:
+    def _entry_for(self, request: Request, tenant: Tenant, queue: int) -> CacheEntry:
         """The cache a request is about: a known one, or a new one that nobody can see yet."""
         if isinstance(request, Append) and not request.cache_id:
             repeated = self._by_request_id.get((tenant, request.request_id))
             if repeated is None or repeated.state is KvState.LOST:
-                return self._create(request, tenant)
+                return self._create(request, tenant, queue)
             entry = repeated
         else:
             known = self._find(request.cache_id, tenant)
@@ -303,12 +303,14 @@ class CacheTable:
             raise QueueFull(MAX_WAITING_PER_CACHE, self._pace.wait_s(len(entry.waiting)))
         return entry
 
-    def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
+    def _create(self, append: Append, tenant: Tenant, queue: int) -> CacheEntry:
         if not append.is_scoring:
             self._require_room(1)
         tenant.require(caches=1, tokens=len(append.token_ids))
         salt = tenant.salt(append.cache_salt)
         worker = self._placement.choose(append.token_ids, salt)
+        self._require_time(append, queue, self._time_left_s(append.timeout_s), worker)
+        self._placement.computes(append.token_ids, worker, salt)
         lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
         entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s), tenant, salt)
         entry.ephemeral = append.is_scoring
@@ -389,7 +391,10 @@ class CacheTable:
         if wanted > entry.worker.capacity_tokens:
             raise SequenceTooLong(wanted, entry.worker.capacity_tokens)
         entry.tenant.require(tokens=len(append.token_ids))
-        self._require_time(operation, append)
+        if entry.visible:
+            # Else it was looked at before anything was made.
+            left_s = self._time_left_s(operation.time_left_s(self._now_s))
+            self._require_time(append, operation.queue, left_s, entry.worker)
         operation.base = entry.length
         operation.tokens = len(append.token_ids)
         entry.tenant.tokens += operation.tokens
@@ -411,24 +416,24 @@ class CacheTable:
         self._send(entry, ForkSequence(self._number(), entry.number, (operation.copy_number,)))
         self._send_forward(operation, append, operation.copy_number)
 
-    def _require_time(self, operation: Operation, append: Append) -> None:
+    @staticmethod
+    def _require_time(append: Append, queue: int, left_s: float, worker: WorkerView) -> None:
         """Raises Overloaded or DeadlinePassed if it cannot be done in time: at once, and before any work."""
-        left_s = self._time_left_s(operation)
         if left_s <= 0:
             raise DeadlinePassed
-        expected_s = operation.entry.worker.backlog.expected_s(append, operation.queue)
+        expected_s = worker.backlog.expected_s(append, queue)
         if expected_s > left_s * TIME_SHARES[append.priority]:
             raise Overloaded(expected_s, left_s, sleep_s(expected_s - left_s))
 
-    def _time_left_s(self, operation: Operation) -> float:
-        """How long it may take from now on."""
-        if operation.deadline_s is None:
-            return self.limits.max_wait_s
-        return min(operation.deadline_s - self._now_s, self.limits.max_wait_s)
+    def _time_left_s(self, until_deadline_s: float | None) -> float:
+        """How long an append may take from now on, also one without a deadline."""
+        longest_s = self.limits.max_wait_s
+        return longest_s if until_deadline_s is None else min(until_deadline_s, longest_s)
 
     def _send_forward(self, operation: Operation, append: Append, number: int) -> None:
         entry, repeats = operation.entry, operation.copy_number is not None
-        backlog, left_s = entry.worker.backlog, self._time_left_s(operation)
+        backlog = entry.worker.backlog
+        left_s = self._time_left_s(operation.time_left_s(self._now_s))
         # Short work without a deadline is not watched: nothing keeps it from its turn for so long.
         watched = operation.deadline_s is not None or backlog.is_long(append)
         timeout_s = backlog.start_within_s(append, operation.queue, left_s) if watched else None
@@ -519,11 +524,11 @@ class CacheTable:
 
     def _too_late(self, operation: Operation) -> QuireError:
         """What an append is told whose turn came too late, or not soon enough to be done in time."""
-        left_s = self._time_left_s(operation)
-        if operation.waiting is None or (operation.deadline_s is not None and left_s <= 0):
+        until_deadline_s = operation.time_left_s(self._now_s)
+        if operation.waiting is None or (until_deadline_s is not None and until_deadline_s <= 0):
             return DeadlinePassed()
         waited_s = self._now_s - operation.waiting.since_s
-        return Overloaded(waited_s, left_s, sleep_s(waited_s))
+        return Overloaded(waited_s, self._time_left_s(until_deadline_s), sleep_s(waited_s))
 
     def _apply_append(self, operation: Operation, append: Append, done: ForwardDone) -> None:
         entry, base = operation.entry, operation.base
