@@ -19,7 +19,7 @@ _SHORT_TOKENS = 16
 # How much of what was learnt an older answer still counts for, at the next.
 _MEMORY = 0.98
 # Less than so many answers tell nothing.
-_FEW_ANSWERS = 8
+_FEW_ANSWERS = 4.5
 # Answers to waits that are all alike do not tell how much a longer one would take.
 _LEAST_SPREAD = 1 / 256
 # The part of its time that may be spent on what is expected. The rest is for what is not: less of it for
@@ -33,6 +33,8 @@ QUEUE_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 1.0, Priority.HIGH: 1.0}
 class _Times:
     """A line through the times that forwards took, by what was ahead of them. Older ones count less."""
 
+    # What a unit of cost takes, when that could last be told. 0: never.
+    slope_s: float = 0.0
     weight: float = 0.0
     x: float = 0.0
     y: float = 0.0
@@ -46,25 +48,20 @@ class _Times:
         self.y = self.y * _MEMORY + took_s
         self.xx = self.xx * _MEMORY + ahead * ahead
         self.xy = self.xy * _MEMORY + ahead * took_s
-
-    @property
-    def slope_s(self) -> float:
-        """What a unit of cost takes. 0: not known."""
         spread = self.weight * self.xx - self.x * self.x
-        if self.weight < _FEW_ANSWERS * _MEMORY**_FEW_ANSWERS or spread <= self.x * self.x * _LEAST_SPREAD:
-            return 0.0
-        slope_s = (self.weight * self.xy - self.x * self.y) / spread
+        if spread > self.x * self.x * _LEAST_SPREAD:
+            self.slope_s = max((self.weight * self.xy - self.x * self.y) / spread, 0.0)
         # Nothing takes less than no time, with nothing ahead neither.
-        return min(max(slope_s, 0.0), self.y / self.x)
+        self.slope_s = min(self.slope_s, self.y / self.x)
 
     def expected_s(self, ahead: int) -> float:
         """How long with so much ahead. Rather too little than too much where that is not known."""
-        if self.weight < _FEW_ANSWERS * _MEMORY**_FEW_ANSWERS:
+        if self.weight < _FEW_ANSWERS:
             return 0.0
-        slope_s = self.slope_s
-        if slope_s:
-            return max(0.0, (self.y + slope_s * (ahead * self.weight - self.x)) / self.weight)
-        return self.y / self.weight * min(1.0, ahead * self.weight / self.x)
+        mean_s, more = self.y / self.weight, ahead - self.x / self.weight
+        if self.slope_s:
+            return mean_s + self.slope_s * more
+        return mean_s * min(1.0, ahead * self.weight / self.x)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,192 @@
+"""A gateway's table and one worker, in time that is only counted: how much is done in time, under any load.
+
+The worker computes one forward after the other, its callers in turns, as fast as its capacity says; callers
+come at random, and go away at their deadlines.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from service.caches.effects import (
+    AbortForward,
+    CommandFailed,
+    ForwardDone,
+    ForwardSequence,
+    Reply,
+    Send,
+)
+from service.caches.placement import WorkerView
+from service.caches.requests import Append, Appended, Kind, Priority, Release
+from service.caches.table import CacheTable, Limits
+from service.errors import DeadlinePassed, QuireError
+
+TOKENS = 255
+_PAGES = 1 << 20
+# Of a loop that was refused.
+_PAUSE_S = 0.2
+
+
+@dataclass(slots=True)
+class Group:
+    """Callers who are alike. `per_s`: how many come each second. `loops`: one caller, so many at once."""
+
+    per_s: float = 0.0
+    loops: int = 0
+    timeout_s: float | None = 1.0
+    priority: Priority = Priority.NORMAL
+    tokens: int = TOKENS
+    # What became of them, by reason; "late" are those who left before they were answered.
+    answers: Counter[str] = field(default_factory=Counter)
+    waits_s: list[float] = field(default_factory=list)
+
+    def per_s_in_time(self, seconds: float) -> float:
+        """How many a second were answered in time."""
+        return self.answers["OK"] / seconds
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    group: Group
+    began_s: float
+    caller: int
+
+
+class Overloaded:
+    """One run. `spread`: how unevenly long forwards of the same size take, from 0 to 1."""
+
+    def __init__(self, groups: Iterable[Group], capacity_per_s: float, seed: int = 0, spread: float = 0.3):
+        self.groups = list(groups)
+        self.table = CacheTable(Limits(max_queued_operations=100_000, max_caches=1_000_000))
+        self.table.worker_ready(WorkerView("worker-0", 1, 16, _PAGES, 10_000, _PAGES))
+        self._rng = random.Random(seed)
+        self._token_s = 1 / capacity_per_s / (TOKENS + 1)
+        self._spread = spread
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._calls: dict[int, _Call] = {}
+        # By (tag, number): start-time fair queueing, as in the worker.
+        self._queue: list[tuple[int, int, float, ForwardSequence]] = []
+        self._next_tags: dict[int, int] = {}
+        self._virtual_time = 0
+        self._aborted: set[int] = set()
+        self._computing = False
+        self._numbers = 0
+
+    def run(self, seconds: float) -> None:
+        """Lets callers come for so long, and all of them be answered."""
+        for group in self.groups:
+            for _ in range(group.loops):
+                self._begin(group, caller=id(group))
+            if group.per_s:
+                self._come_again(group, seconds)
+        while self._events and self._events[0][0] < seconds + 5:
+            self._now_s, _, act = heapq.heappop(self._events)
+            if self._now_s >= seconds:
+                for group in self.groups:
+                    group.loops = 0
+            act()
+
+    def _at(self, when_s: float, act: Callable[[], None]) -> None:
+        self._numbers += 1
+        heapq.heappush(self._events, (when_s, self._numbers, act))
+
+    def _come_again(self, group: Group, until_s: float) -> None:
+        def come() -> None:
+            self._begin(group)
+            self._come_again(group, until_s)
+
+        when_s = self._now_s + self._rng.expovariate(group.per_s)
+        if when_s < until_s:
+            self._at(when_s, come)
+
+    def _begin(self, group: Group, caller: int = 0) -> None:
+        append = Append(
+            Kind.PREFILL, "", [1] * group.tokens, timeout_s=group.timeout_s, priority=group.priority
+        )
+        self._numbers += 1
+        call = _Call(group, self._now_s, caller or self._numbers)
+        ticket = self.table.submit(append, self._now_s, call.caller)
+        self._calls[ticket] = call
+        if group.timeout_s is not None:
+            self._at(self._now_s + group.timeout_s, lambda: self._leave(ticket))
+        self._carry_out()
+
+    def _leave(self, ticket: int) -> None:
+        call = self._calls.pop(ticket, None)
+        if call is not None:
+            call.group.answers["late"] += 1
+            self.table.cancel(ticket, self._now_s)
+            self._carry_out()
+            self._again(call)
+
+    def _carry_out(self) -> None:
+        for effect in self.table.take_effects():
+            if isinstance(effect, Reply):
+                self._answered(effect)
+            elif isinstance(effect, Send):
+                if isinstance(effect.command, ForwardSequence):
+                    self._enqueue(effect.command)
+                elif isinstance(effect.command, AbortForward):
+                    self._aborted.add(effect.command.target_op_id)
+        if self._numbers % 64 == 0:
+            self.table.check_invariants()
+        if not self._computing:
+            self._compute()
+
+    def _answered(self, reply: Reply) -> None:
+        call = self._calls.pop(reply.ticket, None)
+        if call is None:
+            return
+        group = call.group
+        if isinstance(reply.outcome, QuireError):
+            group.answers[reply.outcome.reason] += 1
+            self._at(self._now_s + _PAUSE_S, lambda: self._again(call))
+            return
+        group.answers["OK"] += 1
+        group.waits_s.append(self._now_s - call.began_s)
+        assert isinstance(reply.outcome, Appended) and reply.outcome.handle is not None
+        cache_id = reply.outcome.handle.cache_id
+        self._at(self._now_s, lambda: self._release(cache_id, call))
+
+    def _release(self, cache_id: str, call: _Call) -> None:
+        self.table.submit(Release(cache_id), self._now_s)
+        self._carry_out()
+        self._again(call)
+
+    def _again(self, call: _Call) -> None:
+        if call.group.loops:
+            self._begin(call.group, call.caller)
+
+    def _enqueue(self, command: ForwardSequence) -> None:
+        tag = max(self._next_tags.get(command.caller, 0), self._virtual_time)
+        self._next_tags[command.caller] = tag + len(command.append.token_ids)
+        self._numbers += 1
+        heapq.heappush(self._queue, (tag, self._numbers, self._now_s, command))
+
+    def _compute(self) -> None:
+        while self._queue:
+            self._virtual_time, _, came_s, command = heapq.heappop(self._queue)
+            if command.op_id not in self._aborted:
+                self._computing = True
+                self._compute_one(command, self._now_s - came_s)
+                return
+
+    def _compute_one(self, command: ForwardSequence, waited_s: float) -> None:
+        if command.timeout_s is not None and waited_s > command.timeout_s:
+            failed = CommandFailed(command.op_id, DeadlinePassed())
+            self._at(self._now_s, lambda: self._done(failed))
+            return
+        tokens = len(command.append.token_ids)
+        took_s = (tokens + 1) * self._token_s * self._rng.uniform(1 - self._spread, 1 + self._spread)
+        done = ForwardDone(command.op_id, tokens, None)
+        self._at(self._now_s + took_s, lambda: self._done(done))
+
+    def _done(self, event: ForwardDone | CommandFailed) -> None:
+        self._computing = False
+        self.table.worker_answered(event, self._now_s)
+        self._carry_out()
