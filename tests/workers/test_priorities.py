@@ -1,0 +1,80 @@
+"""Who goes first in a worker's queue, and that nobody waits for good."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from workers.forward_queue import SHORT_TOKENS
+from workers.kv.table import KvSequence
+from workers.operations import Forward, Priority
+from workers.running import RunningForward
+from workers.scheduler import Scheduler
+
+LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
+
+
+def accept(op: Forward) -> RunningForward:
+    return RunningForward(op, KvSequence(op.sequence), reused=0, computed=0, started_ns=0)
+
+
+class Line:
+    """A scheduler of steps with one item, and whose forward each was."""
+
+    def __init__(self) -> None:
+        self.scheduler = Scheduler(512, 1, 256)
+        self._op_ids = count()
+
+    def add(self, priority: Priority, tokens: int, caller: int = 0) -> None:
+        op_id = next(self._op_ids)
+        self.scheduler.add(Forward(op_id, op_id, 0, range(tokens), caller=caller, priority=priority))
+
+    def step(self) -> Priority | None:
+        batch = self.scheduler.next_batch(0, accept)
+        for chunk in batch.chunks:
+            chunk.running.computed += chunk.count
+            self.scheduler.advance(chunk)
+        self.scheduler.check_invariants()
+        return batch.chunks[0].op.priority if batch.chunks else None
+
+
+@pytest.mark.parametrize("tokens", [1, SHORT_TOKENS + 1, 300])
+def test_those_that_come_together_go_by_priority(tokens: int) -> None:
+    line = Line()
+    for priority in (LOW, NORMAL, HIGH, LOW, NORMAL, HIGH):
+        line.add(priority, tokens)
+    assert [line.step() for _ in range(6)] == [HIGH, HIGH, NORMAL, NORMAL, LOW, LOW]
+
+
+@pytest.mark.parametrize("first", [NORMAL, HIGH])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_low_priority_has_its_turn_however_many_others_come(first: Priority, tokens: int) -> None:
+    """Each of them is a caller of its own, as every unary call is."""
+    line = Line()
+    line.add(LOW, tokens)
+    for _ in range(3):
+        line.add(first, tokens)
+    for _step in range(200_000 // tokens):
+        if line.step() is LOW:
+            return
+        line.add(first, tokens)
+    pytest.fail("it never had its turn")
+
+
+def test_a_high_priority_is_a_head_start_and_no_larger_share() -> None:
+    """Of two callers who always have something, one at a high priority has no more in the long run."""
+    line = Line()
+    for _ in range(4):
+        line.add(HIGH, 64, caller=1)
+        line.add(NORMAL, 64, caller=2)
+    ahead = []
+    for _ in range(2):
+        done = {HIGH: 0, NORMAL: 0}
+        for _step in range(4000):
+            priority = line.step()
+            assert priority is not None
+            done[priority] += 1
+            line.add(priority, 64, caller=1 if priority is HIGH else 2)
+        ahead.append(done[HIGH] - done[NORMAL])
+    assert ahead[0] > 100 and abs(ahead[1]) < 10
