@@ -46,6 +46,8 @@ class GuestWatch:
         # What is looked at is copied to `_hand`, so that it cannot become another one meanwhile.
         self._nothing = os.open(os.devnull, os.O_RDONLY)
         self._hand = os.dup(self._nothing)
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._possible = range(min(limit, _MAX_TRIED) if limit >= 0 else _MAX_TRIED)
 
     def close(self) -> None:
         """Gives the descriptors back."""
@@ -62,18 +64,36 @@ class GuestWatch:
 
     def look(self) -> int:
         """Counts the connections, and hangs up on those that are too many. Returns how many these were."""
-        sockets = dict(_sockets())
+        sockets = dict(self._sockets())
         self._known = {inode: is_ours for inode, is_ours in self._known.items() if inode in sockets}
         for inode, descriptor in sockets.items():
             if inode not in self._known:
-                self._known[inode] = self._with(descriptor, inode, self._is_guest) or False
+                is_ours = self._with(descriptor, inode, self._is_guest)
+                if is_ours is not None:
+                    self._known[inode] = is_ours
         too_many = self._guests.seen([inode for inode, is_ours in self._known.items() if is_ours])
         for inode in too_many:
             self._with(sockets[inode], inode, _hang_up)
         return len(too_many)
 
+    def _sockets(self) -> Iterable[tuple[int, int]]:
+        """The inodes of this process's sockets, with a descriptor of each."""
+        for descriptor in self._descriptors():
+            with contextlib.suppress(OSError):
+                status = os.fstat(descriptor)
+                if stat.S_ISSOCK(status.st_mode):
+                    yield status.st_ino, descriptor
+
+    def _descriptors(self) -> Iterable[int]:
+        """Those that are open, or may be."""
+        try:
+            return map(int, os.listdir(_DESCRIPTORS))  # noqa: PTH208 - names, and no objects for each
+        except OSError:
+            # None is left to read the directory with.
+            return self._possible
+
     def _with(self, descriptor: int, inode: int, do: Callable[[socket.socket], _Result]) -> _Result | None:
-        """Does something with a socket, if it is there still."""
+        """Does something with a socket. None if that is not possible, or it is another one by now."""
         try:
             os.dup2(descriptor, self._hand, inheritable=False)
             if os.fstat(self._hand).st_ino != inode:
@@ -86,7 +106,8 @@ class GuestWatch:
         except OSError:
             return None
         finally:
-            os.dup2(self._nothing, self._hand, inheritable=False)
+            with contextlib.suppress(OSError):
+                os.dup2(self._nothing, self._hand, inheritable=False)
 
     def _is_guest(self, held: socket.socket) -> bool:
         if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -100,22 +121,3 @@ class GuestWatch:
 def _hang_up(held: socket.socket) -> None:
     # Whoever owns it sees its end, and closes it.
     held.shutdown(socket.SHUT_RDWR)
-
-
-def _sockets() -> Iterable[tuple[int, int]]:
-    """The inodes of this process's sockets, with a descriptor of each."""
-    for descriptor in _descriptors():
-        with contextlib.suppress(OSError):
-            status = os.fstat(descriptor)
-            if stat.S_ISSOCK(status.st_mode):
-                yield status.st_ino, descriptor
-
-
-def _descriptors() -> Iterable[int]:
-    """Those that are open, or may be."""
-    try:
-        return map(int, os.listdir(_DESCRIPTORS))  # noqa: PTH208 - names, and no objects for each
-    except OSError:
-        # None is left to read the directory with.
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return range(limit if 0 <= limit < _MAX_TRIED else _MAX_TRIED)

@@ -6,9 +6,9 @@ from service.config import Config
 
 # Calls of one connection at once; a client's further ones wait on its side.
 _MAX_STREAMS = 4096
-# Somebody who has gone without a word does not answer a ping.
+# Who has gone without a word does not answer a ping; nor does who is stopped, for a moment or longer.
 _PING_AFTER_MS = 60_000
-_PING_TIMEOUT_MS = 20_000
+_PING_TIMEOUT_MS = 30_000
 # A connection without calls is closed after so long; clients of gRPC make a new one by themselves when they
 # need it.
 _IDLE_MS = 30 * 60_000
@@ -27,6 +27,8 @@ def server_options(config: Config) -> list[tuple[str, int]]:
         ("grpc.max_connection_idle_ms", _IDLE_MS),
         ("grpc.keepalive_time_ms", _PING_AFTER_MS),
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+        # The other alone does not end a connection on which nothing comes: this one would after a minute.
+        ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
         # Both ways: clients may ping without calls, and so does the server.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
