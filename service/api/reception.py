@@ -24,6 +24,7 @@ from service.errors import InvalidArgument, QuireError, SessionLimit
 from service.logging import get_logger
 
 _log = get_logger(__name__)
+_END = grpc.aio.EOF
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -58,7 +59,7 @@ class Reception:
             return Malformed(error)
         finally:
             self._arrivals.end(task)
-        if message is grpc.aio.EOF:
+        if message is _END:
             return Malformed(InvalidArgument("MALFORMED_REQUEST", "", "the call has no message"))
         return message
 

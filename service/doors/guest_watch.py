@@ -64,7 +64,7 @@ class GuestWatch:
 
     def look(self) -> int:
         """Counts the connections, and hangs up on those that are too many. Returns how many these were."""
-        sockets = dict(self._sockets())
+        sockets = self._sockets()
         self._known = {inode: is_ours for inode, is_ours in self._known.items() if inode in sockets}
         for inode, descriptor in sockets.items():
             if inode not in self._known:
@@ -76,13 +76,17 @@ class GuestWatch:
             self._with(sockets[inode], inode, _hang_up)
         return len(too_many)
 
-    def _sockets(self) -> Iterable[tuple[int, int]]:
+    def _sockets(self) -> dict[int, int]:
         """The inodes of this process's sockets, with a descriptor of each."""
+        found = {}
         for descriptor in self._descriptors():
-            with contextlib.suppress(OSError):
+            try:
                 status = os.fstat(descriptor)
-                if stat.S_ISSOCK(status.st_mode):
-                    yield status.st_ino, descriptor
+            except OSError:
+                continue
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = descriptor
+        return found
 
     def _descriptors(self) -> Iterable[int]:
         """Those that are open, or may be."""

@@ -69,8 +69,6 @@ def test_attack(scene: tuple[Scene, Bystanders], name: str, tries: int, answer: 
     budget_mib = UNREAD_MIB + JOURNAL_MIB + 14 * MESSAGE_MIB + SLACK_MIB
     assert outcome.gateway_mib < budget_mib, outcome
     assert outcome.kept_mib < JOURNAL_MIB + SLACK_MIB, outcome
-    assert (
-        not {"connection stands, message held", "hung up on"} & set(outcome.answers) or name == "connections"
-    )
+    assert "connection stands, message held" not in outcome.answers
     assert target.notes.get("connections", 0) <= 200
     assert target.notes.get("control bytes in the log", 0) == 0
