@@ -35,6 +35,8 @@ class Reception:
         self._arrivals: Arrivals[asyncio.Task[Any]] = Arrivals(
             config.max_arriving_bytes, config.max_request_bytes, config.message_timeout_s
         )
+        # Whose tasks are asked for. None is the running one, and looking that up costs each call 0.2 us.
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._max_streams = config.max_sessions
         self.streams = 0
         # Why calls are given up, from the verdict until each has met it.
@@ -47,7 +49,7 @@ class Reception:
 
     async def request(self, _messages: object, context: _Context) -> Any:
         """The one message of a call, or why there is none."""
-        task: Any = asyncio.current_task()
+        task: Any = asyncio.current_task(self._loop)
         self._arrivals.begin(task)
         try:
             message = await context.read()
@@ -76,6 +78,7 @@ class Reception:
 
     async def run(self) -> None:
         """Gives up what takes too long, until cancelled."""
+        self._loop = asyncio.get_running_loop()
         before_s = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_S)
