@@ -172,6 +172,12 @@ class Config:
     max_queued_operations: int = _setting(
         4096, "operations that may wait or run before calls are refused", minimum=1, maximum=1 << 24
     )
+    max_wait_s: float = _setting(
+        300.0,
+        "a call that would wait longer for its turn, or has, is refused, whatever its deadline",
+        minimum=0.01,
+        maximum=_DAY_S,
+    )
     default_lease_s: float = _setting(
         1800.0, "how long an unused cache lives if its caller does not say", minimum=1, maximum=_YEAR_S
     )

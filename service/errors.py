@@ -9,6 +9,7 @@
     ├── TruncateBeyondEnd      OUT_OF_RANGE         TRUNCATE_BEYOND_END
     ├── KvExhausted            RESOURCE_EXHAUSTED   KV_EXHAUSTED
     ├── QueueFull              RESOURCE_EXHAUSTED   QUEUE_FULL
+    ├── Overloaded             RESOURCE_EXHAUSTED   OVERLOADED
     ├── CacheLimit             RESOURCE_EXHAUSTED   CACHE_LIMIT
     ├── JournalFull            RESOURCE_EXHAUSTED   JOURNAL_FULL
     ├── AnswersFull            RESOURCE_EXHAUSTED   ANSWERS_FULL
@@ -168,6 +169,20 @@ class QueueFull(QuireError):
         super().__init__(
             f"{limit} operations are already waiting or running",
             metadata={"limit": str(limit)},
+            retry_after_s=retry_after_s,
+        )
+
+
+class Overloaded(QuireError):
+    """What stands ahead of it would take longer than the call may wait, or has."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "OVERLOADED"
+
+    def __init__(self, expected_s: float, left_s: float, retry_after_s: float) -> None:
+        super().__init__(
+            f"it would take about {expected_s:.2g} seconds, the call may wait for {left_s:.2g}",
+            metadata={"expected_ms": str(int(expected_s * 1000)), "left_ms": str(int(left_s * 1000))},
             retry_after_s=retry_after_s,
         )
 

@@ -38,6 +38,7 @@ from service.doors.tls import server_credentials
 from service.doors.transport import server_options
 from service.journal.memory import MemoryJournal
 from service.logging import drain_log, get_logger
+from service.memory import MemoryReturner
 from service.pool.base import PoolFailed, WorkerSlot
 from service.pool.local import LocalLauncher
 from service.pool.supervisor import Supervisor
@@ -59,6 +60,7 @@ class Gateway:
         self.config = config
         limits = Limits(
             max_queued_operations=config.max_queued_operations,
+            max_wait_s=config.max_wait_s,
             default_lease_s=config.default_lease_s,
             max_lease_s=config.max_lease_s,
             max_caches=config.max_caches,
@@ -114,6 +116,7 @@ class Gateway:
             group.create_task(self.state.reception.run(), name="reception")
             if self._guests is not None:
                 group.create_task(self._guests.run(), name="guests")
+            group.create_task(MemoryReturner().run(), name="memory")
 
     async def drain(self) -> None:
         """Stops taking calls and waits for those in flight, for as long as the grace allows."""

@@ -47,6 +47,7 @@ SERVICE_ROOMS = {
     "service.errors": (),
     "service.config": (),
     "service.printable": (),
+    "service.memory": (),
     "service.background_log": (),
     "service.logging": ("service.background_log", "service.printable"),
     "service.doors": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
@@ -61,7 +62,7 @@ SERVICE_ROOMS = {
     ),
     "service.server": (
         "service.api", "service.caches", "service.config", "service.dispatcher", "service.doors",
-        "service.journal", "service.logging", "service.pool",
+        "service.journal", "service.logging", "service.memory", "service.pool",
     ),
     "service.cli": (
         "service.config", "service.doors.tokens", "service.logging", "service.printable", "service.server",

@@ -17,13 +17,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-from workers.operations import Forward
+from workers.operations import Forward, Priority
 from workers.running import RunningForward
 
 # A forward with no more tokens than this to go is short.
 SHORT_TOKENS = 16
 
 _FEW_CALLERS = 64
+
+# Where forwards begin to stand beside those that come at the same time, in units of cost: so much of other
+# work goes ahead of one of low priority, and one of high priority ahead of so much. It is a head start and
+# not a rule: what a caller asks for is counted as ever, so that nobody is kept from his turn for good.
+_HANDICAP = {Priority.LOW: 8192, Priority.NORMAL: 0, Priority.HIGH: -8192}
 
 
 @dataclass(slots=True, eq=False)
@@ -106,10 +111,13 @@ class Lane:
         # With more callers than this, those who need not be known any more are forgotten.
         self._sweep_at = _FEW_CALLERS
 
-    def join(self, caller: int, cost: int) -> int:
-        """Count one more forward of `caller` and return its tag: behind its others."""
-        backlog = self._count(caller, cost)
-        tag = max(backlog.next_tag, self.virtual_time)
+    def join(self, caller: int, cost: int, handicap: int = 0) -> int:
+        """Count one more forward of `caller` and return its tag: behind its others.
+
+        `handicap`: by how much it stands behind those who come now, or before them.
+        """
+        backlog = self._count(caller, cost, handicap)
+        tag = max(backlog.next_tag, self.virtual_time + handicap)
         backlog.next_tag = tag + cost
         return tag
 
@@ -162,8 +170,8 @@ class Lane:
             del self.line[bisect_left(self.line, by_place(entry), key=by_place)]
             entry.in_line = False
 
-    def _count(self, caller: int, cost: int) -> Backlog:
-        backlog = self.callers.setdefault(caller, Backlog(self.virtual_time))
+    def _count(self, caller: int, cost: int, handicap: int = 0) -> Backlog:
+        backlog = self.callers.setdefault(caller, Backlog(self.virtual_time + handicap))
         self._callers_here += backlog.held == 0
         self._most_callers = max(self._most_callers, self._callers_here)
         backlog.held += 1
@@ -221,7 +229,7 @@ class ForwardQueue:
         """Queue `op` behind the others of its sequence. Its op_id must be new, and tokens remain."""
         caller = op.caller or -1 - self._arrivals
         lane, cost = self._lane_of(len(op.token_ids)), cost_of(op, len(op.token_ids))
-        tag = lane.join(caller, cost)
+        tag = lane.join(caller, cost, _HANDICAP[op.priority])
         entry = QueuedForward(self._arrivals, op, caller, lane, cost, tag, op.output.row_weight)
         self._arrivals += 1
         self._entries[op.op_id] = entry

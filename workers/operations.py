@@ -22,6 +22,14 @@ class Kind(enum.Enum):
     SCORE = enum.auto()
 
 
+class Priority(enum.Enum):
+    """Who goes first."""
+
+    LOW = enum.auto()
+    NORMAL = enum.auto()
+    HIGH = enum.auto()
+
+
 class Accept(enum.Enum):
     """Which drafts a verify keeps: all of them, or those that equal the chosen token before them."""
 
@@ -139,6 +147,7 @@ class Forward:
     ephemeral: bool = False
     # Of a sequence that begins: it shares pages with those of the same salt only.
     salt: bytes = b""
+    priority: Priority = Priority.NORMAL
     # time.monotonic_ns() after which it is not started any more. None: no limit.
     deadline_ns: int | None = None
     arrived_ns: int = 0

@@ -27,6 +27,7 @@ from workers.operations import (
     Kind,
     LogitsFormat,
     OutputSpec,
+    Priority,
     Release,
     RowOutput,
     Sampling,
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 _MAX_VOCABULARY = 1 << 22
 
 _KINDS = {worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}"): kind for kind in Kind}
+_PRIORITIES = {types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL} | {
+    types_pb2.Priority.Value(f"PRIORITY_{priority.name}"): priority for priority in Priority
+}
 _FORMATS = {
     types_pb2.LOGITS_FORMAT_UNSPECIFIED: None,
     types_pb2.LOGITS_FORMAT_F32: LogitsFormat.F32,
@@ -96,6 +100,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int)
         prompt_len=message.prompt_len,
         ephemeral=message.ephemeral,
         salt=message.salt,
+        priority=_PRIORITIES[message.priority],
         deadline_ns=now_ns + message.timeout_ns if message.timeout_ns else None,
         arrived_ns=now_ns,
     )

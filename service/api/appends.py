@@ -10,7 +10,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
 from service.api.validation import RequestLimits
-from service.caches.requests import Append, Kind
+from service.caches.requests import Append, Kind, Priority
 from service.errors import InvalidArgument
 
 _OnCache: TypeAlias = (
@@ -23,6 +23,12 @@ _OnCache: TypeAlias = (
 
 # Each cache keeps its last answer, and what was asked for, up to this size.
 _MAX_KEPT_BYTES = 1 << 14
+_PRIORITIES = {
+    types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    types_pb2.PRIORITY_LOW: Priority.LOW,
+    types_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    types_pb2.PRIORITY_HIGH: Priority.HIGH,
+}
 
 
 def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
@@ -91,6 +97,7 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
         rows=len(token_ids),
         output=output,
         timeout_s=timeout_s,
+        priority=_priority(request),
         answer_bytes=answer_bytes,
     )
 
@@ -119,11 +126,20 @@ def _append(
         rows=rows,
         output=output,
         timeout_s=timeout_s,
+        priority=_priority(request),
         answer_bytes=answer_bytes,
         has_logits=output is not None and bool(output.logits),
         is_large=kept_bytes > _MAX_KEPT_BYTES,
         **rest,
     )
+
+
+def _priority(request: _OnCache | executor_pb2.ForwardRequest) -> Priority:
+    """Raises InvalidArgument for a number without a name."""
+    priority = _PRIORITIES.get(request.priority)
+    if priority is None:
+        raise InvalidArgument("BAD_PRIORITY", "priority", "is none that has a name")
+    return priority
 
 
 def _packed(token_ids: Sequence[int]) -> array[int]:

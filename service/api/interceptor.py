@@ -21,6 +21,7 @@ from grpc_status import rpc_status
 
 from service.api.parsing import Large, Malformed, MessageLimits, tolerant
 from service.api.reception import Reception
+from service.api.refusal_log import RefusalLog
 from service.api.status import to_status
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.config import Config
@@ -30,6 +31,7 @@ from service.logging import bind_request_id, get_logger
 from service.printable import escaped
 
 _log = get_logger(__name__)
+_refusals = RefusalLog()
 _PREFIX = "/quire.v1."
 # Of a name that a caller may have made up.
 _MAX_LOGGED_CHARS = 64
@@ -165,14 +167,7 @@ def _surround(method: str, behaviour: Behaviour, take: Take, doors: Doors | None
         else:
             _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
             return response
-        _log.info(
-            "call refused",
-            rpc=rpc,
-            code=failure.code,
-            reason=failure.reason,
-            message=failure.message,
-            duration_ms=_elapsed_ms(started_s),
-        )
+        _refusals.refused(rpc, failure, _elapsed_ms(started_s))
         end = _end(failure, request_id)
         # grpc keeps the exception with which it aborts, and so this frame, in a cycle until a collection.
         del messages, request, failure

@@ -171,7 +171,8 @@ class Session:
             try:
                 if kind is None:
                     raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
-                timeout_s = validation.timeout_seconds(self._context.time_remaining())
+                own = call.timeout if call.HasField("timeout") else None
+                timeout_s = validation.timeout_seconds(self._context.time_remaining(), own)
                 plan = await _CALLS[kind].plan(getattr(call, kind), self._state.limits, timeout_s)
             except QuireError as error:
                 planned.append((tag, "error", error.untraced()))

@@ -247,11 +247,17 @@ def lease_seconds(message: duration_pb2.Duration) -> float:
     return seconds
 
 
-def timeout_seconds(left_s: float | None) -> float | None:
+def timeout_seconds(left_s: float | None, own: duration_pb2.Duration | None = None) -> float | None:
     """What is left of a caller's deadline. One of a year or more counts as none, which is what it means.
 
-    gRPC allows deadlines of 11,000 years, which the worker protocol's nanoseconds cannot hold.
+    gRPC allows deadlines of 11,000 years, which the worker protocol's nanoseconds cannot hold. `own`: a
+    call's own, which may be shorter. Raises InvalidArgument for one that is not positive.
     """
+    if own is not None:
+        own_s = own.seconds + own.nanos / 1e9
+        if own_s <= 0:
+            raise InvalidArgument("BAD_TIMEOUT", "calls.timeout", "must be longer than 0")
+        left_s = own_s if left_s is None else min(left_s, own_s)
     return None if left_s is None or left_s >= _LONGEST_TIMEOUT_S else left_s
 
 

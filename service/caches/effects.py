@@ -35,6 +35,8 @@ class ForwardSequence:
     ephemeral: bool
     # Of a sequence that begins: it shares pages with those of the same salt only.
     salt: bytes = b""
+    # By when it has to begin, from now. None: there is no hurry.
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from service.caches.admission import Waiting
 from service.caches.placement import WorkerView
 from service.caches.requests import Append, Handle, Kind, Request
 from service.caches.tenants import Tenant
@@ -79,10 +80,23 @@ class Operation:
     copy_number: int | None = None
     # What a fork is making.
     children: list[CacheEntry] = field(default_factory=list)
+    # When its caller wants it at the latest. None: there is no such time.
+    deadline_s: float | None = None
+    # Its place in the worker's backlog, once it is there.
+    waiting: Waiting | None = None
     # Counted in the worker's pages_queued.
     pages: int = 0
     # Counted in the tenant's tokens until they are in the cache.
     tokens: int = 0
+
+    def time_left_s(self, now_s: float) -> float | None:
+        """Until its deadline. None: it has none."""
+        return None if self.deadline_s is None else self.deadline_s - now_s
+
+    @property
+    def queue(self) -> int:
+        """Whose turn it takes: its caller's, or one of its own."""
+        return self.caller or -self.ticket
 
 
 @dataclass(slots=True, eq=False)

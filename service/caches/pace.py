@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def sleep_s(wait_s: float) -> float:
+    """When to come again after so long a wait, within what a client should sleep."""
+    return min(max(wait_s, 0.05), 5.0)
+
+
 class Pace:
     """How fast operations complete, to say how long a full queue will take."""
 
@@ -20,4 +25,4 @@ class Pace:
 
     def wait_s(self, queued: int) -> float:
         """How long `queued` operations take, within what a client should sleep."""
-        return min(max(queued * self._interval_s, 0.05), 5.0)
+        return sleep_s(queued * self._interval_s)

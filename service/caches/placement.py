@@ -9,8 +9,9 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from service.caches.admission import Backlog
 from service.errors import NoWorker
 
 # How finely prefixes are remembered. Coarser than most pages would lose hits, finer would find no more.
@@ -33,6 +34,7 @@ class WorkerView:
     # Pages of operations that were sent since and may not be counted in it yet.
     pages_queued: int = 0
     sequences: int = 0
+    backlog: Backlog = field(default_factory=Backlog)
     # It is silent: nothing new goes there as long as there is another.
     suspect: bool = False
 
@@ -130,8 +132,11 @@ class Placement:
             # One that could never take it is no choice as long as there is another.
             fitting = [w for w in heard if w.capacity_tokens >= len(token_ids)] or heard
             worker = max(fitting, key=lambda w: (w.headroom, -w.sequences))
-        self._affinity.record(token_ids, worker, salt)
         return worker
+
+    def computes(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
+        """A worker that was chosen is asked for the sequence: others that begin alike had better go there."""
+        self._affinity.record(token_ids, worker, salt)
 
     def not_computed(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
         """What was placed there was refused."""

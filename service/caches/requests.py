@@ -20,6 +20,14 @@ class Kind(enum.Enum):
     SCORE = enum.auto()
 
 
+class Priority(enum.IntEnum):
+    """Who goes first. One counts as ahead of those below."""
+
+    LOW = 0
+    NORMAL = 1
+    HIGH = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Append:
     """Append tokens to a cache, or to a new one if `cache_id` is empty; the one data operation."""
@@ -41,6 +49,7 @@ class Append:
     cache_salt: str = ""
     # What is left of the caller's deadline. None: there is none.
     timeout_s: float | None = None
+    priority: Priority = Priority.NORMAL
     # At most about how large its answer is.
     answer_bytes: int = 0
     # Whether the answer holds rows of logits, which are computed again rather than kept for a repetition.

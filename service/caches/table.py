@@ -16,10 +16,12 @@ It does not know tokens (the journal does), pages or processes (the workers and 
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from service.caches.admission import QUEUE_SHARES, TIME_SHARES
 from service.caches.effects import (
     AbortForward,
     Command,
@@ -38,7 +40,7 @@ from service.caches.effects import (
 )
 from service.caches.entries import AppliedAppend, CacheEntry, KvState, Operation
 from service.caches.listing import Listing
-from service.caches.pace import Pace
+from service.caches.pace import Pace, sleep_s
 from service.caches.placement import Placement, WorkerView
 from service.caches.records import (
     CacheCreated,
@@ -66,11 +68,13 @@ from service.errors import (
     CacheLimit,
     CacheLost,
     CacheNotFound,
+    DeadlinePassed,
     Draining,
     InternalError,
     InvalidArgument,
     JournalFull,
     KvExhausted,
+    Overloaded,
     PositionMismatch,
     QueueFull,
     QuireError,
@@ -94,6 +98,8 @@ class Limits:
     max_lease_s: float = 86_400.0
     max_caches: int = 65_536
     max_journal_bytes: int = 1 << 28
+    # How long an operation may wait for its turn, whatever its caller's deadline is.
+    max_wait_s: float = 300.0
 
 
 class CacheTable:
@@ -194,11 +200,13 @@ class CacheTable:
             return ticket
         try:
             self._admit(request, tenant)
-            entry = self._entry_for(request, tenant)
+            entry = self._entry_for(request, tenant, caller or -ticket)
         except QuireError as error:
             self._effects.append(Reply(ticket, error.untraced()))
             return ticket
         operation = Operation(ticket, request, entry, caller)
+        if isinstance(request, Append) and request.timeout_s is not None:
+            operation.deadline_s = now_s + request.timeout_s
         self._operations[ticket] = operation
         self._queued_tokens += _tokens_of(request)
         tenant.in_flight += 1
@@ -221,7 +229,7 @@ class CacheTable:
             return
         if operation.entry.running is operation:
             self._undo(operation)
-        self._retire(operation)
+        self._retire(operation, answered=False)
         self._advance(operation.entry)
 
     def expire(self, now_s: float, at_most: int | None = None) -> int:
@@ -266,8 +274,10 @@ class CacheTable:
             raise Draining
         tenant.take_turn(self._now_s)
         queued = len(self._operations)
-        if queued >= self.limits.max_queued_operations:
-            raise QueueFull(self.limits.max_queued_operations, self._pace.wait_s(queued))
+        share = QUEUE_SHARES[request.priority] if isinstance(request, Append) else 1.0
+        most = math.ceil(self.limits.max_queued_operations * share)
+        if queued >= most:
+            raise QueueFull(most, self._pace.wait_s(queued))
         queued_bytes = _TOKEN_BYTES * (self._queued_tokens + _tokens_of(request))
         full = self.journal_bytes + queued_bytes > self.limits.max_journal_bytes
         if full and not isinstance(request, Truncate):
@@ -277,12 +287,12 @@ class CacheTable:
         entry = self._entries.get(cache_id)
         return entry if entry is not None and entry.tenant is tenant else None
 
-    def _entry_for(self, request: Request, tenant: Tenant) -> CacheEntry:
+    def _entry_for(self, request: Request, tenant: Tenant, queue: int) -> CacheEntry:
         """The cache a request is about: a known one, or a new one that nobody can see yet."""
         if isinstance(request, Append) and not request.cache_id:
             repeated = self._by_request_id.get((tenant, request.request_id))
             if repeated is None or repeated.state is KvState.LOST:
-                return self._create(request, tenant)
+                return self._create(request, tenant, queue)
             entry = repeated
         else:
             known = self._find(request.cache_id, tenant)
@@ -293,12 +303,14 @@ class CacheTable:
             raise QueueFull(MAX_WAITING_PER_CACHE, self._pace.wait_s(len(entry.waiting)))
         return entry
 
-    def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
+    def _create(self, append: Append, tenant: Tenant, queue: int) -> CacheEntry:
         if not append.is_scoring:
             self._require_room(1)
         tenant.require(caches=1, tokens=len(append.token_ids))
         salt = tenant.salt(append.cache_salt)
         worker = self._placement.choose(append.token_ids, salt)
+        self._require_time(append, queue, self._time_left_s(append.timeout_s), worker)
+        self._placement.computes(append.token_ids, worker, salt)
         lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
         entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s), tenant, salt)
         entry.ephemeral = append.is_scoring
@@ -379,6 +391,10 @@ class CacheTable:
         if wanted > entry.worker.capacity_tokens:
             raise SequenceTooLong(wanted, entry.worker.capacity_tokens)
         entry.tenant.require(tokens=len(append.token_ids))
+        if entry.visible:
+            # Else it was looked at before anything was made.
+            left_s = self._time_left_s(operation.time_left_s(self._now_s))
+            self._require_time(append, operation.queue, left_s, entry.worker)
         operation.base = entry.length
         operation.tokens = len(append.token_ids)
         entry.tenant.tokens += operation.tokens
@@ -400,8 +416,28 @@ class CacheTable:
         self._send(entry, ForkSequence(self._number(), entry.number, (operation.copy_number,)))
         self._send_forward(operation, append, operation.copy_number)
 
+    @staticmethod
+    def _require_time(append: Append, queue: int, left_s: float, worker: WorkerView) -> None:
+        """Raises Overloaded or DeadlinePassed if it cannot be done in time: at once, and before any work."""
+        if left_s <= 0:
+            raise DeadlinePassed
+        expected_s = worker.backlog.expected_s(append, queue)
+        if expected_s > left_s * TIME_SHARES[append.priority]:
+            raise Overloaded(expected_s, left_s, sleep_s(expected_s - left_s))
+
+    def _time_left_s(self, until_deadline_s: float | None) -> float:
+        """How long an append may take from now on, also one without a deadline."""
+        longest_s = self.limits.max_wait_s
+        return longest_s if until_deadline_s is None else min(until_deadline_s, longest_s)
+
     def _send_forward(self, operation: Operation, append: Append, number: int) -> None:
         entry, repeats = operation.entry, operation.copy_number is not None
+        backlog = entry.worker.backlog
+        left_s = self._time_left_s(operation.time_left_s(self._now_s))
+        # Short work without a deadline is not watched: nothing keeps it from its turn for so long.
+        watched = operation.deadline_s is not None or backlog.is_long(append)
+        timeout_s = backlog.start_within_s(append, operation.queue, left_s) if watched else None
+        operation.waiting = backlog.enter(append, operation.queue, self._now_s)
         command = ForwardSequence(
             op_id=operation.ticket,
             number=number,
@@ -413,6 +449,7 @@ class CacheTable:
             keep_all=repeats,
             ephemeral=repeats or entry.ephemeral,
             salt=entry.salt,
+            timeout_s=timeout_s,
         )
         self._send(entry, command)
 
@@ -476,12 +513,22 @@ class CacheTable:
         if failed.kv_missing and entry.visible:
             entry.state = KvState.LOST
             error = CacheLost(entry.length)
+        if isinstance(error, DeadlinePassed):
+            error = self._too_late(operation)
         if isinstance(error, KvExhausted):
             error.retry_after_s = self._pace.wait_s(len(self._operations))
         if operation.copy_number is not None:
             # A forward that never began has not released its copy.
             self._send(entry, ReleaseSequences(self._number(), (operation.copy_number,)))
         self._finish(operation, error)
+
+    def _too_late(self, operation: Operation) -> QuireError:
+        """What an append is told whose turn came too late, or not soon enough to be done in time."""
+        until_deadline_s = operation.time_left_s(self._now_s)
+        if operation.waiting is None or (until_deadline_s is not None and until_deadline_s <= 0):
+            return DeadlinePassed()
+        waited_s = self._now_s - operation.waiting.since_s
+        return Overloaded(waited_s, self._time_left_s(until_deadline_s), sleep_s(waited_s))
 
     def _apply_append(self, operation: Operation, append: Append, done: ForwardDone) -> None:
         entry, base = operation.entry, operation.base
@@ -528,7 +575,7 @@ class CacheTable:
     # An operation ends.
 
     def _finish(self, operation: Operation, outcome: Result | QuireError) -> None:
-        self._retire(operation)
+        self._retire(operation, answered=not isinstance(outcome, QuireError))
         entry, request = operation.entry, operation.request
         if isinstance(outcome, QuireError):
             outcome.untraced()
@@ -537,10 +584,12 @@ class CacheTable:
         if operation.is_answered:
             self._effects.append(Reply(operation.ticket, outcome))
 
-    def _retire(self, operation: Operation) -> None:
+    def _retire(self, operation: Operation, *, answered: bool) -> None:
         """Takes an operation out of every table. Children that were not published are gone with it."""
         entry = operation.entry
         del self._operations[operation.ticket]
+        if operation.waiting is not None:
+            entry.worker.backlog.leave(operation.waiting, self._now_s, answered=answered)
         entry.worker.pages_queued -= operation.pages
         entry.worker.sequences -= len(operation.children)
         self._held -= len(operation.children)
@@ -637,6 +686,7 @@ class CacheTable:
         for worker in self._placement:
             its = [o for o in operations.values() if o.entry.worker is worker]
             assert worker.pages_queued == sum(o.pages for o in its)
+            worker.backlog.check([o.waiting for o in its if o.waiting is not None])
             hidden = {o.entry.number for o in its if not o.entry.visible}
             children = sum(len(o.children) for o in its)
             shown = sum(1 for e in self._entries.values() if e.worker is worker)

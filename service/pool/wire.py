@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
-from service.caches.requests import Kind
+from service.caches.requests import Kind, Priority
 from service.errors import DeadlinePassed, KvExhausted, QuireError, Unsupported, WorkerFault
 
 # The protocol's numbers have the same names.
 _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") for kind in Kind}
+_PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
 
 
 def to_message(command: effects.Command) -> worker_pb2.WorkerCommand:
@@ -55,8 +56,9 @@ def _fill_forward(body: worker_pb2.ForwardCommand, command: effects.ForwardSeque
             body.output.sampling.seed = command.seed
     if append.accept and not command.keep_all:
         body.accept = append.accept  # type: ignore[assignment]
-    if append.timeout_s is not None:
-        body.timeout_ns = max(1, int(append.timeout_s * 1e9))
+    body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
+    if command.timeout_s is not None:
+        body.timeout_ns = max(1, int(command.timeout_s * 1e9))
 
 
 def to_events(response: worker_pb2.ConnectResponse) -> Iterator[effects.Event]:

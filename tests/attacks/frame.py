@@ -29,6 +29,8 @@ ALONE_S = 4.0
 AFTER_S = 1.0
 # In the short form both.
 SHORT_S = 0.3
+# How long at most for what is kept to fall to what it may be.
+GIVEN_BACK_S = 20.0
 # Of some attacks a try is over before a bystander has noticed: they are tried for at least so long.
 LEAST_S = 3.0
 MIB = 1 << 20
@@ -143,8 +145,13 @@ def run(attack: Attack, root: Path = ROOT) -> Outcome:
             return measure(attack, Scene(gateway, last), bystanders)
 
 
-def measure(attack: Attack, scene: Scene, bystanders: Bystanders, tries: int = 0) -> Outcome:
-    """Bystanders alone, beside the attack's tries, and what is left. `tries`: instead of the attack's."""
+def measure(
+    attack: Attack, scene: Scene, bystanders: Bystanders, tries: int = 0, kept_mib: float = 0
+) -> Outcome:
+    """Bystanders alone, beside the attack's tries, and what is left. `tries`: instead of the attack's.
+
+    `kept_mib`: what the gateway keeps is looked at once it is no more than that, or does not become so.
+    """
     settle_s = SHORT_S if tries else AFTER_S
     if attack.prepare is not None:
         attack.prepare(scene)
@@ -164,6 +171,9 @@ def measure(attack: Attack, scene: Scene, bystanders: Bystanders, tries: int = 0
     time.sleep(settle_s)
     beside = bystanders.waits(began_s, began_s + seconds + settle_s)
     after = before if attack.ends_gateway else scene.gateway.status()
+    give_up_s = time.monotonic() + GIVEN_BACK_S
+    while kept_mib and gateway.kept_mib() > kept_mib and time.monotonic() < give_up_s:
+        time.sleep(0.1)
     stall_ms = after.longest_stall_ms if after.longest_stall_ms > before.longest_stall_ms else 0
     return Outcome(
         attack=attack.name,

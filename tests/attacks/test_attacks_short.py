@@ -62,7 +62,7 @@ def test_attack(scene: tuple[Scene, Bystanders], name: str, tries: int, answer: 
     target.answers.clear()
     target.notes.clear()
     attack: Attack = BY_NAME[name]
-    outcome = measure(attack, target, bystanders, tries)
+    outcome = measure(attack, target, bystanders, tries, JOURNAL_MIB + SLACK_MIB)
     assert outcome.replaced == 0, "a healthy worker was killed"
     assert outcome.steps > 0 and not outcome.failed, "bystanders were answered"
     assert not answer or set(outcome.answers) == {answer}

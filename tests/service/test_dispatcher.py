@@ -192,7 +192,7 @@ async def test_those_who_wait_for_a_dead_worker_are_answered(bench: Bench) -> No
         (worker_pb2.WORKER_ERROR_REASON_KV_MISSING, "CACHE_LOST"),
         (worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED, "KV_EXHAUSTED"),
         (worker_pb2.WORKER_ERROR_REASON_FAULT, "WORKER_FAULT"),
-        (worker_pb2.WORKER_ERROR_REASON_TIMEOUT, "DEADLINE_PASSED"),
+        (worker_pb2.WORKER_ERROR_REASON_TIMEOUT, "OVERLOADED"),
         (worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED, "UNSUPPORTED_BY_EXECUTOR"),
     ],
 )

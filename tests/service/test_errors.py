@@ -37,6 +37,7 @@ ROWS = [
     (errors.TruncateBeyondEnd(9, 8), code_pb2.OUT_OF_RANGE, "TRUNCATE_BEYOND_END", False),
     (errors.KvExhausted(9, 8), code_pb2.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", True),
     (errors.QueueFull(9, 0.25), code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", True),
+    (errors.Overloaded(2.0, 1.0, 1.0), code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED", True),
     (errors.CacheLimit(9), code_pb2.RESOURCE_EXHAUSTED, "CACHE_LIMIT", True),
     (errors.JournalFull(9), code_pb2.RESOURCE_EXHAUSTED, "JOURNAL_FULL", True),
     (errors.AnswersFull(9), code_pb2.RESOURCE_EXHAUSTED, "ANSWERS_FULL", True),

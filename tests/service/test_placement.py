@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from service.caches.placement import Placement, PrefixAffinity, WorkerView
@@ -25,23 +27,30 @@ def placed(*workers: WorkerView) -> Placement:
     return placement
 
 
+def place(placement: Placement, token_ids: Sequence[int], salt: bytes = b"") -> WorkerView:
+    """Chooses a worker, and asks it."""
+    worker = placement.choose(token_ids, salt)
+    placement.computes(token_ids, worker, salt)
+    return worker
+
+
 def test_nobody_takes_it_where_there_is_nobody() -> None:
     with pytest.raises(NoWorker):
-        placed().choose(PROMPT)
+        place(placed(), PROMPT)
 
 
 def test_the_most_free_pages_less_what_is_queued() -> None:
     a, b = view("a", 1, 10), view("b", 2, 8)
     a.pages_queued = 6
-    assert placed(a, b).choose(PROMPT) is b
+    assert place(placed(a, b), PROMPT) is b
     a.pages_queued = 0
-    assert placed(a, b).choose(PROMPT) is a
+    assert place(placed(a, b), PROMPT) is a
 
 
 def test_of_equals_the_one_with_fewer_sequences() -> None:
     a, b = view("a", 1, 10), view("b", 2, 10)
     a.sequences, b.sequences = 3, 2
-    assert placed(a, b).choose(PROMPT) is b
+    assert place(placed(a, b), PROMPT) is b
 
 
 @pytest.mark.parametrize(("page_tokens", "missing"), [(1, 5), (4, 2), (16, 1)])
@@ -49,35 +58,35 @@ def test_the_holder_of_the_longest_prefix_takes_it_if_the_rest_fits(page_tokens:
     """Whatever the size of its pages: the worker says how many tokens they hold."""
     a, b = view("a", 1, 200, page_tokens=page_tokens), view("b", 2, 100, page_tokens=page_tokens)
     placement = placed(a, b)
-    assert placement.choose(PROMPT) is a
+    assert place(placement, PROMPT) is a
     a.pages_available = missing
-    assert placement.choose(PROMPT) is a, "just what is missing is free"
+    assert place(placement, PROMPT) is a, "just what is missing is free"
     a.pages_queued = 1
-    assert placement.choose(PROMPT) is b
+    assert place(placement, PROMPT) is b
 
 
 def test_a_page_that_is_larger_than_what_is_remembered_is_counted_in_full() -> None:
     a, b = view("a", 1, 200, page_tokens=64), view("b", 2, 100, page_tokens=64)
     placement = placed(a, b)
-    assert placement.choose(PROMPT) is a
+    assert place(placement, PROMPT) is a
     a.pages_available = 0
-    assert placement.choose(PROMPT) is b, "48 tokens known are no page of 64"
+    assert place(placement, PROMPT) is b, "48 tokens known are no page of 64"
 
 
 def test_one_that_could_never_take_it_is_no_choice_while_there_is_another() -> None:
     small, large = view("small", 1, 100, capacity_tokens=len(PROMPT) - 1), view("large", 2, 1)
-    assert placed(small, large).choose(PROMPT) is large
-    assert placed(small, large).choose(PROMPT[:-1]) is small
-    assert placed(small).choose(PROMPT) is small, "which says how much is missing"
+    assert place(placed(small, large), PROMPT) is large
+    assert place(placed(small, large), PROMPT[:-1]) is small
+    assert place(placed(small), PROMPT) is small, "which says how much is missing"
 
 
 def test_a_new_incarnation_holds_nothing() -> None:
     a, b = view("a", 1, 200), view("b", 2, 100)
     placement = placed(a, b)
-    assert placement.choose(PROMPT) is a
+    assert place(placement, PROMPT) is a
     placement.remove(a)
     placement.add(view("a", 3, 50))
-    assert placement.choose(PROMPT) is b
+    assert place(placement, PROMPT) is b
 
 
 def test_a_worker_is_ready_once() -> None:
@@ -92,11 +101,11 @@ def test_a_worker_is_ready_once() -> None:
 def test_what_was_refused_is_forgotten() -> None:
     full, empty = view("full", 1, 101), view("empty", 2, 100)
     placement = placed(full, empty)
-    assert placement.choose(PROMPT) is full
+    assert place(placement, PROMPT) is full
     full.pages_available = 31
-    assert placement.choose(PROMPT) is full
+    assert place(placement, PROMPT) is full
     placement.not_computed(PROMPT, full)
-    assert placement.choose(PROMPT) is empty
+    assert place(placement, PROMPT) is empty
 
 
 def test_a_prefix_ends_where_the_tokens_differ() -> None:

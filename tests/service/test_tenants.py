@@ -124,6 +124,7 @@ def test_who_computed_a_prefix_is_remembered_for_its_salt_only() -> None:
     prompt = list(range(32))
     second.pages_queued = 1
     assert placement.choose(prompt, b"a") is first
+    placement.computes(prompt, first, b"a")
     first.pages_queued = 9
     assert placement.choose(prompt, b"a") is first, "it holds the prefix"
     assert placement.choose(prompt, b"b") is second, "for others it does not"

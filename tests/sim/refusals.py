@@ -13,7 +13,8 @@ from tests.sim.truth import Cache
 if TYPE_CHECKING:
     from tests.sim.oracle import Oracle
 
-_WORKER_REASONS = {"WORKER_FAULT": FAULT, "KV_EXHAUSTED": KV_EXHAUSTED, "DEADLINE_PASSED": TIMEOUT}
+_WORKER_REASONS = {"WORKER_FAULT": FAULT, "KV_EXHAUSTED": KV_EXHAUSTED}
+_TOO_LATE = ("DEADLINE_PASSED", "OVERLOADED")
 
 
 def check_refusal(oracle: Oracle, number: int, request: Request, error: QuireError) -> None:
@@ -24,6 +25,8 @@ def check_refusal(oracle: Oracle, number: int, request: Request, error: QuireErr
     if reason in _WORKER_REASONS:
         failure = oracle.failure_of(number)
         assert failure is not None and failure[0] == _WORKER_REASONS[reason], "the worker did not say so"
+    elif reason in _TOO_LATE:
+        _check_too_late(oracle, number, request, reason)
     elif reason in _OF_THE_SERVER:
         assert _OF_THE_SERVER[reason](oracle)
     elif reason == "CACHE_LIMIT":
@@ -47,6 +50,17 @@ _OF_THE_SERVER: dict[str, Callable[[Oracle], bool]] = {
     "DRAINING": lambda oracle: oracle.draining,
     "QUEUE_FULL": lambda oracle: len(oracle.outstanding) >= oracle.queue_limit,
 }
+
+
+def _check_too_late(oracle: Oracle, number: int, request: Request, reason: str) -> None:
+    """The worker had no time for it, or the gateway saw that it would not."""
+    failure = oracle.failure_of(number)
+    assert isinstance(request, Append) and (failure is None or failure[0] == TIMEOUT)
+    if reason == "DEADLINE_PASSED":
+        assert request.timeout_s is not None, "who names no deadline cannot miss it"
+    elif failure is None:
+        others = [r for n, r in oracle.outstanding.items() if n != number and isinstance(r, Append)]
+        assert others, "who is alone waits for nobody"
 
 
 def _made_by(request: Request) -> int:

@@ -230,7 +230,7 @@ class Pair:
         self.seen["cut"] += position < len(before)
         rows = {Kind.PREFILL: rng.choice((0, 1)), Kind.DECODE: 1}.get(kind, len(tokens))
         accept = types_pb2.VERIFY_ACCEPT_GREEDY if kind is Kind.VERIFY and rng.random() < 0.8 else 0
-        append = Append(kind, "", tokens, rows=rows, accept=accept, timeout_s=timeout_s)
+        append = Append(kind, "", tokens, rows=rows, accept=accept)
         return effects.ForwardSequence(
             op_id=op_id,
             number=number,
@@ -241,6 +241,7 @@ class Pair:
             caller=rng.randint(0, 3),
             keep_all=False,
             ephemeral=ephemeral or kind is Kind.SCORE,
+            timeout_s=timeout_s,
         )
 
     def _tokens(self, kind: Kind, before: list[int]) -> list[int]:

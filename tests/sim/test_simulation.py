@@ -20,7 +20,7 @@ from tests.sim.schedules import ScheduleFailed, run_schedules
 
 SCHEDULES = 3000
 # A planted bug shows within this many; most within ten.
-CONTROL_SCHEDULES = 300
+CONTROL_SCHEDULES = 1000
 # Without these a passing run would say little.
 MUST_HAPPEN = (
     "applied prefill",

@@ -37,7 +37,7 @@ WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_DEAD: WorkerState
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("cache_id", "token_ids", "position", "output", "adapter_id", "lease", "request_id", "cache_salt")
+    __slots__ = ("cache_id", "token_ids", "position", "output", "adapter_id", "lease", "request_id", "cache_salt", "priority")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class PrefillRequest(_message.Message):
     LEASE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     position: int
@@ -54,7 +55,8 @@ class PrefillRequest(_message.Message):
     lease: _duration_pb2.Duration
     request_id: str
     cache_salt: str
-    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    priority: _types_pb2.Priority
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("kv_cache", "output", "reused_tokens", "timing")
@@ -89,16 +91,18 @@ class BatchPrefillResult(_message.Message):
     def __init__(self, response: _Optional[_Union[PrefillResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("cache_id", "token_id", "position", "output")
+    __slots__ = ("cache_id", "token_id", "position", "output", "priority")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     token_id: int
     position: int
     output: _types_pb2.OutputOptions
-    def __init__(self, cache_id: _Optional[str] = ..., token_id: _Optional[int] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ...) -> None: ...
+    priority: _types_pb2.Priority
+    def __init__(self, cache_id: _Optional[str] = ..., token_id: _Optional[int] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("kv_cache", "output", "timing")
@@ -131,18 +135,20 @@ class BatchDecodeResult(_message.Message):
     def __init__(self, response: _Optional[_Union[DecodeResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class ForwardVerifyRequest(_message.Message):
-    __slots__ = ("cache_id", "token_ids", "position", "output", "accept")
+    __slots__ = ("cache_id", "token_ids", "position", "output", "accept", "priority")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     position: int
     output: _types_pb2.OutputOptions
     accept: _types_pb2.VerifyAccept
-    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ...) -> None: ...
+    priority: _types_pb2.Priority
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ForwardVerifyResponse(_message.Message):
     __slots__ = ("kv_cache", "outputs", "accepted", "timing")
@@ -163,18 +169,20 @@ class UnifiedForwardRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[UnifiedForwardItem, _Mapping]]] = ...) -> None: ...
 
 class UnifiedForwardItem(_message.Message):
-    __slots__ = ("cache_id", "token_ids", "position", "is_final_chunk", "output")
+    __slots__ = ("cache_id", "token_ids", "position", "is_final_chunk", "output", "priority")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     IS_FINAL_CHUNK_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     position: int
     is_final_chunk: bool
     output: _types_pb2.OutputOptions
-    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., is_final_chunk: _Optional[bool] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ...) -> None: ...
+    priority: _types_pb2.Priority
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., is_final_chunk: _Optional[bool] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class UnifiedForwardResponse(_message.Message):
     __slots__ = ("results",)
@@ -203,12 +211,14 @@ class UnifiedForwardItemResponse(_message.Message):
     def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("token_ids", "output")
+    __slots__ = ("token_ids", "output", "priority")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     output: _types_pb2.OutputOptions
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ...) -> None: ...
+    priority: _types_pb2.Priority
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
     __slots__ = ("outputs", "token_logprobs", "timing")
@@ -299,7 +309,7 @@ class SessionRequest(_message.Message):
     def __init__(self, calls: _Optional[_Iterable[_Union[SessionCall, _Mapping]]] = ...) -> None: ...
 
 class SessionCall(_message.Message):
-    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache")
+    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "timeout")
     TAG_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +322,7 @@ class SessionCall(_message.Message):
     TRUNCATE_KV_FIELD_NUMBER: _ClassVar[int]
     RELEASE_CACHE_FIELD_NUMBER: _ClassVar[int]
     RENEW_CACHE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     tag: int
     prefill: PrefillRequest
     decode: DecodeRequest
@@ -324,7 +335,8 @@ class SessionCall(_message.Message):
     truncate_kv: TruncateKVRequest
     release_cache: ReleaseCacheRequest
     renew_cache: RenewCacheRequest
-    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyRequest, _Mapping]] = ..., forward: _Optional[_Union[ForwardRequest, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillRequest, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeRequest, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardRequest, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheRequest, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVRequest, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheRequest, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheRequest, _Mapping]] = ...) -> None: ...
+    timeout: _duration_pb2.Duration
+    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyRequest, _Mapping]] = ..., forward: _Optional[_Union[ForwardRequest, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillRequest, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeRequest, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardRequest, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheRequest, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVRequest, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheRequest, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheRequest, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("results",)
@@ -393,7 +405,7 @@ class GetCapabilitiesResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., limits: _Optional[_Union[GatewayLimits, _Mapping]] = ..., max_top_logprobs: _Optional[int] = ...) -> None: ...
 
 class GatewayLimits(_message.Message):
-    __slots__ = ("max_request_bytes", "max_response_bytes", "max_calls_per_message", "max_items_per_call", "max_session_calls", "max_queued_operations", "max_caches", "max_journal_bytes", "max_unread_bytes", "max_arriving_bytes", "max_sessions", "max_connections", "message_timeout_s")
+    __slots__ = ("max_request_bytes", "max_response_bytes", "max_calls_per_message", "max_items_per_call", "max_session_calls", "max_queued_operations", "max_caches", "max_journal_bytes", "max_unread_bytes", "max_wait_s", "max_arriving_bytes", "max_sessions", "max_connections", "message_timeout_s")
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_CALLS_PER_MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -403,6 +415,7 @@ class GatewayLimits(_message.Message):
     MAX_CACHES_FIELD_NUMBER: _ClassVar[int]
     MAX_JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     MAX_ARRIVING_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -416,11 +429,12 @@ class GatewayLimits(_message.Message):
     max_caches: int
     max_journal_bytes: int
     max_unread_bytes: int
+    max_wait_s: float
     max_arriving_bytes: int
     max_sessions: int
     max_connections: int
     message_timeout_s: float
-    def __init__(self, max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_calls_per_message: _Optional[int] = ..., max_items_per_call: _Optional[int] = ..., max_session_calls: _Optional[int] = ..., max_queued_operations: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_arriving_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_connections: _Optional[int] = ..., message_timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_calls_per_message: _Optional[int] = ..., max_items_per_call: _Optional[int] = ..., max_session_calls: _Optional[int] = ..., max_queued_operations: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_wait_s: _Optional[float] = ..., max_arriving_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_connections: _Optional[int] = ..., message_timeout_s: _Optional[float] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

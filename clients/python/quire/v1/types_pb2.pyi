@@ -17,6 +17,13 @@ class LogitsFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOGITS_FORMAT_BF16: _ClassVar[LogitsFormat]
     LOGITS_FORMAT_F16: _ClassVar[LogitsFormat]
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_LOW: _ClassVar[Priority]
+    PRIORITY_NORMAL: _ClassVar[Priority]
+    PRIORITY_HIGH: _ClassVar[Priority]
+
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
@@ -33,6 +40,10 @@ LOGITS_FORMAT_UNSPECIFIED: LogitsFormat
 LOGITS_FORMAT_F32: LogitsFormat
 LOGITS_FORMAT_BF16: LogitsFormat
 LOGITS_FORMAT_F16: LogitsFormat
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_LOW: Priority
+PRIORITY_NORMAL: Priority
+PRIORITY_HIGH: Priority
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_F32: DataType
 DATA_TYPE_BF16: DataType

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import types_pb2 as quire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\"\xa4\x03\n\x0cWorkerConfig\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x65vice_index\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\x08kv_pages\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x16gpu_memory_utilization\x18\x07 \x01(\x01\x12\x13\n\x0b\x63uda_graphs\x18\x08 \x01(\t\x12\x0f\n\x07threads\x18\t \x01(\r\x12\x18\n\x10max_batch_tokens\x18\n \x01(\r\x12\x17\n\x0fmax_batch_items\x18\x0b \x01(\r\x12%\n\x18max_mixed_prefill_tokens\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11max_request_bytes\x18\r \x01(\x04\x12\x1a\n\x12max_response_bytes\x18\x0e \x01(\x04\x12\x11\n\tlog_level\x18\x0f \x01(\t\x12\x12\n\nlog_format\x18\x10 \x01(\tB\x0b\n\t_kv_pagesB\x1b\n\x19_max_mixed_prefill_tokens\";\n\x0e\x43onnectRequest\x12)\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x17.quire.v1.WorkerCommand\"\xb1\x02\n\rWorkerCommand\x12\r\n\x05op_id\x18\x01 \x01(\x04\x12+\n\x07\x66orward\x18\x02 \x01(\x0b\x32\x18.quire.v1.ForwardCommandH\x00\x12%\n\x04\x66ork\x18\x03 \x01(\x0b\x32\x15.quire.v1.ForkCommandH\x00\x12-\n\x08truncate\x18\x04 \x01(\x0b\x32\x19.quire.v1.TruncateCommandH\x00\x12+\n\x07release\x18\x05 \x01(\x0b\x32\x18.quire.v1.ReleaseCommandH\x00\x12\'\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x16.quire.v1.AbortCommandH\x00\x12-\n\x08snapshot\x18\x07 \x01(\x0b\x32\x19.quire.v1.SnapshotCommandH\x00\x42\t\n\x07\x63ommand\"\xa6\x02\n\x0e\x46orwardCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\'\n\x06output\x18\x05 \x01(\x0b\x32\x17.quire.v1.OutputOptions\x12&\n\x06\x61\x63\x63\x65pt\x18\x06 \x01(\x0e\x32\x16.quire.v1.VerifyAccept\x12\x12\n\nprompt_len\x18\x07 \x01(\r\x12\x11\n\tephemeral\x18\x08 \x01(\x08\x12\x12\n\ntimeout_ns\x18\t \x01(\x04\x12%\n\x04kind\x18\n \x01(\x0e\x32\x17.quire.v1.OperationKind\x12\x0e\n\x06\x63\x61ller\x18\x0b \x01(\x04\x12\x0c\n\x04salt\x18\x0c \x01(\x0c\"1\n\x0b\x46orkCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08\x63hildren\x18\x02 \x03(\x04\"4\n\x0fTruncateCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07new_len\x18\x02 \x01(\r\"#\n\x0eReleaseCommand\x12\x11\n\tsequences\x18\x01 \x03(\x04\"$\n\x0c\x41\x62ortCommand\x12\x14\n\x0ctarget_op_id\x18\x01 \x01(\x04\";\n\x0fSnapshotCommand\x12\x0f\n\x07ordered\x18\x01 \x01(\x08\x12\x17\n\x0f\x63heck_integrity\x18\x02 \x01(\x08\"Q\n\x0f\x43onnectResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.quire.v1.WorkerEvent\x12\x17\n\x0fpages_available\x18\x02 \x01(\r\"\xa0\x02\n\x0bWorkerEvent\x12\r\n\x05op_id\x18\x01 \x01(\x04\x12(\n\x07\x66orward\x18\x02 \x01(\x0b\x32\x15.quire.v1.ForwardDoneH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.quire.v1.ControlDoneH\x00\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.WorkerErrorH\x00\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x16.quire.v1.LoadProgressH\x00\x12&\n\x05ready\x18\x06 \x01(\x0b\x32\x15.quire.v1.WorkerReadyH\x00\x12,\n\x08snapshot\x18\x07 \x01(\x0b\x32\x18.quire.v1.WorkerSnapshotH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x0b\x46orwardDone\x12%\n\x07outputs\x18\x01 \x03(\x0b\x32\x14.quire.v1.StepOutput\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x15\n\rreused_tokens\x18\x03 \x01(\r\x12$\n\x06timing\x18\x04 \x01(\x0b\x32\x14.quire.v1.StepTiming\x12\x16\n\x0etoken_logprobs\x18\x05 \x03(\x02\"\r\n\x0b\x43ontrolDone\"y\n\x0bWorkerError\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.quire.v1.WorkerErrorReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x14\n\x0cpages_needed\x18\x03 \x01(\r\x12\x17\n\x0fpages_available\x18\x04 \x01(\r\"F\n\x0cLoadProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x12\n\ndone_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"\xa4\x01\n\x0bWorkerReady\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.quire.v1.ModelDescription\x12\x16\n\x0etokenizer_json\x18\x03 \x01(\x0c\x12\x30\n\x08\x65xecutor\x18\x04 \x01(\x0b\x32\x1e.quire.v1.ExecutorCapabilities\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\"\xef\x02\n\x0eWorkerSnapshot\x12!\n\x04pool\x18\x01 \x01(\x0b\x32\x13.quire.v1.PoolUsage\x12$\n\x06\x63ounts\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepCounts\x12\x1c\n\x14operations_in_flight\x18\x03 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x1b\n\x13\x64\x65vice_memory_bytes\x18\x05 \x01(\x04\x12 \n\x18\x64\x65vice_memory_peak_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bstep_age_ns\x18\x07 \x01(\x04\x12\x18\n\x0bpool_intact\x18\x08 \x01(\x08H\x00\x88\x01\x01\x12\x33\n\rlora_adapters\x18\t \x03(\x0b\x32\x1c.quire.v1.LoraAdapterMetrics\x12\x13\n\x0bstep_number\x18\n \x01(\x04\x12\x18\n\x10step_expected_ns\x18\x0b \x01(\x04\x42\x0e\n\x0c_pool_intact*\x9b\x01\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_KIND_PREFILL\x10\x01\x12\x19\n\x15OPERATION_KIND_DECODE\x10\x02\x12\x19\n\x15OPERATION_KIND_VERIFY\x10\x03\x12\x18\n\x14OPERATION_KIND_SCORE\x10\x04*\xe7\x01\n\x11WorkerErrorReason\x12#\n\x1fWORKER_ERROR_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1eWORKER_ERROR_REASON_KV_MISSING\x10\x01\x12$\n WORKER_ERROR_REASON_KV_EXHAUSTED\x10\x02\x12\x1d\n\x19WORKER_ERROR_REASON_FAULT\x10\x03\x12\x1f\n\x1bWORKER_ERROR_REASON_TIMEOUT\x10\x04\x12#\n\x1fWORKER_ERROR_REASON_UNSUPPORTED\x10\x05\x32S\n\rWorkerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\"\xa4\x03\n\x0cWorkerConfig\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x65vice_index\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\x08kv_pages\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x16gpu_memory_utilization\x18\x07 \x01(\x01\x12\x13\n\x0b\x63uda_graphs\x18\x08 \x01(\t\x12\x0f\n\x07threads\x18\t \x01(\r\x12\x18\n\x10max_batch_tokens\x18\n \x01(\r\x12\x17\n\x0fmax_batch_items\x18\x0b \x01(\r\x12%\n\x18max_mixed_prefill_tokens\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11max_request_bytes\x18\r \x01(\x04\x12\x1a\n\x12max_response_bytes\x18\x0e \x01(\x04\x12\x11\n\tlog_level\x18\x0f \x01(\t\x12\x12\n\nlog_format\x18\x10 \x01(\tB\x0b\n\t_kv_pagesB\x1b\n\x19_max_mixed_prefill_tokens\";\n\x0e\x43onnectRequest\x12)\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x17.quire.v1.WorkerCommand\"\xb1\x02\n\rWorkerCommand\x12\r\n\x05op_id\x18\x01 \x01(\x04\x12+\n\x07\x66orward\x18\x02 \x01(\x0b\x32\x18.quire.v1.ForwardCommandH\x00\x12%\n\x04\x66ork\x18\x03 \x01(\x0b\x32\x15.quire.v1.ForkCommandH\x00\x12-\n\x08truncate\x18\x04 \x01(\x0b\x32\x19.quire.v1.TruncateCommandH\x00\x12+\n\x07release\x18\x05 \x01(\x0b\x32\x18.quire.v1.ReleaseCommandH\x00\x12\'\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x16.quire.v1.AbortCommandH\x00\x12-\n\x08snapshot\x18\x07 \x01(\x0b\x32\x19.quire.v1.SnapshotCommandH\x00\x42\t\n\x07\x63ommand\"\xcc\x02\n\x0e\x46orwardCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\'\n\x06output\x18\x05 \x01(\x0b\x32\x17.quire.v1.OutputOptions\x12&\n\x06\x61\x63\x63\x65pt\x18\x06 \x01(\x0e\x32\x16.quire.v1.VerifyAccept\x12\x12\n\nprompt_len\x18\x07 \x01(\r\x12\x11\n\tephemeral\x18\x08 \x01(\x08\x12\x12\n\ntimeout_ns\x18\t \x01(\x04\x12%\n\x04kind\x18\n \x01(\x0e\x32\x17.quire.v1.OperationKind\x12\x0e\n\x06\x63\x61ller\x18\x0b \x01(\x04\x12\x0c\n\x04salt\x18\x0c \x01(\x0c\x12$\n\x08priority\x18\r \x01(\x0e\x32\x12.quire.v1.Priority\"1\n\x0b\x46orkCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x10\n\x08\x63hildren\x18\x02 \x03(\x04\"4\n\x0fTruncateCommand\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07new_len\x18\x02 \x01(\r\"#\n\x0eReleaseCommand\x12\x11\n\tsequences\x18\x01 \x03(\x04\"$\n\x0c\x41\x62ortCommand\x12\x14\n\x0ctarget_op_id\x18\x01 \x01(\x04\";\n\x0fSnapshotCommand\x12\x0f\n\x07ordered\x18\x01 \x01(\x08\x12\x17\n\x0f\x63heck_integrity\x18\x02 \x01(\x08\"Q\n\x0f\x43onnectResponse\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.quire.v1.WorkerEvent\x12\x17\n\x0fpages_available\x18\x02 \x01(\r\"\xa0\x02\n\x0bWorkerEvent\x12\r\n\x05op_id\x18\x01 \x01(\x04\x12(\n\x07\x66orward\x18\x02 \x01(\x0b\x32\x15.quire.v1.ForwardDoneH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.quire.v1.ControlDoneH\x00\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.quire.v1.WorkerErrorH\x00\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x16.quire.v1.LoadProgressH\x00\x12&\n\x05ready\x18\x06 \x01(\x0b\x32\x15.quire.v1.WorkerReadyH\x00\x12,\n\x08snapshot\x18\x07 \x01(\x0b\x32\x18.quire.v1.WorkerSnapshotH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x0b\x46orwardDone\x12%\n\x07outputs\x18\x01 \x03(\x0b\x32\x14.quire.v1.StepOutput\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x15\n\rreused_tokens\x18\x03 \x01(\r\x12$\n\x06timing\x18\x04 \x01(\x0b\x32\x14.quire.v1.StepTiming\x12\x16\n\x0etoken_logprobs\x18\x05 \x03(\x02\"\r\n\x0b\x43ontrolDone\"y\n\x0bWorkerError\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.quire.v1.WorkerErrorReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x14\n\x0cpages_needed\x18\x03 \x01(\r\x12\x17\n\x0fpages_available\x18\x04 \x01(\r\"F\n\x0cLoadProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x12\n\ndone_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"\xa4\x01\n\x0bWorkerReady\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.quire.v1.ModelDescription\x12\x16\n\x0etokenizer_json\x18\x03 \x01(\x0c\x12\x30\n\x08\x65xecutor\x18\x04 \x01(\x0b\x32\x1e.quire.v1.ExecutorCapabilities\x12\x13\n\x0bpages_total\x18\x05 \x01(\r\"\xef\x02\n\x0eWorkerSnapshot\x12!\n\x04pool\x18\x01 \x01(\x0b\x32\x13.quire.v1.PoolUsage\x12$\n\x06\x63ounts\x18\x02 \x01(\x0b\x32\x14.quire.v1.StepCounts\x12\x1c\n\x14operations_in_flight\x18\x03 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x1b\n\x13\x64\x65vice_memory_bytes\x18\x05 \x01(\x04\x12 \n\x18\x64\x65vice_memory_peak_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bstep_age_ns\x18\x07 \x01(\x04\x12\x18\n\x0bpool_intact\x18\x08 \x01(\x08H\x00\x88\x01\x01\x12\x33\n\rlora_adapters\x18\t \x03(\x0b\x32\x1c.quire.v1.LoraAdapterMetrics\x12\x13\n\x0bstep_number\x18\n \x01(\x04\x12\x18\n\x10step_expected_ns\x18\x0b \x01(\x04\x42\x0e\n\x0c_pool_intact*\x9b\x01\n\rOperationKind\x12\x1e\n\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16OPERATION_KIND_PREFILL\x10\x01\x12\x19\n\x15OPERATION_KIND_DECODE\x10\x02\x12\x19\n\x15OPERATION_KIND_VERIFY\x10\x03\x12\x18\n\x14OPERATION_KIND_SCORE\x10\x04*\xe7\x01\n\x11WorkerErrorReason\x12#\n\x1fWORKER_ERROR_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1eWORKER_ERROR_REASON_KV_MISSING\x10\x01\x12$\n WORKER_ERROR_REASON_KV_EXHAUSTED\x10\x02\x12\x1d\n\x19WORKER_ERROR_REASON_FAULT\x10\x03\x12\x1f\n\x1bWORKER_ERROR_REASON_TIMEOUT\x10\x04\x12#\n\x1fWORKER_ERROR_REASON_UNSUPPORTED\x10\x05\x32S\n\rWorkerService\x12\x42\n\x07\x43onnect\x12\x18.quire.v1.ConnectRequest\x1a\x19.quire.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPERATIONKIND']._serialized_start=2663
-  _globals['_OPERATIONKIND']._serialized_end=2818
-  _globals['_WORKERERRORREASON']._serialized_start=2821
-  _globals['_WORKERERRORREASON']._serialized_end=3052
+  _globals['_OPERATIONKIND']._serialized_start=2701
+  _globals['_OPERATIONKIND']._serialized_end=2856
+  _globals['_WORKERERRORREASON']._serialized_start=2859
+  _globals['_WORKERERRORREASON']._serialized_end=3090
   _globals['_WORKERCONFIG']._serialized_start=58
   _globals['_WORKERCONFIG']._serialized_end=478
   _globals['_CONNECTREQUEST']._serialized_start=480
@@ -43,33 +43,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERCOMMAND']._serialized_start=542
   _globals['_WORKERCOMMAND']._serialized_end=847
   _globals['_FORWARDCOMMAND']._serialized_start=850
-  _globals['_FORWARDCOMMAND']._serialized_end=1144
-  _globals['_FORKCOMMAND']._serialized_start=1146
-  _globals['_FORKCOMMAND']._serialized_end=1195
-  _globals['_TRUNCATECOMMAND']._serialized_start=1197
-  _globals['_TRUNCATECOMMAND']._serialized_end=1249
-  _globals['_RELEASECOMMAND']._serialized_start=1251
-  _globals['_RELEASECOMMAND']._serialized_end=1286
-  _globals['_ABORTCOMMAND']._serialized_start=1288
-  _globals['_ABORTCOMMAND']._serialized_end=1324
-  _globals['_SNAPSHOTCOMMAND']._serialized_start=1326
-  _globals['_SNAPSHOTCOMMAND']._serialized_end=1385
-  _globals['_CONNECTRESPONSE']._serialized_start=1387
-  _globals['_CONNECTRESPONSE']._serialized_end=1468
-  _globals['_WORKEREVENT']._serialized_start=1471
-  _globals['_WORKEREVENT']._serialized_end=1759
-  _globals['_FORWARDDONE']._serialized_start=1762
-  _globals['_FORWARDDONE']._serialized_end=1913
-  _globals['_CONTROLDONE']._serialized_start=1915
-  _globals['_CONTROLDONE']._serialized_end=1928
-  _globals['_WORKERERROR']._serialized_start=1930
-  _globals['_WORKERERROR']._serialized_end=2051
-  _globals['_LOADPROGRESS']._serialized_start=2053
-  _globals['_LOADPROGRESS']._serialized_end=2123
-  _globals['_WORKERREADY']._serialized_start=2126
-  _globals['_WORKERREADY']._serialized_end=2290
-  _globals['_WORKERSNAPSHOT']._serialized_start=2293
-  _globals['_WORKERSNAPSHOT']._serialized_end=2660
-  _globals['_WORKERSERVICE']._serialized_start=3054
-  _globals['_WORKERSERVICE']._serialized_end=3137
+  _globals['_FORWARDCOMMAND']._serialized_end=1182
+  _globals['_FORKCOMMAND']._serialized_start=1184
+  _globals['_FORKCOMMAND']._serialized_end=1233
+  _globals['_TRUNCATECOMMAND']._serialized_start=1235
+  _globals['_TRUNCATECOMMAND']._serialized_end=1287
+  _globals['_RELEASECOMMAND']._serialized_start=1289
+  _globals['_RELEASECOMMAND']._serialized_end=1324
+  _globals['_ABORTCOMMAND']._serialized_start=1326
+  _globals['_ABORTCOMMAND']._serialized_end=1362
+  _globals['_SNAPSHOTCOMMAND']._serialized_start=1364
+  _globals['_SNAPSHOTCOMMAND']._serialized_end=1423
+  _globals['_CONNECTRESPONSE']._serialized_start=1425
+  _globals['_CONNECTRESPONSE']._serialized_end=1506
+  _globals['_WORKEREVENT']._serialized_start=1509
+  _globals['_WORKEREVENT']._serialized_end=1797
+  _globals['_FORWARDDONE']._serialized_start=1800
+  _globals['_FORWARDDONE']._serialized_end=1951
+  _globals['_CONTROLDONE']._serialized_start=1953
+  _globals['_CONTROLDONE']._serialized_end=1966
+  _globals['_WORKERERROR']._serialized_start=1968
+  _globals['_WORKERERROR']._serialized_end=2089
+  _globals['_LOADPROGRESS']._serialized_start=2091
+  _globals['_LOADPROGRESS']._serialized_end=2161
+  _globals['_WORKERREADY']._serialized_start=2164
+  _globals['_WORKERREADY']._serialized_end=2328
+  _globals['_WORKERSNAPSHOT']._serialized_start=2331
+  _globals['_WORKERSNAPSHOT']._serialized_end=2698
+  _globals['_WORKERSERVICE']._serialized_start=3092
+  _globals['_WORKERSERVICE']._serialized_end=3175
 # @@protoc_insertion_point(module_scope)

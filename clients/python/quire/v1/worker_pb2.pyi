@@ -97,7 +97,7 @@ class WorkerCommand(_message.Message):
     def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardCommand(_message.Message):
-    __slots__ = ("sequence", "position", "token_ids", "rows", "output", "accept", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt")
+    __slots__ = ("sequence", "position", "token_ids", "rows", "output", "accept", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt", "priority")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class ForwardCommand(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -122,7 +123,8 @@ class ForwardCommand(_message.Message):
     kind: OperationKind
     caller: int
     salt: bytes
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ..., salt: _Optional[bytes] = ...) -> None: ...
+    priority: _types_pb2.Priority
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ..., salt: _Optional[bytes] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ForkCommand(_message.Message):
     __slots__ = ("sequence", "children")

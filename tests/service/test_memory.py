@@ -1,0 +1,72 @@
+"""Free memory is looked through when that is worth it, and less and less often while nothing comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from service import memory
+from service.memory import MemoryReturner, TrimPolicy
+
+MIB = 1 << 20
+
+
+def test_a_peak_is_given_back_and_then_left_alone() -> None:
+    policy = TrimPolicy(100 * MIB)
+    assert not policy.due(110 * MIB)
+    assert policy.due(400 * MIB)
+    policy.trimmed(400 * MIB, 104 * MIB)
+    assert not any(policy.due(104 * MIB) for _ in range(100))
+
+
+def test_what_is_freed_later_is_given_back_later() -> None:
+    """While large messages are in use nothing comes of it; once they are not, it does."""
+    policy = TrimPolicy(100 * MIB)
+    looked = []
+    for tick in range(12):
+        if policy.due(400 * MIB):
+            looked.append(tick)
+            policy.trimmed(400 * MIB, 400 * MIB)
+    assert looked == [0, 2, 6]
+
+
+def test_memory_that_stays_in_use_is_not_looked_through_for_ever() -> None:
+    policy = TrimPolicy(100 * MIB)
+    looked = 0
+    for _ in range(10_000):
+        if policy.due(400 * MIB):
+            looked += 1
+            policy.trimmed(400 * MIB, 400 * MIB)
+    assert looked == 6
+    assert policy.due(440 * MIB), "more than that is again worth it"
+
+
+@pytest.mark.parametrize("resident", [None, 100 * MIB])
+async def test_without_glibc_or_figures_nothing_runs(
+    resident: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_glibc", lambda: None)
+    await asyncio.wait_for(MemoryReturner(resident_bytes=lambda: resident).run(), 5)
+
+
+async def test_it_is_the_allocator_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_INTERVAL_S", 0.001)
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Libc:
+        settings: tuple[int, int] | None = None
+
+        def mallopt(self, name: int, value: int) -> None:
+            self.settings = (name, value)
+
+        def malloc_trim(self, pad: int) -> None:
+            loop.call_soon_threadsafe(asked.set)
+
+    figures = iter([100 * MIB, 300 * MIB, 100 * MIB])
+    libc = Libc()
+    running = asyncio.create_task(MemoryReturner(libc, lambda: next(figures, 100 * MIB)).run())
+    await asyncio.wait_for(asked.wait(), 5)
+    running.cancel()
+    assert libc.settings == (-3, 1 << 20)
