@@ -213,6 +213,27 @@ class Config:
         minimum=_KIB,
         maximum=1 << 50,
     )
+    max_arriving_bytes: int = _setting(
+        256 * _MIB,
+        "requests that are slow to arrive, of all callers; each counts as max_request_bytes",
+        minimum=_KIB,
+        maximum=1 << 50,
+    )
+    message_timeout_s: float = _setting(
+        30.0,
+        "how long a request may take to arrive; and how long a new connection may take to speak gRPC",
+        minimum=0.1,
+        maximum=_DAY_S,
+    )
+    max_sessions: int = _setting(
+        1024, "sessions, and other streams of requests, that may be open at once", minimum=1, maximum=1 << 20
+    )
+    max_connections: int = _setting(
+        4096,
+        "connections at once, the newest beyond are hung up on; not bounded where there is no /proc",
+        minimum=1,
+        maximum=1 << 20,
+    )
     session_stall_s: float = _setting(
         30.0, "a session whose caller reads no answer for longer is ended", minimum=0.1, maximum=_DAY_S
     )

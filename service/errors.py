@@ -13,6 +13,8 @@
     ├── CacheLimit             RESOURCE_EXHAUSTED   CACHE_LIMIT
     ├── JournalFull            RESOURCE_EXHAUSTED   JOURNAL_FULL
     ├── AnswersFull            RESOURCE_EXHAUSTED   ANSWERS_FULL
+    ├── ArrivingFull           RESOURCE_EXHAUSTED   ARRIVING_FULL
+    ├── SessionLimit           RESOURCE_EXHAUSTED   SESSION_LIMIT
     ├── SlowConsumer           RESOURCE_EXHAUSTED   SLOW_CONSUMER
     ├── QuotaExceeded          RESOURCE_EXHAUSTED   QUOTA
     ├── Unauthenticated        UNAUTHENTICATED      reason given by the door
@@ -22,6 +24,7 @@
     ├── WorkerLost             UNAVAILABLE          WORKER_LOST
     ├── CacheLost              UNAVAILABLE          CACHE_LOST
     ├── DeadlinePassed         DEADLINE_EXCEEDED    DEADLINE_PASSED
+    ├── MessageTimeout         DEADLINE_EXCEEDED    MESSAGE_TIMEOUT
     ├── WorkerFault            INTERNAL             WORKER_FAULT
     └── InternalError          INTERNAL             INTERNAL
 
@@ -226,6 +229,34 @@ class AnswersFull(QuireError):
         )
 
 
+class ArrivingFull(QuireError):
+    """Too many requests are slow to arrive. The newest ones are given up first."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "ARRIVING_FULL"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"requests that are slow to arrive may take {limit_bytes} bytes in all",
+            metadata={"limit_bytes": str(limit_bytes)},
+            retry_after_s=1.0,
+        )
+
+
+class SessionLimit(QuireError):
+    """As many sessions are open as the server allows."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "SESSION_LIMIT"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} sessions are open",
+            metadata={"limit": str(limit)},
+            retry_after_s=1.0,
+        )
+
+
 class SlowConsumer(QuireError):
     """A session's caller does not read its answers."""
 
@@ -321,6 +352,19 @@ class DeadlinePassed(QuireError):
 
     def __init__(self) -> None:
         super().__init__("the deadline passed before the call's turn came; nothing was applied")
+
+
+class MessageTimeout(QuireError):
+    """The request took too long to arrive."""
+
+    code = "DEADLINE_EXCEEDED"
+    reason = "MESSAGE_TIMEOUT"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"the request did not arrive within {timeout_s:g} seconds; nothing was applied",
+            metadata={"timeout_s": f"{timeout_s:g}"},
+        )
 
 
 class WorkerFault(QuireError):

@@ -31,8 +31,11 @@ from service.caches.placement import WorkerView
 from service.caches.table import CacheTable, Limits
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config
 from service.dispatcher import Dispatcher
+from service.doors.descriptors import with_descriptors
 from service.doors.doors import Doors
+from service.doors.guest_watch import GuestWatch
 from service.doors.tls import server_credentials
+from service.doors.transport import server_options
 from service.journal.memory import MemoryJournal
 from service.logging import drain_log, get_logger
 from service.memory import MemoryReturner
@@ -78,16 +81,10 @@ class Gateway:
         self.doors = Doors.of(config)
         self.credentials = server_credentials(config)
         self.server = grpc.aio.server(
-            interceptors=[CallInterceptor(messages, self.doors)],
-            options=[
-                ("grpc.max_receive_message_length", config.max_request_bytes),
-                ("grpc.max_send_message_length", config.max_response_bytes),
-                # Otherwise a second server binds the same port without a word.
-                ("grpc.so_reuseport", 0),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ],
+            interceptors=[CallInterceptor(messages, self.doors, self.state.reception)],
+            options=server_options(config),
         )
+        self._guests: GuestWatch | None = None
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> int:
@@ -104,6 +101,7 @@ class Gateway:
             port = self.server.add_insecure_port(self.config.listen)
         else:
             port = self.server.add_secure_port(self.config.listen, self.credentials)
+        self._guests = GuestWatch(self.state.guests, self.config.listen, port)
         await self.server.start()
         return port
 
@@ -115,6 +113,9 @@ class Gateway:
             if self.doors is not None:
                 group.create_task(self.doors.watch(), name="doors")
             group.create_task(self.state.watch.run(), name="watch")
+            group.create_task(self.state.reception.run(), name="reception")
+            if self._guests is not None:
+                group.create_task(self._guests.run(), name="guests")
             group.create_task(MemoryReturner().run(), name="memory")
 
     async def drain(self) -> None:
@@ -187,6 +188,7 @@ def _model_argument(model: str) -> str:
 
 async def serve(config: Config) -> int:
     """Runs a gateway until a signal ends it. Returns the process's exit status."""
+    config = with_descriptors(config)
     gateway = Gateway(config)
     try:
         port = await gateway.start()

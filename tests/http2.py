@@ -7,6 +7,7 @@ import struct
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS = 0, 1, 4
 END_STREAM, END_HEADERS = 1, 4
+PREFILL = "/quire.v1.ModelExecutorService/Prefill"
 
 
 def frame(kind: int, flags: int, payload: bytes, stream: int = 1) -> bytes:
@@ -16,10 +17,15 @@ def frame(kind: int, flags: int, payload: bytes, stream: int = 1) -> bytes:
 
 def headers(**changed: str) -> bytes:
     """The opening of a connection and of a Prefill on it. Underscores of names stand for dashes."""
+    return PREFACE + frame(SETTINGS, 0, b"", stream=0) + opening(1, **changed)
+
+
+def opening(stream: int, /, **changed: str) -> bytes:
+    """The opening of a Prefill."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
-        ":path": "/quire.v1.ModelExecutorService/Prefill",
+        ":path": PREFILL,
         ":authority": "quire",
         "te": "trailers",
         "content-type": "application/grpc",
@@ -30,7 +36,7 @@ def headers(**changed: str) -> bytes:
         b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
         for name, value in fields.items()
     )
-    return PREFACE + frame(SETTINGS, 0, b"", stream=0) + frame(HEADERS, END_HEADERS, block)
+    return frame(HEADERS, END_HEADERS, block, stream)
 
 
 def message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:

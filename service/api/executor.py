@@ -6,13 +6,11 @@ Errors are raised as QuireError; the call interceptor turns them into a status.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import metadata
 from typing import Any
 
 import grpc
-import psutil
 from google.protobuf.message import Message
 from quire.v1 import executor_pb2
 
@@ -112,12 +110,15 @@ class ExecutorApi:
             uptime_ms=self._state.uptime_ms,
             caches=self._dispatcher.num_caches,
             operations_in_flight=self._dispatcher.operations_in_flight,
-            memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
+            memory_bytes=self._state.memory.resident_bytes(),
             version=self._version,
             tasks=len(asyncio.all_tasks()),
             longest_stall_ms=int(self._state.watch.longest_stretch_s * 1000),
             journal_bytes=self._dispatcher.journal_bytes,
             unread_bytes=self._state.answers.used_bytes,
+            arriving_requests=self._state.reception.arriving,
+            sessions=self._state.reception.streams,
+            connections=self._state.guests.count,
         )
 
     async def GetCacheMetrics(

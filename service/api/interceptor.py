@@ -1,6 +1,7 @@
 """What surrounds every call of ours: the doors, a request id, the log line, and the mapping of errors.
 
-Who has no business here is refused before anything of the call is read.
+Who has no business here is refused before anything of the call is read. How that is done, and for how long,
+is the reception's, for the calls of other services too.
 Outermost, so that nothing escapes it: a QuireError becomes its status with rich details; any other exception
 becomes INTERNAL with the request id and nothing of its text; a CancelledError that is not the caller's own is
 answered too, since otherwise the call would hang.
@@ -19,9 +20,11 @@ import grpc
 from grpc_status import rpc_status
 
 from service.api.parsing import Large, Malformed, MessageLimits, tolerant
+from service.api.reception import Reception
 from service.api.refusal_log import RefusalLog
 from service.api.status import to_status
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
+from service.config import Config
 from service.doors.doors import Doors, current_tenant
 from service.errors import InternalError, NoWorker, QuireError
 from service.logging import bind_request_id, get_logger
@@ -39,23 +42,32 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
 # A coroutine that returns its answer, or writes a stream of them by itself; or a generator of a stream.
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any] | AsyncIterator[Any]]
+# Gives a behaviour what it is for: a request or a stream of them, or Malformed if there is none.
+Take: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
-# Each shape of a call: where a handler has its behaviour, and what makes such a handler.
+# Each shape of a call: where a handler has its behaviour, and what makes the one we answer with. To gRPC the
+# request of each is a stream, see reception.py.
 _SHAPES = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (False, False): ("unary_unary", grpc.stream_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.stream_stream_rpc_method_handler),
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps our own handlers, of every shape. Others (health, reflection) pass through, once let in."""
+    """Wraps handlers of every shape: our own; those of others (health, reflection) as far as they read."""
 
-    def __init__(self, limits: MessageLimits | None = None, doors: Doors | None = None) -> None:
+    def __init__(
+        self,
+        limits: MessageLimits | None = None,
+        doors: Doors | None = None,
+        reception: Reception | None = None,
+    ) -> None:
         self._limits = limits or MessageLimits()
         self._doors = doors
+        self._reception = reception or Reception(Config())
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -72,27 +84,47 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return wrapped
         # None for an unknown method, whatever the stubs say.
         handler = await continuation(handler_call_details)
-        if handler is None or not method.startswith(_PREFIX):
-            return handler
-        place, make = _SHAPES[handler.request_streaming, handler.response_streaming]
-        wrapped = make(
-            _surround(method, getattr(handler, place), self._doors),
-            request_deserializer=tolerant(
-                cast(Callable[[bytes], Any], handler.request_deserializer), self._limits
-            ),
-            response_serializer=handler.response_serializer,
-        )
-        self._wrapped[method] = wrapped
+        if handler is None:
+            return None
+        wrapped = self._wrapped[method] = self._wrap(method, handler)
         return wrapped
+
+    def _wrap(self, method: str, handler: Handler) -> Handler:
+        place, make = _SHAPES[handler.request_streaming, handler.response_streaming]
+        behaviour = getattr(handler, place)
+        deserializer = cast(Callable[[bytes], Any], handler.request_deserializer)
+        take = self._reception.stream if handler.request_streaming else self._reception.request
+        if method.startswith(_PREFIX):
+            behaviour = _surround(method, behaviour, take, self._doors)
+            deserializer = tolerant(deserializer, self._limits)
+        else:
+            behaviour = _received(behaviour, take)
+        return make(behaviour, deserializer, handler.response_serializer)
 
 
 def _refusing(method: str, error: QuireError) -> Handler:
     """A handler that reads nothing of a call, whatever its shape, and ends it."""
 
-    async def refuse(_request: Any, _context: Context) -> None:
-        raise error
+    async def refuse(_messages: Any, _context: Context) -> Malformed:
+        return Malformed(error)
 
-    return grpc.stream_stream_rpc_method_handler(_surround(method, refuse, None))
+    return grpc.stream_stream_rpc_method_handler(_surround(method, _never, refuse, None))
+
+
+async def _never(_request: Any, _context: Context) -> None:
+    raise AssertionError("nothing was taken that could be handled")
+
+
+def _received(behaviour: Behaviour, take: Take) -> Behaviour:
+    """A behaviour of somebody else's, whose errors are its own."""
+
+    async def handle(messages: Any, context: Context) -> Any:
+        request = await take(messages, context)
+        if isinstance(request, Malformed):
+            await context.abort(*_end(request.error))
+        return await _finished(behaviour(request, context), context)
+
+    return handle
 
 
 def _refused_at_the_doors(method: str, context: Context, doors: Doors | None) -> QuireError | None:
@@ -105,19 +137,18 @@ def _refused_at_the_doors(method: str, context: Context, doors: Doors | None) ->
     return None
 
 
-def _surround(method: str, behaviour: Behaviour, doors: Doors | None) -> Behaviour:
+def _surround(method: str, behaviour: Behaviour, take: Take, doors: Doors | None) -> Behaviour:
     rpc = escaped(method.rpartition("/")[2][:_MAX_LOGGED_CHARS])
 
-    async def handle(request: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
+    async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
         stranger = _refused_at_the_doors(method, context, doors)
-        if isinstance(request, Large) and stranger is None:
+        request = await take(messages, context) if stranger is None else Malformed(stranger)
+        if isinstance(request, Large):
             request = await request.parsed()
         request_id = _request_id(request, context)
         bind_request_id(request_id)
         started_s = time.monotonic()
         try:
-            if stranger is not None:
-                raise stranger
             if isinstance(request, Malformed):
                 raise request.error
             response = await _finished(behaviour(request, context), context)
@@ -137,13 +168,18 @@ def _surround(method: str, behaviour: Behaviour, doors: Doors | None) -> Behavio
             _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
             return response
         _refusals.refused(rpc, failure, _elapsed_ms(started_s))
-        status = rpc_status.to_status(to_status(failure, request_id))
-        metadata = (*status.trailing_metadata, *_pushback(failure))
+        end = _end(failure, request_id)
         # grpc keeps the exception with which it aborts, and so this frame, in a cycle until a collection.
-        del request, failure
-        await context.abort(status.code, status.details, metadata)
+        del messages, request, failure
+        await context.abort(*end)
 
     return handle
+
+
+def _end(failure: QuireError, request_id: str = "") -> tuple[grpc.StatusCode, str, tuple[Any, ...]]:
+    """What a call is aborted with."""
+    status = rpc_status.to_status(to_status(failure, request_id))
+    return status.code, status.details, (*status.trailing_metadata, *_pushback(failure))
 
 
 def _pushback(failure: QuireError) -> tuple[tuple[str, str], ...]:

@@ -9,8 +9,11 @@ from quire.v1 import executor_pb2, worker_pb2
 
 from service.api.budget import AnswerBudget
 from service.api.loop_watch import LoopWatch
+from service.api.own_memory import OwnMemory
+from service.api.reception import Reception
 from service.api.validation import RequestLimits
 from service.config import Config
+from service.doors.guests import Guests
 from service.errors import NoWorker
 from service.pool.base import WorkerSlot
 
@@ -26,6 +29,9 @@ class ServerState:
         self._first_ready: worker_pb2.WorkerReady | None = None
         self._started_s = time.monotonic()
         self.answers = AnswerBudget(config.max_unread_bytes)
+        self.reception = Reception(config)
+        self.guests = Guests(config.max_connections)
+        self.memory = OwnMemory()
         self._limits: RequestLimits | None = None
 
     def worker_became_ready(self, ready: worker_pb2.WorkerReady) -> None:

@@ -14,7 +14,7 @@ from tests.attacks.bystanders import Bystanders
 from tests.attacks.frame import Attack, Scene, measure
 from tests.gateway_process import GatewayProcess
 
-UNREAD_MIB, JOURNAL_MIB, MESSAGE_MIB = 64, 16, 16
+UNREAD_MIB, JOURNAL_MIB, MESSAGE_MIB, ARRIVING_MIB = 64, 16, 16, 32
 # The allocator's, the interpreter's, and of what is received before anybody can look at it.
 SLACK_MIB = 128
 LIMITS = {
@@ -22,6 +22,9 @@ LIMITS = {
     "--max-journal-bytes": JOURNAL_MIB << 20,
     "--max-caches": 4096,
     "--kv-pages": 4096,
+    "--max-arriving-bytes": ARRIVING_MIB << 20,
+    "--message-timeout-s": 5,
+    "--max-connections": 200,
 }
 BY_NAME = {
     attack.name: attack
@@ -39,6 +42,8 @@ SHORT = (
     ("forks that part", 2, ""),
     ("unread answers", 1, ""),
     ("control characters", 2, ""),
+    ("half-sent", 1, ""),
+    ("connections", 1, ""),
 )
 
 
@@ -64,4 +69,6 @@ def test_attack(scene: tuple[Scene, Bystanders], name: str, tries: int, answer: 
     budget_mib = UNREAD_MIB + JOURNAL_MIB + 14 * MESSAGE_MIB + SLACK_MIB
     assert outcome.gateway_mib < budget_mib, outcome
     assert outcome.kept_mib < JOURNAL_MIB + SLACK_MIB, outcome
+    assert "connection stands, message held" not in outcome.answers
+    assert target.notes.get("connections", 0) <= 200
     assert target.notes.get("control bytes in the log", 0) == 0

@@ -41,6 +41,8 @@ ROWS = [
     (errors.CacheLimit(9), code_pb2.RESOURCE_EXHAUSTED, "CACHE_LIMIT", True),
     (errors.JournalFull(9), code_pb2.RESOURCE_EXHAUSTED, "JOURNAL_FULL", True),
     (errors.AnswersFull(9), code_pb2.RESOURCE_EXHAUSTED, "ANSWERS_FULL", True),
+    (errors.ArrivingFull(9), code_pb2.RESOURCE_EXHAUSTED, "ARRIVING_FULL", True),
+    (errors.SessionLimit(9), code_pb2.RESOURCE_EXHAUSTED, "SESSION_LIMIT", True),
     (errors.SlowConsumer(30.0), code_pb2.RESOURCE_EXHAUSTED, "SLOW_CONSUMER", False),
     (errors.QuotaExceeded("max_per_s", 9, 0.5), code_pb2.RESOURCE_EXHAUSTED, "QUOTA", True),
     (errors.QuotaExceeded("max_caches", 9), code_pb2.RESOURCE_EXHAUSTED, "QUOTA", False),
@@ -51,6 +53,7 @@ ROWS = [
     (errors.WorkerLost(), code_pb2.UNAVAILABLE, "WORKER_LOST", True),
     (errors.CacheLost(7), code_pb2.UNAVAILABLE, "CACHE_LOST", False),
     (errors.DeadlinePassed(), code_pb2.DEADLINE_EXCEEDED, "DEADLINE_PASSED", False),
+    (errors.MessageTimeout(30.0), code_pb2.DEADLINE_EXCEEDED, "MESSAGE_TIMEOUT", False),
     (errors.WorkerFault(), code_pb2.INTERNAL, "WORKER_FAULT", False),
     (errors.InternalError(), code_pb2.INTERNAL, "INTERNAL", False),
 ]

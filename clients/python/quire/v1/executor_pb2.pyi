@@ -405,7 +405,7 @@ class GetCapabilitiesResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., limits: _Optional[_Union[GatewayLimits, _Mapping]] = ..., max_top_logprobs: _Optional[int] = ...) -> None: ...
 
 class GatewayLimits(_message.Message):
-    __slots__ = ("max_request_bytes", "max_response_bytes", "max_calls_per_message", "max_items_per_call", "max_session_calls", "max_queued_operations", "max_caches", "max_journal_bytes", "max_unread_bytes", "max_wait_s")
+    __slots__ = ("max_request_bytes", "max_response_bytes", "max_calls_per_message", "max_items_per_call", "max_session_calls", "max_queued_operations", "max_caches", "max_journal_bytes", "max_unread_bytes", "max_wait_s", "max_arriving_bytes", "max_sessions", "max_connections", "message_timeout_s")
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_CALLS_PER_MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -416,6 +416,10 @@ class GatewayLimits(_message.Message):
     MAX_JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_ARRIVING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     max_request_bytes: int
     max_response_bytes: int
     max_calls_per_message: int
@@ -426,14 +430,18 @@ class GatewayLimits(_message.Message):
     max_journal_bytes: int
     max_unread_bytes: int
     max_wait_s: float
-    def __init__(self, max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_calls_per_message: _Optional[int] = ..., max_items_per_call: _Optional[int] = ..., max_session_calls: _Optional[int] = ..., max_queued_operations: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_wait_s: _Optional[float] = ...) -> None: ...
+    max_arriving_bytes: int
+    max_sessions: int
+    max_connections: int
+    message_timeout_s: float
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_calls_per_message: _Optional[int] = ..., max_items_per_call: _Optional[int] = ..., max_session_calls: _Optional[int] = ..., max_queued_operations: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_wait_s: _Optional[float] = ..., max_arriving_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_connections: _Optional[int] = ..., message_timeout_s: _Optional[float] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("state", "workers", "uptime_ms", "caches", "operations_in_flight", "memory_bytes", "version", "tasks", "longest_stall_ms", "journal_bytes", "unread_bytes")
+    __slots__ = ("state", "workers", "uptime_ms", "caches", "operations_in_flight", "memory_bytes", "version", "tasks", "longest_stall_ms", "journal_bytes", "unread_bytes", "arriving_requests", "sessions", "connections")
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
@@ -445,6 +453,9 @@ class GetStatusResponse(_message.Message):
     LONGEST_STALL_MS_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ARRIVING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     uptime_ms: int
@@ -456,7 +467,10 @@ class GetStatusResponse(_message.Message):
     longest_stall_ms: int
     journal_bytes: int
     unread_bytes: int
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ..., longest_stall_ms: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., unread_bytes: _Optional[int] = ...) -> None: ...
+    arriving_requests: int
+    sessions: int
+    connections: int
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ..., longest_stall_ms: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., unread_bytes: _Optional[int] = ..., arriving_requests: _Optional[int] = ..., sessions: _Optional[int] = ..., connections: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "pid", "epoch", "state", "load_progress", "executor", "pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "suspect", "trouble")

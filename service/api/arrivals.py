@@ -1,0 +1,63 @@
+"""Which requests take too long to arrive, and which of those that are slow are too many.
+
+gRPC holds what has arrived of a message until the rest is there, and does not say how much that is. So a
+request that is still arriving after a second counts as the largest there may be, and as many may be slow as
+the budget has room for. The newest are given up first: whoever sends much does not push out those before.
+
+Pure: no clock, no I/O. Time comes in as beats, of which a late one counts as little more than one: while the
+gateway was stopped, or its event loop busy, what was sent lies unread, and that is not its sender's fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import takewhile
+from typing import Generic, TypeVar
+
+from service.errors import ArrivingFull, MessageTimeout, QuireError
+
+BEAT_S = 0.25
+# A beat may come late by as much again before the rest of it is the gateway's own.
+_MAX_BEATS_CHARGED = 2
+# What arrives sooner is no reason to count: any number of callers may begin at the same moment.
+_SLOW_S = 1.0
+_Call = TypeVar("_Call", bound=Hashable)
+
+
+class Arrivals(Generic[_Call]):
+    """Owner of the calls whose request has not arrived, and of a clock that runs while the gateway does."""
+
+    def __init__(self, max_bytes: int, max_request_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        # One alone always has room, however large.
+        self._max_slow = max(1, max_bytes // max_request_bytes)
+        self._timeout_s = timeout_s
+        self._clock_s = 0.0
+        # When each began, the oldest first.
+        self._began_s: dict[_Call, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._began_s)
+
+    def begin(self, call: _Call) -> None:
+        """Its request is awaited."""
+        self._began_s[call] = self._clock_s
+
+    def end(self, call: _Call) -> None:
+        """Its request is there, or nobody waits for it any more."""
+        self._began_s.pop(call, None)
+
+    def beat(self, elapsed_s: float) -> list[tuple[_Call, QuireError]]:
+        """Time has passed since the last beat. The calls to give up now, and why; they are forgotten here."""
+        self._clock_s += min(elapsed_s, _MAX_BEATS_CHARGED * BEAT_S)
+        late = self._older_than(self._timeout_s)
+        slow = self._older_than(_SLOW_S)[len(late) :]
+        given_up: list[tuple[_Call, QuireError]] = [(call, MessageTimeout(self._timeout_s)) for call in late]
+        given_up += [(call, ArrivingFull(self._max_bytes)) for call in slow[self._max_slow :]]
+        for call, _ in given_up:
+            del self._began_s[call]
+        return given_up
+
+    def _older_than(self, age_s: float) -> list[_Call]:
+        limit_s = self._clock_s - age_s
+        return [call for call, _ in takewhile(lambda item: item[1] < limit_s, self._began_s.items())]
