@@ -49,8 +49,8 @@ def figure(found: dict[str, dict[float, _Points]]) -> str:
     width = _LEFT + len(DEADLINES_S) * (_WIDTH + _GAP)
     height = _TOP + _HEIGHT + 60
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"',
+        ' font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for number, deadline_s in enumerate(DEADLINES_S):
