@@ -20,6 +20,8 @@ from service.caches.requests import Append, Fork, Request
 
 # As the journal's own: a cache, a chunk but for its tokens, a pointer to one, a token.
 CACHE_BYTES, CHUNK_BYTES, POINTER_BYTES, TOKEN_BYTES = 512, 144, 8, 4
+# A cache and its first chunk.
+NEW_BYTES = CACHE_BYTES + CHUNK_BYTES + POINTER_BYTES
 
 
 class _Piece:
@@ -85,9 +87,9 @@ class JournalBudget:
         self.taken_bytes = 0
         self._counted: dict[int, int] = {}
 
-    def submitted(self, number: int, request: Request) -> None:
-        """A request comes, after those with smaller numbers."""
-        self._counted[number] = counted_bytes(request)
+    def submitted(self, number: int, request: Request, length: int) -> None:
+        """A request comes, after those with smaller numbers, about a cache of so many tokens."""
+        self._counted[number] = counted_bytes(request, length)
 
     def has_room(self, number: int, outstanding: Iterable[int]) -> bool:
         """Whether a request fits beside what was outstanding when it came."""
@@ -101,6 +103,12 @@ class JournalBudget:
                 assert self.has_room(number, outstanding), "more than the journal may take is under way"
 
 
-def counted_bytes(request: Request) -> int:
-    """What the gateway reckons that a request will take."""
-    return TOKEN_BYTES * len(request.token_ids) if isinstance(request, Append) else 0
+def counted_bytes(request: Request, length: int) -> int:
+    """What the gateway reckons that a request will take, about a cache of `length` tokens."""
+    match request:
+        case Append():
+            creates = not request.cache_id and not request.is_scoring
+            return TOKEN_BYTES * len(request.token_ids) + NEW_BYTES * creates
+        case Fork():
+            return request.count * (NEW_BYTES + length // 32)
+    return 0

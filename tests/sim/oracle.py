@@ -83,7 +83,7 @@ class Oracle:
             behind = any(self._asked_of(cache))
             self.seen[f"{type(request).__name__.lower()} {'behind others' if behind else 'alone'}"] += 1
         self.outstanding[self._submitted] = request
-        self.budget.submitted(self._submitted, request)
+        self.budget.submitted(self._submitted, request, len(cache.tokens) if cache is not None else 0)
         return self._submitted
 
     def cancelled(self, number: int) -> None:

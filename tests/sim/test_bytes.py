@@ -23,7 +23,7 @@ def refused_keep_their_bytes(patch: pytest.MonkeyPatch) -> None:
         ticket = submit(table, request, *args)
         last = table._effects[-1] if table._effects else None
         if isinstance(last, Reply) and isinstance(last.outcome, JournalFull) and isinstance(request, Append):
-            table._queued_tokens += len(request.token_ids)
+            table._queued_bytes += 4 * len(request.token_ids)
         return ticket
 
     patch.setattr(CacheTable, "submit", keeps)
@@ -34,14 +34,23 @@ def refused_keep_their_bytes(patch: pytest.MonkeyPatch) -> None:
 def what_is_under_way_not_counted(patch: pytest.MonkeyPatch) -> None:
     admit = CacheTable._admit
 
-    def forgetful(table: CacheTable, *args: Any) -> None:
-        counted, table._queued_tokens = table._queued_tokens, 0
+    def forgetful(table: CacheTable, *args: Any) -> int:
+        counted, table._queued_bytes = table._queued_bytes, 0
         try:
-            admit(table, *args)
+            return admit(table, *args)
         finally:
-            table._queued_tokens = counted
+            table._queued_bytes = counted
 
     patch.setattr(CacheTable, "_admit", forgetful)
+
+
+def forks_not_counted(patch: pytest.MonkeyPatch) -> None:
+    count = CacheTable._journal_bytes_of
+
+    def tokens_only(table: CacheTable, request: Request, *args: Any) -> int:
+        return count(table, request, *args) if isinstance(request, Append) else 0
+
+    patch.setattr(CacheTable, "_journal_bytes_of", tokens_only)
 
 
 def journal_not_counted(patch: pytest.MonkeyPatch) -> None:
@@ -74,6 +83,7 @@ def forks_do_not_share(patch: pytest.MonkeyPatch) -> None:
     [
         refused_keep_their_bytes,
         what_is_under_way_not_counted,
+        forks_not_counted,
         journal_not_counted,
         released_keep_their_bytes,
         forks_do_not_share,
