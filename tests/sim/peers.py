@@ -1,0 +1,179 @@
+"""Callers with a Session: they send what the others send, and read the answers, or do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import cast
+
+from google.protobuf import duration_pb2
+from quire.v1 import executor_pb2, types_pb2
+
+from service.api.breath import Breather
+from service.api.server_state import ServerState
+from service.api.session import Session, SessionContext
+from service.caches.requests import Append, Fork, Kind, Release, Renew, Request, Truncate
+from service.dispatcher import Dispatcher
+from service.errors import QuireError, SlowConsumer
+from tests.sim.virtual_loop import VirtualLoop
+
+# Into how many waits a session divides the time that a caller has for reading: a pause costs one of them.
+WAITS = 8
+
+
+class Peer:
+    """One stream and both of its ends."""
+
+    def __init__(self, dispatcher: Dispatcher, state: ServerState, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._stall_s = state.config.session_stall_s
+        self._messages: asyncio.Queue[executor_pb2.SessionRequest | None] = asyncio.Queue()
+        self._reading = asyncio.Event()
+        self._reading.set()
+        # Since when it does not read, by how long the gateway has run; how often that was stopped since.
+        self._stalled_since_s = 0.0
+        self.pauses = 0
+        self._sent: set[int] = set()
+        self._answered: set[int] = set()
+        self.has_closed = False
+        self.gave_up = False
+        self.session = Session(dispatcher, state, cast(SessionContext, self))
+        # Slices are cut by what they weigh, since no time passes.
+        self.session._breather = Breather(clock_s=loop.time)
+        self._give_up = self.session._give_up
+        self.session._give_up = self._is_given_up  # type: ignore[method-assign]
+        self.task = loop.create_task(self._run())
+
+    @property
+    def caller(self) -> int:
+        return self.session._caller
+
+    @property
+    def is_stalled(self) -> bool:
+        return not self._reading.is_set()
+
+    def send(self, requests: Sequence[Request]) -> None:
+        """Sends calls in one message."""
+        message = executor_pb2.SessionRequest()
+        for request in requests:
+            tag = len(self._sent) + 1
+            self._sent.add(tag)
+            message.calls.append(to_call(request, tag))
+        self._messages.put_nowait(message)
+
+    def half_close(self) -> None:
+        """Says that no more calls come."""
+        self.has_closed = True
+        self._messages.put_nowait(None)
+
+    def stall(self) -> None:
+        """Reads no more."""
+        self._reading.clear()
+        self._stalled_since_s, self.pauses = self._running_s, 0
+
+    def go_on(self) -> None:
+        """Reads again."""
+        self._reading.set()
+
+    def disconnect(self) -> None:
+        """Is gone: grpc cancels the handler."""
+        self.task.cancel()
+
+    def check_bounds(self) -> None:
+        """Asserts that what the server holds for it is bounded."""
+        session, config = self.session, self.session._config
+        assert len(session._open) + len(session._results) <= config.max_session_calls
+        largest = max((call.answer_bytes for call in session._open.values()), default=0)
+        assert session._held_bytes <= config.max_response_bytes + max(largest, config.max_response_bytes)
+
+    # The context of the call.
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def write(self, message: executor_pb2.SessionResponse) -> None:
+        await self._reading.wait()
+        for result in message.results:
+            assert result.tag in self._sent - self._answered, "an answer to nobody, or a second one"
+            self._answered.add(result.tag)
+
+    def _is_given_up(self) -> None:
+        """It is cut off, which only one is who has not read for as long as the gateway ran."""
+        stalled_s = self._running_s - self._stalled_since_s
+        least_s = self._stall_s * (1 - self.pauses / WAITS)
+        assert stalled_s >= least_s - 1e-6, "it was the gateway that did not write"
+        self._give_up()
+
+    async def _run(self) -> None:
+        try:
+            await self.session.run(self._read())
+            assert self._answered == self._sent, "who waits for all answers has them"
+        except SlowConsumer:
+            self.gave_up = True
+        except (QuireError, asyncio.CancelledError):
+            pass
+
+    async def _read(self) -> AsyncIterator[executor_pb2.SessionRequest]:
+        while (message := await self._messages.get()) is not None:
+            yield message
+
+    @property
+    def _running_s(self) -> float:
+        return self._loop.time() - self._loop.paused_s
+
+
+def to_call(request: Request, tag: int) -> executor_pb2.SessionCall:
+    """A request as a Session's caller writes it."""
+    call = executor_pb2.SessionCall(tag=tag)
+    match request:
+        case Append():
+            _write_append(request, call)
+        case Fork():
+            call.fork_cache.cache_id = request.cache_id
+            call.fork_cache.count = request.count
+            call.fork_cache.release.extend(request.release)
+        case Truncate():
+            call.truncate_kv.cache_id = request.cache_id
+            call.truncate_kv.new_len = request.new_len
+        case Release():
+            call.release_cache.cache_id = request.cache_id
+        case Renew():
+            call.renew_cache.cache_id = request.cache_id
+            if request.lease_s is not None:
+                call.renew_cache.lease.CopyFrom(_duration(request.lease_s))
+    return call
+
+
+def _write_append(append: Append, call: executor_pb2.SessionCall) -> None:
+    body: (
+        executor_pb2.PrefillRequest
+        | executor_pb2.DecodeRequest
+        | executor_pb2.ForwardVerifyRequest
+        | executor_pb2.ForwardRequest
+    )
+    if append.kind is Kind.SCORE:
+        body = call.forward
+    elif append.kind is Kind.VERIFY:
+        body = call.forward_verify
+        body.accept = cast(types_pb2.VerifyAccept, append.accept)
+    elif append.kind is Kind.DECODE and len(append.token_ids) == 1:
+        body = call.decode
+    else:
+        body = call.prefill
+        body.request_id = append.request_id
+        if append.lease_s is not None:
+            body.lease.CopyFrom(_duration(append.lease_s))
+    if isinstance(body, executor_pb2.DecodeRequest):
+        body.token_id = append.token_ids[0]
+    else:
+        body.token_ids.extend(append.token_ids)
+    if not isinstance(body, executor_pb2.ForwardRequest):
+        body.cache_id = append.cache_id
+        if append.position is not None:
+            body.position = append.position
+    if isinstance(append.output, types_pb2.OutputOptions):
+        body.output.CopyFrom(append.output)
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    return duration_pb2.Duration(seconds=int(seconds))
