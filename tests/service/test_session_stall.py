@@ -54,7 +54,7 @@ def test_who_read_while_the_gateway_was_stopped_is_served_on(loop: VirtualLoop, 
         await peer.task
         return peer
 
-    assert not run(loop, scenario()).gave_up
+    assert not run(loop, scenario()).is_cut_off
 
 
 def test_who_does_not_read_is_cut_off_all_the_same(loop: VirtualLoop) -> None:
@@ -65,4 +65,4 @@ def test_who_does_not_read_is_cut_off_all_the_same(loop: VirtualLoop) -> None:
         await peer.task
         return peer
 
-    assert run(loop, scenario()).gave_up
+    assert run(loop, scenario()).is_cut_off

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import cast
 
 from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api.breath import Breather
@@ -19,13 +21,18 @@ from tests.sim.virtual_loop import VirtualLoop
 
 # Into how many waits a session divides the time that a caller has for reading: a pause costs one of them.
 WAITS = 8
+# The one call with which a session is full may weigh that much.
+LARGEST_CALL_BYTES = 2048
 
 
 class Peer:
     """One stream and both of its ends."""
 
-    def __init__(self, dispatcher: Dispatcher, state: ServerState, loop: VirtualLoop) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, state: ServerState, loop: VirtualLoop, seen: Counter[str] | None = None
+    ) -> None:
         self._loop = loop
+        self._seen: Counter[str] = Counter() if seen is None else seen
         self._stall_s = state.config.session_stall_s
         self._messages: asyncio.Queue[executor_pb2.SessionRequest | None] = asyncio.Queue()
         self._reading = asyncio.Event()
@@ -33,10 +40,12 @@ class Peer:
         # Since when it does not read, by how long the gateway has run; how often that was stopped since.
         self._stalled_since_s = 0.0
         self.pauses = 0
+        # Since when a message waits to be read.
+        self._written_since_s: float | None = None
         self._sent: set[int] = set()
         self._answered: set[int] = set()
         self.has_closed = False
-        self.gave_up = False
+        self.is_cut_off = False
         self.session = Session(dispatcher, state, cast(SessionContext, self))
         # Slices are cut by what they weigh, since no time passes.
         self.session._breather = Breather(clock_s=loop.time)
@@ -82,9 +91,13 @@ class Peer:
     def check_bounds(self) -> None:
         """Asserts that what the server holds for it is bounded."""
         session, config = self.session, self.session._config
-        assert len(session._open) + len(session._results) <= config.max_session_calls
-        largest = max((call.answer_bytes for call in session._open.values()), default=0)
-        assert session._held_bytes <= config.max_response_bytes + max(largest, config.max_response_bytes)
+        assert len(session._open) + len(session._results) <= config.max_session_calls, "too many calls"
+        if self._written_since_s is not None and not self.task.done():
+            waits_s = self._running_s - self._written_since_s
+            assert self.is_cut_off or waits_s <= self._stall_s + 1e-6, "nobody waits for it for ever"
+        if self.is_cut_off:
+            assert not (session._open or session._results), "what was given up is undone"
+        assert session._held_bytes <= config.max_response_bytes + LARGEST_CALL_BYTES, "too many bytes"
 
     # The context of the call.
 
@@ -92,16 +105,21 @@ class Peer:
         return None
 
     async def write(self, message: executor_pb2.SessionResponse) -> None:
+        self._written_since_s = self._running_s
         await self._reading.wait()
+        self._written_since_s = None
         for result in message.results:
             assert result.tag in self._sent - self._answered, "an answer to nobody, or a second one"
             self._answered.add(result.tag)
+            self._seen[f"session {_reason(result) or 'answer'}"] += 1
 
     def _is_given_up(self) -> None:
         """It is cut off, which only one is who has not read for as long as the gateway ran."""
         stalled_s = self._running_s - self._stalled_since_s
         least_s = self._stall_s * (1 - self.pauses / WAITS)
         assert stalled_s >= least_s - 1e-6, "it was the gateway that did not write"
+        self.is_cut_off = True
+        self._seen["reader cut off"] += 1
         self._give_up()
 
     async def _run(self) -> None:
@@ -109,9 +127,10 @@ class Peer:
             await self.session.run(self._read())
             assert self._answered == self._sent, "who waits for all answers has them"
         except SlowConsumer:
-            self.gave_up = True
+            assert self.is_cut_off
         except (QuireError, asyncio.CancelledError):
             pass
+        assert not (self.session._open or self.session._held_bytes), "nothing is left of a stream"
 
     async def _read(self) -> AsyncIterator[executor_pb2.SessionRequest]:
         while (message := await self._messages.get()) is not None:
@@ -120,6 +139,13 @@ class Peer:
     @property
     def _running_s(self) -> float:
         return self._loop.time() - self._loop.paused_s
+
+
+def _reason(result: executor_pb2.SessionResult) -> str:
+    """Why a call was refused, if it was."""
+    info = error_details_pb2.ErrorInfo()
+    found = any(detail.Unpack(info) for detail in result.error.details)
+    return info.reason if found else result.error.message
 
 
 def to_call(request: Request, tag: int) -> executor_pb2.SessionCall:

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from quire.v1 import worker_pb2
 
@@ -65,6 +66,7 @@ class Simulation:
             (self._cancel, 2.5),
             (self.dispatcher.expire, 2),
             (self._pass_time, 5),
+            (self._pause, 0.7),
             (self._crash, 0.4),
             (self._notice, 2),
             (self._start, 15),
@@ -113,6 +115,20 @@ class Simulation:
     def _pass_time(self) -> None:
         self._now_s += self.rng.choice((0.1, 1.0, 1.0, 6.0))
 
+    def _pause(self) -> None:
+        """The process is stopped for a while; then everything is there at once, in any order."""
+        self.seen["pause"] += 1
+        self._now_s += self.rng.choice((2.0, 10.0, 60.0))
+        arrivals: list[Callable[[], object]] = [
+            self.dispatcher.expire,
+            self._notice,
+            *[self._cancel, self._submit] * 2,
+            *(partial(self._deliver_all, worker) for worker in self.workers.values()),
+        ]
+        self.rng.shuffle(arrivals)
+        for arrival in arrivals:
+            arrival()
+
     # Workers.
 
     def _any_worker(self) -> ModelWorker | None:
@@ -155,6 +171,15 @@ class Simulation:
     def _deliver_events(self, worker: ModelWorker, count: int) -> None:
         """A message of a worker arrives."""
         self._answer(worker, self.dispatcher.take_answers(worker, count))
+
+    def _deliver_all(self, worker: ModelWorker) -> None:
+        """One that has worked on meanwhile has answered everything, unless it was found to be gone."""
+        if self.workers.get(worker.worker_id) is not worker:
+            return
+        if not worker.crashed:
+            worker.take(len(worker.inbox))
+            worker.step(all_jobs=True)
+        self._deliver_events(worker, len(worker.outbox))
 
     def _answer(self, worker: ModelWorker, response: worker_pb2.ConnectResponse) -> None:
         self.dispatcher.worker_answered(

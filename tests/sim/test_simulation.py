@@ -29,6 +29,7 @@ MUST_HAPPEN = (
     "fork",
     "truncation",
     "crash",
+    "pause",
     "release behind others",
     "release of nothing",
     "renew behind others",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 
 class DeadlockError(Exception):
@@ -45,7 +45,30 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now_s += seconds
         self.paused_s += seconds
 
+    def run_to_end(self, main: Coroutine[None, None, None]) -> None:
+        """Runs `main`, ends whatever it has left, and closes the loop."""
+        try:
+            self.run_until_complete(main)
+        finally:
+            self.run_until_complete(_end_others())
+            self.run_until_complete(self.shutdown_asyncgens())
+            self.close()
+
     def _wait(self, timeout_s: float | None) -> None:
         if timeout_s is None:
             raise DeadlockError
         self._now_s += timeout_s
+
+
+def innermost(error: BaseException) -> BaseException:
+    """What failed, of the tasks of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
