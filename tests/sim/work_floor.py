@@ -76,5 +76,7 @@ class WorkFloor:
         return self._rng.choice(working) if working else None
 
     def _answer(self, processes: Processes, count: int) -> None:
-        assert processes.link is not None
+        if processes.link is None or processes.link.closed.is_set():
+            # What is said to nobody, nobody has heard.
+            return
         processes.link.deliver(self._dispatcher.take_answers(processes.worker, count))
