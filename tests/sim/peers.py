@@ -37,11 +37,10 @@ class Peer:
         self._messages: asyncio.Queue[executor_pb2.SessionRequest | None] = asyncio.Queue()
         self._reading = asyncio.Event()
         self._reading.set()
-        # Since when it does not read, by how long the gateway has run; how often that was stopped since.
-        self._stalled_since_s = 0.0
-        self.pauses = 0
-        # Since when a message waits to be read.
+        # Since when a message waits to be read, by how long the gateway has run; how often that was stopped
+        # since.
         self._written_since_s: float | None = None
+        self.pauses = 0
         self._sent: set[int] = set()
         self._answered: set[int] = set()
         self.has_closed = False
@@ -78,7 +77,6 @@ class Peer:
     def stall(self) -> None:
         """Reads no more."""
         self._reading.clear()
-        self._stalled_since_s, self.pauses = self._running_s, 0
 
     def go_on(self) -> None:
         """Reads again."""
@@ -106,7 +104,7 @@ class Peer:
         return 1.0 if self.caller % 4 == 0 else None
 
     async def write(self, message: executor_pb2.SessionResponse) -> None:
-        self._written_since_s = self._running_s
+        self._written_since_s, self.pauses = self._running_s, 0
         await self._reading.wait()
         self._written_since_s = None
         for result in message.results:
@@ -115,10 +113,11 @@ class Peer:
             self._seen[f"session {_reason(result) or 'answer'}"] += 1
 
     def _is_given_up(self) -> None:
-        """It is cut off, which only one is who has not read for as long as the gateway ran."""
-        stalled_s = self._running_s - self._stalled_since_s
+        """It is cut off, which only one is who has not read while the gateway ran."""
+        assert self._written_since_s is not None
+        waits_s = self._running_s - self._written_since_s
         least_s = self._stall_s * (1 - self.pauses / WAITS)
-        assert stalled_s >= least_s - 1e-6, "it was the gateway that did not write"
+        assert waits_s >= least_s - 1e-6, "it was the gateway that was not there"
         self.is_cut_off = True
         self._seen["reader cut off"] += 1
         self._give_up()
