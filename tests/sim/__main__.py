@@ -14,7 +14,7 @@ from tests.sim.simulation import Simulation
 def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", default="0:10000", help="one seed, or first:end")
-    parser.add_argument("--shell", action="store_true", help="of the gateway but its sockets, in virtual time")
+    parser.add_argument("--shell", action="store_true", help="of all but the sockets, in virtual time")
     args = parser.parse_args()
     first, _, end = args.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
