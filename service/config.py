@@ -203,7 +203,7 @@ class Config:
     max_caches: int = _setting(65_536, "caches in all", minimum=1, maximum=1 << 24)
     max_journal_bytes: int = _setting(
         256 * _MIB,
-        "what is remembered of all caches' tokens, at 4 bytes each; forks share them",
+        "what is remembered of all caches: 4 bytes a token, which forks share, and 664 a cache",
         minimum=_KIB,
         maximum=1 << 50,
     )

@@ -47,6 +47,8 @@ _log = get_logger(__name__)
 
 # A message of answers that would be larger is sent in several.
 _TARGET_MESSAGE_BYTES = 1 << 20
+# The time that a caller has for reading is waited for in so many parts.
+_STALL_PARTS = 8
 # What a call without logits weighs until it is answered and read, about.
 _LEAST_CALL_BYTES = 1024
 # Calls that are started in one go, in requests that touch one cache: a few milliseconds' worth.
@@ -280,16 +282,28 @@ class Session:
         """
         writing = asyncio.ensure_future(self._context.write(message))
         try:
-            done, _ = await asyncio.wait({writing}, timeout=self._config.session_stall_s)
+            is_read = await self._is_read(writing)
         except asyncio.CancelledError:
             writing.cancel()
             raise
-        if not done:
+        if not is_read:
             self._give_up()
             self._hold(size_bytes - self._held_bytes)
             await writing
             raise SlowConsumer(self._config.session_stall_s)
         await writing
+
+    async def _is_read(self, writing: asyncio.Future[None]) -> bool:
+        """Whether a message is read in time.
+
+        After a stop of the gateway only the part is over that it fell into: what the caller has read
+        meanwhile is seen before his time is over.
+        """
+        for _ in range(_STALL_PARTS):
+            done, _ = await asyncio.wait({writing}, timeout=self._config.session_stall_s / _STALL_PARTS)
+            if done:
+                return True
+        return False
 
     def _give_up(self) -> None:
         assert self._reader is not None

@@ -86,6 +86,8 @@ class Operation:
     waiting: Waiting | None = None
     # Counted in the worker's pages_queued.
     pages: int = 0
+    # Counted as what the journal will take for it, until that is there or will not be.
+    size_bytes: int = 0
     # Counted in the tenant's tokens until they are in the cache.
     tokens: int = 0
 

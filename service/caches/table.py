@@ -87,6 +87,10 @@ from service.errors import (
 MAX_WAITING_PER_CACHE = 64
 # What a token takes in the journal, and of an append that is under way.
 _TOKEN_BYTES = 4
+# What a new cache takes there before it has a second chunk of tokens.
+_CACHE_BYTES = 664
+# For each token of its parent a fork takes this part of a byte: pointers to what they share.
+_TOKENS_PER_SHARED_BYTE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ class CacheTable:
         self._by_request_id: dict[tuple[Tenant, str], CacheEntry] = {}
         self._anonymous = Tenant()
         self._operations: dict[int, Operation] = {}
-        self._queued_tokens = 0
+        self._queued_bytes = 0
         self._placement = Placement()
         self._effects: list[Effect] = []
         self._last_number = 0
@@ -199,16 +203,16 @@ class CacheTable:
             self._effects.append(Reply(ticket, Released(released=False)))
             return ticket
         try:
-            self._admit(request, tenant)
+            size_bytes = self._admit(request, tenant)
             entry = self._entry_for(request, tenant, caller or -ticket)
         except QuireError as error:
             self._effects.append(Reply(ticket, error.untraced()))
             return ticket
-        operation = Operation(ticket, request, entry, caller)
+        operation = Operation(ticket, request, entry, caller, size_bytes=size_bytes)
         if isinstance(request, Append) and request.timeout_s is not None:
             operation.deadline_s = now_s + request.timeout_s
         self._operations[ticket] = operation
-        self._queued_tokens += _tokens_of(request)
+        self._queued_bytes += size_bytes
         tenant.in_flight += 1
         entry.waiting.append(operation)
         self._touch(entry)
@@ -263,13 +267,14 @@ class CacheTable:
 
     # Admission.
 
-    def _admit(self, request: Request, tenant: Tenant) -> None:
-        """Raises Draining, QuotaExceeded, QueueFull or JournalFull.
+    def _admit(self, request: Request, tenant: Tenant) -> int:
+        """Returns the bytes that the journal will take for it, about.
 
-        What frees a cache, or keeps it, is always let in.
+        Raises Draining, QuotaExceeded, QueueFull or JournalFull. What frees a cache, or keeps it, is always
+        let in.
         """
         if isinstance(request, Release | Renew):
-            return
+            return 0
         if self.draining:
             raise Draining
         tenant.take_turn(self._now_s)
@@ -278,10 +283,23 @@ class CacheTable:
         most = math.ceil(self.limits.max_queued_operations * share)
         if queued >= most:
             raise QueueFull(most, self._pace.wait_s(queued))
-        queued_bytes = _TOKEN_BYTES * (self._queued_tokens + _tokens_of(request))
-        full = self.journal_bytes + queued_bytes > self.limits.max_journal_bytes
+        size_bytes = self._journal_bytes_of(request, tenant)
+        full = self.journal_bytes + self._queued_bytes + size_bytes > self.limits.max_journal_bytes
         if full and not isinstance(request, Truncate):
             raise JournalFull(self.limits.max_journal_bytes)
+        return size_bytes
+
+    def _journal_bytes_of(self, request: Request, tenant: Tenant) -> int:
+        """About what the journal will take for a request."""
+        match request:
+            case Append():
+                creates = not request.cache_id and not request.is_scoring
+                return _TOKEN_BYTES * len(request.token_ids) + _CACHE_BYTES * creates
+            case Fork():
+                parent = self._find(request.cache_id, tenant)
+                shared = 0 if parent is None else parent.length // _TOKENS_PER_SHARED_BYTE
+                return request.count * (_CACHE_BYTES + shared)
+        return 0
 
     def _find(self, cache_id: str, tenant: Tenant) -> CacheEntry | None:
         entry = self._entries.get(cache_id)
@@ -593,7 +611,7 @@ class CacheTable:
         entry.worker.pages_queued -= operation.pages
         entry.worker.sequences -= len(operation.children)
         self._held -= len(operation.children)
-        self._queued_tokens -= _tokens_of(operation.request)
+        self._queued_bytes -= operation.size_bytes
         entry.tenant.caches -= len(operation.children)
         entry.tenant.tokens -= operation.tokens
         entry.tenant.in_flight -= 1
@@ -668,7 +686,7 @@ class CacheTable:
     def check_invariants(self) -> None:
         """Raises AssertionError if the tables contradict each other."""
         operations = self._operations
-        assert self._queued_tokens == sum(_tokens_of(o.request) for o in operations.values())
+        assert self._queued_bytes == sum(o.size_bytes for o in operations.values())
         unseen = {id(o.entry) for o in operations.values() if not o.entry.visible}
         forked = sum(len(o.children) for o in operations.values())
         assert self._held == len(self._entries) + len(unseen) + forked
@@ -702,10 +720,6 @@ class CacheTable:
             assert tenant.in_flight == len(its)
             assert tenant.caches == len(caches) + sum(len(o.children) for o in its)
             assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)
-
-
-def _tokens_of(request: Request) -> int:
-    return len(request.token_ids) if isinstance(request, Append) else 0
 
 
 def _bug(error: Exception) -> InternalError:

@@ -28,8 +28,9 @@ class _Chunk:
 class ChunkStore:
     """Owner of the chunks, and the only one who changes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.size_bytes = 0
+        self._chunk_tokens = chunk_tokens
 
     def fork(self, parent: ChunkedTokens) -> ChunkedTokens:
         """The same tokens once more."""
@@ -41,19 +42,19 @@ class ChunkStore:
     def extend(self, tokens: ChunkedTokens, token_ids: Sequence[int]) -> None:
         """Appends tokens."""
         rest = array("I", token_ids)
-        room = -tokens.length % CHUNK_TOKENS
+        room = -tokens.length % self._chunk_tokens
         if room:
             self._own_last(tokens).extend(rest[:room])
             self.size_bytes += _TOKEN_BYTES * min(room, len(rest))
-        for start in range(room, len(rest), CHUNK_TOKENS):
-            self._push(tokens, rest[start : start + CHUNK_TOKENS])
+        for start in range(room, len(rest), self._chunk_tokens):
+            self._push(tokens, rest[start : start + self._chunk_tokens])
         tokens.length += len(rest)
 
     def cut(self, tokens: ChunkedTokens, new_len: int) -> None:
         """Drops all but the first `new_len` tokens, of which there are as many."""
-        while (len(tokens.chunks) - 1) * CHUNK_TOKENS >= new_len and tokens.chunks:
+        while (len(tokens.chunks) - 1) * self._chunk_tokens >= new_len and tokens.chunks:
             self._pop(tokens)
-        keep = new_len - (len(tokens.chunks) - 1) * CHUNK_TOKENS
+        keep = new_len - (len(tokens.chunks) - 1) * self._chunk_tokens
         if tokens.chunks and keep < len(tokens.chunks[-1].token_ids):
             last = self._own_last(tokens)
             self.size_bytes -= _TOKEN_BYTES * (len(last) - keep)

@@ -14,7 +14,7 @@ from service.caches.records import (
     TokensAppended,
 )
 from service.journal.base import JournalConflict
-from service.journal.chunks import ChunkedTokens, ChunkStore
+from service.journal.chunks import CHUNK_TOKENS, ChunkedTokens, ChunkStore
 
 # A cache but for its tokens, about.
 _ENTRY_BYTES = 512
@@ -32,9 +32,9 @@ class _Journaled:
 class MemoryJournal:
     """Owns the tokens of every cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self._entries: dict[str, _Journaled] = {}
-        self._store = ChunkStore()
+        self._store = ChunkStore(chunk_tokens)
 
     def __len__(self) -> int:
         return len(self._entries)

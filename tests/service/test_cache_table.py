@@ -396,8 +396,8 @@ def test_a_full_journal_takes_no_more_tokens() -> None:
     """Tokens under way count with those written; what frees a cache is let in."""
     gateway = Gateway(Limits(max_journal_bytes=4000))
     cache = gateway.create(*range(40))
-    free_tokens = (4000 - gateway.journal.size_bytes) // 4
-    tickets = gateway.submit(*(prefill(*range(40)) for _ in range(free_tokens // 40 + 1)))
+    creations = (4000 - gateway.journal.size_bytes) // gateway.journal.size_bytes
+    tickets = gateway.submit(*(prefill(*range(40)) for _ in range(creations + 1)))
     full = gateway.replies[tickets[-1]]
     assert isinstance(full, QuireError) and full.reason == "JOURNAL_FULL" and full.retry_after_s
     assert len(gateway.replies) == 2, "only the last has no room"
@@ -407,6 +407,19 @@ def test_a_full_journal_takes_no_more_tokens() -> None:
     gateway.handles(Truncate(cache, 10))
     assert gateway.release(cache)
     assert gateway.journal.size_bytes == 0
+
+
+def test_forks_are_counted_before_they_are_made() -> None:
+    """Copies share their tokens, and each takes room of its own all the same."""
+    gateway = Gateway(Limits(max_journal_bytes=4000))
+    cache = gateway.create(*range(40))
+    assert gateway.refusal(Fork(cache, 10)).reason == "JOURNAL_FULL"
+    tickets = gateway.submit(Fork(cache, 2), Fork(cache, 2), Fork(cache, 2))
+    gateway.work()
+    assert [isinstance(gateway.replies[ticket], Handles) for ticket in tickets] == [True, True, False]
+    assert gateway.reason(tickets[-1]) == "JOURNAL_FULL"
+    assert gateway.journal.size_bytes <= 4000
+    gateway.handles(Fork(cache, 1))
 
 
 def test_pages_of_caches_start_where_they_are_asked_to() -> None:

@@ -35,6 +35,7 @@ from service.caches.requests import (
     Truncate,
 )
 from service.errors import QuireError
+from tests.sim.journal_bytes import JournalBudget
 from tests.sim.refusals import check_refusal
 from tests.sim.toy_model import accepted_length, next_token, output_of
 from tests.sim.truth import Applied, Cache
@@ -54,6 +55,7 @@ class Oracle:
         self.draining: bool = False
         self.queue_limit: int = 0
         self.cache_limit: int = 0
+        self.budget = JournalBudget()
         # What the simulator does just now: "submit", "expire", "worker lost" ...
         self.cause = ""
         # number -> ticket
@@ -65,6 +67,8 @@ class Oracle:
         self.outstanding: dict[int, Request] = {}
         # Releases among them whose caller has gone: they are carried out, and not answered.
         self.abandoned: set[int] = set()
+        # What is cancelled in this turn, one after the other: some of it may be there still.
+        self.taken_back: list[Request] = []
         self._submitted = 0
         self._written: list[Record] = []
         self._may_release: list[str] = []
@@ -79,6 +83,7 @@ class Oracle:
             behind = any(self._asked_of(cache))
             self.seen[f"{type(request).__name__.lower()} {'behind others' if behind else 'alone'}"] += 1
         self.outstanding[self._submitted] = request
+        self.budget.submitted(self._submitted, request, len(cache.tokens) if cache is not None else 0)
         return self._submitted
 
     def cancelled(self, number: int) -> None:
@@ -86,6 +91,7 @@ class Oracle:
             self.abandoned.add(number)
             return
         request = self.outstanding.pop(number)
+        self.taken_back.append(request)
         if isinstance(request, Truncate):
             # One that has started is carried out.
             self._may_truncate.append(request.cache_id)
@@ -166,6 +172,7 @@ class Oracle:
         assert not self._written, "a record without the reply it belongs to"
         assert not self._may_release, "a fork releases what it was asked to"
         self._may_truncate.clear()
+        self.taken_back.clear()
 
     # Records.
 

@@ -29,6 +29,9 @@ def check_refusal(oracle: Oracle, number: int, request: Request, error: QuireErr
         _check_too_late(oracle, number, request, reason)
     elif reason in _OF_THE_SERVER:
         assert _OF_THE_SERVER[reason](oracle)
+    elif reason == "JOURNAL_FULL":
+        assert isinstance(request, Append | Fork), "what takes nothing is let in"
+        assert not oracle.budget.has_room(number, oracle.outstanding), "there was room"
     elif reason == "CACHE_LIMIT":
         assert most_held(oracle) + _made_by(request) > oracle.cache_limit
     elif reason == "CACHE_NOT_FOUND":
@@ -72,7 +75,8 @@ def _made_by(request: Request) -> int:
 
 def most_held(oracle: Oracle) -> int:
     """The caches there are and may be soon."""
-    return len(oracle.caches) + sum(map(_made_by, oracle.outstanding.values()))
+    on_their_way = [*oracle.outstanding.values(), *oracle.taken_back]
+    return len(oracle.caches) + sum(map(_made_by, on_their_way))
 
 
 def _check_of_cache(oracle: Oracle, number: int, request: Request, cache: Cache, error: QuireError) -> None:

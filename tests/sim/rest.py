@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from service.caches.table import CacheTable
-from service.journal.memory import MemoryJournal
 from tests.sim.model_worker import ModelWorker
 from tests.sim.oracle import Oracle
+from tests.sim.watched import WatchedJournal
 
 
 def check_rest(
-    table: CacheTable, journal: MemoryJournal, oracle: Oracle, workers: Iterable[ModelWorker]
+    table: CacheTable, journal: WatchedJournal, oracle: Oracle, workers: Iterable[ModelWorker]
 ) -> None:
     """Workers hold what the table thinks they hold, token for token, and nothing else."""
+    journal.check_bytes()
     for cache_id, cache in oracle.caches.items():
         assert list(journal.token_ids(cache_id)) == cache.tokens
     for worker in workers:
@@ -33,9 +34,9 @@ def check_rest(
         assert not held, "sequences that nobody can name"
 
 
-def check_end(table: CacheTable, journal: MemoryJournal, workers: Iterable[ModelWorker]) -> None:
+def check_end(table: CacheTable, journal: WatchedJournal, workers: Iterable[ModelWorker]) -> None:
     """Nothing is left anywhere."""
-    assert len(table) == len(journal) == 0
+    assert len(table) == len(journal) == journal.size_bytes == 0
     assert not table._by_request_id
     for worker in workers:
         assert not worker.sequences, "a released sequence is still held"

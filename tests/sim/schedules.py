@@ -6,19 +6,23 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import structlog
 
+from tests.sim.shell import ShellSimulation
 from tests.sim.simulation import Simulation
+
+Kind: TypeAlias = type[Simulation] | type[ShellSimulation]
 
 
 class ScheduleFailed(Exception):
     """A schedule broke a promise. The message has its seed and how it ended."""
 
 
-def run_schedule(seed: int, seen: Counter[str]) -> None:
+def run_schedule(seed: int, seen: Counter[str], kind: Kind = Simulation) -> None:
     """Runs one schedule; counts what happened in `seen`. Raises ScheduleFailed."""
-    simulation = Simulation(seed, seen)
+    simulation = kind(seed, seen)
     try:
         simulation.run()
     except Exception as error:
@@ -26,12 +30,12 @@ def run_schedule(seed: int, seen: Counter[str]) -> None:
         raise ScheduleFailed(f"seed {seed}: {error!r}; the last events:\n{trace}") from error
 
 
-def run_schedules(seeds: Iterable[int]) -> Counter[str]:
+def run_schedules(seeds: Iterable[int], kind: Kind = Simulation) -> Counter[str]:
     """Runs schedules and says what happened in them. Raises ScheduleFailed for the first that fails."""
     seen: Counter[str] = Counter()
     with quietly():
         for seed in seeds:
-            run_schedule(seed, seen)
+            run_schedule(seed, seen, kind)
     return seen
 
 

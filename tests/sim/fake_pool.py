@@ -1,0 +1,209 @@
+"""Workers for the real supervisor, in this process: a launcher that often fails, processes, and links.
+
+A worker is a `ModelWorker` behind a link. It loads for a while, then it is ready; it is asked how it is and
+says so, unless it hangs. What it was told otherwise waits until the schedule lets it work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+from quire.v1 import types_pb2, worker_pb2
+
+from tests.sim.model_worker import ModelWorker, Pool
+from tests.sim.toy_model import VOCAB
+
+# The most that a worker takes to load, and that it needs to answer how it is.
+LOAD_S, ANSWER_S = 2.0, 0.01
+# As the supervisor's: the shortest time between a failure and the next attempt, and the longest.
+LEAST_BACKOFF_S, MOST_BACKOFF_S = 0.25, 10.0
+
+OnResponse: TypeAlias = Callable[[worker_pb2.ConnectResponse], None]
+
+
+class Processes:
+    """One incarnation, from its start to its end."""
+
+    def __init__(self, address: str, worker: ModelWorker, pool: FakeLauncher) -> None:
+        self.address = address
+        self.pid = 1000 + worker.epoch
+        self.worker = worker
+        self.link: FakeLink | None = None
+        # Says nothing and does nothing, until it is killed or goes on.
+        self.hangs = False
+        self.is_ready = False
+        self._pool = pool
+        self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._exit.done()
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is there to say anything."""
+        return self.is_ready and not (self.hangs or self.has_ended)
+
+    def hang(self) -> None:
+        self.hangs = True
+
+    def go_on(self) -> None:
+        """It hangs no more, and says what it was asked meanwhile."""
+        self.hangs = False
+        if self.link is not None:
+            self.link.answer_snapshots()
+
+    def exit(self, status: int) -> None:
+        """Its process ends."""
+        self.worker.crashed = True
+        if not self._exit.done():
+            self._exit.set_result(status)
+            self._pool.has_ended(self)
+
+    async def ended(self) -> int:
+        return await asyncio.shield(self._exit)
+
+    async def end(self, *, at_once: bool) -> int:
+        assert self.hangs or not at_once, "one that is well was judged dead"
+        self.exit(-9 if at_once else 0)
+        return await self._exit
+
+    def become_ready(self) -> None:
+        """It has loaded."""
+        if self._exit.done() or self.link is None:
+            return
+        self.is_ready = True
+        pool = self._pool
+        ready = worker_pb2.WorkerReady(
+            pages_total=pool.pages.pages,
+            executor=types_pb2.ExecutorCapabilities(
+                page_size_tokens=pool.pages.page_tokens, kv_capacity_tokens=pool.capacity_tokens
+            ),
+            model=types_pb2.ModelDescription(fingerprint="one", vocab_size=VOCAB),
+        )
+        self.link.deliver(worker_pb2.ConnectResponse(events=[worker_pb2.WorkerEvent(ready=ready)]))
+        self.link.answer_snapshots()
+
+
+class FakeLink:
+    """Stands for the stream to one incarnation. What is sent lies in the worker's inbox."""
+
+    def __init__(self, processes: Processes, on_response: OnResponse) -> None:
+        self.closed = asyncio.Event()
+        self._processes = processes
+        self._on_response = on_response
+        self._asked: list[int] = []
+
+    def open(self) -> None:
+        self._processes.link = self
+
+    def send(self, command: worker_pb2.WorkerCommand) -> None:
+        if self.closed.is_set():
+            return
+        if command.HasField("snapshot"):
+            self._asked.append(command.op_id)
+            asyncio.get_running_loop().call_later(ANSWER_S, self.answer_snapshots)
+        else:
+            self._processes.worker.inbox.append(command)
+
+    def answer_snapshots(self) -> None:
+        """It says how it is, if it can."""
+        if not self._processes.answers:
+            return
+        asked, self._asked = self._asked, []
+        for op_id in asked:
+            event = worker_pb2.WorkerEvent(op_id=op_id)
+            event.snapshot.SetInParent()
+            left = self._processes.worker.pages_left
+            self.deliver(worker_pb2.ConnectResponse(events=[event], pages_available=left))
+
+    def deliver(self, response: worker_pb2.ConnectResponse) -> None:
+        """A message of the worker arrives."""
+        if not self.closed.is_set():
+            self._on_response(response)
+
+    def break_off(self) -> None:
+        """The stream ends, as by a fault of the network."""
+        self.closed.set()
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+class FakeLauncher:
+    """Starts workers as badly as the schedule wants. Owner of what was started."""
+
+    def __init__(self, rng: random.Random, pages: Pool, capacity_tokens: int, seen: Counter[str]) -> None:
+        self.pages = pages
+        self.capacity_tokens = capacity_tokens
+        # How often starting fails.
+        self.failing = 0.0
+        self.running: dict[str, Processes] = {}
+        self.closed = False
+        self._rng = rng
+        self._seen = seen
+        self._by_address: dict[str, Processes] = {}
+        # By worker: how often in a row it has failed, and when that was.
+        self._failures: Counter[str] = Counter()
+        self._ended_s: dict[str, float] = {}
+        self._served = False
+
+    async def start(self, config: worker_pb2.WorkerConfig, epoch: int) -> Processes:
+        worker_id = config.worker_id
+        assert worker_id not in self.running, "the one before it is killed first"
+        self._check_backoff(worker_id)
+        # One that has never served may not fail too often in a row: the gateway would end.
+        patient = self._served or self._failures[worker_id] < 3
+        fate = self._rng.random() if patient else 1.0
+        if fate < self.failing / 2:
+            self._failed(worker_id, "spawn refused")
+            raise OSError(errno.EAGAIN, "resource temporarily unavailable")
+        worker = ModelWorker(worker_id, epoch, self.pages, self._rng, self._seen)
+        processes = Processes(f"sim:{worker_id}-{epoch}", worker, self)
+        self.running[worker_id] = self._by_address[processes.address] = processes
+        loop, load_s = asyncio.get_running_loop(), self._rng.uniform(0.1, LOAD_S)
+        if fate < self.failing * 0.6:
+            self._seen["never loads"] += 1
+            processes.hang()
+        elif fate < self.failing:
+            self._seen["death while loading"] += 1
+            loop.call_later(load_s, processes.exit, 1)
+        else:
+            loop.call_later(load_s, processes.become_ready)
+        return processes
+
+    def close(self) -> None:
+        self.closed = True
+
+    def link(self, address: str, on_response: OnResponse, **_: int) -> FakeLink:
+        """As WorkerLink is made."""
+        return FakeLink(self._by_address[address], on_response)
+
+    def has_ended(self, processes: Processes) -> None:
+        """Notes an end."""
+        worker_id = processes.worker.worker_id
+        del self.running[worker_id]
+        if processes.is_ready:
+            self._served, self._failures[worker_id] = True, 0
+            self._ended_s.pop(worker_id, None)
+        else:
+            self._failed(worker_id, "worker never ready")
+
+    def _failed(self, worker_id: str, how: str) -> None:
+        self._seen[how] += 1
+        self._failures[worker_id] += 1
+        self._ended_s[worker_id] = asyncio.get_running_loop().time()
+
+    def _check_backoff(self, worker_id: str) -> None:
+        """One that does not come is tried again, and not at once: after twice as long each time."""
+        failures = self._failures[worker_id]
+        if failures:
+            waited_s = asyncio.get_running_loop().time() - self._ended_s[worker_id]
+            least_s = min(LEAST_BACKOFF_S * 2 ** (failures - 1), MOST_BACKOFF_S)
+            assert waited_s >= least_s - 1e-6, "hammered"
+            self._seen["tried again"] += 1

@@ -1,0 +1,114 @@
+"""What a journal has to take for the caches there are, counted anew each time; and who is let in for it.
+
+Sequences are lists of pieces that never change: whoever writes makes a new one, and what nobody holds any
+more is gone. So nothing can be forgotten, or given back twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from service.caches.records import (
+    CacheCreated,
+    CacheForked,
+    CacheReleased,
+    CacheTruncated,
+    Record,
+    TokensAppended,
+)
+from service.caches.requests import Append, Fork, Request
+
+# As the journal's own: a cache, a chunk but for its tokens, a pointer to one, a token.
+CACHE_BYTES, CHUNK_BYTES, POINTER_BYTES, TOKEN_BYTES = 512, 144, 8, 4
+# A cache and its first chunk.
+NEW_BYTES = CACHE_BYTES + CHUNK_BYTES + POINTER_BYTES
+
+
+class _Piece:
+    """Some tokens in a row, of which only the number matters."""
+
+    __slots__ = ("length",)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+
+class NeededBytes:
+    """Owner of the pieces of every cache."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._caches: dict[str, list[_Piece]] = {}
+
+    def written(self, record: Record) -> None:
+        """Follows a record."""
+        match record:
+            case CacheCreated():
+                self._caches[record.cache_id] = []
+            case CacheForked():
+                self._caches[record.cache_id] = list(self._caches[record.parent])
+            case CacheReleased():
+                del self._caches[record.cache_id]
+            case CacheTruncated():
+                self._cut(self._caches[record.cache_id], record.new_len)
+            case TokensAppended():
+                self._extend(self._caches[record.cache_id], len(record.token_ids))
+
+    def of(self, cache_ids: Iterable[str]) -> int:
+        """What these take together."""
+        sequences = [self._caches[cache_id] for cache_id in cache_ids]
+        pieces = {id(piece): piece.length for sequence in sequences for piece in sequence}
+        return (
+            CACHE_BYTES * len(sequences)
+            + POINTER_BYTES * sum(map(len, sequences))
+            + CHUNK_BYTES * len(pieces)
+            + TOKEN_BYTES * sum(pieces.values())
+        )
+
+    def _extend(self, pieces: list[_Piece], count: int) -> None:
+        if pieces and pieces[-1].length < self._chunk_tokens:
+            count += pieces.pop().length
+        starts = range(0, count, self._chunk_tokens)
+        pieces.extend(_Piece(min(self._chunk_tokens, count - start)) for start in starts)
+
+    def _cut(self, pieces: list[_Piece], new_len: int) -> None:
+        whole, rest = divmod(new_len, self._chunk_tokens)
+        del pieces[whole:]
+        if rest:
+            pieces.append(_Piece(rest))
+
+
+class JournalBudget:
+    """Knows what each request that is under way was counted with."""
+
+    def __init__(self) -> None:
+        self.limit_bytes = 0
+        # What the journal took when the last requests came.
+        self.taken_bytes = 0
+        self._counted: dict[int, int] = {}
+
+    def submitted(self, number: int, request: Request, length: int) -> None:
+        """A request comes, after those with smaller numbers, about a cache of so many tokens."""
+        self._counted[number] = counted_bytes(request, length)
+
+    def has_room(self, number: int, outstanding: Iterable[int]) -> bool:
+        """Whether a request fits beside what was outstanding when it came."""
+        before = sum(self._counted[other] for other in outstanding if other < number)
+        return self.taken_bytes + before + self._counted[number] <= self.limit_bytes
+
+    def admitted(self, outstanding: dict[int, Request], numbers: Iterable[int]) -> None:
+        """Asserts that of the last requests only those are under way for which there was room."""
+        for number in numbers:
+            if isinstance(outstanding.get(number), Append | Fork):
+                assert self.has_room(number, outstanding), "more than the journal may take is under way"
+
+
+def counted_bytes(request: Request, length: int) -> int:
+    """What the gateway reckons that a request will take, about a cache of `length` tokens."""
+    match request:
+        case Append():
+            creates = not request.cache_id and not request.is_scoring
+            return TOKEN_BYTES * len(request.token_ids) + NEW_BYTES * creates
+        case Fork():
+            return request.count * (NEW_BYTES + length // 32)
+    return 0

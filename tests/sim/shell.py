@@ -1,0 +1,278 @@
+"""One seeded schedule of the gateway but its sockets: the supervisor, sessions, leases, in virtual time.
+
+Workers die, hang and fail to start; callers do not read; the process is stopped for seconds, and what arrived
+meanwhile is there at once. The oracle of the other schedules stands at the dispatcher's doors.
+
+python -m tests.sim --shell --seeds 4711     # one again, with its trace if it fails
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from service.api.server_state import ServerState
+from service.caches.effects import Command, Event
+from service.caches.requests import Release
+from service.config import Config
+from service.pool import incarnation as incarnation_module
+from service.pool.base import WorkerSlot
+from service.pool.supervisor import Supervisor
+from service.server import _view_of
+from tests.sim.callers import Callers
+from tests.sim.fake_pool import FakeLauncher
+from tests.sim.oracle import Oracle
+from tests.sim.peers import Peer
+from tests.sim.rest import check_end, check_rest
+from tests.sim.simulation import MAX_SEQ_LEN, POOLS, new_table
+from tests.sim.virtual_loop import VirtualLoop, innermost
+from tests.sim.watched import LARGE_BYTES, WatchedDispatcher, WatchedJournal
+from tests.sim.work_floor import WorkFloor
+
+EVENTS = 160
+HEARTBEAT_TIMEOUT_S, START_TIMEOUT_S, STALL_S = 4.0, 5.0, 2.0
+# By then all that hang are replaced, however long the back-off has become.
+RECOVERED_S = 30.0
+
+
+class ShellSimulation:
+    """Owner of a virtual loop and of all that runs on it. One instance, one schedule."""
+
+    def __init__(self, seed: int, seen: Counter[str]) -> None:
+        self.rng = rng = random.Random(seed)
+        self.seen = seen
+        self.loop = VirtualLoop()
+        pages = rng.choice(POOLS)
+        capacity_tokens = min(MAX_SEQ_LEN, pages.pages * pages.page_tokens)
+        self.oracle = oracle = Oracle(capacity_tokens, seen)
+        self.callers = Callers(rng, oracle)
+        oracle.queue_limit = rng.choice((6, 1000, 1000))
+        oracle.cache_limit = rng.choice((5, 1000, 1000))
+        oracle.budget.limit_bytes = rng.choice((3_000, LARGE_BYTES, LARGE_BYTES))
+        config = Config(
+            workers=rng.choice((1, 1, 2)),
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            session_stall_s=STALL_S,
+            worker_start_timeout_s=START_TIMEOUT_S,
+            max_session_calls=rng.choice((1, 4, 16)),
+            max_response_bytes=rng.choice((2048, 8192, 1 << 20)),
+            max_unread_bytes=rng.choice((6000, 1 << 20)),
+        )
+        self.table = new_table(rng, oracle)
+        self.journal = WatchedJournal()
+        self.dispatcher = WatchedDispatcher(self.table, self.journal, self._send, self.loop.time, oracle)
+        self.trace = self.dispatcher.trace
+        self.launcher = FakeLauncher(rng, pages, capacity_tokens, seen)
+        self.launcher.failing = rng.choice((0.0, 0.0, 0.4, 0.8))
+        self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
+        self.supervisor = Supervisor(config, "model", self.launcher, self)
+        self.state = ServerState(config)
+        self.peers: list[Peer] = []
+        self._unary: list[asyncio.Task[Any]] = []
+        # What went wrong where nobody waits for it.
+        self._failures: list[BaseException] = []
+        self._actions: list[tuple[Callable[[], object], float]] = [
+            (self._call_on_session, 30),
+            (self._call_alone, 8),
+            (self.floor.take, 25),
+            (self.floor.step, 25),
+            (self.floor.deliver, 25),
+            (self._stall, 3),
+            (self._read_on, 1),
+            (self._leave, 1.5),
+            (self.floor.crash, 0.5),
+            (self.floor.hang, 0.7),
+            (self.floor.go_on, 1.5),
+            (self._pause, 2),
+        ]
+
+    def run(self) -> None:
+        """Anything at any moment; then all comes to rest, and then to an end."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(incarnation_module, "WorkerLink", self.launcher.link)
+            patch.setattr(incarnation_module, "time", SimpleNamespace(monotonic=self.loop.time))
+            self.loop.set_exception_handler(self._on_failure)
+            self.loop.run_to_end(self._main())
+
+    async def _main(self) -> None:
+        background = [
+            self.loop.create_task(self.supervisor.run()),
+            self.loop.create_task(self.dispatcher.expire_leases()),
+        ]
+        for task in background:
+            task.add_done_callback(self._on_end)
+        actions, weights = zip(*self._actions, strict=True)
+        for action in self.rng.choices(actions, weights, k=EVENTS):
+            action()
+            await self._pass_time(self.rng.choice((0, 0, 0, 0.01, 0.1, 0.3)))
+        await self._settle()
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        self._raise_failures()
+        assert self.launcher.closed and not self.launcher.running, "no worker outlives the gateway"
+
+    async def _pass_time(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._raise_failures()
+        for peer in self.peers:
+            peer.check_bounds()
+        self._check_undone()
+        held = sum(peer.session._held_bytes for peer in self.peers)
+        assert self.state.answers.used_bytes == held, "the answers' budget holds what sessions hold"
+
+    def _check_undone(self) -> None:
+        """Nothing is under way of a session that has ended or was given up, but releases."""
+        gone = {peer.caller for peer in self.peers if peer.is_cut_off or peer.task.done()}
+        for number in self.oracle.outstanding.keys() - self.oracle.abandoned:
+            assert self.dispatcher.callers[number] not in gone, "of one who has gone"
+
+    # Callers.
+
+    def _call_on_session(self) -> None:
+        usable = [p for p in self.peers if not (p.has_closed or p.task.done())]
+        if len(usable) < 2 or self.rng.random() < 0.05:
+            peer = Peer(self.dispatcher, self.state, self.loop, self.seen)
+            peer.task.add_done_callback(self._on_end)
+            self.peers.append(peer)
+        else:
+            peer = self.rng.choice(usable)
+        peer.send([self.callers.request() for _ in range(self.rng.choice((1, 1, 2, 6)))])
+
+    def _call_alone(self) -> None:
+        requests = [self.callers.request() for _ in range(self.rng.choice((1, 1, 3)))]
+        task = self.loop.create_task(self.dispatcher.run(requests))
+        task.add_done_callback(self._on_end)
+        self._unary.append(task)
+
+    def _any_peer(self, *, stalled: bool) -> Peer | None:
+        peers = [p for p in self.peers if not p.task.done() and p.is_stalled is stalled]
+        return self.rng.choice(peers) if peers else None
+
+    def _stall(self) -> None:
+        peer = self._any_peer(stalled=False)
+        if peer is not None:
+            peer.stall()
+
+    def _read_on(self) -> None:
+        peer = self._any_peer(stalled=True)
+        if peer is not None:
+            peer.go_on()
+
+    def _leave(self) -> None:
+        """Somebody goes, or has nothing more to ask."""
+        peer = self._any_peer(stalled=self.rng.random() < 0.3)
+        choice = self.rng.random()
+        if choice < 0.4 and self._unary:
+            self.rng.choice(self._unary).cancel()
+        elif peer is not None and choice < 0.7:
+            peer.disconnect()
+        elif peer is not None and not peer.has_closed:
+            peer.half_close()
+
+    # Time.
+
+    def _pause(self) -> None:
+        """The process is stopped. What the world did meanwhile arrives in one go, before or after timers."""
+        self.seen["pause"] += 1
+        self.loop.pause(self.rng.choice((0.5, 3.0, 20.0, 60.0)))
+        for peer in self.peers:
+            peer.pauses += 1
+        arrivals: list[Callable[[], object]] = [
+            *(peer.go_on for peer in self.peers if peer.is_stalled and self.rng.random() < 0.8),
+            *(self.floor.work for _ in range(self.rng.randint(0, 3))),
+            *(self._leave for _ in range(self.rng.randint(0, 2))),
+            *(self._call_on_session for _ in range(self.rng.randint(0, 2))),
+        ]
+        self.rng.shuffle(arrivals)
+        self._arrive(arrivals, self.rng.randint(0, 3))
+
+    def _arrive(self, arrivals: list[Callable[[], object]], turns: int) -> None:
+        """Carries out what has arrived, after so many turns of the loop."""
+        if turns:
+            self.loop.call_soon(self._arrive, arrivals, turns - 1)
+            return
+        for arrival in arrivals:
+            arrival()
+
+    # WorkerListener, as the server is one.
+
+    def worker_ready(self, slot: WorkerSlot) -> None:
+        assert slot.ready is not None
+        self.state.worker_became_ready(slot.ready)
+        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready))
+
+    def worker_lost(self, worker_id: str, epoch: int) -> None:
+        self.dispatcher.worker_lost(worker_id, epoch)
+
+    def worker_suspected(self, slot: WorkerSlot) -> None:
+        self.seen["suspected" if slot.suspect else "heard again"] += 1
+        self.dispatcher.worker_suspected(slot.worker_id, slot.epoch, suspect=slot.suspect)
+
+    def worker_answered(self, slot: WorkerSlot, events: Iterable[Event], pages_available: int) -> None:
+        self.dispatcher.worker_answered(slot.worker_id, slot.epoch, events, pages_available)
+
+    def _send(self, worker_id: str, epoch: int, command: Command) -> None:
+        processes = self.launcher.running.get(worker_id)
+        if processes is not None and processes.worker.epoch == epoch:
+            self.dispatcher.expect(processes.worker, command)
+        self.supervisor.send(worker_id, epoch, command)
+
+    # The end.
+
+    async def _settle(self) -> None:
+        """Nothing new goes wrong: all is answered, whoever does not read. Then all read, and leave."""
+        self.launcher.failing = 0.0
+        await self._come_to_rest()
+        self.seen["a reader who stays away"] += sum(
+            peer.is_cut_off and peer.is_stalled for peer in self.peers
+        )
+        check_rest(self.table, self.journal, self.oracle, self._workers)
+        for peer in self.peers:
+            peer.go_on()
+            if not peer.has_closed:
+                peer.half_close()
+        await self._come_to_rest()
+        assert all(peer.task.done() for peer in self.peers) and all(task.done() for task in self._unary)
+        assert self.state.answers.used_bytes == 0
+        self.dispatcher.start([Release(cache_id) for cache_id in self.oracle.caches], lambda *_: None, 0)
+        await self._come_to_rest()
+        check_end(self.table, self.journal, self._workers)
+
+    async def _come_to_rest(self) -> None:
+        """Workers work, and come again, until nothing is under way; and whoever does not read is cut off."""
+        end_s = self.loop.time() + RECOVERED_S
+        at_rest_s = self.loop.time() + 2 * STALL_S
+        while self.loop.time() < (at_rest_s if self._is_at_rest() else end_s):
+            self.floor.work()
+            await self._pass_time(0.25)
+        assert all(slot.ready is not None for slot in self.supervisor.slots), "every worker is there again"
+        assert not self.oracle.outstanding, "every caller is answered, or undone"
+
+    def _is_at_rest(self) -> bool:
+        processes = self.launcher.running.values()
+        busy = not all(p.answers and p.worker.idle for p in processes)
+        return not busy and len(processes) == len(self.supervisor.slots) and not self.oracle.outstanding
+
+    @property
+    def _workers(self) -> Any:
+        return [processes.worker for processes in self.launcher.running.values()]
+
+    def _on_failure(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._failures.append(error if error is not None else AssertionError(context["message"]))
+
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failures.append(innermost(error))
+
+    def _raise_failures(self) -> None:
+        if self._failures:
+            raise self._failures[0]
