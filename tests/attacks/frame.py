@@ -139,10 +139,10 @@ class Outcome:
 def run(attack: Attack, root: Path = ROOT) -> Outcome:
     """Against a gateway of its own."""
     with attack.serve(root) as gateway:
-        first, *_, last = [worker.worker_id for worker in gateway.status().workers]
+        workers = [worker.worker_id for worker in gateway.status().workers]
         token = getattr(gateway, "bystander_token", "")
-        with Bystanders(gateway.address, first, gateway.log_path.parent, token) as bystanders:
-            return measure(attack, Scene(gateway, last), bystanders)
+        with Bystanders(gateway.address, workers[0], gateway.log_path.parent, token) as bystanders:
+            return measure(attack, Scene(gateway, workers[-1]), bystanders)
 
 
 def measure(
