@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from quire import (
+    PRIORITY_LOW,
     CacheLost,
     CacheNotFound,
     Client,
@@ -159,6 +160,20 @@ def test_options_reach_the_server(client: Client, executor: FakeExecutor) -> Non
     assert (request.output, request.adapter_id, request.request_id) == (output, "a", "mine")
     assert request.lease.seconds == 60
     assert executor.calls["Decode"][0].output == output
+
+
+def test_a_priority_goes_with_all_that_is_asked(target: str, executor: FakeExecutor) -> None:
+    with Client(target, priority=PRIORITY_LOW) as client:
+        cache = client.prefill([1])
+        cache.decode(2)
+        cache.extend([3])
+        cache.verify([4])
+        client.forward([5])
+        client.batch_decode([(cache, 6)])
+        cache.truncate(1)
+    asked = [*executor.calls["Prefill"], *executor.calls["Decode"], *executor.calls["ForwardVerify"]]
+    asked += [*executor.calls["Forward"], *executor.calls["BatchDecode"][0].items]
+    assert [request.priority for request in asked] == [PRIORITY_LOW] * 6
 
 
 def test_readers(client: Client, executor: FakeExecutor) -> None:

@@ -178,6 +178,10 @@ def cache_cases() -> Iterator[Case]:
                 )
 
 
+# A number without a name.
+_NO_PRIORITY: Any = 7
+
+
 def field_cases() -> Iterator[Case]:
     def case(rpc: str, request: Request, reason: str, at: str) -> Case:
         return Case(f"{rpc} {reason} {at}", rpc, lambda _cache: request, INVALID, reason, at)
@@ -189,6 +193,13 @@ def field_cases() -> Iterator[Case]:
     ):
         yield case("Prefill", pb.PrefillRequest(token_ids=[1], lease=lease), "BAD_LEASE", "lease")
         yield case("RenewCache", pb.RenewCacheRequest(cache_id=UNKNOWN, lease=lease), "BAD_LEASE", "lease")
+    for rpc, request in (
+        ("Prefill", pb.PrefillRequest(token_ids=[1], priority=_NO_PRIORITY)),
+        ("Decode", pb.DecodeRequest(cache_id=UNKNOWN, token_id=1, priority=_NO_PRIORITY)),
+        ("ForwardVerify", pb.ForwardVerifyRequest(cache_id=UNKNOWN, token_ids=[1], priority=_NO_PRIORITY)),
+        ("Forward", pb.ForwardRequest(token_ids=[1], priority=_NO_PRIORITY)),
+    ):
+        yield case(rpc, request, "BAD_PRIORITY", "priority")
     new_at_3 = pb.PrefillRequest(token_ids=[1], position=3)
     yield case("Prefill", new_at_3, "BAD_POSITION", "position")
     long_id = pb.PrefillRequest(token_ids=[1], request_id="r" * 129)

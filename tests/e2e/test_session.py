@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from quire.v1 import executor_pb2 as pb
@@ -173,20 +174,40 @@ def test_calls_on_a_cache_run_in_the_order_sent(gateway: GatewayProcess, message
 
 
 def test_an_error_is_the_calls_own(gateway: GatewayProcess) -> None:
+    score = pb.ForwardRequest(token_ids=[1])
     with Lane(gateway) as lane:
         lane.send(
             pb.SessionCall(tag=1, decode=pb.DecodeRequest(cache_id="kv_unknown", token_id=1)),
             pb.SessionCall(tag=2, prefill=pb.PrefillRequest()),
             pb.SessionCall(tag=3),
-            pb.SessionCall(tag=4, forward=pb.ForwardRequest(token_ids=[1])),
+            pb.SessionCall(tag=4, forward=score, timeout=duration_pb2.Duration(nanos=-1)),
+            pb.SessionCall(tag=5, forward=score, timeout=duration_pb2.Duration()),
+            pb.SessionCall(tag=6, forward=score, timeout=duration_pb2.Duration(seconds=60)),
+            pb.SessionCall(tag=7, forward=score),
         )
-        answers = lane.take(4)
-        assert [reason_in(answers[tag]) for tag in (1, 2, 3)] == [
+        answers = lane.take(7)
+        assert [reason_in(answers[tag]) for tag in range(1, 6)] == [
             "CACHE_NOT_FOUND",
             "EMPTY_TOKENS",
             "EMPTY_CALL",
+            "BAD_TIMEOUT",
+            "BAD_TIMEOUT",
         ]
-        assert answers[4].WhichOneof("result") == "forward"
+        assert [answers[tag].WhichOneof("result") for tag in (6, 7)] == ["forward", "forward"]
+
+
+def test_a_call_that_has_not_begun_in_its_time_is_dropped(gateway: GatewayProcess) -> None:
+    """Behind a prompt that takes longer, on a stream that has no deadline."""
+    long = pb.PrefillRequest(token_ids=[1] * 20_000)
+    soon = pb.PrefillRequest(token_ids=[2] * 40)
+    with Lane(gateway) as lane:
+        lane.send(
+            pb.SessionCall(tag=1, prefill=long),
+            pb.SessionCall(tag=2, prefill=soon, timeout=duration_pb2.Duration(nanos=1)),
+        )
+        answers = lane.take(2)
+    assert answers[1].WhichOneof("result") == "prefill"
+    assert reason_in(answers[2]) == "DEADLINE_PASSED"
 
 
 def test_a_repeated_tag_ends_the_stream(gateway: GatewayProcess) -> None:

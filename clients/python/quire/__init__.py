@@ -37,7 +37,15 @@ if TYPE_CHECKING:
         Unauthenticated,
         Unavailable,
     )
-    from quire.v1.types_pb2 import OutputOptions, SamplingParams, StepOutput, TokenMask
+    from quire.v1.types_pb2 import (
+        PRIORITY_HIGH,
+        PRIORITY_LOW,
+        PRIORITY_NORMAL,
+        OutputOptions,
+        SamplingParams,
+        StepOutput,
+        TokenMask,
+    )
 
 _HOME = {
     "quire.aio": ("AsyncCache", "AsyncClient", "AsyncSession"),
@@ -59,11 +67,22 @@ _HOME = {
         "Unauthenticated",
         "Unavailable",
     ),
-    "quire.v1.types_pb2": ("OutputOptions", "SamplingParams", "StepOutput", "TokenMask"),
+    "quire.v1.types_pb2": (
+        "PRIORITY_HIGH",
+        "PRIORITY_LOW",
+        "PRIORITY_NORMAL",
+        "OutputOptions",
+        "SamplingParams",
+        "StepOutput",
+        "TokenMask",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "PRIORITY_HIGH",
+    "PRIORITY_LOW",
+    "PRIORITY_NORMAL",
     "AsyncCache",
     "AsyncClient",
     "AsyncSession",

@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
@@ -76,6 +77,16 @@ def duration(seconds: float | None) -> duration_pb2.Duration | None:
     length = duration_pb2.Duration()
     length.FromNanoseconds(round(seconds * 1e9))
     return length
+
+
+def prioritise(request: Message, priority: types_pb2.Priority) -> None:
+    """Writes a priority into an append, or into each of a batch. Other requests have none."""
+    if priority:
+        # Of one of several types, which share the field's name only.
+        append: Any
+        for append in getattr(request, "items", (request,)):
+            if "priority" in append.DESCRIPTOR.fields_by_name:
+                append.priority = priority
 
 
 def prefill_request(

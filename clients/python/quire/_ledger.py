@@ -24,8 +24,9 @@ from quire.v1 import executor_pb2
 _TARGET_MESSAGE_BYTES = 1 << 20
 # At most what the key and the length of a field add to it.
 _FRAME_BYTES = 6
-# As much as a request becomes larger by being the only call of a message: two fields around it, and a tag.
-_WRAPPING_BYTES = 2 * _FRAME_BYTES + 11
+# As much as a request becomes larger by being the only call of a message: two fields around it, a tag, and
+# its time limit.
+_WRAPPING_BYTES = 2 * _FRAME_BYTES + 11 + 20
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
@@ -81,8 +82,14 @@ class Ledger(Generic[_AnyFuture]):
         self._ended = False
         self._cause: QuireError | None = None
 
-    def add(self, method: Method[_Request, _Response], request: _Request, answer: _AnyFuture) -> None:
-        """Takes a call to send.
+    def add(
+        self,
+        method: Method[_Request, _Response],
+        request: _Request,
+        answer: _AnyFuture,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Takes a call to send. `timeout_s`: how long its caller waits for it, which the server is told.
 
         Raises ResourceExhausted if it is too large, and SessionEnded if the stream takes no more calls.
         """
@@ -96,13 +103,17 @@ class Ledger(Generic[_AnyFuture]):
                 "",
                 f"a request of {size_bytes} bytes is too large for messages of {self._max_request_bytes}",
             )
-        self._add(method.field, request, answer)
+        self._add(method.field, request, answer, timeout_s)
 
-    def _add(self, field: str, request: Message, answer: _AnyFuture | None) -> None:
+    def _add(
+        self, field: str, request: Message, answer: _AnyFuture | None, timeout_s: float | None = None
+    ) -> None:
         tag = self._next_tag
         self._next_tag += 1
         self._open[tag] = _OpenCall(request, answer)
         call = executor_pb2.SessionCall(**{"tag": tag, field: request})  # type: ignore[arg-type]
+        if timeout_s is not None:
+            call.timeout.FromNanoseconds(max(1, int(timeout_s * 1e9)))
         self._unsent.append(call)
         self._has_news()
 

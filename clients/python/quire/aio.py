@@ -81,6 +81,7 @@ class AsyncClient(_AsyncCaller):
         credentials: grpc.ChannelCredentials | None = None,
         ca: bytes | None = None,
         token: str = "",
+        priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED,
         max_request_bytes: int = _calls.DEFAULT_MAX_REQUEST_BYTES,
         max_response_bytes: int = _calls.DEFAULT_MAX_RESPONSE_BYTES,
     ) -> None:
@@ -88,6 +89,7 @@ class AsyncClient(_AsyncCaller):
 
         `ca` (PEM) turns TLS on, and so do `credentials`, for all else that TLS can do. `token` goes with
         every call, without TLS in plain view.
+        `priority` says who goes first, and is refused last, where there is too much to do.
         """
         if ca is not None:
             credentials = grpc.ssl_channel_credentials(ca)
@@ -97,6 +99,7 @@ class AsyncClient(_AsyncCaller):
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         self._timeout_s = timeout_s
+        self._priority = priority
         self._max_request_bytes = max_request_bytes
         # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: an append
         # without `position` could be applied twice.
@@ -121,7 +124,7 @@ class AsyncClient(_AsyncCaller):
             max_in_flight=max_in_flight,
             max_request_bytes=self._max_request_bytes,
         )
-        return AsyncSession(stream, close_timeout_s)
+        return AsyncSession(stream, close_timeout_s, self._priority)
 
     async def model_info(self, *, include_tokenizer: bool = False) -> executor_pb2.GetModelInfoResponse:
         """Describes the model; with tokenizer.json if asked for."""
@@ -145,6 +148,7 @@ class AsyncClient(_AsyncCaller):
         await self.close()
 
     async def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
+        _calls.prioritise(request, self._priority)
         try:
             response: _Response = await getattr(self.stub, method.rpc)(
                 request, timeout=self._timeout_s, metadata=self.metadata
@@ -163,10 +167,13 @@ class AsyncSession(_AsyncCaller):
     passed) may still be applied: an append can be repeated, and `truncate` undoes it.
     """
 
-    def __init__(self, stream: AsyncSessionStream, close_timeout_s: float) -> None:
+    def __init__(
+        self, stream: AsyncSessionStream, close_timeout_s: float, priority: types_pb2.Priority
+    ) -> None:
         """Made by `AsyncClient.session`."""
         self._stream = stream
         self._close_timeout_s = close_timeout_s
+        self._priority = priority
         # The stream's tasks do not know the session, so that one that is forgotten ends.
         weakref.finalize(self, stream.cancel).atexit = False
 
@@ -186,6 +193,7 @@ class AsyncSession(_AsyncCaller):
         await self.close()
 
     async def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
+        _calls.prioritise(request, self._priority)
         return await self._stream.call(method, request)
 
 

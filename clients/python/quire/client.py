@@ -76,6 +76,7 @@ class Client(_Caller):
         credentials: grpc.ChannelCredentials | None = None,
         ca: bytes | None = None,
         token: str = "",
+        priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED,
         max_request_bytes: int = _calls.DEFAULT_MAX_REQUEST_BYTES,
         max_response_bytes: int = _calls.DEFAULT_MAX_RESPONSE_BYTES,
     ) -> None:
@@ -83,6 +84,7 @@ class Client(_Caller):
 
         `ca` (PEM) turns TLS on, and so do `credentials`, for all else that TLS can do. `token` goes with
         every call, without TLS in plain view.
+        `priority` says who goes first, and is refused last, where there is too much to do.
         """
         if ca is not None:
             credentials = grpc.ssl_channel_credentials(ca)
@@ -92,6 +94,7 @@ class Client(_Caller):
         else:
             self._channel = grpc.secure_channel(target, credentials, options=options)
         self._timeout_s = timeout_s
+        self._priority = priority
         self._max_request_bytes = max_request_bytes
         # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: an append
         # without `position` could be applied twice.
@@ -116,7 +119,7 @@ class Client(_Caller):
             max_in_flight=max_in_flight,
             max_request_bytes=self._max_request_bytes,
         )
-        return Session(stream, close_timeout_s)
+        return Session(stream, close_timeout_s, self._priority)
 
     def model_info(self, *, include_tokenizer: bool = False) -> executor_pb2.GetModelInfoResponse:
         """Describes the model; with tokenizer.json if asked for."""
@@ -140,6 +143,7 @@ class Client(_Caller):
         self.close()
 
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
+        _calls.prioritise(request, self._priority)
         try:
             response: _Response = getattr(self.stub, method.rpc)(
                 request, timeout=self._timeout_s, metadata=self.metadata
@@ -158,10 +162,11 @@ class Session(_Caller):
     be applied: an append can be repeated, and `truncate` undoes it.
     """
 
-    def __init__(self, stream: SessionStream, close_timeout_s: float) -> None:
+    def __init__(self, stream: SessionStream, close_timeout_s: float, priority: types_pb2.Priority) -> None:
         """Made by `Client.session`."""
         self._stream = stream
         self._close_timeout_s = close_timeout_s
+        self._priority = priority
         # The stream's threads do not know the session, so that one that is forgotten ends.
         weakref.finalize(self, stream.cancel).atexit = False
 
@@ -181,6 +186,7 @@ class Session(_Caller):
         self.close()
 
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
+        _calls.prioritise(request, self._priority)
         return self._stream.call(method, request)
 
 

@@ -74,13 +74,12 @@ class SessionStream:
             raise _too_late(self._timeout_s)
         try:
             with self._news:
-                self._ledger.add(method, request, answer)
+                self._ledger.add(method, request, answer, self._left_s(began_s))
         except QuireError:
             self._room.release()
             raise
         try:
-            left_s = None if self._timeout_s is None else self._timeout_s - (time.monotonic() - began_s)
-            return response_of(method, answer.result(left_s))
+            return response_of(method, answer.result(self._left_s(began_s)))
         except TimeoutError:
             self._abandon(request, answer)
             raise _too_late(self._timeout_s) from None
@@ -99,6 +98,9 @@ class SessionStream:
     def cancel(self) -> None:
         """Ends the stream at once, without waiting; takes no lock, so that a finalizer may call it."""
         self._stream.cancel()
+
+    def _left_s(self, began_s: float) -> float | None:
+        return None if self._timeout_s is None else self._timeout_s - (time.monotonic() - began_s)
 
     def _abandon(self, request: Message, answer: concurrent.futures.Future[_Result]) -> None:
         with self._news:
@@ -156,10 +158,12 @@ class AsyncSessionStream:
         """Makes a call and waits for its answer. Raises QuireError."""
         answer: asyncio.Future[_Result] = self._loop.create_future()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 await self._room.acquire()
                 try:
-                    self._ledger.add(method, request, answer)
+                    until_s = limit.when()
+                    left_s = None if until_s is None else until_s - self._loop.time()
+                    self._ledger.add(method, request, answer, left_s)
                 except QuireError:
                     self._room.release()
                     raise
