@@ -247,10 +247,8 @@ class CacheTable:
 
     def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
         """A tenant's caches, oldest first, each with a number that only grows: those above `after`."""
-        owner = tenant or self._anonymous
-        for entry in self._listing.after(after):
-            if entry.tenant is owner:
-                yield entry.order, entry.handle
+        for entry in self._listing.after(after, tenant or self._anonymous):
+            yield entry.order, entry.handle
 
     def __len__(self) -> int:
         return len(self._entries)
