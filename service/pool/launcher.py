@@ -22,11 +22,11 @@ class WorkerProcesses(Protocol):
     async def ended(self) -> int:
         """Waits until one of them has ended; returns its exit status, as `subprocess` gives it."""
 
-    async def end(self, *, at_once: bool) -> int:
+    async def end(self, *, grace_s: float) -> int:
         """Ends all of them, and returns what `ended` does.
 
-        Their stream is closed already, upon which a worker ends by itself; it gets a moment for that, unless
-        it has to go `at_once`. Whoever is left is killed.
+        Their stream is closed already, upon which a worker ends by itself; it gets `grace_s` for that.
+        Whoever is left is killed.
         """
 
 

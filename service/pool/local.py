@@ -14,7 +14,6 @@ from quire.v1 import worker_pb2
 
 from service.pool.directory import RuntimeDirectory, state_dir
 
-_END_GRACE_S = 2.0
 _SPIN_COUNT = "20000"
 
 
@@ -32,11 +31,11 @@ class LocalProcess:
         """See `WorkerProcesses.ended`."""
         return await asyncio.shield(self._ended)
 
-    async def end(self, *, at_once: bool) -> int:
+    async def end(self, *, grace_s: float) -> int:
         """See `WorkerProcesses.end`. Closing its standard input tells the worker that the gateway is gone."""
         try:
-            if not at_once:
-                await asyncio.wait({self._ended}, timeout=_END_GRACE_S)
+            if grace_s:
+                await asyncio.wait({self._ended}, timeout=grace_s)
         finally:
             # Also when there is no time to wait: one that hangs does not see that its stream has ended.
             if self._process.stdin is not None:

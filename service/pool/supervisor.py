@@ -25,6 +25,11 @@ _log = get_logger(__name__)
 
 # Exit status by which a worker says that its configuration cannot work (sysexits.h EX_CONFIG).
 EXIT_CONFIG = 78
+# How long a worker whose stream has ended may take to end.
+_END_GRACE_S = 2.0
+# Of one that has not served: its status says why, and whether trying again can help. On a busy machine it
+# takes its time.
+_REFUSAL_GRACE_S = 15.0
 _MAX_BACKOFF_S = 10.0
 # So often in a row a worker may fail to start before the gateway gives up, if none has ever been ready.
 _MAX_START_FAILURES = 5
@@ -111,15 +116,19 @@ class Supervisor:
         self._live[slot.worker_id] = incarnation
         log = _log.bind(worker_id=slot.worker_id, epoch=epoch, pid=slot.pid)
         log.info("worker started")
-        hangs = False
+        grace_s = _END_GRACE_S
         try:
             end = await incarnation.watch()
-            hangs, slot.trouble = end.hangs, end.why
+            slot.trouble = end.why
+            if slot.ready is None:
+                grace_s = _REFUSAL_GRACE_S
+            if end.hangs:
+                grace_s = 0.0
             log.warning("worker is gone", why=end.why)
         finally:
             self._forget(incarnation)
             await incarnation.link.close()
-            status = await processes.end(at_once=hangs)
+            status = await processes.end(grace_s=grace_s)
         if status == EXIT_CONFIG and slot.worker_id not in self._was_ready:
             raise PoolFailed("the worker refused its configuration; its last log line says why")
 

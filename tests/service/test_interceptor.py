@@ -275,11 +275,15 @@ async def test_a_stream_of_answers_passes(behaviour: Any, many: bool) -> None:
 @pytest.mark.parametrize("behaviour", [generated_until_refused, written_until_refused])
 async def test_an_error_of_ours_ends_a_stream_whole(behaviour: Any, many: bool) -> None:
     async with streaming(behaviour, many=many) as start:
-        said = []
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        said: list[int] = []
+
+        async def listen() -> None:
             # Not by `read`, which of a call that has ended already tells only how.
             async for message in start():
-                said.append(message.results[0].tag)
+                said.extend(result.tag for result in message.results)
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await listen()
         assert said == [1], "what was said before the error arrives"
         parsed = client_errors.from_rpc_error(caught.value)
         assert (parsed.reason, parsed.retry_delay_s) == ("QUEUE_FULL", 0.5)

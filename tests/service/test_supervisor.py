@@ -79,7 +79,7 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
         self.address = address
         self.pid = 1000 + epoch
         self.epoch = epoch
-        self.ended_at_once: bool | None = None
+        self.grace_s: float | None = None
         self._behave = behave
         self._status = status
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -103,8 +103,8 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     async def ended(self) -> int:
         return await asyncio.shield(self._exit)
 
-    async def end(self, *, at_once: bool) -> int:
-        self.ended_at_once = at_once
+    async def end(self, *, grace_s: float) -> int:
+        self.grace_s = grace_s
         self.exit()
         await self._server.stop(None)
         return await self._exit
@@ -189,7 +189,7 @@ async def test_a_refused_configuration_is_tried_once(tmp_path: Path, monkeypatch
     with pytest.raises(PoolFailed, match="refused its configuration"):
         await Bench(launcher, monkeypatch).supervisor.run()
     assert launcher.attempts == 1 and launcher.closed
-    assert launcher.started[0].ended_at_once is False, "it gets a moment to end by itself, and say why"
+    assert launcher.started[0].grace_s == 15.0, "it gets time to end by itself, and say why"
 
 
 async def test_what_never_starts_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ async def test_one_that_hangs_is_ended_at_once_and_replaced(
     bench = Bench(FakeLauncher(tmp_path, hangs, works), monkeypatch, Config(heartbeat_timeout_s=0.1))
     running = asyncio.create_task(bench.supervisor.run())
     assert await bench.told(3) == [("ready", 1), ("lost", 1), ("ready", 2)]
-    assert bench.launcher.started[0].ended_at_once is True
+    assert bench.launcher.started[0].grace_s == 0
     await stop(running)
 
 

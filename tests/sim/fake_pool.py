@@ -68,9 +68,9 @@ class Processes:
     async def ended(self) -> int:
         return await asyncio.shield(self._exit)
 
-    async def end(self, *, at_once: bool) -> int:
-        assert self.hangs or not at_once, "one that is well was judged dead"
-        self.exit(-9 if at_once else 0)
+    async def end(self, *, grace_s: float) -> int:
+        assert self.hangs or grace_s, "one that is well was judged dead"
+        self.exit(0 if grace_s else -9)
         return await self._exit
 
     def become_ready(self) -> None:
