@@ -125,9 +125,10 @@ class SequenceTooLong(QuireError):
     code = "OUT_OF_RANGE"
     reason = "SEQUENCE_TOO_LONG"
 
-    def __init__(self, wanted: int, limit: int) -> None:
+    def __init__(self, wanted: int, limit: int, *, exactly: bool = True) -> None:
+        least = "" if exactly else "at least "
         super().__init__(
-            f"the sequence would have {wanted} tokens, at most {limit} can be held",
+            f"the sequence would have {least}{wanted} tokens, at most {limit} can be held",
             metadata={"wanted_tokens": str(wanted), "kv_capacity_tokens": str(limit)},
         )
 

@@ -27,6 +27,7 @@ _PIECE_BYTES = 1 << 14
 # Fields of one large message that are looked at. Tokens are packed: a prompt is one field.
 _MAX_FIELDS = 1 << 16
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MAX_VARINT_BYTES = 10
 # Bytes of a varint but its last.
 _CONTINUED = bytes(range(0x80, 0x100))
 
@@ -161,15 +162,18 @@ class _Parser:
             raise too_many("items", self._limits.max_items)
         limit = self._limits.max_seq_tokens()
         if field.name == "token_ids" and limit is not None and place.end - place.body > limit:
-            tokens = _count(data, place)
+            tokens, exactly = _count(data, place, limit)
             if tokens > limit:
-                raise SequenceTooLong(tokens, limit)
+                raise SequenceTooLong(tokens, limit, exactly=exactly)
 
     def _check_mask(self, data: bytes, place: _Field) -> None:
         """Refuses a mask that names more ids than there are: parsed it would be many times as large."""
         limit = self._limits.vocab_size()
-        if limit is not None and place.end - place.body > limit and (ids := _count(data, place)) > limit:
-            text = f"{ids} ids were sent, there are {limit} tokens"
+        if limit is None or place.end - place.body <= limit:
+            return
+        ids, exactly = _count(data, place, limit)
+        if ids > limit:
+            text = f"{'' if exactly else 'at least '}{ids} ids were sent, there are {limit} tokens"
             raise InvalidArgument("BAD_MASK", "output.mask.allowed", text)
 
     def _merge_large(
@@ -201,9 +205,15 @@ def _is_part(field: FieldDescriptor) -> bool:
     return bool(field.is_repeated) and field.message_type is not None
 
 
-def _count(data: bytes, place: _Field) -> int:
-    """How many packed numbers there are."""
-    return len(data[place.body : place.end].translate(None, _CONTINUED))
+def _count(data: bytes, place: _Field, limit: int) -> tuple[int, bool]:
+    """How many packed numbers there are; or at least, and False, if these are more than `limit` already.
+
+    Counting takes 2 ms for each megabyte.
+    """
+    size_bytes = place.end - place.body
+    if size_bytes > limit * _MAX_VARINT_BYTES:
+        return size_bytes // _MAX_VARINT_BYTES, False
+    return len(data[place.body : place.end].translate(None, _CONTINUED)), True
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -237,7 +247,7 @@ def _cut(packed: bytes) -> Iterator[bytes]:
     start = 0
     while start < len(packed):
         end = min(start + _PIECE_BYTES, len(packed))
-        # A number has ten bytes at most.
+        # A number has few bytes.
         while packed[end - 1] >= 0x80:
             end -= 1
             if end <= start:
