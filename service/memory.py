@@ -1,4 +1,4 @@
-"""Gives memory that is free in this process back to the system.
+"""How much memory the gateway itself takes, and giving back to the system what of it is free.
 
 What large messages took is freed when they have been looked at, but glibc's allocator keeps most of it:
 pieces that are still in use lie between those that are not, and each thread frees into an arena of its own.
@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import resource
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 # What is larger gets pages of its own, which go back at once. glibc would raise this with use, up to 32 MiB.
 _OWN_PAGES_BYTES = 1 << 20
@@ -25,6 +24,20 @@ _WORTH_BYTES = 32 << 20
 _GAIN_BYTES = 8 << 20
 # Looking takes up to tens of milliseconds of another core: while nothing comes of it, it is done less often.
 _MAX_PAUSE = 32
+
+
+class OwnMemory:
+    """Knows the last figure, for moments in which no descriptor is left to ask the system with."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._last_bytes = 0
+
+    def resident_bytes(self) -> int:
+        """Now; or as it was, where the system does not say."""
+        with contextlib.suppress(OSError, psutil.Error):
+            self._last_bytes = self._process.memory_info().rss
+        return self._last_bytes
 
 
 class TrimPolicy:
@@ -57,35 +70,27 @@ class TrimPolicy:
 
 
 class MemoryReturner:
-    """Looks at the process's own memory, for as long as it runs. Does nothing where glibc is not."""
+    """Looks at the process's memory for as long as it runs. Does nothing where glibc is not."""
 
-    def __init__(self, libc: Any = None, resident_bytes: Callable[[], int | None] | None = None) -> None:
+    def __init__(self, memory: OwnMemory, libc: Any = None) -> None:
+        self._memory = memory
         self._libc = libc if libc is not None else _glibc()
-        self._resident_bytes = resident_bytes or _resident_bytes
 
     async def run(self) -> None:
         """Until cancelled."""
-        resident_bytes = self._resident_bytes()
-        if self._libc is None or resident_bytes is None:
+        if self._libc is None:
             return
         self._libc.mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
-        policy = TrimPolicy(resident_bytes)
+        policy = TrimPolicy(self._memory.resident_bytes())
         while True:
             await asyncio.sleep(_INTERVAL_S)
-            before_bytes = self._resident_bytes()
-            if before_bytes is not None and policy.due(before_bytes):
+            before_bytes = self._memory.resident_bytes()
+            if policy.due(before_bytes):
                 await asyncio.to_thread(self._libc.malloc_trim, 0)
-                policy.trimmed(before_bytes, self._resident_bytes() or before_bytes)
+                policy.trimmed(before_bytes, self._memory.resident_bytes())
 
 
 def _glibc() -> Any:
     """The C library, if it is one with `malloc_trim`."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "malloc_trim") and hasattr(library, "mallopt") else None
-
-
-def _resident_bytes() -> int | None:
-    """Of this process. None where the kernel does not say, or no descriptor is left to read it with."""
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return None

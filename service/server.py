@@ -116,7 +116,7 @@ class Gateway:
             group.create_task(self.state.reception.run(), name="reception")
             if self._guests is not None:
                 group.create_task(self._guests.run(), name="guests")
-            group.create_task(MemoryReturner().run(), name="memory")
+            group.create_task(MemoryReturner(self.state.memory).run(), name="memory")
 
     async def drain(self) -> None:
         """Stops taking calls and waits for those in flight, for as long as the grace allows."""

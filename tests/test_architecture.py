@@ -57,7 +57,7 @@ SERVICE_ROOMS = {
     "service.pool": ("service.caches", "service.config", "service.errors", "service.logging"),
     "service.api": (
         "service.caches.requests", "service.config", "service.dispatcher", "service.errors",
-        "service.doors", "service.logging", "service.pool.base", "service.pool.supervisor",
+        "service.doors", "service.logging", "service.memory", "service.pool.base", "service.pool.supervisor",
         "service.printable",
     ),
     "service.server": (

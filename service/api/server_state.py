@@ -9,12 +9,12 @@ from quire.v1 import executor_pb2, worker_pb2
 
 from service.api.budget import AnswerBudget
 from service.api.loop_watch import LoopWatch
-from service.api.own_memory import OwnMemory
 from service.api.reception import Reception
 from service.api.validation import RequestLimits
 from service.config import Config
 from service.doors.guests import Guests
 from service.errors import NoWorker
+from service.memory import OwnMemory
 from service.pool.base import WorkerSlot
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import psutil
 import pytest
 
 from service import memory
-from service.memory import MemoryReturner, TrimPolicy
+from service.memory import MemoryReturner, OwnMemory, TrimPolicy
 
 MIB = 1 << 20
 
@@ -42,12 +43,19 @@ def test_memory_that_stays_in_use_is_not_looked_through_for_ever() -> None:
     assert policy.due(440 * MIB), "more than that is again worth it"
 
 
-@pytest.mark.parametrize("resident", [None, 100 * MIB])
-async def test_without_glibc_or_figures_nothing_runs(
-    resident: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Figures(OwnMemory):
+    """Tells one after the other, and the last again and again."""
+
+    def __init__(self, *figures: int) -> None:
+        self._figures = list(figures)
+
+    def resident_bytes(self) -> int:
+        return self._figures.pop(0) if len(self._figures) > 1 else self._figures[0]
+
+
+async def test_without_glibc_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_glibc", lambda: None)
-    await asyncio.wait_for(MemoryReturner(resident_bytes=lambda: resident).run(), 5)
+    await asyncio.wait_for(MemoryReturner(Figures(100 * MIB)).run(), 5)
 
 
 async def test_it_is_the_allocator_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +72,19 @@ async def test_it_is_the_allocator_that_is_asked(monkeypatch: pytest.MonkeyPatch
         def malloc_trim(self, pad: int) -> None:
             loop.call_soon_threadsafe(asked.set)
 
-    figures = iter([100 * MIB, 300 * MIB, 100 * MIB])
     libc = Libc()
-    running = asyncio.create_task(MemoryReturner(libc, lambda: next(figures, 100 * MIB)).run())
+    running = asyncio.create_task(MemoryReturner(Figures(100 * MIB, 300 * MIB, 100 * MIB), libc).run())
     await asyncio.wait_for(asked.wait(), 5)
     running.cancel()
     assert libc.settings == (-3, 1 << 20)
+
+
+def test_the_last_figure_is_told_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnMemory()
+    last = own.resident_bytes()
+
+    def fails(_process: psutil.Process) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(psutil.Process, "memory_info", fails)
+    assert own.resident_bytes() == last > MIB
