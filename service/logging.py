@@ -100,6 +100,11 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     return logger
 
 
+def tells_details() -> bool:
+    """Whether records of the level debug are logged. To ask costs little; to log one that is not, 8 us."""
+    return logging.getLogger().isEnabledFor(logging.DEBUG)
+
+
 def bind_request_id(request_id: str) -> None:
     """Adds a request id to all further records of the current task.
 

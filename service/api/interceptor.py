@@ -27,7 +27,7 @@ from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.config import Config
 from service.doors.doors import Doors, current_tenant
 from service.errors import InternalError, NoWorker, QuireError
-from service.logging import bind_request_id, get_logger
+from service.logging import bind_request_id, get_logger, tells_details
 from service.printable import escaped
 
 _log = get_logger(__name__)
@@ -165,7 +165,8 @@ def _surround(method: str, behaviour: Behaviour, take: Take, doors: Doors | None
             _log.exception("call failed unexpectedly", rpc=rpc)
             failure = InternalError()
         else:
-            _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
+            if tells_details():
+                _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
             return response
         _refusals.refused(rpc, failure, _elapsed_ms(started_s))
         end = _end(failure, request_id)

@@ -10,6 +10,8 @@ nobody for long.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from service.caches.requests import Append, Priority
@@ -25,8 +27,6 @@ _LEAST_SPREAD = 1 / 256
 # The part of its time that may be spent on what is expected. The rest is for what is not: less of it for
 # those who matter most, who are therefore refused last.
 TIME_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 0.85, Priority.HIGH: 1.0}
-# The part of the queue that they may fill.
-QUEUE_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 1.0, Priority.HIGH: 1.0}
 
 
 @dataclass(slots=True)
@@ -68,88 +68,94 @@ class _Times:
 class _Lane:
     """Forwards of one class that a worker has and has not answered."""
 
-    # What they cost, by priority.
+    is_long: bool
+    # What they cost, by priority, and by caller.
     cost: list[int] = field(default_factory=lambda: [0] * len(Priority))
     by_caller: dict[int, int] = field(default_factory=dict)
     times: _Times = field(default_factory=_Times)
-
-    def ahead(self, cost: int, caller: int, priority: Priority) -> int:
-        """What is done before a forward of `caller` is, itself included."""
-        before = cost + sum(self.cost[priority:])
-        own = cost + self.by_caller.get(caller, 0)
-        callers = len(self.by_caller) + (caller not in self.by_caller)
-        return min(before, own * callers)
+    # Answers of one message come at the same moment; the first of them tells as much as all.
+    learnt_s: float = -math.inf
 
 
 @dataclass(slots=True)
-class Waiting:
-    """One forward that a worker has: what it costs, and what was ahead of it when it came."""
+class Ahead:
+    """One forward for a worker: what it costs, and with what is ahead of it. None of it is counted yet."""
 
     lane: _Lane
     cost: int
     caller: int
     priority: Priority
-    ahead: int
-    since_s: float
+    # Itself included.
+    total: int
+    since_s: float = 0.0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it waits for as long as others of its kind need, and not only for a step or two."""
+        return self.lane.is_long
+
+    def expected_s(self) -> float:
+        """How long until it would be answered. 0: not known, or nothing is ahead of it."""
+        return self.lane.times.expected_s(self.total) if self.total > self.cost else 0.0
+
+    def fits(self, left_s: float) -> bool:
+        """Whether that is within the part of its time that may be spent on what is expected."""
+        return self.expected_s() <= left_s * TIME_SHARES[self.priority]
+
+    def start_within_s(self, left_s: float) -> float:
+        """By when it has to begin to end in `left_s`: less its own work, if anything is ahead of it."""
+        own_s = self.lane.times.slope_s * self.cost if self.total > self.cost else 0.0
+        return max(left_s - own_s, 0.0)
 
 
-class Backlog:
+class WorkerLoad:
     """What one worker has to do. Owner of the forwards it was sent, until they are answered or taken back."""
 
     def __init__(self) -> None:
-        self._short = _Lane()
-        self._long = _Lane()
+        self._short = _Lane(is_long=False)
+        self._long = _Lane(is_long=True)
 
-    def expected_s(self, append: Append, caller: int) -> float:
-        """How long until an append would be answered. 0: not known, or nothing is ahead of it."""
-        lane, cost = self._lane(append), _cost(append)
-        ahead = lane.ahead(cost, caller, append.priority)
-        return lane.times.expected_s(ahead) if ahead > cost else 0.0
+    def look(self, append: Append, caller: int) -> Ahead:
+        """What would be ahead of an append."""
+        tokens = len(append.token_ids)
+        lane = self._long if tokens > _SHORT_TOKENS else self._short
+        cost, priority = tokens + append.rows, append.priority
+        low, normal, high = lane.cost
+        before = high
+        if priority < Priority.HIGH:
+            before += normal if priority else normal + low
+        own = lane.by_caller.get(caller)
+        callers = len(lane.by_caller) + (own is None)
+        total = min(cost + before, (cost + (own or 0)) * callers)
+        return Ahead(lane, cost, caller, priority, total)
 
-    def start_within_s(self, append: Append, caller: int, left_s: float) -> float:
-        """By when it has to begin to end in `left_s`: less its own work, if anything is ahead of it."""
-        lane, cost = self._lane(append), _cost(append)
-        if lane.ahead(cost, caller, append.priority) == cost:
-            return left_s
-        return max(left_s - lane.times.slope_s * cost, 0.0)
+    def enter(self, ahead: Ahead, now_s: float) -> None:
+        """The worker is asked for it. Each has to `leave`."""
+        lane, ahead.since_s = ahead.lane, now_s
+        lane.cost[ahead.priority] += ahead.cost
+        lane.by_caller[ahead.caller] = lane.by_caller.get(ahead.caller, 0) + ahead.cost
 
-    @staticmethod
-    def is_long(append: Append) -> bool:
-        """Whether it waits for as long as others of its kind need, and not only for a step or two."""
-        return len(append.token_ids) > _SHORT_TOKENS
-
-    def enter(self, append: Append, caller: int, now_s: float) -> Waiting:
-        """The worker is asked for it. Every one has to `leave`."""
-        lane, cost, priority = self._lane(append), _cost(append), append.priority
-        waiting = Waiting(lane, cost, caller, priority, lane.ahead(cost, caller, priority), now_s)
-        lane.cost[priority] += cost
-        lane.by_caller[caller] = lane.by_caller.get(caller, 0) + cost
-        return waiting
-
-    def leave(self, waiting: Waiting, now_s: float, *, answered: bool) -> None:
+    def leave(self, ahead: Ahead, now_s: float, *, answered: bool) -> None:
         """It is answered, or taken back: then it would have taken longer, which also says something."""
-        lane = waiting.lane
-        lane.cost[waiting.priority] -= waiting.cost
-        left = lane.by_caller[waiting.caller] - waiting.cost
+        lane = ahead.lane
+        lane.cost[ahead.priority] -= ahead.cost
+        left = lane.by_caller[ahead.caller] - ahead.cost
         if left:
-            lane.by_caller[waiting.caller] = left
+            lane.by_caller[ahead.caller] = left
         else:
-            del lane.by_caller[waiting.caller]
-        took_s = now_s - waiting.since_s
-        if answered or took_s > lane.times.expected_s(waiting.ahead):
-            lane.times.add(waiting.ahead, took_s)
+            del lane.by_caller[ahead.caller]
+        took_s = now_s - ahead.since_s
+        if answered:
+            if now_s != lane.learnt_s:
+                lane.learnt_s = now_s
+                lane.times.add(ahead.total, took_s)
+        elif took_s > lane.times.expected_s(ahead.total):
+            lane.times.add(ahead.total, took_s)
 
-    def check(self, all_waiting: list[Waiting]) -> None:
+    def check(self, all_there: Sequence[Ahead]) -> None:
         """Raises AssertionError if this is not what there is."""
         for lane in (self._short, self._long):
-            its = [waiting for waiting in all_waiting if waiting.lane is lane]
-            callers = {waiting.caller for waiting in its}
-            assert lane.by_caller == {c: sum(w.cost for w in its if w.caller == c) for c in callers}
-            assert lane.cost == [sum(w.cost for w in its if w.priority is p) for p in Priority]
-
-    def _lane(self, append: Append) -> _Lane:
-        return self._long if self.is_long(append) else self._short
-
-
-def _cost(append: Append) -> int:
-    return len(append.token_ids) + append.rows
+            its = [ahead for ahead in all_there if ahead.lane is lane]
+            callers = {ahead.caller for ahead in its}
+            assert lane.by_caller == {c: sum(a.cost for a in its if a.caller == c) for c in callers}
+            assert lane.cost == [sum(a.cost for a in its if a.priority is p) for p in Priority]

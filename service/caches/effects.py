@@ -7,8 +7,8 @@ answers a command carries it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from service.caches.plain import plain
 from service.caches.records import Record
 from service.caches.requests import Append, Result
 from service.errors import QuireError
@@ -16,7 +16,7 @@ from service.errors import QuireError
 # Commands to a worker.
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ForwardSequence:
     """Compute the tokens of `append` at `position` of the sequence."""
 
@@ -39,7 +39,7 @@ class ForwardSequence:
     timeout_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ForkSequence:
     """Make `children` that share the pages of `number`."""
 
@@ -48,7 +48,7 @@ class ForkSequence:
     children: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class TruncateSequence:
     """Cut `number` to `new_len` tokens."""
 
@@ -57,7 +57,7 @@ class TruncateSequence:
     new_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ReleaseSequences:
     """Forget sequences."""
 
@@ -65,7 +65,7 @@ class ReleaseSequences:
     numbers: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class AbortForward:
     """Drop a forward that has not finished."""
 
@@ -79,7 +79,7 @@ Command = ForwardSequence | ForkSequence | TruncateSequence | ReleaseSequences |
 # Effects, in the order in which they have to happen.
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Send:
     """A command for a worker's stream."""
 
@@ -88,14 +88,14 @@ class Send:
     command: Command
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Write:
     """A record for the journal. The Reply that follows it may be sent only once it is written."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Reply:
     """The end of an operation. Sent once for each ticket that was not cancelled."""
 
@@ -109,7 +109,7 @@ Effect = Send | Write | Reply
 # Events: what a worker answers.
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ForwardDone:
     """A forward was computed; `kept` of its tokens stay. `answer` is opaque."""
 
@@ -118,14 +118,14 @@ class ForwardDone:
     answer: object
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class CommandDone:
     """Any other command was carried out."""
 
     op_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class CommandFailed:
     """A command was refused or failed, and nothing of it was applied.
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from service.caches.admission import Waiting
+from service.caches.admission import Ahead
 from service.caches.placement import WorkerView
 from service.caches.requests import Append, Handle, Kind, Request
 from service.caches.tenants import Tenant
@@ -82,8 +82,8 @@ class Operation:
     children: list[CacheEntry] = field(default_factory=list)
     # When its caller wants it at the latest. None: there is no such time.
     deadline_s: float | None = None
-    # Its place in the worker's backlog, once it is there.
-    waiting: Waiting | None = None
+    # What it is to its worker, and what was ahead of it, once it has been sent.
+    ahead: Ahead | None = None
     # Counted in the worker's pages_queued.
     pages: int = 0
     # Counted as what the journal will take for it, until that is there or will not be.

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from service.caches.admission import Backlog
+from service.caches.admission import WorkerLoad
 from service.errors import NoWorker
 
 # How finely prefixes are remembered. Coarser than most pages would lose hits, finer would find no more.
@@ -34,7 +34,7 @@ class WorkerView:
     # Pages of operations that were sent since and may not be counted in it yet.
     pages_queued: int = 0
     sequences: int = 0
-    backlog: Backlog = field(default_factory=Backlog)
+    load: WorkerLoad = field(default_factory=WorkerLoad)
     # It is silent: nothing new goes there as long as there is another.
     suspect: bool = False
 

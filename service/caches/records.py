@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from service.caches.plain import plain
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class CacheCreated:
     """A new cache, without tokens yet."""
 
@@ -15,7 +16,7 @@ class CacheCreated:
     lease_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class TokensAppended:
     """Tokens that follow the first `position` ones."""
 
@@ -28,7 +29,7 @@ class TokensAppended:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class CacheTruncated:
     """Only the first `new_len` tokens stay."""
 
@@ -36,7 +37,7 @@ class CacheTruncated:
     new_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class CacheForked:
     """A new cache with the parent's tokens."""
 
@@ -46,7 +47,7 @@ class CacheForked:
     lease_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class CacheReleased:
     """The cache is forgotten."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from service.caches.plain import plain
 
 
 class Kind(enum.Enum):
@@ -28,7 +29,7 @@ class Priority(enum.IntEnum):
     HIGH = 2
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Append:
     """Append tokens to a cache, or to a new one if `cache_id` is empty; the one data operation."""
 
@@ -68,7 +69,7 @@ class Append:
         return self.kind is Kind.SCORE
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Fork:
     """Make `count` copies of a cache, then release others."""
 
@@ -77,7 +78,7 @@ class Fork:
     release: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Truncate:
     """Keep the first `new_len` tokens of a cache."""
 
@@ -85,14 +86,14 @@ class Truncate:
     new_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Release:
     """Forget a cache, after what was asked of it before."""
 
     cache_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Renew:
     """Start a cache's lease anew, of `lease_s` if given, after what was asked of it before."""
 
@@ -103,7 +104,7 @@ class Renew:
 Request = Append | Fork | Truncate | Release | Renew
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Handle:
     """What a caller learns of a cache. `expires_at_s` is on the state machine's clock; inf: never."""
 
@@ -114,7 +115,7 @@ class Handle:
     expires_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Appended:
     """An append that was applied, or the answer to its repetition.
 
@@ -127,14 +128,14 @@ class Appended:
     kept: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Handles:
     """The caches that a fork, a truncation or a renewal leaves its caller with."""
 
     handles: Sequence[Handle]
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Released:
     """Whether there was a cache to release."""
 

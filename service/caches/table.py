@@ -16,12 +16,11 @@ It does not know tokens (the journal does), pages or processes (the workers and 
 from __future__ import annotations
 
 import itertools
-import math
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from service.caches.admission import QUEUE_SHARES, TIME_SHARES
+from service.caches.admission import Ahead
 from service.caches.effects import (
     AbortForward,
     Command,
@@ -56,6 +55,7 @@ from service.caches.requests import (
     Fork,
     Handle,
     Handles,
+    Priority,
     Release,
     Released,
     Renew,
@@ -277,8 +277,9 @@ class CacheTable:
             raise Draining
         tenant.take_turn(self._now_s)
         queued = len(self._operations)
-        share = QUEUE_SHARES[request.priority] if isinstance(request, Append) else 1.0
-        most = math.ceil(self.limits.max_queued_operations * share)
+        most = self.limits.max_queued_operations
+        if queued >= most // 2 and isinstance(request, Append) and request.priority is Priority.LOW:
+            raise QueueFull(most // 2, self._pace.wait_s(queued))
         if queued >= most:
             raise QueueFull(most, self._pace.wait_s(queued))
         size_bytes = self._journal_bytes_of(request, tenant)
@@ -325,7 +326,7 @@ class CacheTable:
         tenant.require(caches=1, tokens=len(append.token_ids))
         salt = tenant.salt(append.cache_salt)
         worker = self._placement.choose(append.token_ids, salt)
-        self._require_time(append, queue, self._time_left_s(append.timeout_s), worker)
+        _require_time(worker.load.look(append, queue), self._time_left_s(append.timeout_s))
         self._placement.computes(append.token_ids, worker, salt)
         lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
         entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s), tenant, salt)
@@ -407,16 +408,14 @@ class CacheTable:
         if wanted > entry.worker.capacity_tokens:
             raise SequenceTooLong(wanted, entry.worker.capacity_tokens)
         entry.tenant.require(tokens=len(append.token_ids))
-        if entry.visible:
-            # Else it was looked at before anything was made.
-            left_s = self._time_left_s(operation.time_left_s(self._now_s))
-            self._require_time(append, operation.queue, left_s, entry.worker)
+        ahead = entry.worker.load.look(append, operation.queue)
+        timeout_s = self._start_within_s(operation, ahead)
         operation.base = entry.length
         operation.tokens = len(append.token_ids)
         entry.tenant.tokens += operation.tokens
         operation.pages = entry.worker.pages_for(len(append.token_ids))
         entry.worker.pages_queued += operation.pages
-        self._send_forward(operation, append, entry.number)
+        self._send_forward(operation, append, entry.number, ahead, timeout_s)
 
     def _answer_again(self, operation: Operation, append: Append, last: AppliedAppend) -> None:
         """Answers a repeated append without applying it: from memory, or computed on a copy of the cache."""
@@ -427,33 +426,33 @@ class CacheTable:
             self._finish(operation, Appended(entry.handle, stored, last.kept))
             return
         _require_kv(entry)
+        ahead = entry.worker.load.look(append, operation.queue)
+        timeout_s = self._start_within_s(operation, ahead)
         operation.base = last.base
         operation.copy_number = self._number()
         self._send(entry, ForkSequence(self._number(), entry.number, (operation.copy_number,)))
-        self._send_forward(operation, append, operation.copy_number)
+        self._send_forward(operation, append, operation.copy_number, ahead, timeout_s)
 
-    @staticmethod
-    def _require_time(append: Append, queue: int, left_s: float, worker: WorkerView) -> None:
-        """Raises Overloaded or DeadlinePassed if it cannot be done in time: at once, and before any work."""
-        if left_s <= 0:
-            raise DeadlinePassed
-        expected_s = worker.backlog.expected_s(append, queue)
-        if expected_s > left_s * TIME_SHARES[append.priority]:
-            raise Overloaded(expected_s, left_s, sleep_s(expected_s - left_s))
+    def _start_within_s(self, operation: Operation, ahead: Ahead) -> float | None:
+        """By when its worker has to begin. Raises Overloaded or DeadlinePassed if it cannot be in time."""
+        if operation.deadline_s is None and not ahead.is_long:
+            # Nothing keeps short work from its turn for so long.
+            return None
+        left_s = self._time_left_s(operation.time_left_s(self._now_s))
+        _require_time(ahead, left_s)
+        return ahead.start_within_s(left_s)
 
     def _time_left_s(self, until_deadline_s: float | None) -> float:
         """How long an append may take from now on, also one without a deadline."""
         longest_s = self.limits.max_wait_s
         return longest_s if until_deadline_s is None else min(until_deadline_s, longest_s)
 
-    def _send_forward(self, operation: Operation, append: Append, number: int) -> None:
+    def _send_forward(
+        self, operation: Operation, append: Append, number: int, ahead: Ahead, timeout_s: float | None
+    ) -> None:
         entry, repeats = operation.entry, operation.copy_number is not None
-        backlog = entry.worker.backlog
-        left_s = self._time_left_s(operation.time_left_s(self._now_s))
-        # Short work without a deadline is not watched: nothing keeps it from its turn for so long.
-        watched = operation.deadline_s is not None or backlog.is_long(append)
-        timeout_s = backlog.start_within_s(append, operation.queue, left_s) if watched else None
-        operation.waiting = backlog.enter(append, operation.queue, self._now_s)
+        operation.ahead = ahead
+        entry.worker.load.enter(ahead, self._now_s)
         command = ForwardSequence(
             op_id=operation.ticket,
             number=number,
@@ -541,9 +540,9 @@ class CacheTable:
     def _too_late(self, operation: Operation) -> QuireError:
         """What an append is told whose turn came too late, or not soon enough to be done in time."""
         until_deadline_s = operation.time_left_s(self._now_s)
-        if operation.waiting is None or (until_deadline_s is not None and until_deadline_s <= 0):
+        if operation.ahead is None or (until_deadline_s is not None and until_deadline_s <= 0):
             return DeadlinePassed()
-        waited_s = self._now_s - operation.waiting.since_s
+        waited_s = self._now_s - operation.ahead.since_s
         return Overloaded(waited_s, self._time_left_s(until_deadline_s), sleep_s(waited_s))
 
     def _apply_append(self, operation: Operation, append: Append, done: ForwardDone) -> None:
@@ -604,8 +603,8 @@ class CacheTable:
         """Takes an operation out of every table. Children that were not published are gone with it."""
         entry = operation.entry
         del self._operations[operation.ticket]
-        if operation.waiting is not None:
-            entry.worker.backlog.leave(operation.waiting, self._now_s, answered=answered)
+        if operation.ahead is not None:
+            entry.worker.load.leave(operation.ahead, self._now_s, answered=answered)
         entry.worker.pages_queued -= operation.pages
         entry.worker.sequences -= len(operation.children)
         self._held -= len(operation.children)
@@ -702,7 +701,7 @@ class CacheTable:
         for worker in self._placement:
             its = [o for o in operations.values() if o.entry.worker is worker]
             assert worker.pages_queued == sum(o.pages for o in its)
-            worker.backlog.check([o.waiting for o in its if o.waiting is not None])
+            worker.load.check([o.ahead for o in its if o.ahead is not None])
             hidden = {o.entry.number for o in its if not o.entry.visible}
             children = sum(len(o.children) for o in its)
             shown = sum(1 for e in self._entries.values() if e.worker is worker)
@@ -718,6 +717,15 @@ class CacheTable:
             assert tenant.in_flight == len(its)
             assert tenant.caches == len(caches) + sum(len(o.children) for o in its)
             assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)
+
+
+def _require_time(ahead: Ahead, left_s: float) -> None:
+    """Raises Overloaded or DeadlinePassed if it cannot be done in time: at once, and before any work."""
+    if left_s <= 0:
+        raise DeadlinePassed
+    if not ahead.fits(left_s):
+        expected_s = ahead.expected_s()
+        raise Overloaded(expected_s, left_s, sleep_s(expected_s - left_s))
 
 
 def _bug(error: Exception) -> InternalError:
