@@ -97,8 +97,9 @@ def _line(left: float, points: _Points, name: str) -> Iterable[str]:
     yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
     for x, y in places:
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
-    x, y = places[-1]
-    yield f'<text x="{x:.1f}" y="{y - 9:.1f}" text-anchor="end" fill="{colour}">{name}</text>'
+    # Where lines are apart.
+    x, y = places[len(places) // 2]
+    yield f'<text x="{x:.1f}" y="{y - 9:.1f}" text-anchor="middle" fill="{colour}">{name}</text>'
 
 
 if __name__ == "__main__":
