@@ -197,8 +197,8 @@ def test_an_error_is_the_calls_own(gateway: GatewayProcess) -> None:
 
 
 def test_a_call_that_has_not_begun_in_its_time_is_dropped(gateway: GatewayProcess) -> None:
-    """Behind a prompt that takes longer, on a stream that has no deadline."""
-    long = pb.PrefillRequest(token_ids=[1] * 20_000)
+    """On a stream that has no deadline, and beside one that has none."""
+    long = pb.PrefillRequest(token_ids=[1] * 200)
     soon = pb.PrefillRequest(token_ids=[2] * 40)
     with Lane(gateway) as lane:
         lane.send(
