@@ -198,16 +198,17 @@ def test_an_error_is_the_calls_own(gateway: GatewayProcess) -> None:
 
 def test_a_call_that_has_not_begun_in_its_time_is_dropped(gateway: GatewayProcess) -> None:
     """On a stream that has no deadline, and beside one that has none."""
-    long = pb.PrefillRequest(token_ids=[1] * 200)
-    soon = pb.PrefillRequest(token_ids=[2] * 40)
+    score = pb.ForwardRequest(token_ids=[1] * 200)
+    prefill = pb.PrefillRequest(token_ids=[2] * 40)
     with Lane(gateway) as lane:
         lane.send(
-            pb.SessionCall(tag=1, prefill=long),
-            pb.SessionCall(tag=2, prefill=soon, timeout=duration_pb2.Duration(nanos=1)),
+            pb.SessionCall(tag=1, forward=score),
+            pb.SessionCall(tag=2, prefill=prefill, timeout=duration_pb2.Duration(nanos=1)),
         )
         answers = lane.take(2)
-    assert answers[1].WhichOneof("result") == "prefill"
+    assert answers[1].WhichOneof("result") == "forward"
     assert reason_in(answers[2]) == "DEADLINE_PASSED"
+    gateway.assert_pools_are_whole()
 
 
 def test_a_repeated_tag_ends_the_stream(gateway: GatewayProcess) -> None:
