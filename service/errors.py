@@ -125,10 +125,9 @@ class SequenceTooLong(QuireError):
     code = "OUT_OF_RANGE"
     reason = "SEQUENCE_TOO_LONG"
 
-    def __init__(self, wanted: int, limit: int, *, exactly: bool = True) -> None:
-        least = "" if exactly else "at least "
+    def __init__(self, wanted: int, limit: int) -> None:
         super().__init__(
-            f"the sequence would have {least}{wanted} tokens, at most {limit} can be held",
+            f"the sequence would have {wanted} tokens, at most {limit} can be held",
             metadata={"wanted_tokens": str(wanted), "kv_capacity_tokens": str(limit)},
         )
 
@@ -182,7 +181,7 @@ class Overloaded(QuireError):
 
     def __init__(self, expected_s: float, left_s: float, retry_after_s: float) -> None:
         super().__init__(
-            f"it would take about {expected_s:.2g} seconds, the call may wait for {left_s:.2g}",
+            f"it would take about {expected_s:.2f} seconds, at its priority it may take {left_s:.2f}",
             metadata={"expected_ms": str(int(expected_s * 1000)), "left_ms": str(int(left_s * 1000))},
             retry_after_s=retry_after_s,
         )

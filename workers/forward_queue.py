@@ -25,10 +25,8 @@ SHORT_TOKENS = 16
 
 _FEW_CALLERS = 64
 
-# Where forwards begin to stand beside those that come at the same time, in units of cost: so much of other
-# work goes ahead of one of low priority, and one of high priority ahead of so much. It is a head start and
-# not a rule: what a caller asks for is counted as ever, so that nobody is kept from his turn for good.
-_HANDICAP = {Priority.LOW: 8192, Priority.NORMAL: 0, Priority.HIGH: -8192}
+# Where a forward begins to stand, in head starts: see `Lane`.
+_HEAD_STARTS = {Priority.LOW: -1, Priority.NORMAL: 0, Priority.HIGH: 1}
 
 
 @dataclass(slots=True, eq=False)
@@ -95,9 +93,14 @@ class Lane:
 
     Who has nothing here any more stays known until virtual time has passed what it was given: else who asks
     for much would pay for it only if he asks for the next before the first is done.
+
+    A head start, or its contrary, is what a priority gives: as if the forward had come before so much work was
+    done, or after it. So nobody waits for more than that because of others' priorities, however many they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, head_start: int = 0) -> None:
+        """`head_start`: how much work one is worth, in units of cost."""
+        self._head_start = head_start
         # A sorted list: a memmove of thousands of pointers, once for each forward that enters or leaves, is
         # cheaper than any tree.
         self.line: list[QueuedForward] = []
@@ -111,13 +114,12 @@ class Lane:
         # With more callers than this, those who need not be known any more are forgotten.
         self._sweep_at = _FEW_CALLERS
 
-    def join(self, caller: int, cost: int, handicap: int = 0) -> int:
-        """Count one more forward of `caller` and return its tag: behind its others.
-
-        `handicap`: by how much it stands behind those who come now, or before them.
-        """
-        backlog = self._count(caller, cost, handicap)
-        tag = max(backlog.next_tag, self.virtual_time + handicap)
+    def join(self, caller: int, cost: int, head_starts: int = 0) -> int:
+        """Count one more forward of `caller` and return its tag: behind its others."""
+        # Virtual time goes on by a share of the work, which callers are to each other.
+        ahead = head_starts * self._head_start // (self._callers_here + 1)
+        backlog = self._count(caller, cost, ahead)
+        tag = max(backlog.next_tag, self.virtual_time - ahead)
         backlog.next_tag = tag + cost
         return tag
 
@@ -170,8 +172,8 @@ class Lane:
             del self.line[bisect_left(self.line, by_place(entry), key=by_place)]
             entry.in_line = False
 
-    def _count(self, caller: int, cost: int, handicap: int = 0) -> Backlog:
-        backlog = self.callers.setdefault(caller, Backlog(self.virtual_time + handicap))
+    def _count(self, caller: int, cost: int, ahead: int = 0) -> Backlog:
+        backlog = self.callers.setdefault(caller, Backlog(self.virtual_time - ahead))
         self._callers_here += backlog.held == 0
         self._most_callers = max(self._most_callers, self._callers_here)
         backlog.held += 1
@@ -208,9 +210,10 @@ class Lane:
 class ForwardQueue:
     """Owns the entries from `add` until `leave` or `expire`. Only the scheduler calls it."""
 
-    def __init__(self) -> None:
-        self.short = Lane()
-        self.long = Lane()
+    def __init__(self, short_head_start: int = 0, long_head_start: int = 0) -> None:
+        """What a head start is worth in each lane."""
+        self.short = Lane(short_head_start)
+        self.long = Lane(long_head_start)
         self.begun = 0
         self._entries: dict[int, QueuedForward] = {}
         self._by_sequence: dict[int, OrderedDict[int, QueuedForward]] = {}
@@ -229,7 +232,7 @@ class ForwardQueue:
         """Queue `op` behind the others of its sequence. Its op_id must be new, and tokens remain."""
         caller = op.caller or -1 - self._arrivals
         lane, cost = self._lane_of(len(op.token_ids)), cost_of(op, len(op.token_ids))
-        tag = lane.join(caller, cost, _HANDICAP[op.priority])
+        tag = lane.join(caller, cost, _HEAD_STARTS[op.priority])
         entry = QueuedForward(self._arrivals, op, caller, lane, cost, tag, op.output.row_weight)
         self._arrivals += 1
         self._entries[op.op_id] = entry

@@ -35,6 +35,11 @@ Begin = Callable[[Forward], RunningForward | None]
 # One n-th of a step is held back for the first long forward.
 LONG_SHARE = 4
 
+# So many steps longer than without priorities somebody may have to wait for those of higher priority.
+HEAD_START_STEPS = 64
+# A token and a row.
+_DECODE_COST = 2
+
 
 # Their callers wait for every single token.
 _DECODES = (Kind.DECODE, Kind.VERIFY)
@@ -111,7 +116,9 @@ class Scheduler:
         self.max_mixed_prefill_tokens = max_mixed_prefill_tokens or max_batch_tokens
         # Not more than what is held back: so the rows of any forward fit into a step, one by one.
         self._most_weight = max(1, max_rows // LONG_SHARE)
-        self._queue = ForwardQueue()
+        self._queue = ForwardQueue(
+            HEAD_START_STEPS * _DECODE_COST * max_batch_items, HEAD_START_STEPS * max_batch_tokens
+        )
         self._shares = StepShares()
         self._steps = 0
         self._long_goes_first = False

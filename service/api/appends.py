@@ -138,7 +138,7 @@ def _priority(request: _OnCache | executor_pb2.ForwardRequest) -> Priority:
     """Raises InvalidArgument for a number without a name."""
     priority = _PRIORITIES.get(request.priority)
     if priority is None:
-        raise InvalidArgument("BAD_PRIORITY", "priority", "is none that has a name")
+        raise InvalidArgument("BAD_PRIORITY", "priority", f"priority {request.priority} has no name")
     return priority
 
 

@@ -62,6 +62,9 @@ class Reception:
         finally:
             self._arrivals.end(task)
         if message is _END:
+            if context.cancelled():
+                # Its caller has left in the middle of it, or it was too large for gRPC.
+                raise asyncio.CancelledError
             return Malformed(InvalidArgument("MALFORMED_REQUEST", "", "the call has no message"))
         return message
 

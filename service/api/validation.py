@@ -243,7 +243,7 @@ def lease_seconds(message: duration_pb2.Duration) -> float:
     """A lease in seconds. It must be positive; the server's own maximum is applied silently."""
     seconds = message.seconds + message.nanos / 1e9
     if seconds <= 0:
-        raise InvalidArgument("BAD_LEASE", "lease", "must be longer than 0")
+        raise InvalidArgument("BAD_LEASE", "lease", "a lease must be longer than 0")
     return seconds
 
 
@@ -256,7 +256,7 @@ def timeout_seconds(left_s: float | None, own: duration_pb2.Duration | None = No
     if own is not None:
         own_s = own.seconds + own.nanos / 1e9
         if own_s <= 0:
-            raise InvalidArgument("BAD_TIMEOUT", "calls.timeout", "must be longer than 0")
+            raise InvalidArgument("BAD_TIMEOUT", "calls.timeout", "a timeout must be longer than 0")
         left_s = own_s if left_s is None else min(left_s, own_s)
     return None if left_s is None or left_s >= _LONGEST_TIMEOUT_S else left_s
 

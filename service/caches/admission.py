@@ -10,6 +10,7 @@ nobody for long.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ _SHORT_TOKENS = 16
 _MEMORY = 0.98
 # Less than so many answers tell nothing.
 _FEW_ANSWERS = 4.5
+# How much more than was expected one answer can say.
+_MOST_TIMES = 4
+_LEAST_NEWS_S = 0.25
 # Answers to waits that are all alike do not tell how much a longer one would take.
 _LEAST_SPREAD = 1 / 256
 # The part of its time that may be spent on what is expected. The rest is for what is not: less of it for
@@ -40,9 +44,37 @@ class _Times:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
+    # Answers of the last moment, not taken in yet, and what they have in sum.
+    _now_s: float = -math.inf
+    _answers: int = 0
+    _ahead: int = 0
+    _took_s: float = 0.0
 
-    def add(self, ahead: int, took_s: float) -> None:
-        """One more answer."""
+    def answered(self, ahead: int, took_s: float, now_s: float) -> None:
+        """One more answer. Those of one moment, which were computed together, count as their mean."""
+        if now_s != self._now_s:
+            self._take_in()
+            self._now_s = now_s
+        self._answers += 1
+        self._ahead += ahead
+        self._took_s += took_s
+
+    def late(self, ahead: int, took_s: float) -> None:
+        """It was given up after so long: it would have taken longer, which is news if less was expected."""
+        self._take_in()
+        if took_s > self.expected_s(ahead):
+            self._add(ahead, took_s)
+
+    def _take_in(self) -> None:
+        if self._answers:
+            self._add(self._ahead / self._answers, self._took_s / self._answers)
+            self._answers = self._ahead = 0
+            self._took_s = 0.0
+
+    def _add(self, ahead: float, took_s: float) -> None:
+        if self.weight >= _FEW_ANSWERS:
+            # One that is far off says more of a moment, such as a pause of the gateway, than of what is to come.
+            took_s = min(took_s, _MOST_TIMES * self.expected_s(ahead) + _LEAST_NEWS_S)
         self.weight = self.weight * _MEMORY + 1
         self.x = self.x * _MEMORY + ahead
         self.y = self.y * _MEMORY + took_s
@@ -54,7 +86,7 @@ class _Times:
         # Nothing takes less than no time, with nothing ahead neither.
         self.slope_s = min(self.slope_s, self.y / self.x)
 
-    def expected_s(self, ahead: int) -> float:
+    def expected_s(self, ahead: float) -> float:
         """How long with so much ahead. Rather too little than too much where that is not known."""
         if self.weight < _FEW_ANSWERS:
             return 0.0
@@ -72,9 +104,18 @@ class _Lane:
     # What they cost, by priority, and by caller.
     cost: list[int] = field(default_factory=lambda: [0] * len(Priority))
     by_caller: dict[int, int] = field(default_factory=dict)
-    times: _Times = field(default_factory=_Times)
-    # Answers of one message come at the same moment; the first of them tells as much as all.
-    learnt_s: float = -math.inf
+    # Each priority waits for others than the next.
+    times: list[_Times] = field(default_factory=lambda: [_Times() for _ in Priority])
+
+
+class Leaving(enum.Enum):
+    """Why a worker has something no longer to do."""
+
+    ANSWERED = enum.auto()
+    # At its deadline.
+    LATE = enum.auto()
+    # For reasons of its caller's own, or of the worker's: that says nothing of time.
+    TAKEN_BACK = enum.auto()
 
 
 @dataclass(slots=True)
@@ -96,16 +137,19 @@ class Ahead:
 
     def expected_s(self) -> float:
         """How long until it would be answered. 0: not known, or nothing is ahead of it."""
-        return self.lane.times.expected_s(self.total) if self.total > self.cost else 0.0
+        return self._times.expected_s(self.total) if self.total > self.cost else 0.0
 
-    def fits(self, left_s: float) -> bool:
-        """Whether that is within the part of its time that may be spent on what is expected."""
-        return self.expected_s() <= left_s * TIME_SHARES[self.priority]
+    def own_s(self) -> float:
+        """What of that is its own work, at least."""
+        return self._times.slope_s * self.cost
 
     def start_within_s(self, left_s: float) -> float:
         """By when it has to begin to end in `left_s`: less its own work, if anything is ahead of it."""
-        own_s = self.lane.times.slope_s * self.cost if self.total > self.cost else 0.0
-        return max(left_s - own_s, 0.0)
+        return max(left_s - self.own_s(), 0.0) if self.total > self.cost else left_s
+
+    @property
+    def _times(self) -> _Times:
+        return self.lane.times[self.priority]
 
 
 class WorkerLoad:
@@ -135,8 +179,8 @@ class WorkerLoad:
         lane.cost[ahead.priority] += ahead.cost
         lane.by_caller[ahead.caller] = lane.by_caller.get(ahead.caller, 0) + ahead.cost
 
-    def leave(self, ahead: Ahead, now_s: float, *, answered: bool) -> None:
-        """It is answered, or taken back: then it would have taken longer, which also says something."""
+    def leave(self, ahead: Ahead, now_s: float, end: Leaving) -> None:
+        """It is answered, or taken back."""
         lane = ahead.lane
         lane.cost[ahead.priority] -= ahead.cost
         left = lane.by_caller[ahead.caller] - ahead.cost
@@ -144,13 +188,10 @@ class WorkerLoad:
             lane.by_caller[ahead.caller] = left
         else:
             del lane.by_caller[ahead.caller]
-        took_s = now_s - ahead.since_s
-        if answered:
-            if now_s != lane.learnt_s:
-                lane.learnt_s = now_s
-                lane.times.add(ahead.total, took_s)
-        elif took_s > lane.times.expected_s(ahead.total):
-            lane.times.add(ahead.total, took_s)
+        if end is Leaving.ANSWERED:
+            lane.times[ahead.priority].answered(ahead.total, now_s - ahead.since_s, now_s)
+        elif end is Leaving.LATE:
+            lane.times[ahead.priority].late(ahead.total, now_s - ahead.since_s)
 
     def check(self, all_there: Sequence[Ahead]) -> None:
         """Raises AssertionError if this is not what there is."""

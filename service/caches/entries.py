@@ -15,6 +15,7 @@ from service.caches.requests import Append, Handle, Kind, Request
 from service.caches.tenants import Tenant
 
 _SHORT_TOKENS = 32
+_CLOCKS_S = 0.02
 
 
 class KvState(enum.Enum):
@@ -72,6 +73,7 @@ class Operation:
     entry: CacheEntry
     # Whose it is; workers let callers take turns. Means nothing to the state machine.
     caller: int
+    submitted_s: float = 0.0
     # False: its caller has gone.
     is_answered: bool = True
     # Tokens the cache had when the append began.
@@ -91,9 +93,9 @@ class Operation:
     # Counted in the tenant's tokens until they are in the cache.
     tokens: int = 0
 
-    def time_left_s(self, now_s: float) -> float | None:
-        """Until its deadline. None: it has none."""
-        return None if self.deadline_s is None else self.deadline_s - now_s
+    def is_late(self, now_s: float) -> bool:
+        """Whether its deadline is there. Callers' clocks are not quite ours."""
+        return self.deadline_s is not None and now_s > self.deadline_s - _CLOCKS_S
 
     @property
     def queue(self) -> int:

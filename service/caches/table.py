@@ -16,11 +16,12 @@ It does not know tokens (the journal does), pages or processes (the workers and 
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from service.caches.admission import Ahead
+from service.caches.admission import TIME_SHARES, Ahead, Leaving
 from service.caches.effects import (
     AbortForward,
     Command,
@@ -208,7 +209,7 @@ class CacheTable:
         except QuireError as error:
             self._effects.append(Reply(ticket, error.untraced()))
             return ticket
-        operation = Operation(ticket, request, entry, caller, size_bytes=size_bytes)
+        operation = Operation(ticket, request, entry, caller, now_s, size_bytes=size_bytes)
         if isinstance(request, Append) and request.timeout_s is not None:
             operation.deadline_s = now_s + request.timeout_s
         self._operations[ticket] = operation
@@ -278,8 +279,8 @@ class CacheTable:
         tenant.take_turn(self._now_s)
         queued = len(self._operations)
         most = self.limits.max_queued_operations
-        if queued >= most // 2 and isinstance(request, Append) and request.priority is Priority.LOW:
-            raise QueueFull(most // 2, self._pace.wait_s(queued))
+        if queued >= most / 2 and isinstance(request, Append) and request.priority is Priority.LOW:
+            raise QueueFull(math.ceil(most / 2), self._pace.wait_s(queued))
         if queued >= most:
             raise QueueFull(most, self._pace.wait_s(queued))
         size_bytes = self._journal_bytes_of(request, tenant)
@@ -326,7 +327,8 @@ class CacheTable:
         tenant.require(caches=1, tokens=len(append.token_ids))
         salt = tenant.salt(append.cache_salt)
         worker = self._placement.choose(append.token_ids, salt)
-        _require_time(worker.load.look(append, queue), self._time_left_s(append.timeout_s))
+        if append.timeout_s is not None:
+            _require_time(worker.load.look(append, queue), append.timeout_s)
         self._placement.computes(append.token_ids, worker, salt)
         lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
         entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s), tenant, salt)
@@ -433,22 +435,20 @@ class CacheTable:
         self._send(entry, ForkSequence(self._number(), entry.number, (operation.copy_number,)))
         self._send_forward(operation, append, operation.copy_number, ahead, timeout_s)
 
-    def _start_within_s(self, operation: Operation, ahead: Ahead) -> float | None:
+    def _start_within_s(self, operation: Operation, ahead: Ahead) -> float:
         """By when its worker has to begin. Raises Overloaded or DeadlinePassed if it cannot be in time."""
-        if operation.deadline_s is None and not ahead.is_long:
-            # Nothing keeps short work from its turn for so long.
-            return None
-        left_s = self._time_left_s(operation.time_left_s(self._now_s))
+        wait_s = operation.submitted_s + self.limits.max_wait_s - self._now_s
+        if operation.deadline_s is None:
+            # Short work is hardly ever kept from its turn for so long, and need not be looked at.
+            if ahead.is_long:
+                _require_turn(ahead, wait_s)
+            return wait_s
+        left_s = operation.deadline_s - self._now_s
         _require_time(ahead, left_s)
-        return ahead.start_within_s(left_s)
-
-    def _time_left_s(self, until_deadline_s: float | None) -> float:
-        """How long an append may take from now on, also one without a deadline."""
-        longest_s = self.limits.max_wait_s
-        return longest_s if until_deadline_s is None else min(until_deadline_s, longest_s)
+        return min(ahead.start_within_s(left_s), wait_s)
 
     def _send_forward(
-        self, operation: Operation, append: Append, number: int, ahead: Ahead, timeout_s: float | None
+        self, operation: Operation, append: Append, number: int, ahead: Ahead, timeout_s: float
     ) -> None:
         entry, repeats = operation.entry, operation.copy_number is not None
         operation.ahead = ahead
@@ -539,11 +539,10 @@ class CacheTable:
 
     def _too_late(self, operation: Operation) -> QuireError:
         """What an append is told whose turn came too late, or not soon enough to be done in time."""
-        until_deadline_s = operation.time_left_s(self._now_s)
-        if operation.ahead is None or (until_deadline_s is not None and until_deadline_s <= 0):
+        if operation.deadline_s is not None and self._now_s >= operation.deadline_s:
             return DeadlinePassed()
-        waited_s = self._now_s - operation.ahead.since_s
-        return Overloaded(waited_s, self._time_left_s(until_deadline_s), sleep_s(waited_s))
+        waited_s = self._now_s - operation.submitted_s
+        return Overloaded(waited_s, waited_s, sleep_s(waited_s))
 
     def _apply_append(self, operation: Operation, append: Append, done: ForwardDone) -> None:
         entry, base = operation.entry, operation.base
@@ -604,7 +603,10 @@ class CacheTable:
         entry = operation.entry
         del self._operations[operation.ticket]
         if operation.ahead is not None:
-            entry.worker.load.leave(operation.ahead, self._now_s, answered=answered)
+            end = Leaving.ANSWERED
+            if not answered:
+                end = Leaving.LATE if operation.is_late(self._now_s) else Leaving.TAKEN_BACK
+            entry.worker.load.leave(operation.ahead, self._now_s, end)
         entry.worker.pages_queued -= operation.pages
         entry.worker.sequences -= len(operation.children)
         self._held -= len(operation.children)
@@ -723,9 +725,16 @@ def _require_time(ahead: Ahead, left_s: float) -> None:
     """Raises Overloaded or DeadlinePassed if it cannot be done in time: at once, and before any work."""
     if left_s <= 0:
         raise DeadlinePassed
-    if not ahead.fits(left_s):
-        expected_s = ahead.expected_s()
-        raise Overloaded(expected_s, left_s, sleep_s(expected_s - left_s))
+    expected_s, may_take_s = ahead.expected_s(), left_s * TIME_SHARES[ahead.priority]
+    if expected_s > may_take_s:
+        raise Overloaded(expected_s, may_take_s, sleep_s(expected_s - may_take_s))
+
+
+def _require_turn(ahead: Ahead, wait_s: float) -> None:
+    """Raises Overloaded if its turn would not come so soon. Its own work may take as long as it takes."""
+    expected_s = ahead.expected_s() - ahead.own_s()
+    if expected_s > wait_s:
+        raise Overloaded(expected_s, max(wait_s, 0.0), sleep_s(expected_s - wait_s))
 
 
 def _bug(error: Exception) -> InternalError:

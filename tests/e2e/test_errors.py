@@ -111,7 +111,9 @@ def to_unified(request: pb.PrefillRequest) -> pb.UnifiedForwardItem | None:
     """The same as an item; None if an item has no such fields."""
     if request.adapter_id or request.request_id or request.cache_salt or request.HasField("lease"):
         return None
-    item = pb.UnifiedForwardItem(cache_id=request.cache_id, token_ids=request.token_ids)
+    item = pb.UnifiedForwardItem(
+        cache_id=request.cache_id, token_ids=request.token_ids, priority=request.priority
+    )
     if request.HasField("position"):
         item.position = request.position
     if request.HasField("output"):

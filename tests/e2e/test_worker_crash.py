@@ -23,7 +23,7 @@ PROMPT = list(range(1, 40))
 
 @pytest.fixture
 def gateway() -> Iterator[GatewayProcess]:
-    flags = ["--kv-pages", "128", "--heartbeat-timeout-s", "2"]
+    flags = ["--kv-pages", "128", "--heartbeat-timeout-s", "6"]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as process:
         yield process
 

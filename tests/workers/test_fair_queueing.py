@@ -231,7 +231,7 @@ def never_move(lane: Lane, tag: int, cost: int) -> None:
     lane.virtual_time = max(lane.virtual_time, tag)
 
 
-def always_join_at_once(lane: Lane, caller: int, cost: int) -> int:
+def always_join_at_once(lane: Lane, caller: int, cost: int, head_starts: int = 0) -> int:
     lane._count(caller, cost)
     return lane.virtual_time
 

@@ -95,6 +95,7 @@ def prefill_request(
     lease_s: float | None,
     adapter_id: str,
     request_id: str,
+    cache_salt: str,
 ) -> executor_pb2.PrefillRequest:
     """A request for a new cache, always with a request id, so that a retry finds the cache it made before."""
     return executor_pb2.PrefillRequest(
@@ -103,6 +104,7 @@ def prefill_request(
         lease=duration(lease_s),
         adapter_id=adapter_id,
         request_id=request_id or _OWN_REQUEST_ID + uuid.uuid4().hex,
+        cache_salt=cache_salt,
     )
 
 

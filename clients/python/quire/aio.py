@@ -42,12 +42,13 @@ class _AsyncCaller(ABC):
         lease_s: float | None = None,
         adapter_id: str = "",
         request_id: str = "",
+        cache_salt: str = "",
     ) -> AsyncCache:
         """Makes a cache of `token_ids`; its `output` says what follows them. The caller releases it.
 
         With a block of its own: `async with await client.prefill(token_ids) as cache: ...`.
         """
-        request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id)
+        request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id, cache_salt)
         return AsyncCache(self._call, await self._call(_methods.PREFILL, request))
 
     async def batch_decode(

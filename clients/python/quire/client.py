@@ -42,9 +42,10 @@ class _Caller(ABC):
         lease_s: float | None = None,
         adapter_id: str = "",
         request_id: str = "",
+        cache_salt: str = "",
     ) -> Cache:
         """Makes a cache of `token_ids`; its `output` says what follows them. The caller releases it."""
-        request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id)
+        request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id, cache_salt)
         return Cache(self._call, self._call(_methods.PREFILL, request))
 
     def batch_decode(
