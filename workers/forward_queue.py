@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -94,8 +94,9 @@ class Lane:
     Who has nothing here any more stays known until virtual time has passed what it was given: else who asks
     for much would pay for it only if he asks for the next before the first is done.
 
-    A head start, or its contrary, is what a priority gives: as if the forward had come before so much work was
-    done, or after it. So nobody waits for more than that because of others' priorities, however many they are.
+    A head start, or its contrary, is what a priority gives: as if the forward had come before so much work
+    was done, or after it. It changes the forward's place, and nothing that its caller is charged. Nobody
+    waits for more than two of them because of others' priorities, however many these are.
     """
 
     def __init__(self, head_start: int = 0) -> None:
@@ -111,17 +112,19 @@ class Lane:
         self._turns = 0
         self._most_callers = 0
         self._callers_here = 0
+        # The cost of all turns; and of which low priority came, when so much was done.
+        self._done = 0
+        self._held_back: deque[tuple[int, QueuedForward]] = deque()
         # With more callers than this, those who need not be known any more are forgotten.
         self._sweep_at = _FEW_CALLERS
 
     def join(self, caller: int, cost: int, head_starts: int = 0) -> int:
         """Count one more forward of `caller` and return its tag: behind its others."""
-        # Virtual time goes on by a share of the work, which callers are to each other.
-        ahead = head_starts * self._head_start // (self._callers_here + 1)
-        backlog = self._count(caller, cost, ahead)
-        tag = max(backlog.next_tag, self.virtual_time - ahead)
+        backlog = self._count(caller, cost)
+        tag = max(backlog.next_tag, self.virtual_time)
         backlog.next_tag = tag + cost
-        return tag
+        # Virtual time goes on by a share of the work: one n-th for n callers.
+        return tag - head_starts * self._head_start // self._callers_here
 
     def take_over(self, caller: int, cost: int) -> int:
         """Count a forward that has begun in the other lane and return its tag.
@@ -152,6 +155,8 @@ class Lane:
     def turn(self, tag: int, cost: int) -> None:
         """Note that a forward with this tag and cost has its turn. Moves virtual time, and nobody's place."""
         self._turns += cost
+        self._done += cost
+        self._call_up()
         share = self._turns // (self._most_callers + 1)
         if tag > self.virtual_time:
             self._move_to(tag)
@@ -160,6 +165,23 @@ class Lane:
             ahead = bisect_right(self.line, self.virtual_time, key=by_tag)
             waiting = self.line[ahead : ahead + 1]
             self._move_to(min([self.virtual_time + share, *(entry.tag for entry in waiting)]))
+
+    def hold_back(self, entry: QueuedForward) -> None:
+        """Watch a forward of low priority: it is called up when enough was done since it came."""
+        self._held_back.append((self._done, entry))
+
+    def _call_up(self) -> None:
+        """Those who were held back for two head starts of work stand first, if they wait still."""
+        while self._held_back and self._done - self._held_back[0][0] > 2 * self._head_start:
+            _, entry = self._held_back.popleft()
+            if entry.begun or entry.lane is not self:
+                continue
+            in_line = entry.in_line
+            self.step_out(entry)
+            first = self.line[0].tag if self.line else self.virtual_time
+            entry.tag = min(entry.tag, first, self.virtual_time)
+            if in_line:
+                self.line_up(entry)
 
     def line_up(self, entry: QueuedForward) -> None:
         """Put `entry` into its place."""
@@ -172,8 +194,8 @@ class Lane:
             del self.line[bisect_left(self.line, by_place(entry), key=by_place)]
             entry.in_line = False
 
-    def _count(self, caller: int, cost: int, ahead: int = 0) -> Backlog:
-        backlog = self.callers.setdefault(caller, Backlog(self.virtual_time - ahead))
+    def _count(self, caller: int, cost: int) -> Backlog:
+        backlog = self.callers.setdefault(caller, Backlog(self.virtual_time))
         self._callers_here += backlog.held == 0
         self._most_callers = max(self._most_callers, self._callers_here)
         backlog.held += 1
@@ -202,9 +224,9 @@ class Lane:
         assert self.cost == sum(entry.cost for entry in held)
         assert self._callers_here == len(by_caller)
         for caller, entries in by_caller.items():
-            waiting = [entry.tag for entry in entries if not entry.begun]
-            assert all(earlier < later for earlier, later in pairwise(waiting))
-            assert all(tag < self.callers[caller].next_tag for tag in waiting)
+            plain = [e.tag for e in entries if not e.begun and e.op.priority is Priority.NORMAL]
+            assert all(earlier < later for earlier, later in pairwise(plain))
+            assert all(tag < self.callers[caller].next_tag for tag in plain)
 
 
 class ForwardQueue:
@@ -236,6 +258,8 @@ class ForwardQueue:
         entry = QueuedForward(self._arrivals, op, caller, lane, cost, tag, op.output.row_weight)
         self._arrivals += 1
         self._entries[op.op_id] = entry
+        if op.priority is Priority.LOW:
+            lane.hold_back(entry)
         queue = self._by_sequence.setdefault(op.sequence, OrderedDict())
         queue[op.op_id] = entry
         if len(queue) == 1:

@@ -73,7 +73,7 @@ class _Times:
 
     def _add(self, ahead: float, took_s: float) -> None:
         if self.weight >= _FEW_ANSWERS:
-            # One that is far off says more of a moment, such as a pause of the gateway, than of what is to come.
+            # One that is far off says more of a moment, such as a pause, than of what is to come.
             took_s = min(took_s, _MOST_TIMES * self.expected_s(ahead) + _LEAST_NEWS_S)
         self.weight = self.weight * _MEMORY + 1
         self.x = self.x * _MEMORY + ahead

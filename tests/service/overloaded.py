@@ -1,7 +1,7 @@
 """A gateway's table and one worker, in time that is only counted: how much is done in time, under any load.
 
-The worker computes one forward after the other, its callers in turns, as fast as its capacity says; callers
-come at random, and go away at their deadlines.
+The worker computes one forward after the other, its callers in turns, as fast as its capacity says; or, told
+what a step costs anyway, all that it has in one step. Callers come at random, and go away at their deadlines.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from service.caches.effects import (
     AbortForward,
@@ -40,6 +41,8 @@ class Group:
     timeout_s: float | None = 1.0
     priority: Priority = Priority.NORMAL
     tokens: int = TOKENS
+    # So many appends in each call, which are answered together or not.
+    items: int = 1
     # What became of them, by reason; "late" are those who left before they were answered.
     answers: Counter[str] = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
@@ -54,19 +57,33 @@ class _Call:
     group: Group
     began_s: float
     caller: int
+    # Of its appends, that have not ended.
+    missing: int
 
 
 class Overloaded:
-    """One run. `spread`: how unevenly long forwards of the same size take, from 0 to 1."""
+    """One run.
 
-    def __init__(self, groups: Iterable[Group], capacity_per_s: float, seed: int = 0, spread: float = 0.3):
+    `spread`: how unevenly long forwards of the same size take, from 0 to 1. `step_s`: what a step costs
+    anyway; None: there are none, it computes one forward at a time.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Group],
+        capacity_per_s: float,
+        seed: int = 0,
+        spread: float = 0.3,
+        step_s: float | None = None,
+    ):
         self.groups = list(groups)
         self.table = CacheTable(Limits(max_queued_operations=100_000, max_caches=1_000_000))
         self.table.worker_ready(WorkerView("worker-0", 1, 16, _PAGES, 10_000, _PAGES))
         self._rng = random.Random(seed)
         self._token_s = 1 / capacity_per_s / (TOKENS + 1)
         self._spread = spread
-        self._now_s = 0.0
+        self._step_s = step_s
+        self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._calls: dict[int, _Call] = {}
         # By (tag, number): start-time fair queueing, as in the worker.
@@ -85,11 +102,16 @@ class Overloaded:
             if group.per_s:
                 self._come_again(group, seconds)
         while self._events and self._events[0][0] < seconds + 5:
-            self._now_s, _, act = heapq.heappop(self._events)
-            if self._now_s >= seconds:
+            self.now_s, _, act = heapq.heappop(self._events)
+            if self.now_s >= seconds:
                 for group in self.groups:
                     group.loops = 0
             act()
+
+    def stop(self, seconds: float) -> None:
+        """Nobody does anything for so long, and nobody notices: a paused machine."""
+        self._events = [(when_s + seconds, number, act) for when_s, number, act in self._events]
+        self.now_s += seconds
 
     def _at(self, when_s: float, act: Callable[[], None]) -> None:
         self._numbers += 1
@@ -100,7 +122,7 @@ class Overloaded:
             self._begin(group)
             self._come_again(group, until_s)
 
-        when_s = self._now_s + self._rng.expovariate(group.per_s)
+        when_s = self.now_s + self._rng.expovariate(group.per_s)
         if when_s < until_s:
             self._at(when_s, come)
 
@@ -109,18 +131,20 @@ class Overloaded:
             Kind.PREFILL, "", [1] * group.tokens, timeout_s=group.timeout_s, priority=group.priority
         )
         self._numbers += 1
-        call = _Call(group, self._now_s, caller or self._numbers)
-        ticket = self.table.submit(append, self._now_s, call.caller)
-        self._calls[ticket] = call
-        if group.timeout_s is not None:
-            self._at(self._now_s + group.timeout_s, lambda: self._leave(ticket))
+        caller = caller or self._numbers
+        call = _Call(group, self.now_s, caller, group.items)
+        for _ in range(group.items):
+            ticket = self.table.submit(append, self.now_s, caller)
+            self._calls[ticket] = call
+            if group.timeout_s is not None:
+                self._at(self.now_s + group.timeout_s, partial(self._leave, ticket))
         self._carry_out()
 
     def _leave(self, ticket: int) -> None:
         call = self._calls.pop(ticket, None)
         if call is not None:
             call.group.answers["late"] += 1
-            self.table.cancel(ticket, self._now_s)
+            self.table.cancel(ticket, self.now_s)
             self._carry_out()
             self._again(call)
 
@@ -145,48 +169,69 @@ class Overloaded:
         group = call.group
         if isinstance(reply.outcome, QuireError):
             group.answers[reply.outcome.reason] += 1
-            self._at(self._now_s + _PAUSE_S, lambda: self._again(call))
+            self._at(self.now_s + _PAUSE_S, lambda: self._again(call))
             return
         group.answers["OK"] += 1
-        group.waits_s.append(self._now_s - call.began_s)
+        group.waits_s.append(self.now_s - call.began_s)
         assert isinstance(reply.outcome, Appended) and reply.outcome.handle is not None
         cache_id = reply.outcome.handle.cache_id
-        self._at(self._now_s, lambda: self._release(cache_id, call))
+        self._at(self.now_s, lambda: self._release(cache_id, call))
 
     def _release(self, cache_id: str, call: _Call) -> None:
-        self.table.submit(Release(cache_id), self._now_s)
+        self.table.submit(Release(cache_id), self.now_s)
         self._carry_out()
         self._again(call)
 
     def _again(self, call: _Call) -> None:
-        if call.group.loops:
+        call.missing -= 1
+        if not call.missing and call.group.loops:
             self._begin(call.group, call.caller)
 
     def _enqueue(self, command: ForwardSequence) -> None:
         tag = max(self._next_tags.get(command.caller, 0), self._virtual_time)
         self._next_tags[command.caller] = tag + len(command.append.token_ids)
         self._numbers += 1
-        heapq.heappush(self._queue, (tag, self._numbers, self._now_s, command))
+        heapq.heappush(self._queue, (tag, self._numbers, self.now_s, command))
 
     def _compute(self) -> None:
+        if self._step_s is not None:
+            self._compute_all(self._step_s)
+            return
         while self._queue:
             self._virtual_time, _, came_s, command = heapq.heappop(self._queue)
             if command.op_id not in self._aborted:
                 self._computing = True
-                self._compute_one(command, self._now_s - came_s)
+                self._compute_one(command, self.now_s - came_s)
                 return
 
     def _compute_one(self, command: ForwardSequence, waited_s: float) -> None:
         if command.timeout_s is not None and waited_s > command.timeout_s:
             failed = CommandFailed(command.op_id, DeadlinePassed())
-            self._at(self._now_s, lambda: self._done(failed))
+            self._at(self.now_s, lambda: self._done(failed))
             return
         tokens = len(command.append.token_ids)
         took_s = (tokens + 1) * self._token_s * self._rng.uniform(1 - self._spread, 1 + self._spread)
         done = ForwardDone(command.op_id, tokens, None)
-        self._at(self._now_s + took_s, lambda: self._done(done))
+        self._at(self.now_s + took_s, lambda: self._done(done))
+
+    def _compute_all(self, step_s: float) -> None:
+        """One step of everything there is, answered together."""
+        commands = [command for *_, command in self._queue if command.op_id not in self._aborted]
+        self._queue.clear()
+        if commands:
+            self._computing = True
+            cost = sum(len(command.append.token_ids) + 1 for command in commands)
+            spread = self._rng.uniform(1 - self._spread, 1 + self._spread)
+            self._at(self.now_s + (step_s + cost * self._token_s) * spread, lambda: self._all_done(commands))
+
+    def _all_done(self, commands: Sequence[ForwardSequence]) -> None:
+        self._computing = False
+        for command in commands:
+            done = ForwardDone(command.op_id, len(command.append.token_ids), None)
+            self.table.worker_answered(done, self.now_s)
+        self._carry_out()
 
     def _done(self, event: ForwardDone | CommandFailed) -> None:
         self._computing = False
-        self.table.worker_answered(event, self._now_s)
+        self.table.worker_answered(event, self.now_s)
         self._carry_out()

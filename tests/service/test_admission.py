@@ -5,10 +5,16 @@ In counted time, with the real table: no clock decides.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from service.caches.requests import Priority
-from tests.service.overloaded import Group, Overloaded
+from service.caches.effects import ForwardDone, ForwardSequence, Reply, Send
+from service.caches.requests import Append, Appended, Kind, Priority
+from service.caches.table import CacheTable, Limits
+from service.errors import Overloaded as OverloadedError
+from service.errors import QueueFull
+from tests.service.overloaded import TOKENS, Group, Overloaded
 
 CAPACITY = 25.0
 SECONDS = 40.0
@@ -48,7 +54,7 @@ def test_who_is_alone_is_never_refused() -> None:
 
 def test_without_a_deadline_one_waits_for_as_long_as_calls_may() -> None:
     overload = Overloaded([group := Group(per_s=4 * CAPACITY, timeout_s=None)], CAPACITY)
-    overload.table.limits = type(overload.table.limits)(max_queued_operations=100_000, max_wait_s=2.0)
+    overload.table.limits = Limits(max_queued_operations=100_000, max_wait_s=2.0)
     overload.run(SECONDS)
     assert set(group.answers) == {"OK", "OVERLOADED"}
     assert group.per_s_in_time(SECONDS) > 0.9 * CAPACITY
@@ -77,3 +83,98 @@ def test_when_a_load_is_over_all_is_as_before() -> None:
     overload.groups = [after]
     overload.run(40)
     assert after.answers["OK"] > 250 and set(after.answers) == {"OK"}
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 1.0, 5.0])
+def test_large_batches_are_not_refused_by_what_small_ones_took(timeout_s: float) -> None:
+    """A step takes 20 ms and 0.2 ms for each of what is in it: nothing ever takes long."""
+    batches = Group(loops=2, items=256, tokens=1, timeout_s=timeout_s)
+    single = Group(loops=3, tokens=1, timeout_s=timeout_s)
+    capacity = 1 / (0.0001 * (TOKENS + 1))
+    overload = Overloaded([batches, single], capacity, spread=0.2, step_s=0.02)
+    overload.run(4)
+    assert max(batches.waits_s) < 0.5
+    assert batches.answers["OK"] > 1000 and set(batches.answers) | set(single.answers) == {"OK"}
+
+
+def test_its_own_work_may_take_as_long_as_it_takes() -> None:
+    """Without a deadline only the wait for a turn is bounded."""
+    overload = Overloaded(
+        [Group(per_s=0.3 * CAPACITY), large := Group(loops=1, tokens=30 * TOKENS, timeout_s=None)], CAPACITY
+    )
+    overload.table.limits = Limits(max_queued_operations=100_000, max_wait_s=1.0)
+    overload.run(60)
+    assert large.answers["OK"] > 5 and large.answers["OVERLOADED"] <= 0.2 * large.answers["OK"]
+
+
+def test_a_stop_of_the_gateway_is_no_reason_to_refuse_others() -> None:
+    group = Group(per_s=0.6 * CAPACITY)
+    overload = Overloaded([group], CAPACITY)
+    overload.run(20)
+    overload.stop(60)
+    overload.run(overload.now_s + 20)
+    assert group.answers["OVERLOADED"] < 0.02 * group.answers["OK"], group.answers
+
+
+def test_what_its_callers_take_back_teaches_nothing() -> None:
+    """Whoever lets calls of low priority lie, and gives them up, has none of the others refused."""
+    group = Group(per_s=0.3 * CAPACITY, timeout_s=0.25)
+    overload = Overloaded([group], CAPACITY)
+    overload.run(20)
+    refused = group.answers["OVERLOADED"]
+    tickets = [
+        overload.table.submit(Append(Kind.PREFILL, "", [1] * 99, priority=LOW), overload.now_s)
+        for _ in range(40)
+    ]
+    for ticket in tickets:
+        overload.table.cancel(ticket, overload.now_s + 9)
+    overload.run(overload.now_s + 20)
+    assert group.answers["OVERLOADED"] - refused < 0.05 * group.answers["OK"]
+
+
+def test_low_priority_may_fill_half_of_the_queue() -> None:
+    for most, half in ((1, 1), (8, 4)):
+        table = Overloaded([], CAPACITY).table
+        table.limits = Limits(max_queued_operations=most)
+        for _ in range(most + 1):
+            table.submit(Append(Kind.PREFILL, "", [1], priority=LOW), 0.0)
+        refused = [e for e in table.take_effects() if isinstance(e, Reply)]
+        assert table.operations_in_flight == half
+        assert isinstance(refused[0].outcome, QueueFull) and refused[0].outcome.metadata == {
+            "limit": str(half)
+        }
+
+
+def test_a_decode_of_a_cache_is_refused_too() -> None:
+    """And what is sent is told by when it has to begin."""
+    table = Overloaded([], CAPACITY).table
+    table.submit(Append(Kind.PREFILL, "", [1] * 20, lease_s=900), 0.0)
+    (sent,) = sent_by(table)
+    table.worker_answered(ForwardDone(sent.op_id, 20, None), 0.01)
+    (made,) = (e.outcome for e in table.take_effects() if isinstance(e, Reply))
+    assert isinstance(made, Appended) and made.handle is not None
+    now_s = 1.0
+    for _ in range(10):
+        # Each waits for half a second, behind two others.
+        tickets = [table.submit(Append(Kind.SCORE, "", [1] * 9), now_s) for _ in range(3)]
+        scores = sent_by(table)
+        now_s += 0.5
+        for score in scores:
+            table.worker_answered(ForwardDone(score.op_id, 9, None), now_s)
+        assert len(scores) == len(tickets)
+    for _ in range(3):
+        table.submit(Append(Kind.SCORE, "", [1] * 9), now_s)
+    sent_by(table)
+    decode = Append(Kind.DECODE, made.handle.cache_id, [1], timeout_s=0.1)
+    table.submit(decode, now_s)
+    (refused,) = (e.outcome for e in table.take_effects() if isinstance(e, Reply))
+    assert isinstance(refused, OverloadedError) and 80 < float(refused.metadata["left_ms"]) < 90
+    assert refused.retry_after_s is not None and refused.retry_after_s > 0.05
+    table.submit(dataclasses.replace(decode, timeout_s=30.0), now_s)
+    (sent,) = sent_by(table)
+    assert sent.timeout_s is not None and 29.0 < sent.timeout_s <= 30.0
+
+
+def sent_by(table: CacheTable) -> list[ForwardSequence]:
+    commands = [e.command for e in table.take_effects() if isinstance(e, Send)]
+    return [command for command in commands if isinstance(command, ForwardSequence)]

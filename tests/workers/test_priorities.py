@@ -102,3 +102,15 @@ def test_however_many_are_ahead_by_priority_it_is_for_a_bounded_number_of_steps(
         for _ in priorities:
             line.add(first, 1)
     pytest.fail(f"it waited for more than {bound} steps")
+
+
+@pytest.mark.parametrize("others", [0, 100])
+def test_a_priority_is_the_forwards_and_not_its_callers(others: int) -> None:
+    """What a caller has queued at a low priority does not hold back what it asks for at a high one."""
+    line = Line(items=16)
+    for _ in range(others):
+        line.add(NORMAL, 1)
+    for _ in range(3):
+        line.add(LOW, 1, caller=1)
+    line.add(HIGH, 1, caller=1)
+    assert HIGH in line.step_of_many()
