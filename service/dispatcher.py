@@ -231,7 +231,8 @@ def _cache_ids(outcome: Outcome) -> list[str]:
 
 
 def _log_failure(worker_id: str, failed: CommandFailed) -> None:
-    level = "error" if isinstance(failed.error, WorkerFault) and not failed.kv_missing else "info"
+    # Others are refusals, of which there may be thousands; callers are told of each.
+    level = "error" if isinstance(failed.error, WorkerFault) and not failed.kv_missing else "debug"
     getattr(_log, level)(
         "worker refused a command", worker_id=worker_id, op_id=failed.op_id, detail=failed.detail
     )

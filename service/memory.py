@@ -86,7 +86,9 @@ class MemoryReturner:
             await asyncio.sleep(_INTERVAL_S)
             before_bytes = self._memory.resident_bytes()
             if policy.due(before_bytes):
-                await asyncio.to_thread(self._libc.malloc_trim, 0)
+                # No thread may be had now. The gateway's life does not depend on this.
+                with contextlib.suppress(RuntimeError):
+                    await asyncio.to_thread(self._libc.malloc_trim, 0)
                 policy.trimmed(before_bytes, self._memory.resident_bytes())
 
 

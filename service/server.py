@@ -81,7 +81,7 @@ class Gateway:
         self.doors = Doors.of(config)
         self.credentials = server_credentials(config)
         self.server = grpc.aio.server(
-            interceptors=[CallInterceptor(messages, self.doors, self.state.reception)],
+            interceptors=[CallInterceptor(messages, self.doors, self.state.reception, self.state.refusals)],
             options=server_options(config),
         )
         self._guests: GuestWatch | None = None

@@ -41,7 +41,8 @@ class Arrivals(Generic[_Call]):
 
     def begin(self, call: _Call) -> None:
         """Its request is awaited."""
-        self._began_s[call] = self._clock_s
+        # The beat that it comes in is not charged: it may be all but over.
+        self._began_s[call] = self._clock_s + BEAT_S
 
     def end(self, call: _Call) -> None:
         """Its request is there, or nobody waits for it any more."""

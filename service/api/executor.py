@@ -119,6 +119,7 @@ class ExecutorApi:
             arriving_requests=self._state.reception.arriving,
             sessions=self._state.reception.streams,
             connections=self._state.guests.count,
+            refusals=self._state.refusals.by_reason,
         )
 
     async def GetCacheMetrics(

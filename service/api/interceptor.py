@@ -31,7 +31,6 @@ from service.logging import bind_request_id, get_logger, tells_details
 from service.printable import escaped
 
 _log = get_logger(__name__)
-_refusals = RefusalLog()
 _PREFIX = "/quire.v1."
 # Of a name that a caller may have made up.
 _MAX_LOGGED_CHARS = 64
@@ -64,10 +63,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         limits: MessageLimits | None = None,
         doors: Doors | None = None,
         reception: Reception | None = None,
+        refusals: RefusalLog | None = None,
     ) -> None:
         self._limits = limits or MessageLimits()
         self._doors = doors
         self._reception = reception or Reception(Config())
+        self._refusals = refusals or RefusalLog()
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -78,7 +79,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 self._doors.enter(method, handler_call_details.invocation_metadata)
             except QuireError as error:
-                return _refusing(method, error)
+                return _refusing(method, error, self._refusals)
         wrapped = self._wrapped.get(method)
         if wrapped is not None:
             return wrapped
@@ -95,32 +96,34 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         deserializer = cast(Callable[[bytes], Any], handler.request_deserializer)
         take = self._reception.stream if handler.request_streaming else self._reception.request
         if method.startswith(_PREFIX):
-            behaviour = _surround(method, behaviour, take, self._doors)
+            behaviour = _surround(method, behaviour, take, self._doors, self._refusals)
             deserializer = tolerant(deserializer, self._limits)
         else:
-            behaviour = _received(behaviour, take)
+            behaviour = _received(method, behaviour, take, self._refusals)
         return make(behaviour, deserializer, handler.response_serializer)
 
 
-def _refusing(method: str, error: QuireError) -> Handler:
+def _refusing(method: str, error: QuireError, refusals: RefusalLog) -> Handler:
     """A handler that reads nothing of a call, whatever its shape, and ends it."""
 
     async def refuse(_messages: Any, _context: Context) -> Malformed:
         return Malformed(error)
 
-    return grpc.stream_stream_rpc_method_handler(_surround(method, _never, refuse, None))
+    return grpc.stream_stream_rpc_method_handler(_surround(method, _never, refuse, None, refusals))
 
 
 async def _never(_request: Any, _context: Context) -> None:
     raise AssertionError("nothing was taken that could be handled")
 
 
-def _received(behaviour: Behaviour, take: Take) -> Behaviour:
+def _received(method: str, behaviour: Behaviour, take: Take, refusals: RefusalLog) -> Behaviour:
     """A behaviour of somebody else's, whose errors are its own."""
+    rpc = _name(method)
 
     async def handle(messages: Any, context: Context) -> Any:
         request = await take(messages, context)
         if isinstance(request, Malformed):
+            refusals.refused(rpc, request.error, 0.0)
             await context.abort(*_end(request.error))
         return await _finished(behaviour(request, context), context)
 
@@ -137,8 +140,14 @@ def _refused_at_the_doors(method: str, context: Context, doors: Doors | None) ->
     return None
 
 
-def _surround(method: str, behaviour: Behaviour, take: Take, doors: Doors | None) -> Behaviour:
-    rpc = escaped(method.rpartition("/")[2][:_MAX_LOGGED_CHARS])
+def _name(method: str) -> str:
+    return escaped(method.rpartition("/")[2][:_MAX_LOGGED_CHARS])
+
+
+def _surround(
+    method: str, behaviour: Behaviour, take: Take, doors: Doors | None, refusals: RefusalLog
+) -> Behaviour:
+    rpc = _name(method)
 
     async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
         stranger = _refused_at_the_doors(method, context, doors)
@@ -157,7 +166,7 @@ def _surround(method: str, behaviour: Behaviour, take: Take, doors: Doors | None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                _log.info("call cancelled", rpc=rpc, duration_ms=_elapsed_ms(started_s))
+                refusals.cancelled(rpc, _elapsed_ms(started_s))
                 raise
             # Somebody else's cancellation leaked in; unanswered it would hang the caller.
             failure = NoWorker()
@@ -168,7 +177,7 @@ def _surround(method: str, behaviour: Behaviour, take: Take, doors: Doors | None
             if tells_details():
                 _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
             return response
-        _refusals.refused(rpc, failure, _elapsed_ms(started_s))
+        refusals.refused(rpc, failure, _elapsed_ms(started_s))
         end = _end(failure, request_id)
         # grpc keeps the exception with which it aborts, and so this frame, in a cycle until a collection.
         del messages, request, failure

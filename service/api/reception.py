@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from service.api.arrivals import BEAT_S, Arrivals
 from service.api.parsing import Malformed
@@ -53,6 +54,9 @@ class Reception:
         self._arrivals.begin(task)
         try:
             message = await context.read()
+        except DecodeError:
+            # Of others' messages: ours are taken as they are, and looked at later.
+            return Malformed()
         except asyncio.CancelledError:
             error = self._given_up.pop(task, None)
             if error is None:

@@ -10,6 +10,7 @@ from quire.v1 import executor_pb2, worker_pb2
 from service.api.budget import AnswerBudget
 from service.api.loop_watch import LoopWatch
 from service.api.reception import Reception
+from service.api.refusal_log import RefusalLog
 from service.api.validation import RequestLimits
 from service.config import Config
 from service.doors.guests import Guests
@@ -32,6 +33,7 @@ class ServerState:
         self.reception = Reception(config)
         self.guests = Guests(config.max_connections)
         self.memory = OwnMemory()
+        self.refusals = RefusalLog()
         self._limits: RequestLimits | None = None
 
     def worker_became_ready(self, ready: worker_pb2.WorkerReady) -> None:

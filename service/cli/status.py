@@ -99,6 +99,14 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         f"  up {_duration(status.uptime_ms / 1000)}  {status.caches} caches"
         f"  {status.operations_in_flight} operations in flight  {_bytes(status.memory_bytes)}"
     )
+    limits = (
+        f"{status.connections} connections  {status.sessions} sessions"
+        f"  {_bytes(status.journal_bytes)} of tokens  {_bytes(status.unread_bytes)} of answers unread"
+        f"  longest stall {status.longest_stall_ms} ms  {sum(status.refusals.values())} refused"
+    )
+    if before is not None and (elapsed_s := now.taken_s - before.taken_s) > 0:
+        refused = sum(status.refusals.values()) - sum(before.status.refusals.values())
+        limits += f"  {refused / elapsed_s:.1f} refused/s"
     earlier = {worker.worker_id: worker for worker in before.status.workers} if before else {}
     rows = []
     for worker in status.workers:
@@ -109,7 +117,7 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     table = _Workers(_COLUMNS if before is None else (*_COLUMNS, *_RATE_COLUMNS), rows)
     slow = ", ".join(w.worker_id for w in status.workers if NOT_COMPILED in w.executor.kernels)
     note = [Text(f"slow: the CPU kernels of {escaped(slow)} are not compiled, see the log")] if slow else []
-    return Group(Text(escaped(line)), table, *note)
+    return Group(Text(escaped(line)), Text(escaped(limits)), table, *note)
 
 
 class _Workers:

@@ -57,7 +57,11 @@ class GuestWatch:
     async def run(self) -> None:
         """Until cancelled."""
         while _CAN_SEE:
-            ended = await asyncio.to_thread(self.look)
+            try:
+                ended = await asyncio.to_thread(self.look)
+            except RuntimeError:
+                # No thread can be started now. The gateway's life does not depend on this.
+                ended = 0
             if ended:
                 _log.warning("too many connections", kept=self._guests.count, hung_up_on=ended)
             await asyncio.sleep(_CROWDED_INTERVAL_S if ended else _INTERVAL_S)

@@ -6,6 +6,9 @@ from service.config import Config
 
 # Calls of one connection at once; a client's further ones wait on its side.
 _MAX_STREAMS = 4096
+# Calls that the event loop has not taken up yet. Beyond the first gRPC cancels some of those that come,
+# beyond the second all, and tells nobody why: so it is for floods that nobody could look at one by one.
+_MAX_PENDING, _MOST_PENDING = 4096, 8192
 # Who has gone without a word does not answer a ping; nor does who is stopped, for a moment or longer.
 _PING_AFTER_MS = 60_000
 _PING_TIMEOUT_MS = 30_000
@@ -22,6 +25,8 @@ def server_options(config: Config) -> list[tuple[str, int]]:
         # Otherwise a second server binds the same port without a word.
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
         # From accepting to the first frame of HTTP/2, TLS included.
         ("grpc.server_handshake_timeout_ms", int(config.message_timeout_s * 1000)),
         ("grpc.max_connection_idle_ms", _IDLE_MS),

@@ -251,8 +251,9 @@ def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) ->
 
 def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert quire("status") == 0
-    summary, header, worker, starting = capsys.readouterr().out.splitlines()
+    summary, *in_use, header, worker, starting = capsys.readouterr().out.splitlines()
     assert summary.startswith("serving  version 9.9.9  up 1m01s")
+    assert in_use[0].startswith("0 connections  0 sessions") and in_use[-1].endswith("0 refused")
     cells = dict(zip(split(header), split(worker), strict=True))
     assert cells == {
         "worker": "worker-0", "pid": "4711", "epoch": "3", "device": "cpu", "runner": "eager",
@@ -305,7 +306,7 @@ def run(*arguments: str) -> subprocess.Popen[str]:
 def test_watch_shows_rates_until_interrupted(target: str, executor: FakeExecutor) -> None:
     with run("status", "--watch", "0.5", "--target", target) as process:
         assert process.stdout is not None
-        rows = [line for line in iter_lines(process, until=8) if line.startswith("worker-0")]
+        rows = [line for line in iter_lines(process, until=12) if line.startswith("worker-0")]
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0
         _, error = process.communicate()

@@ -28,6 +28,9 @@ _FRAME_BYTES = 6
 # its time limit.
 _WRAPPING_BYTES = 2 * _FRAME_BYTES + 11 + 20
 
+# A year. The server takes a longer one as none.
+_NO_LIMIT_S = 365 * 86_400
+
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
 _AnyFuture = TypeVar(
@@ -109,11 +112,11 @@ class Ledger(Generic[_AnyFuture]):
         self, field: str, request: Message, answer: _AnyFuture | None, timeout_s: float | None = None
     ) -> None:
         tag = self._next_tag
+        call = executor_pb2.SessionCall(**{"tag": tag, field: request})  # type: ignore[arg-type]
+        if timeout_s is not None and timeout_s < _NO_LIMIT_S:
+            call.timeout.FromNanoseconds(max(1, int(timeout_s * 1e9)))
         self._next_tag += 1
         self._open[tag] = _OpenCall(request, answer)
-        call = executor_pb2.SessionCall(**{"tag": tag, field: request})  # type: ignore[arg-type]
-        if timeout_s is not None:
-            call.timeout.FromNanoseconds(max(1, int(timeout_s * 1e9)))
         self._unsent.append(call)
         self._has_news()
 
