@@ -48,8 +48,8 @@ def test_the_python_code(address: str, tmp_path: Path) -> None:
         script = tmp_path / "copied.py"
         script.write_text(code.replace("127.0.0.1:50051", address))
         printed.append(run(sys.executable, str(script)).strip())
-    first, session = printed
-    assert first == "46"
+    first, session, patient = printed
+    assert (first, patient) == ("46", "3")
     assert len(session.split(", ")) == 2, "a token for each prompt"
     with Client(address) as client:
         assert not client.stub.ListCaches(executor_pb2.ListCachesRequest()).kv_caches, "all are released"
