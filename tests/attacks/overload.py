@@ -1,7 +1,7 @@
 """More callers than can be served: what is done in time, from one to fifty times the capacity.
 
 The model is large enough, and has few enough threads, for its computing to be what there is too little of: a
-forward takes some 60 ms. Refusing then leaves the worker its core.
+forward takes some 30 ms. Refusing then leaves the worker its core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHAPE = Shape(
     vocab_size=1024,
     hidden_size=256,
     intermediate_size=768,
-    num_hidden_layers=16,
+    num_hidden_layers=8,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=64,
