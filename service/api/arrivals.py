@@ -52,7 +52,7 @@ class Arrivals(Generic[_Call]):
         """Time has passed since the last beat. The calls to give up now, and why; they are forgotten here."""
         self._clock_s += min(elapsed_s, _MAX_BEATS_CHARGED * BEAT_S)
         late = self._older_than(self._timeout_s)
-        slow = self._older_than(_SLOW_S)[len(late) :]
+        slow = self._older_than(_SLOW_S - BEAT_S)[len(late) :]
         given_up: list[tuple[_Call, QuireError]] = [(call, MessageTimeout(self._timeout_s)) for call in late]
         given_up += [(call, ArrivingFull(self._max_bytes)) for call in slow[self._max_slow :]]
         for call, _ in given_up:
