@@ -5,13 +5,25 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
+from quire.v1 import executor_pb2, types_pb2
 
+from service.api import appends
+from service.api.validation import RequestLimits
+from service.caches.effects import ForwardSequence
+from service.pool.wire import to_message
 from workers.forward_queue import SHORT_TOKENS
 from workers.kv.table import KvSequence
 from workers.operations import Forward, Priority
 from workers.running import RunningForward
 from workers.scheduler import HEAD_START_STEPS, Scheduler
+from workers.wire import to_command
 
+ASKED = {
+    types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    types_pb2.PRIORITY_LOW: Priority.LOW,
+    types_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    types_pb2.PRIORITY_HIGH: Priority.HIGH,
+}
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
 
 
@@ -114,3 +126,16 @@ def test_a_priority_is_the_forwards_and_not_its_callers(others: int) -> None:
         line.add(LOW, 1, caller=1)
     line.add(HIGH, 1, caller=1)
     assert HIGH in line.step_of_many()
+
+
+@pytest.mark.parametrize(("asked", "priority"), ASKED.items())
+def test_what_a_caller_asks_for_reaches_the_queue(asked: types_pb2.Priority, priority: Priority) -> None:
+    limits = RequestLimits(vocab_size=100, max_response_bytes=1 << 20)
+    request = executor_pb2.PrefillRequest(token_ids=[1, 2], priority=asked)
+    append = appends.prefill(request, limits, None)
+    command = ForwardSequence(
+        op_id=1, number=2, position=0, append=append, seed=3, prompt_len=2, caller=4, keep_all=False,
+        ephemeral=False,
+    )  # fmt: skip
+    forward = to_command(to_message(command))
+    assert isinstance(forward, Forward) and forward.priority is priority
