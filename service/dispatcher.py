@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from service.caches.effects import Command, CommandFailed, Event, Reply, Send, Write
 from service.caches.placement import WorkerView
 from service.caches.records import CacheForked, CacheReleased, Record
-from service.caches.requests import Appended, Handle, Handles, Request, Result
+from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request, Result
 from service.caches.table import CacheTable
 from service.caches.tenants import Tenant
 from service.errors import InternalError, QuireError, WorkerFault
@@ -87,6 +87,7 @@ class Dispatcher:
             await gathering.done
         except asyncio.CancelledError:
             self.cancel(tickets)
+            self._release_unseen(requests, gathering.outcomes, tenant)
             raise
         return [outcome for outcome in gathering.outcomes if outcome is not None]
 
@@ -107,6 +108,14 @@ class Dispatcher:
             self._waiting[ticket] = (on_outcome, index)
         self._carry_out()
         return tickets
+
+    def _release_unseen(
+        self, requests: Sequence[Request], outcomes: Sequence[Outcome | None], tenant: Tenant | None
+    ) -> None:
+        """Releases what was made for a caller who left before he was told: nobody knows it."""
+        made = [cache_id for pair in zip(requests, outcomes, strict=True) for cache_id in _unseen(*pair)]
+        if made:
+            self.start([Release(cache_id) for cache_id in made], lambda *_: None, self.new_caller(), tenant)
 
     def cancel(self, tickets: Iterable[int]) -> None:
         """Undoes those that have no outcome yet; they get none."""
@@ -228,6 +237,14 @@ def _cache_ids(outcome: Outcome) -> list[str]:
     if isinstance(outcome, Appended) and outcome.handle is not None:
         return [outcome.handle.cache_id]
     return []
+
+
+def _unseen(request: Request, outcome: Outcome | None) -> list[str]:
+    """The caches that only this outcome tells of. With a request id one can be asked for again."""
+    is_secret = isinstance(request, Append) and not (request.cache_id or request.request_id)
+    if outcome is None or isinstance(outcome, QuireError) or not (is_secret or isinstance(request, Fork)):
+        return []
+    return _cache_ids(outcome)
 
 
 def _log_failure(worker_id: str, failed: CommandFailed) -> None:

@@ -11,7 +11,7 @@ from quire.v1 import types_pb2, worker_pb2
 from service import dispatcher as dispatcher_module
 from service.caches.placement import WorkerView
 from service.caches.records import CacheReleased, Record, TokensAppended
-from service.caches.requests import Appended, Fork, Release, Released, Renew, Request
+from service.caches.requests import Append, Appended, Fork, Kind, Release, Released, Renew, Request
 from service.caches.table import CacheTable, Limits
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import CacheNotFound, InternalError, QuireError
@@ -175,6 +175,29 @@ async def test_a_release_that_was_not_written_is_nobody_elses_failure(bench: Ben
     bench.journal.refuses = CacheReleased
     outcomes = await bench.dispatcher.run([Release(cache), decode(cache, 3)])
     assert outcomes[0] == Released(released=True) and isinstance(outcomes[1], CacheNotFound)
+
+
+async def test_what_was_made_for_a_caller_who_left_before_he_knew_is_released(bench: Bench) -> None:
+    """The cancellation and the answer come in the same moment."""
+    cache = await bench.create(1)
+    task = await bench.start(prefill(2), prefill(3), Fork(cache, 2))
+    bench.answer(*bench.sent[-3:-1])
+    bench.answer(bench.sent[-1])
+    assert bench.dispatcher.num_caches == 5
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [handle.cache_id for _, handle in bench.dispatcher.handles()] == [cache]
+    assert bench.dispatcher.operations_in_flight == 0
+
+
+async def test_what_can_be_asked_for_again_stays(bench: Bench) -> None:
+    task = await bench.start(Append(Kind.PREFILL, "", (2,), request_id="mine"))
+    bench.answer(bench.sent[-1])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.dispatcher.num_caches == 1
 
 
 async def test_those_who_wait_for_a_dead_worker_are_answered(bench: Bench) -> None:
