@@ -107,6 +107,13 @@ class Gateway:
 
     async def run_workers(self) -> None:
         """Keeps the workers running and leases honoured, until cancelled. Raises PoolFailed."""
+        try:
+            await self._run_all()
+        finally:
+            if self._guests is not None:
+                self._guests.close()
+
+    async def _run_all(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(), name="pool")
             group.create_task(self.dispatcher.expire_leases(), name="leases")

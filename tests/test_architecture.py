@@ -48,17 +48,20 @@ SERVICE_ROOMS = {
     "service.config": (),
     "service.printable": (),
     "service.memory": (),
+    "service.running_clock": (),
     "service.background_log": (),
     "service.logging": ("service.background_log", "service.printable"),
     "service.doors": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
     "service.caches": ("service.errors",),
     "service.journal": ("service.caches.records",),
     "service.dispatcher": ("service.caches", "service.journal.base", "service.errors", "service.logging"),
-    "service.pool": ("service.caches", "service.config", "service.errors", "service.logging"),
+    "service.pool": (
+        "service.caches", "service.config", "service.errors", "service.logging", "service.running_clock",
+    ),
     "service.api": (
         "service.caches.requests", "service.config", "service.dispatcher", "service.errors",
         "service.doors", "service.logging", "service.memory", "service.pool.base", "service.pool.supervisor",
-        "service.printable",
+        "service.printable", "service.running_clock",
     ),
     "service.server": (
         "service.api", "service.caches", "service.config", "service.dispatcher", "service.doors",

@@ -4,8 +4,7 @@ gRPC holds what has arrived of a message until the rest is there, and does not s
 request that is still arriving after a second counts as the largest there may be, and as many may be slow as
 the budget has room for. The newest are given up first: whoever sends much does not push out those before.
 
-Pure: no clock, no I/O. Time comes in as beats, of which a late one counts as little more than one: while the
-gateway was stopped, or its event loop busy, what was sent lies unread, and that is not its sender's fault.
+Pure: no clock, no I/O. Time is that of a RunningClock.
 """
 
 from __future__ import annotations
@@ -15,24 +14,23 @@ from itertools import takewhile
 from typing import Generic, TypeVar
 
 from service.errors import ArrivingFull, MessageTimeout, QuireError
+from service.running_clock import RunningClock
 
 BEAT_S = 0.25
-# A beat may come late by as much again before the rest of it is the gateway's own.
-_MAX_BEATS_CHARGED = 2
 # What arrives sooner is no reason to count: any number of callers may begin at the same moment.
 _SLOW_S = 1.0
 _Call = TypeVar("_Call", bound=Hashable)
 
 
 class Arrivals(Generic[_Call]):
-    """Owner of the calls whose request has not arrived, and of a clock that runs while the gateway does."""
+    """Owner of the calls whose request has not arrived."""
 
     def __init__(self, max_bytes: int, max_request_bytes: int, timeout_s: float) -> None:
         self._max_bytes = max_bytes
         # One alone always has room, however large.
         self._max_slow = max(1, max_bytes // max_request_bytes)
         self._timeout_s = timeout_s
-        self._clock_s = 0.0
+        self._clock = RunningClock(BEAT_S)
         # When each began, the oldest first.
         self._began_s: dict[_Call, float] = {}
 
@@ -42,7 +40,7 @@ class Arrivals(Generic[_Call]):
     def begin(self, call: _Call) -> None:
         """Its request is awaited."""
         # The beat that it comes in is not charged: it may be all but over.
-        self._began_s[call] = self._clock_s + BEAT_S
+        self._began_s[call] = self._clock.now_s + BEAT_S
 
     def end(self, call: _Call) -> None:
         """Its request is there, or nobody waits for it any more."""
@@ -50,7 +48,7 @@ class Arrivals(Generic[_Call]):
 
     def beat(self, elapsed_s: float) -> list[tuple[_Call, QuireError]]:
         """Time has passed since the last beat. The calls to give up now, and why; they are forgotten here."""
-        self._clock_s += min(elapsed_s, _MAX_BEATS_CHARGED * BEAT_S)
+        self._clock.beat(elapsed_s)
         late = self._older_than(self._timeout_s)
         slow = self._older_than(_SLOW_S - BEAT_S)[len(late) :]
         given_up: list[tuple[_Call, QuireError]] = [(call, MessageTimeout(self._timeout_s)) for call in late]
@@ -60,5 +58,5 @@ class Arrivals(Generic[_Call]):
         return given_up
 
     def _older_than(self, age_s: float) -> list[_Call]:
-        limit_s = self._clock_s - age_s
+        limit_s = self._clock.now_s - age_s
         return [call for call, _ in takewhile(lambda item: item[1] < limit_s, self._began_s.items())]

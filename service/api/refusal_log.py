@@ -29,7 +29,7 @@ class RefusalLog:
 
     def refused(self, rpc: str, failure: QuireError, duration_ms: float) -> None:
         """A call was refused."""
-        self.by_reason[failure.reason] += 1
+        self.count(failure)
         self._tell(
             "call refused",
             rpc=rpc,
@@ -38,6 +38,10 @@ class RefusalLog:
             message=failure.message,
             duration_ms=duration_ms,
         )
+
+    def count(self, failure: QuireError) -> None:
+        """A call was refused, and is not told: one of a Session has its answer on a stream that goes on."""
+        self.by_reason[failure.reason] += 1
 
     def cancelled(self, rpc: str, duration_ms: float) -> None:
         """A caller gave up."""

@@ -251,7 +251,7 @@ class Session:
             self._deliver(call.tag, call.kind, answer)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
-        self._state.refusals.by_reason[error.reason] += 1
+        self._state.refusals.count(error)
         self._deliver(tag, "error", to_status(error.untraced(), self._request_id))
 
     def _deliver(self, tag: int, kind: str, answer: Message) -> None:

@@ -241,7 +241,7 @@ def is_request_id(text: str) -> bool:
 
 def lease_seconds(message: duration_pb2.Duration) -> float:
     """A lease in seconds. It must be positive; the server's own maximum is applied silently."""
-    seconds = message.seconds + message.nanos / 1e9
+    seconds = _seconds(message)
     if seconds <= 0:
         raise InvalidArgument("BAD_LEASE", "lease", "a lease must be longer than 0")
     return seconds
@@ -254,11 +254,15 @@ def timeout_seconds(left_s: float | None, own: duration_pb2.Duration | None = No
     call's own, which may be shorter. Raises InvalidArgument for one that is not positive.
     """
     if own is not None:
-        own_s = own.seconds + own.nanos / 1e9
+        own_s = _seconds(own)
         if own_s <= 0:
             raise InvalidArgument("BAD_TIMEOUT", "calls.timeout", "a timeout must be longer than 0")
         left_s = own_s if left_s is None else min(left_s, own_s)
     return None if left_s is None or left_s >= _LONGEST_TIMEOUT_S else left_s
+
+
+def _seconds(message: duration_pb2.Duration) -> float:
+    return message.seconds + message.nanos / 1e9
 
 
 def check_fork(request: executor_pb2.ForkCacheRequest) -> None:

@@ -1,11 +1,10 @@
 """Whether what is asked can be done in time: what waits at a worker, and how long the like of it took lately.
 
 Pure: no clock, no I/O. Forwards of a worker wait in two lanes, as they do in it: short ones, whose callers
-wait for every token, and long ones. What stands ahead of a new one is counted in the worker's own units of
-cost, tokens and rows, and as the worker lets callers take turns: who has hundreds queued stands before nobody
-but himself. How long it takes is a straight line through what forwards took that had so much ahead. It bends
-with the load within some fifty answers, and is never asked where nothing is ahead: so a wrong guess refuses
-nobody for long.
+wait for every token, and long ones. What stands ahead of a new one is counted in tokens and rows, and as the
+worker lets callers take turns: who has hundreds queued stands before nobody but himself. How long it takes is
+a straight line through what forwards took that had so much ahead. It bends with the load within some fifty
+answers, and is never asked where nothing is ahead: so a wrong guess refuses nobody for long.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Leaving(enum.Enum):
 
 @dataclass(slots=True)
 class Ahead:
-    """One forward for a worker: what it costs, and with what is ahead of it. None of it is counted yet."""
+    """One forward for a worker: what it costs, and what is ahead of it. Counted from `enter` to `leave`."""
 
     lane: _Lane
     cost: int

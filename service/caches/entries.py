@@ -15,6 +15,7 @@ from service.caches.requests import Append, Handle, Kind, Request
 from service.caches.tenants import Tenant
 
 _SHORT_TOKENS = 32
+# By so much a caller's clock may be before ours when its deadline ends a call.
 _CLOCKS_S = 0.02
 
 
@@ -94,7 +95,7 @@ class Operation:
     tokens: int = 0
 
     def is_late(self, now_s: float) -> bool:
-        """Whether its deadline is there. Callers' clocks are not quite ours."""
+        """Whether its deadline is there."""
         return self.deadline_s is not None and now_s > self.deadline_s - _CLOCKS_S
 
     @property

@@ -1,7 +1,7 @@
 """Plain data: frozen to the type checker, without what that costs when it runs.
 
-A frozen dataclass sets each field through `object.__setattr__`. A token passes through some forty fields on
-its way, which came to 2 us.
+A frozen dataclass sets each field through `object.__setattr__`. Without that, a decode took the state machine
+9 to 10 us instead of 14 to 15 (on an AMD EPYC that did other work too).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Whether a worker still lives, judged by what it says and by how long the gateway was there to hear it.
 
-Pure: no clock, no I/O. Time comes in as beats. A beat that comes late, because the gateway was stopped or its
-event loop was busy, counts as one beat: what a worker said meanwhile is still unread, and a worker that was
-stopped together with the gateway (a paused machine, a frozen cgroup) has done nothing wrong.
+Pure: no clock, no I/O. Time is that of a RunningClock: a worker that was stopped together with the gateway (a
+paused machine, a frozen cgroup) has done nothing wrong.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from dataclasses import dataclass
 from quire.v1 import worker_pb2
 
 from service.config import Config
+from service.running_clock import RunningClock
 
 _LONGEST_BEAT_S = 0.125
-# A beat may come late by as much again before the rest of it is the gateway's own.
-_MAX_BEATS_CHARGED = 2
 # Snapshots tell of steps: often enough for bounds of seconds, also from a worker that talks all the time.
 _SNAPSHOT_INTERVAL_S = 1.0
 # How much slower than the best pace seen a step may be: contexts are longer, processors are shared.
@@ -36,13 +34,13 @@ def step_bound_s(step_timeout_s: float, expected_s: float) -> float:
 
 
 class Liveness:
-    """What one incarnation has shown of itself. Owner of a clock that runs only while the gateway does."""
+    """What one incarnation has shown of itself."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         # Several in the shortest time that means anything.
         self.beat_s = min(_LONGEST_BEAT_S, config.suspect_after_s / 4, config.heartbeat_timeout_s / 4)
-        self._clock_s = 0.0
+        self._clock = RunningClock(self.beat_s)
         self._heard_s = 0.0
         self._spoke = False
         self._told_s = -_SNAPSHOT_INTERVAL_S
@@ -53,14 +51,14 @@ class Liveness:
 
     def beat(self, elapsed_s: float) -> None:
         """Time has passed since the last beat."""
-        self._clock_s += min(elapsed_s, _MAX_BEATS_CHARGED * self.beat_s)
+        self._clock.beat(elapsed_s)
         if self._spoke:
             self.heard()
             self._spoke = False
 
     def heard(self) -> None:
         """Something came from it. Silence is counted in whole beats: in this one it was not silent."""
-        self._heard_s = self._clock_s
+        self._heard_s = self._clock.now_s
         self._spoke = True
 
     def became_ready(self) -> None:
@@ -70,20 +68,20 @@ class Liveness:
     def told(self, snapshot: worker_pb2.WorkerSnapshot) -> None:
         """It said how it is."""
         if snapshot.step_number != self._snapshot.step_number:
-            self._step_seen_s = self._clock_s
-        self._snapshot, self._told_s = snapshot, self._clock_s
+            self._step_seen_s = self._clock.now_s
+        self._snapshot, self._told_s = snapshot, self._clock.now_s
         self._asked = False
 
     @property
     def _silent_s(self) -> float:
-        return self._clock_s - self._heard_s
+        return self._clock.now_s - self._heard_s
 
     def asks(self) -> bool:
         """Whether to ask it for a snapshot, which is then taken as asked for.
 
         It is if the worker says nothing of its own, or has not told of its steps for a while.
         """
-        due = self._silent_s > 0 or self._clock_s - self._told_s >= _SNAPSHOT_INTERVAL_S
+        due = self._silent_s > 0 or self._clock.now_s - self._told_s >= _SNAPSHOT_INTERVAL_S
         asks = due and not self._asked
         self._asked |= asks
         return asks
@@ -97,7 +95,7 @@ class Liveness:
         """Why it is at its end, if it is."""
         config = self._config
         if not self._ready:
-            if self._clock_s > config.worker_start_timeout_s:
+            if self._clock.now_s > config.worker_start_timeout_s:
                 return End("it did not become ready in time", hangs=True)
         elif self._silent_s > config.heartbeat_timeout_s:
             return End("it stopped answering", hangs=True)
@@ -108,4 +106,4 @@ class Liveness:
     @property
     def _step_s(self) -> float:
         """How long the running step has taken, by the clocks of both: either may have been stopped."""
-        return min(self._snapshot.step_age_ns / 1e9, self._clock_s - self._step_seen_s)
+        return min(self._snapshot.step_age_ns / 1e9, self._clock.now_s - self._step_seen_s)

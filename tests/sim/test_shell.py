@@ -71,7 +71,7 @@ def test_a_schedule_can_be_had_again() -> None:
 
 def pauses_count_as_silence(patch: pytest.MonkeyPatch) -> None:
     def beat(liveness: Liveness, elapsed_s: float) -> None:
-        liveness._clock_s += elapsed_s
+        liveness._clock.now_s += elapsed_s
 
     patch.setattr(Liveness, "beat", beat)
 
