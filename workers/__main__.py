@@ -191,7 +191,6 @@ async def _serve(address: str, config: WorkerConfig) -> int:
     except Exception as error:
         status = _report(error)
     worker.stop(_STOP_TIMEOUT_S)
-    await server.stop(0)
     return status
 
 
@@ -216,7 +215,9 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _end_with_the_gateway()
-    return uvloop.run(_serve(address, config))
+    # Neither the server nor the loop is closed, the end of the process does that: both would cancel the
+    # gateway's stream, and of one that is in its last lines gRPC prints a traceback.
+    return uvloop.new_event_loop().run_until_complete(_serve(address, config))
 
 
 if __name__ == "__main__":
