@@ -164,7 +164,7 @@ class Config:
     )
     max_mixed_prefill_tokens: int | None = _setting(
         None,
-        "most prompt tokens in a step that also decodes: bounds what a prompt adds between others' tokens",
+        "most prompt tokens in a step that also decodes; by default, what makes it half as long again",
         minimum=1,
         maximum=1 << 20,
     )

@@ -118,6 +118,11 @@ class Lane:
         # With more callers than this, those who need not be known any more are forgotten.
         self._sweep_at = _FEW_CALLERS
 
+    @property
+    def present(self) -> set[int]:
+        """The callers who have a forward here. O(callers)."""
+        return {caller for caller, backlog in self.callers.items() if backlog.held}
+
     def join(self, caller: int, cost: int, head_starts: int = 0) -> int:
         """Count one more forward of `caller` and return its tag: behind its others."""
         backlog = self._count(caller, cost)

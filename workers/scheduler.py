@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from workers.forward_queue import SHORT_TOKENS, ForwardQueue, Lane, QueuedForward
 from workers.operations import Forward, Kind
+from workers.prefill_share import PrefillShare
 from workers.running import Chunk, RunningForward
 from workers.step_shares import StepShares
 
@@ -97,8 +98,8 @@ class Scheduler:
         """Set the bounds of a step.
 
         `max_mixed_prefill_tokens` bounds the tokens of long forwards in a step that also decodes, or follows
-        one that did, and so what a prefill adds to the time between two tokens of the others. None: only the
-        step's own bound.
+        one that did, and so what a prefill adds to the time between two tokens of the others. None: learnt,
+        for the sake of other callers only; see `prefill_share`.
         """
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
@@ -113,16 +114,15 @@ class Scheduler:
         self.max_batch_items = max_batch_items
         self.max_rows = max_rows
         self.page_size = page_size
-        self.max_mixed_prefill_tokens = max_mixed_prefill_tokens or max_batch_tokens
         # Not more than what is held back: so the rows of any forward fit into a step, one by one.
         self._most_weight = max(1, max_rows // LONG_SHARE)
         self._queue = ForwardQueue(
             HEAD_START_STEPS * _DECODE_COST * max_batch_items, HEAD_START_STEPS * max_batch_tokens
         )
         self._shares = StepShares()
+        self._prefill_share = PrefillShare(max_mixed_prefill_tokens, max_batch_tokens)
         self._steps = 0
         self._long_goes_first = False
-        self._decoded_last = False
 
     def __len__(self) -> int:
         """Return how many forwards are held, begun or not."""
@@ -136,7 +136,7 @@ class Scheduler:
     @property
     def protects_decodes(self) -> bool:
         """Whether long forwards are bounded for the sake of those who decode."""
-        return self.max_mixed_prefill_tokens < self.max_batch_tokens
+        return self._prefill_share.protects(self._queue.long.present)
 
     @property
     def in_flight(self) -> int:
@@ -177,13 +177,10 @@ class Scheduler:
         long_had_turn = self._long_goes_first and self._fill(self._queue.long, held_back, begin, chunks)
         self._fill(self._queue.short, left, begin, chunks)
         left.add(held_back)
-        spare_tokens = 0
-        decodes = any(chunk.op.kind in _DECODES for _, chunk in chunks)
-        # Also in the step after one that decoded: its callers are about to come back, and would wait for it.
-        if decodes or self._decoded_last:
-            spare_tokens = max(0, left.tokens - self.max_mixed_prefill_tokens)
-            left.tokens -= spare_tokens
-        self._decoded_last = decodes
+        # Also in the steps after one that decoded: its callers are about to come back, and would wait for it.
+        self._prefill_share.stepped(entry.caller for entry, chunk in chunks if chunk.op.kind in _DECODES)
+        spare_tokens = max(0, left.tokens - self._prefill_share.tokens(self._queue.long.present))
+        left.tokens -= spare_tokens
         long_had_turn |= self._fill(self._queue.long, left, begin, chunks)
         left.tokens += spare_tokens
         # What was held back and not used after all.
@@ -198,6 +195,8 @@ class Scheduler:
         if all(chunk.count <= SHORT_TOKENS for chunk in chunks):
             cost = sum(chunk.count + chunk.rows * chunk.op.output.row_weight for chunk in chunks)
             self._shares.learn(cost, took_ns)
+        prompt_tokens = sum(chunk.count for chunk in chunks if chunk.op.kind not in _DECODES)
+        self._prefill_share.learn(prompt_tokens, took_ns)
 
     def advance(self, chunk: Chunk) -> bool:
         """Note that a chunk has run, which `computed` says already; return whether the forward is done.
