@@ -16,8 +16,8 @@ CALLERS = "Quire, 32 callers, unary"
 SESSIONS = "Quire, 32 callers, Session"
 
 _PEERS = {TRANSFORMERS: "transformers", LLAMA_CPP: "llama.cpp", EXECUTOR: "executor", SERVICE: "service"}
-# Of --max-mixed-prefill-tokens; 0: none.
-_STALL_BUDGETS = (8, 16, 32, 64, 0)
+# Of --max-mixed-prefill-tokens; 0: learnt, which is the default.
+_STALL_BUDGETS = (16, 64, 512, 0)
 _BAD_SESSIONS = ("flood", "stall", "repeat-tags", "garbage", "half-close", "decode", "pipeline", "spin")
 
 
@@ -149,7 +149,7 @@ def _gateway() -> Workload:
 
 
 def _stall(budget: int) -> Workload:
-    name = str(budget or "none")
+    name = str(budget or "learnt")
     return Workload(
         name=f"stall-{name}",
         title=f"decoding beside a prompt of 4096 tokens, --max-mixed-prefill-tokens {name}",
