@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from tests.kernels.cuda.conftest import INTERPRETED
-from workers.kv.tensors import KvTensors
+from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 
@@ -55,12 +55,11 @@ def random_decoder(config: ModelConfig, device: torch.device) -> Decoder:
 
 def nan_kv(config: ModelConfig, num_pages: int, device: torch.device) -> KvTensors:
     """Pages whose unused slots hold NaN."""
+    shape = LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim)
     kv = KvTensors(
-        num_layers=config.num_hidden_layers,
+        [shape] * config.num_hidden_layers,
         num_pages=num_pages,
         page_size=16,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
         dtype=MODEL_DTYPE,
         device=device,
     )

@@ -9,7 +9,7 @@ from kernels.cuda.rope_kv_write import rope_kv_write
 from tests.gpu.paged_case import make_case
 from tests.gpu.sizes import sized
 from tests.kernels.cuda.poison import same_bits
-from workers.kv.tensors import KvTensors
+from workers.kv.tensors import KvTensors, LayerKv
 
 KV_HEADS, WIDTH = sized(8, 1), sized(128, 32)
 PAGE_ELEMENTS = 16 * KV_HEADS * WIDTH
@@ -55,11 +55,9 @@ def test_keys_and_values_are_written_far(device: torch.device) -> None:
 
 def test_far_pages_are_copied(device: torch.device) -> None:
     kv = KvTensors(
-        num_layers=2,
+        [LayerKv(KV_HEADS, WIDTH, WIDTH)] * 2,
         num_pages=FAR_PAGE // 2,
         page_size=16,
-        kv_heads=KV_HEADS,
-        head_dim=WIDTH,
         dtype=torch.bfloat16,
         device=device,
     )

@@ -12,7 +12,7 @@ import torch
 
 from tests.model_factory import TinyModel, hf_greedy, hf_logits, make_model
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
-from workers.kv.tensors import KvTensors
+from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.weights import load_model
@@ -76,12 +76,11 @@ MODELS.update({f"random{seed}": random_model(seed) for seed in range(20, 28)})
 
 def new_kv(config: ModelConfig, dtype: torch.dtype = torch.float32, num_pages: int = 48) -> KvTensors:
     """Pages full of NaN."""
+    layer = LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim)
     kv = KvTensors(
-        num_layers=config.num_hidden_layers,
+        [layer] * config.num_hidden_layers,
         num_pages=num_pages,
         page_size=PAGE_SIZE,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
         dtype=dtype,
     )
     poison(kv)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
-from workers.kv.tensors import KvTensors
+from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.embedding_attention import EmbeddingAttention, EmbeddingConfig
 from workers.models.errors import ModelError
 
@@ -53,12 +53,11 @@ def by_hand(config: EmbeddingConfig, tokens: list[int]) -> list[float]:
 )
 def test_formula(config: EmbeddingConfig) -> None:
     model = EmbeddingAttention(config)
+    layer = LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim)
     kv = KvTensors(
-        num_layers=config.num_hidden_layers,
+        [layer] * config.num_hidden_layers,
         num_pages=9,
         page_size=16,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
         dtype=torch.float32,
     )
     poison(kv)
@@ -79,7 +78,7 @@ def test_formula(config: EmbeddingConfig) -> None:
 def test_tokens_are_told_apart() -> None:
     """After one token the likeliest is that token: no two embeddings of the default are alike."""
     model = EmbeddingAttention()
-    kv = KvTensors(num_layers=1, num_pages=1024, page_size=16, kv_heads=2, head_dim=16, dtype=torch.float32)
+    kv = KvTensors([LayerKv(2, 16, 16)], num_pages=1024, page_size=16, dtype=torch.float32)
     packer = HandPacker(16, range(1024))
     inputs = packer.pack([Item(HandSequence(), [token]) for token in range(1024)])
     assert model.logits(model.forward(inputs, kv)).argmax(-1).tolist() == list(range(1024))

@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from workers.kv.tensors import KvTensors
+from workers.kv.tensors import KvTensors, LayerKv
 
 torch.set_num_threads(1)
 
+UNIFORM = (LayerKv(2, 8, 8),) * 3
+# Keys and values of one width and of two, layers that differ, a width that is of keys here and of values there.
+MIXED = (LayerKv(2, 8, 8), LayerKv(2, 24, 8), LayerKv(1, 8, 16), LayerKv(2, 8, 8))
+SHAPES = pytest.mark.parametrize("layers", [UNIFORM, MIXED], ids=["uniform", "mixed"])
 
-def new_kv(num_pages: int = 40, dtype: torch.dtype = torch.float32) -> KvTensors:
-    kv = KvTensors(num_layers=3, num_pages=num_pages, page_size=16, kv_heads=2, head_dim=8, dtype=dtype)
-    for index in range(3):
+
+def new_kv(
+    layers: Sequence[LayerKv] = UNIFORM, num_pages: int = 40, dtype: torch.dtype = torch.float32
+) -> KvTensors:
+    kv = KvTensors(layers, num_pages=num_pages, page_size=16, dtype=dtype)
+    for index in range(kv.num_layers):
         for pages in kv.layer(index):
             pages.copy_(torch.randn(pages.shape))
     return kv
 
 
-def test_layers_are_apart_and_contiguous() -> None:
-    kv = new_kv()
-    seen = set()
-    for index in range(3):
-        for pages in kv.layer(index):
-            assert pages.shape == (40, 16, 2, 8) and pages.is_contiguous()
-            seen.add(pages.data_ptr())
-    assert len(seen) == 6
+@SHAPES
+def test_layers_are_apart_and_contiguous(layers: Sequence[LayerKv]) -> None:
+    kv = new_kv(layers)
+    assert kv.num_layers == len(layers)
+    taken = []
+    for index, layer in enumerate(layers):
+        keys, values = kv.layer(index)
+        assert keys.shape == (40, 16, layer.kv_heads, layer.key_dim)
+        assert values.shape == (40, 16, layer.kv_heads, layer.value_dim)
+        for pages in (keys, values):
+            assert pages.is_contiguous()
+            taken.append((pages.data_ptr(), pages.data_ptr() + pages.nbytes))
+    taken.sort()
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
     assert kv.layer(1)[0].data_ptr() == kv.layer(1)[0].data_ptr()
 
 
-@pytest.mark.parametrize("count", [1, 16, 17, 19])
-def test_copy_copies_all_layers_and_nothing_else(count: int) -> None:
+def test_one_piece_of_memory_where_all_is_alike() -> None:
+    """Else a copy of pages would be one for each layer."""
     kv = new_kv()
-    before = [[pages.clone() for pages in kv.layer(index)] for index in range(3)]
+    storages = {pages.untyped_storage().data_ptr() for index in range(3) for pages in kv.layer(index)}
+    assert len(storages) == 1
+
+
+@SHAPES
+@pytest.mark.parametrize("count", [1, 16, 17, 19])
+def test_copy_copies_all_layers_and_nothing_else(layers: Sequence[LayerKv], count: int) -> None:
+    kv = new_kv(layers)
+    before = [[pages.clone() for pages in kv.layer(index)] for index in range(kv.num_layers)]
     pairs = [(3 if i % 2 else i, 39 - i) for i in range(count)]  # one source occurs often
     kv.copy_pages(pairs)
-    for index in range(3):
+    for index in range(kv.num_layers):
         for pages, old in zip(kv.layer(index), before[index], strict=True):
             expected = old.clone()
             for source, destination in pairs:
@@ -54,12 +78,18 @@ def test_copy_refuses_what_depends_on_order() -> None:
             kv.copy_pages(pairs)
 
 
-def test_bytes_of_a_page() -> None:
-    kv = new_kv(dtype=torch.bfloat16)
-    shape = {"num_layers": 3, "page_size": 16, "kv_heads": 2, "head_dim": 8}
-    assert kv.bytes_per_page == 3 * 2 * 16 * 2 * 8 * 2 == KvTensors.page_bytes(dtype=torch.bfloat16, **shape)
+@SHAPES
+def test_bytes_of_a_page(layers: Sequence[LayerKv]) -> None:
+    kv = new_kv(layers, dtype=torch.bfloat16)
+    taken_bytes = sum(pages.nbytes for index in range(kv.num_layers) for pages in kv.layer(index))
+    assert kv.bytes_per_page == taken_bytes // 40
+    assert kv.bytes_per_page == KvTensors.page_bytes(layers, page_size=16, dtype=torch.bfloat16)
 
 
 def test_sizes_are_checked() -> None:
     with pytest.raises(ValueError, match="num_pages: must be at least 1, got 0"):
-        KvTensors(num_layers=1, num_pages=0, page_size=16, kv_heads=1, head_dim=8, dtype=torch.float32)
+        new_kv(num_pages=0)
+    with pytest.raises(ValueError, match="layers: must be at least 1, got 0"):
+        new_kv(())
+    with pytest.raises(ValueError, match="value_dim: must be at least 1, got 0"):
+        LayerKv(1, 8, 0)

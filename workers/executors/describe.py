@@ -7,6 +7,7 @@ from typing import TypedDict
 import torch
 
 from workers.executors.info import ModelDescription
+from workers.kv.tensors import LayerKv
 from workers.models.config import ModelConfig
 from workers.models.embedding_attention import EmbeddingConfig
 
@@ -16,22 +17,15 @@ PAGE_SIZE = 16
 class KvShape(TypedDict):
     """Arguments of KvTensors."""
 
-    num_layers: int
+    layers: tuple[LayerKv, ...]
     page_size: int
-    kv_heads: int
-    head_dim: int
     dtype: torch.dtype
 
 
 def kv_shape(config: ModelConfig | EmbeddingConfig, dtype: torch.dtype) -> KvShape:
     """The shape of a model's pages."""
-    return KvShape(
-        num_layers=config.num_hidden_layers,
-        page_size=PAGE_SIZE,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
+    layer = LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim)
+    return KvShape(layers=(layer,) * config.num_hidden_layers, page_size=PAGE_SIZE, dtype=dtype)
 
 
 def describe(

@@ -3,17 +3,48 @@
 Who owns which page, and which of its slots mean something, is known to `page_pool` and `sequence` only.
 Memory is not initialised: what kernels find in slots that hold no token must not reach a result.
 
-Dimension letters: L layers; P pages; S tokens a page; K key-value heads; D head width.
+Dimension letters: L layers; P pages; S tokens a page; K key-value heads; D width of a head, of its keys or of
+its values; N tensors of one shape.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 # Pages copied in one go: bounds the temporary of `copy_pages`.
 _COPY_BATCH_PAGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """What a layer keeps of a token: for each of `kv_heads` a key of `key_dim` and a value of `value_dim`.
+
+    Raises:
+        ValueError: A size is below 1.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        for name in ("kv_heads", "key_dim", "value_dim"):
+            _check_size(name, getattr(self, name))
+
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        """[K, D] of a token's keys."""
+        return self.kv_heads, self.key_dim
+
+    @property
+    def value_shape(self) -> tuple[int, int]:
+        """[K, D] of a token's values."""
+        return self.kv_heads, self.value_dim
 
 
 class KvTensors:
@@ -24,55 +55,63 @@ class KvTensors:
 
     def __init__(
         self,
+        layers: Sequence[LayerKv],
         *,
-        num_layers: int,
         num_pages: int,
         page_size: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate; on the CPU the system commits a page of ours only when it is first written.
 
+        Args:
+            layers: The shape of each layer; they may differ.
+            num_pages: P.
+            page_size: S.
+            dtype: Of keys and values.
+            device: Where they are.
+
         Raises:
-            ValueError: A size is below 1.
+            ValueError: A size is below 1, or there are no layers.
         """
-        sizes = {
-            "num_layers": num_layers,
-            "num_pages": num_pages,
-            "page_size": page_size,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}: must be at least 1, got {size}")
-        self.num_layers = num_layers
+        for name, size in (("layers", len(layers)), ("num_pages", num_pages), ("page_size", page_size)):
+            _check_size(name, size)
+        self.layers = tuple(layers)
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
-        # One piece of memory, so that a page is copied in all layers at once. K is index 0, V index 1.
-        self._data = torch.empty(
-            (num_layers, 2, num_pages, page_size, kv_heads, head_dim), dtype=dtype, device=self.device
-        )  # [L, 2, P, S, K, D]
-        self._layers = [(self._data[i, 0], self._data[i, 1]) for i in range(num_layers)]
+        # All of one shape in one piece of memory, so that a page is copied in them at once: where keys,
+        # values and layers are alike, that is the whole cache.
+        shapes = Counter(shape for layer in layers for shape in (layer.key_shape, layer.value_shape))
+        self._pieces = {
+            shape: torch.empty((count, num_pages, page_size, *shape), dtype=dtype, device=self.device)
+            for shape, count in shapes.items()
+        }  # [N, P, S, K, D] each
+        unused = {shape: iter(piece) for shape, piece in self._pieces.items()}
+        self._layers = [(next(unused[one.key_shape]), next(unused[one.value_shape])) for one in layers]
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page: K and V of all layers."""
-        return self._data.nbytes // self.num_pages
+        return self.page_bytes(self.layers, page_size=self.page_size, dtype=self.dtype)
 
     @staticmethod
-    def page_bytes(
-        *, num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Bytes that one page of this shape takes: K and V of all layers."""
-        return 2 * num_layers * page_size * kv_heads * head_dim * dtype.itemsize
+    def page_bytes(layers: Sequence[LayerKv], *, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one page of these layers takes: K and V of all of them."""
+        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+        return page_size * numbers * dtype.itemsize
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, each [P, S, K, D] contiguous. Views: writing to them writes the cache."""
+        """K and V of a layer, each [P, S, K, D] contiguous. Views: writing to them writes the cache.
+
+        D is the layer's `key_dim` for K, and its `value_dim` for V.
+        """
         return self._layers[index]
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -100,4 +139,11 @@ class KvTensors:
             batch = slice(first, first + _COPY_BATCH_PAGES)
             source = torch.tensor(sources[batch], device=self.device)
             destination = torch.tensor(destinations[batch], device=self.device)
-            self._data.index_copy_(2, destination, self._data.index_select(2, source))
+            for piece in self._pieces.values():
+                piece.index_copy_(1, destination, piece.index_select(1, source))
+
+
+def _check_size(name: str, size: int) -> None:
+    """Raises ValueError for a size below 1."""
+    if size < 1:
+        raise ValueError(f"{name}: must be at least 1, got {size}")

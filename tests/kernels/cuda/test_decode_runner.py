@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.workers.packing import HandPacker, HandSequence, Item
-from workers.kv.tensors import KvTensors
+from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.operations import Sampling, TokenMask
@@ -54,11 +54,9 @@ def repeat_launches(run: Callable[[], None]) -> Callable[[], None]:
 def make_kv(device: str) -> KvTensors:
     """Unused slots hold NaN."""
     kv = KvTensors(
-        num_layers=2,
+        [LayerKv(2, 64, 64)] * 2,
         num_pages=PAGES,
         page_size=16,
-        kv_heads=2,
-        head_dim=64,
         dtype=torch.float32,
         device=device,
     )
