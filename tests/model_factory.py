@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 # The default 0.02 makes nearly uniform logits, from which a wrong layer would hardly be seen.
 WEIGHT_SCALE = 0.3
@@ -57,22 +57,44 @@ def hf_config(spec: TinyModel) -> Qwen3Config:
 
 def make_model(directory: Path, spec: TinyModel) -> Path:
     """Write config.json and safetensors; returns the directory. The same spec gives the same weights."""
-    generator = torch.Generator().manual_seed(spec.seed)
-    model = Qwen3ForCausalLM(hf_config(spec))
+    model = AutoModelForCausalLM.from_config(hf_config(spec))
+    return _save_with_random_weights(model, directory, spec.dtype, spec.seed, spec.max_shard_bytes)
+
+
+def make_family_model(
+    directory: Path, model_type: str, settings: dict[str, Any], *, dtype: str = "float32", seed: int = 0
+) -> Path:
+    """Write a model of any family that transformers has, in shards; returns the directory.
+
+    Args:
+        directory: Where.
+        model_type: The family.
+        settings: Of its config; the others are at the library's defaults.
+        dtype: Of the weights.
+        seed: The same seed gives the same weights.
+    """
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, dtype=dtype, **settings))
+    return _save_with_random_weights(model, directory, dtype, seed, max_shard_bytes=60_000)
+
+
+def _save_with_random_weights(
+    model: PreTrainedModel, directory: Path, dtype: str, seed: int, max_shard_bytes: int | None
+) -> Path:
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             # Norm weights lie around 1, so that mixing two of them up shows.
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else WEIGHT_SCALE * noise)
-    model.to(getattr(torch, spec.dtype))
-    model.save_pretrained(directory, max_shard_size=spec.max_shard_bytes or "50GB")
+    model.to(getattr(torch, dtype))
+    model.save_pretrained(directory, max_shard_size=max_shard_bytes or "50GB")
     return directory
 
 
 @functools.lru_cache(maxsize=4)
-def hf_model(directory: Path, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+def hf_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a directory in transformers, with eager attention, in evaluation mode."""
-    model: Qwen3ForCausalLM = Qwen3ForCausalLM.from_pretrained(
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager"
     )
     return model

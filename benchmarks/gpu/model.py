@@ -15,6 +15,7 @@ from workers.executors.engine import Engine
 from workers.executors.llm import LlmExecutor
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
+from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.runners.cuda_graph import CudaGraphRunner
@@ -49,7 +50,7 @@ def make_bench(shape: Shape, pool_tokens: int, max_rows: int, *, rehearsal: bool
     # Triton's interpreter computes bfloat16 wrongly.
     dtype = torch.float32 if rehearsal else torch.bfloat16
     config = ModelConfig.from_settings(shape.hf_config())
-    decoder = Decoder.from_config(config, dtype, device)
+    decoder = build_decoder(config, dtype, device)
     _fill_weights(decoder)
     num_pages = -(-pool_tokens // PAGE_SIZE)
     kv = KvTensors(num_pages=num_pages, device=device, **kv_shape(config, dtype))

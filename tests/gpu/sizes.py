@@ -8,6 +8,7 @@ import torch
 
 from tests.kernels.cuda.conftest import INTERPRETED
 from workers.kv.tensors import KvTensors, LayerKv
+from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 
@@ -44,7 +45,7 @@ def layers_of_qwen3_8b(max_positions: int) -> ModelConfig:
 
 def random_decoder(config: ModelConfig, device: torch.device) -> Decoder:
     """Seeded weights under which activations keep their size."""
-    decoder = Decoder.from_config(config, MODEL_DTYPE, device)
+    decoder = build_decoder(config, MODEL_DTYPE, device)
     generator = torch.Generator().manual_seed(1)
     for name, target in decoder.targets().items():
         values = torch.randn(target.shape, generator=generator)

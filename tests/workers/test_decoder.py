@@ -13,8 +13,8 @@ import torch
 from tests.model_factory import TinyModel, hf_greedy, hf_logits, make_model
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
 from workers.kv.tensors import KvTensors, LayerKv
+from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
-from workers.models.decoder import Decoder
 from workers.models.weights import load_model
 
 torch.set_num_threads(1)
@@ -212,36 +212,3 @@ def test_forward_does_not_change_its_inputs(base_directory: Path) -> None:
     assert len(tensors) == 7
     assert all(map(torch.equal, tensors, before))
     assert torch.equal(decoder.forward(inputs, new_kv(decoder.config)), first)
-
-
-def test_targets_cover_every_parameter_once() -> None:
-    extra: dict[str, Any] = {"attention_bias": True}
-    for tied in (False, True):
-        spec = TinyModel(tied=tied, extra=extra)
-        config = ModelConfig.from_settings(
-            {
-                "model_type": "qwen3",
-                "vocab_size": spec.vocab_size,
-                "hidden_size": spec.hidden_size,
-                "intermediate_size": spec.intermediate_size,
-                "num_hidden_layers": spec.num_layers,
-                "num_attention_heads": spec.heads,
-                "num_key_value_heads": spec.kv_heads,
-                "head_dim": spec.head_dim,
-                "max_position_embeddings": 64,
-                "tie_word_embeddings": tied,
-                **extra,
-            }
-        )
-        decoder = Decoder.from_config(config, torch.float32)
-        targets = decoder.targets()
-        parameters = [decoder.embedding, decoder.final_norm] + ([] if tied else [decoder.lm_head])
-        for layer in decoder.layers:
-            parameters += [
-                getattr(layer, name) for name in layer.__slots__ if getattr(layer, name) is not None
-            ]
-        for parameter in parameters:
-            parameter.zero_()
-        for target in targets.values():
-            target.tensor.add_(1)
-        assert all(bool((parameter == 1).all()) for parameter in parameters)

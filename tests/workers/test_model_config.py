@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from kernels.rope import RopeSpec
 from tests.model_factory import TinyModel, hf_config
-from workers.models.config import ModelConfig
+from workers.models.config import LayerConfig, ModelConfig
 from workers.models.errors import ModelError
 from workers.models.registry import FAMILIES, Family
 
@@ -58,14 +58,14 @@ def test_old_spelling() -> None:
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
+        rotary_dim=128,
+        attention_scale=128**-0.5,
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
-        rope=RopeSpec(theta=1e6),
         tie_word_embeddings=True,
         attention_bias=False,
         attention_output_bias=False,
-        qk_norm=True,
-        layer_windows=(None,) * 28,
+        layers=(LayerConfig(None, RopeSpec(theta=1e6)),) * 28,
         eos_token_ids=(151645,),
         bos_token_id=151643,
         dtype="bfloat16",
@@ -89,7 +89,7 @@ def test_what_transformers_writes(tmp_path: Path) -> None:
     spec = TinyModel(num_layers=3, dtype="float16", extra={**sliding, "eos_token_id": [3, 4]})
     hf_config(spec).save_pretrained(tmp_path)
     config = ModelConfig.from_directory(tmp_path)
-    assert config.layer_windows == (None, 8, 8)
+    assert windows_of(config) == [None, 8, 8]
     assert (config.dtype, config.eos_token_ids, config.head_dim) == ("float16", (3, 4), spec.head_dim)
     assert config.num_key_value_heads == spec.kv_heads
 
@@ -105,13 +105,14 @@ def test_defaults() -> None:
     )
     assert (config.head_dim, config.num_key_value_heads) == (64, 16)
     assert (config.dtype, config.eos_token_ids, config.bos_token_id) == (None, (), None)
-    assert config.rope == RopeSpec(theta=10_000.0)
+    assert config.layers[0].rope == RopeSpec(theta=10_000.0)
     assert read(torch_dtype="torch.float32").dtype == "float32"
 
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_old_rope_scaling(key: str) -> None:
-    rope = read(rope_scaling={key: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}).rope
+    rope = read(rope_scaling={key: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}).layers[0].rope
+    assert rope is not None
     assert (rope.rope_type, rope.theta, rope.factor) == ("yarn", 1e6, 4.0)
     assert rope.original_max_position_embeddings == 32768
 
@@ -133,7 +134,7 @@ def test_trained_length_of_rope_defaults_to_the_longest() -> None:
     ],
 )
 def test_windows(changes: dict[str, Any], windows: set[int | None]) -> None:
-    assert set(read(**changes).layer_windows) == windows
+    assert set(windows_of(read(**changes))) == windows
 
 
 @pytest.mark.parametrize(("eos", "ids"), [(5, (5,)), ([5, 6, 5], (5, 6)), (None, (151645,))])
@@ -224,7 +225,7 @@ def test_a_new_family_is_never_silently_without_its_window(monkeypatch: pytest.M
 
 
 def test_what_qwen3_ignores_is_ignored() -> None:
-    assert set(read(use_sliding_window=..., sliding_window=9).layer_windows) == {None}
+    assert set(windows_of(read(use_sliding_window=..., sliding_window=9))) == {None}
 
 
 def test_the_full_config_of_transformers_loads() -> None:

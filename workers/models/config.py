@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from kernels.gated_activation import Activation
 from kernels.rope import RopeSpec, rope_frequencies
-from workers.models.config_keys import check_keys, check_rope_keys
-from workers.models.errors import ModelError
+from workers.models.config_keys import check_keys
+from workers.models.errors import ModelError, UnsupportedError
 from workers.models.files import is_there, parse_object, read_whole
-from workers.models.registry import family_of
+from workers.models.layer_settings import ExpertsConfig, read_experts, read_layer_types, sparse_layers
+from workers.models.registry import WRAPPERS, Family, family_of, rotated_layers
+from workers.models.rope_settings import read_ropes, rotary_dim
 from workers.models.values import boolean, integer, number, optional_number, token_ids
 
 CONFIG_FILE = "config.json"
@@ -26,8 +29,30 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
 _MAX_FILE_BYTES = 1 << 20
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What may differ from layer to layer.
+
+    Attributes:
+        window: Positions a token sees, its own included; None: all of them.
+        rope: How queries and keys are turned; None: not at all.
+        sparse: Experts are in the place of the MLP.
+    """
+
+    window: int | None
+    rope: RopeSpec | None
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +60,23 @@ class ModelConfig:
     """A decoder-only model. Names are those of Hugging Face configs; sizes are in elements or tokens.
 
     Attributes:
+        rotary_dim: Elements of a head that are turned, the first ones.
+        layers: Each layer.
+        experts: Those of the layers that are sparse; None where none is.
         attention_bias: The q, k and v projections have a bias.
         attention_output_bias: The output projection of attention has a bias.
-        qk_norm: Queries and keys are RMS-normalised per head.
-        layer_windows: For each layer the positions a token sees, its own included; None: all of them.
+        mlp_bias: The projections of the MLP have a bias.
+        activation: Of the gate of the MLP and of experts.
+        attention_scale: Multiplies the scores.
+        attention_softcap: Bounds the scores; None: not bounded.
+        logits_softcap: Bounds the logits; None: not bounded.
+        logits_divisor: Divides the logits.
+        embedding_scale: Multiplies the embeddings.
+        residual_scale: Multiplies what a block adds to its input.
         eos_token_ids: Tokens that end a text; empty where the model names none.
         bos_token_id: The token that starts a text; None where the model names none.
         dtype: Number format that the config names for the weights; None where it names none.
+        wrapper: The model_type of the whole, where this is the text part of a model that also sees or hears.
     """
 
     model_type: str
@@ -52,17 +87,26 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rotary_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeSpec
     tie_word_embeddings: bool
-    attention_bias: bool
-    attention_output_bias: bool
-    qk_norm: bool
-    layer_windows: tuple[int | None, ...]
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    dtype: str | None
+    layers: tuple[LayerConfig, ...]
+    experts: ExpertsConfig | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation = "silu"
+    attention_scale: float = 1.0
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    logits_divisor: float = 1.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str | None = None
+    wrapper: str | None = None
 
     def __post_init__(self) -> None:
         """Check what no single setting shows.
@@ -77,16 +121,22 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim: must be even, got {self.head_dim}")
-        if len(self.layer_windows) != self.num_hidden_layers:
+        if len(self.layers) != self.num_hidden_layers:
             raise ModelError(
-                f"layer_types: must have {self.num_hidden_layers} entries, got {len(self.layer_windows)}"
+                f"layer_types: must have {self.num_hidden_layers} entries, got {len(self.layers)}"
             )
-        try:
-            frequencies, factor = rope_frequencies(self.rope, self.head_dim)
-        except (ValueError, ArithmeticError) as error:
-            raise ModelError(f"rope_parameters: {error}") from error
-        if not all(map(math.isfinite, (*frequencies.tolist(), factor))):
-            raise ModelError(f"rope_parameters: make angles that are not finite, got {self.rope}")
+        for rope in {layer.rope for layer in self.layers if layer.rope is not None}:
+            try:
+                frequencies, factor = rope_frequencies(rope, self.rotary_dim)
+            except (ValueError, ArithmeticError) as error:
+                raise ModelError(f"rope_parameters: {error}") from error
+            if not all(map(math.isfinite, (*frequencies.tolist(), factor))):
+                raise ModelError(f"rope_parameters: make angles that are not finite, got {rope}")
+
+    @property
+    def family(self) -> Family:
+        """How the model's family differs from others."""
+        return family_of(self.model_type)
 
     @classmethod
     def from_directory(cls, path: Path | str) -> ModelConfig:
@@ -112,41 +162,112 @@ class ModelConfig:
         Raises:
             ModelError: A setting is missing, wrong or not supported; the message names it.
         """
+        wrapper = settings.get("model_type")
+        settings = _text_part(settings)
         family = family_of(settings.get("model_type"))
-        activation = settings.get("hidden_act") or "silu"
-        if activation not in ("silu", "swish"):
-            raise ModelError(f"hidden_act: must be silu, got {activation!r}")
-        check_keys(settings)
-        vocab_size = integer(settings, "vocab_size")
+        check_keys(settings, family)
+        settings = {**family.defaults, **settings}
         hidden_size = integer(settings, "hidden_size")
         heads = integer(settings, "num_attention_heads")
-        layers = integer(settings, "num_hidden_layers")
-        max_positions = integer(settings, "max_position_embeddings")
+        head_dim = _head_dim(settings, hidden_size, heads)
+        vocab_size = integer(settings, "vocab_size")
+        layers = _layers(settings, family)
         bias = boolean(settings, "attention_bias", default=False)
         return cls(
             model_type=str(settings["model_type"]),
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=integer(settings, "intermediate_size"),
-            num_hidden_layers=layers,
+            num_hidden_layers=integer(settings, "num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=integer(settings, "num_key_value_heads", heads),
-            head_dim=_head_dim(settings, hidden_size, heads),
-            max_position_embeddings=max_positions,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim(settings, family, head_dim),
+            max_position_embeddings=integer(settings, "max_position_embeddings"),
             rms_norm_eps=number(settings, "rms_norm_eps", 1e-6),
-            rope=_rope(settings, family.rope_theta, max_positions),
             tie_word_embeddings=boolean(settings, "tie_word_embeddings", default=False),
+            layers=layers,
+            experts=read_experts(settings) if any(layer.sparse for layer in layers) else None,
             attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
             attention_output_bias=bias if family.output_bias is None else family.output_bias,
-            qk_norm=family.qk_norm,
-            layer_windows=_layer_windows(settings, layers, opt_in=family.windows_opt_in),
+            mlp_bias=boolean(settings, "mlp_bias", default=False) if family.mlp_bias is None else family.mlp_bias,
+            activation=_activation(settings, family),
+            attention_scale=_attention_scale(settings, head_dim),
+            attention_softcap=_of(family, "attn_logit_softcapping", settings),
+            logits_softcap=_of(family, "final_logit_softcapping", settings),
+            logits_divisor=number(settings, "logits_scaling", 1.0),
+            embedding_scale=_embedding_scale(settings, family, hidden_size),
+            residual_scale=number(settings, "residual_multiplier", 1.0),
             eos_token_ids=token_ids(settings, "eos_token_id", vocab_size),
             bos_token_id=next(iter(token_ids(settings, "bos_token_id", vocab_size)), None),
             dtype=_dtype(settings),
+            wrapper=wrapper if isinstance(wrapper, str) and wrapper in WRAPPERS else None,
         )
 
 
-def _read(file: Path, read: Callable[[dict[str, object]], T]) -> T:
+def _text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """The settings of the model of text; of one that also sees or hears, those of that part. Raises ModelError."""
+    wrapper = WRAPPERS.get(str(settings.get("model_type")))
+    if wrapper is None:
+        return settings
+    text = settings.get(wrapper.text)
+    if not isinstance(text, Mapping):
+        raise ModelError(f"{wrapper.text}: must be an object, got {text!r}")
+    # What concerns the whole is said outside.
+    shared = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+    return {name: settings[name] for name in shared if settings.get(name) is not None} | dict(text)
+
+
+def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig, ...]:
+    """Every layer. Raises ModelError."""
+    count = integer(settings, "num_hidden_layers")
+    window = None
+    if "sliding_window" in family.reads and settings.get("sliding_window") is not None:
+        wanted = not family.windows_opt_in or boolean(settings, "use_sliding_window", default=False)
+        window = integer(settings, "sliding_window") if wanted else None
+    types = read_layer_types(settings, family, count, windowed=window is not None)
+    ropes = read_ropes(settings, family)
+    sparse = sparse_layers(settings, family, count)
+    # Checked at the end, with the count of layers: types may be too few.
+    return tuple(
+        LayerConfig(
+            window=window if layer_type == "sliding_attention" else None,
+            rope=ropes[layer_type] if rotated else None,
+            sparse=is_sparse,
+        )
+        for layer_type, rotated, is_sparse in zip(types, rotated_layers(settings, count), sparse, strict=False)
+    )
+
+
+def _activation(settings: Mapping[str, object], family: Family) -> Activation:
+    """The activation of the gate. Raises UnsupportedError."""
+    name = settings.get(family.activation) or "silu"
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise UnsupportedError(f"{family.activation}: must be one of {known}, got {name!r}")
+    # Gemma's first configs say gelu and mean its approximation, in transformers too.
+    legacy = name == "gelu" and settings.get("model_type") == "gemma"
+    return "gelu_tanh" if legacy else _ACTIVATIONS[name]
+
+
+def _attention_scale(settings: Mapping[str, object], head_dim: int) -> float:
+    """What multiplies the scores. Raises ModelError."""
+    if settings.get("attention_multiplier") is not None:
+        return number(settings, "attention_multiplier")
+    return number(settings, "query_pre_attn_scalar", head_dim) ** -0.5
+
+
+def _embedding_scale(settings: Mapping[str, object], family: Family, hidden_size: int) -> float:
+    """What multiplies the embeddings. Raises ModelError."""
+    return hidden_size**0.5 if family.scales_embeddings else number(settings, "embedding_multiplier", 1.0)
+
+
+def _of(family: Family, name: str, settings: Mapping[str, object]) -> float | None:
+    """A number that only some families read; None where it is absent, null or 0. Raises ModelError."""
+    return optional_number(settings, name) if name in family.reads else None
+
+
+def _read(file: Path, read(file: Path, read: Callable[[dict[str, object]], T]) -> T:
     """What `read` makes of the settings in a file. Raises ModelError, which names the file."""
     settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
     try:
@@ -164,65 +285,6 @@ def _head_dim(settings: Mapping[str, object], hidden_size: int, heads: int) -> i
             f"hidden_size: must be a multiple of num_attention_heads, got {hidden_size} and {heads}"
         )
     return integer(settings, "head_dim", hidden_size // heads)
-
-
-def _rope(settings: Mapping[str, object], default_theta: float, max_positions: int) -> RopeSpec:
-    """The rotary embedding, from either spelling. Raises ModelError."""
-    # transformers lets the old spelling win where a config has both.
-    parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ModelError(f"rope_parameters: must be an object, got {parameters!r}")
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ModelError("rope_parameters: separate parameters for each layer type are not supported")
-    check_rope_keys(parameters)
-    partial = parameters.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError(f"partial_rotary_factor: must be 1, got {partial!r}")
-    theta = number(settings, "rope_theta", default_theta)
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type == "default":
-        return RopeSpec(theta=number(parameters, "rope_theta", theta))
-    try:
-        return RopeSpec(
-            theta=number(parameters, "rope_theta", theta),
-            rope_type=str(rope_type),
-            # Every scaled type has a factor; a missing one is a mistake, not 1.
-            factor=number(parameters, "factor"),
-            original_max_position_embeddings=integer(
-                parameters, "original_max_position_embeddings", max_positions
-            ),
-            low_freq_factor=number(parameters, "low_freq_factor", 1.0),
-            high_freq_factor=number(parameters, "high_freq_factor", 4.0),
-            beta_fast=number(parameters, "beta_fast", 32.0),
-            beta_slow=number(parameters, "beta_slow", 1.0),
-            attention_factor=optional_number(parameters, "attention_factor"),
-            mscale=optional_number(parameters, "mscale"),
-            mscale_all_dim=optional_number(parameters, "mscale_all_dim"),
-            truncate=boolean(parameters, "truncate", default=True),
-        )
-    except ValueError as error:
-        raise ModelError(f"rope_parameters: {error}") from error
-
-
-def _layer_windows(settings: Mapping[str, object], layers: int, *, opt_in: bool) -> tuple[int | None, ...]:
-    """The sliding window of each layer. Raises ModelError."""
-    if settings.get("sliding_window") is not None and not opt_in:
-        # It would count whatever use_sliding_window says.
-        raise ModelError("sliding_window: is not supported for this model_type")
-    window = None
-    if boolean(settings, "use_sliding_window", default=False) and settings.get("sliding_window") is not None:
-        window = integer(settings, "sliding_window")
-    types = settings.get("layer_types")
-    if types is None:
-        # null and 0 differ here: with 0 every layer has the window.
-        first = settings.get("max_window_layers")
-        if window is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
-            raise ModelError(f"max_window_layers: must be an integer >= 0, got {first!r}")
-        return tuple(window if isinstance(first, int) and i >= first else None for i in range(layers))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or any(layer_type not in known for layer_type in types):
-        raise ModelError(f"layer_types: each must be one of {', '.join(known)}, got {types!r}")
-    return tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
 
 
 def _dtype(settings: Mapping[str, object]) -> str | None:

@@ -1,13 +1,15 @@
 """The keys that a config.json may have: whatever else one says might change the model, so it is refused.
 
 A key is read by `config`, or has no effect on what a forward computes, or is at the value that makes it so.
+What only some families read, `registry` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from workers.models.errors import ModelError
+from workers.models.errors import UnsupportedError
+from workers.models.registry import Family
 
 
 def _names(text: str) -> frozenset[str]:
@@ -16,10 +18,9 @@ def _names(text: str) -> frozenset[str]:
 
 READ = _names(
     """
-    model_type vocab_size hidden_size intermediate_size hidden_act rms_norm_eps tie_word_embeddings
-    num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias
-    max_position_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor
-    layer_types use_sliding_window sliding_window max_window_layers
+    model_type vocab_size hidden_size intermediate_size rms_norm_eps tie_word_embeddings
+    num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings rope_theta rope_scaling rope_parameters
     eos_token_id bos_token_id dtype torch_dtype
     """
 )
@@ -27,6 +28,7 @@ ROPE_READ = _names(
     """
     rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor
     beta_fast beta_slow attention_factor mscale mscale_all_dim truncate partial_rotary_factor
+    short_factor long_factor
     """
 )
 
@@ -50,7 +52,9 @@ WITHOUT_EFFECT = _names(
 
 # What they ask for at any other value is not there.
 HARMLESS_AT: dict[str, object] = {
+    "attention_bias": False,
     "mlp_bias": False,
+    "partial_rotary_factor": 1,
     "pretraining_tp": 1,
     "is_decoder": False,
     "is_encoder_decoder": False,
@@ -58,19 +62,22 @@ HARMLESS_AT: dict[str, object] = {
     "tie_encoder_decoder": False,
     "pruned_heads": {},
     "use_mrope": False,
+    "use_bidirectional_attention": False,
 }
 
 
-def check_keys(settings: Mapping[str, object]) -> None:
-    """Raises ModelError for a key of a config.json that means something else. null counts as absent."""
-    for name in sorted(settings.keys() - READ - WITHOUT_EFFECT):
+def check_keys(settings: Mapping[str, object], family: Family) -> None:
+    """Raises UnsupportedError for a key of a config.json that means something else. null counts as absent."""
+    biases = {"attention_bias": family.qkv_bias, "mlp_bias": family.mlp_bias}
+    read = READ | family.reads | {family.activation} | {name for name, fixed in biases.items() if fixed is None}
+    for name in sorted(settings.keys() - read - WITHOUT_EFFECT - family.ignores):
         value = settings[name]
         if value is not None and (name not in HARMLESS_AT or value != HARMLESS_AT[name]):
-            raise ModelError(f"{name}: is not supported, got {value!r}")
+            raise UnsupportedError(f"{name}: is not supported, got {value!r}")
 
 
 def check_rope_keys(parameters: Mapping[str, object]) -> None:
     """The same for the parameters of a rotary embedding."""
     for name in sorted(parameters.keys() - ROPE_READ):
         if parameters[name] is not None:
-            raise ModelError(f"rope_parameters: {name} is not supported, got {parameters[name]!r}")
+            raise UnsupportedError(f"rope_parameters: {name} is not supported, got {parameters[name]!r}")

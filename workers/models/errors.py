@@ -1,6 +1,7 @@
-"""The one exception of model loading.
+"""The exceptions of model loading.
 
 ModelError: a model directory is unreadable, or asks for something that is not supported.
+UnsupportedError: it is readable, and asks for something that our own code does not have.
 """
 
 from __future__ import annotations
@@ -20,3 +21,7 @@ class ModelError(Exception):
             c if c.isprintable() else c.encode("unicode_escape").decode() for c in message[:_MAX_CHARACTERS]
         )
         super().__init__(shown + "..." * (len(message) > _MAX_CHARACTERS))
+
+
+class UnsupportedError(ModelError):
+    """The model may be sound, and there is no native code for it: the transformers backend may have some."""

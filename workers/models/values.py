@@ -39,6 +39,14 @@ def integer(settings: Mapping[str, object], name: str, default: int | None = Non
     return value
 
 
+def count(settings: Mapping[str, object], name: str) -> int:
+    """An integer that may be 0. Raises ModelError."""
+    value = settings.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ModelError(f"{name}: must be an integer >= 0, got {value!r}")
+    return value
+
+
 def number(settings: Mapping[str, object], name: str, default: float | None = None) -> float:
     """A positive number within bounds; null counts as absent. Raises ModelError."""
     value = settings.get(name)
@@ -77,3 +85,13 @@ def token_ids(settings: Mapping[str, object], name: str, vocab_size: int) -> tup
         if token >= vocab_size:
             raise ModelError(f"{name}: must be below vocab_size, which is {vocab_size}, got {token}")
     return tuple(dict.fromkeys(ids))
+
+
+def positive_numbers(settings: Mapping[str, object], name: str) -> tuple[float, ...]:
+    """A list of positive numbers within bounds; null counts as absent, and that as none. Raises ModelError."""
+    value = settings.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > _MOST["head_dim"]:
+        raise ModelError(f"{name}: must be a list of numbers, got {value!r}")
+    return tuple(number({name: one}, name) for one in value)

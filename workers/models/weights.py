@@ -18,9 +18,12 @@ from kernels.linear import can_pack
 from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
 from workers.models.checkpoint import Entry
+from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
-from workers.models.decoder import Decoder, Target
+from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
+from workers.models.linear import Target
+from workers.models.registry import WRAPPERS
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the files, after every part; the last call has both equal."""
@@ -78,15 +81,15 @@ def load_model(
     """
     directory = Path(directory)
     config = ModelConfig.from_directory(directory)
-    entries = checkpoint.read_entries(directory)
+    entries = _of_text(checkpoint.read_entries(directory), config)
     chosen = _choose_dtype(dtype, config, entries)
-    planned = Decoder.from_config(config, chosen, "meta").targets()
+    planned = build_decoder(config, chosen, "meta").targets()
     _check_entries(config, directory, planned, entries)
     weight_bytes = sum(target.tensor.nbytes for target in planned.values())
     on_gpu = torch.device(device).type == "cuda"
     free_bytes = torch.cuda.mem_get_info(device)[0] if on_gpu else available_bytes()
     check_weights_fit(str(directory), weight_bytes, free_bytes)
-    decoder = Decoder.from_config(config, chosen, device)
+    decoder = build_decoder(config, chosen, device)
     _load_weights(decoder, entries, progress)
     # The config as parsed: two spellings of one model have one fingerprint.
     digest = checkpoint.fingerprint(entries, repr(config))
@@ -114,6 +117,8 @@ def _load_weights(decoder: Decoder, entries: Mapping[str, Entry], progress: Prog
             whole = part.dim() != target.dim()
             filled = target if whole else target[first : first + part.shape[0]]
             filled.copy_(part)
+            if targets[name].offset:
+                filled.add_(targets[name].offset)
             done_bytes += part.nbytes
             del part  # it maps the file
             _check_finite(filled, entry)
@@ -129,6 +134,19 @@ def _check_finite(part: torch.Tensor, entry: Entry) -> None:
         raise ModelError(
             f"{entry.file}: tensor {entry.name} is not finite as {str(part.dtype).removeprefix('torch.')}"
         )
+
+
+def _of_text(entries: Mapping[str, Entry], config: ModelConfig) -> dict[str, Entry]:
+    """The tensors of the text part, by the names that they have in a model of text alone."""
+    if config.wrapper is None:
+        return dict(entries)
+    wrapper = WRAPPERS[config.wrapper]
+    found = {}
+    for name, entry in entries.items():
+        if not name.startswith(wrapper.left_out):
+            before, after = next((pair for pair in wrapper.renamed if name.startswith(pair[0])), ("", ""))
+            found[after + name.removeprefix(before)] = entry
+    return found
 
 
 def _embedding_in_file(decoder: Decoder, entry: Entry) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ import torch
 
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors, LayerKv
+from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.operations import Sampling, TokenMask
@@ -68,7 +69,7 @@ def make_kv(device: str) -> KvTensors:
 
 @pytest.fixture
 def decoder(device: str) -> Decoder:
-    made = Decoder.from_config(CONFIG, torch.float32, device)
+    made = build_decoder(CONFIG, torch.float32, device)
     generator = torch.Generator().manual_seed(1)
     for target in made.targets().values():
         values = torch.randn(target.tensor.shape, generator=generator)

@@ -1,0 +1,311 @@
+"""A machine of random operations through a real gateway, against transformers.
+
+After every operation the length and the logits of each touched cache are compared with what transformers
+computes from the tokens alone; at the end everything is released and every pool has to be whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import types_pb2
+
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import hf_greedy, hf_logits
+
+VOCAB = 97
+MAX_TOKENS = 160
+# float32 against float32, in another order of summation. The issue of exactness: under 1e-4.
+MAX_RELATIVE_ERROR = 1e-4
+WITH_LOGITS = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+
+tokens_of = st.integers(0, VOCAB - 1)
+# Prompts that start alike, so that pages are found again; and ones that do not.
+prompts = st.one_of(
+    st.lists(tokens_of, min_size=1, max_size=60),
+    st.integers(1, 60).map(lambda n: [(3 * i + 1) % VOCAB for i in range(n)]),
+)
+picks = st.integers(0, 10_000)
+
+
+@dataclass
+class Held:
+    """A cache that the test holds, and what should be in it."""
+
+    cache_id: str
+    tokens: list[int]
+    # The last append, to be repeated: its base and its request.
+    last: tuple[int, list[int]] | None = None
+
+
+@dataclass
+class Harness:
+    """What the machine needs; a class attribute, since hypothesis makes the instances."""
+
+    gateway: GatewayProcess
+    model: Path
+    operations: dict[str, int] = field(default_factory=dict)
+
+
+class ParityMachine(RuleBasedStateMachine):
+    """Callers' operations in any order."""
+
+    harness: Harness
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stub = self.harness.gateway.stub
+        self.held: list[Held] = []
+
+    def pick(self, number: int) -> Held:
+        return self.held[number % len(self.held)]
+
+    def check_row(self, output: types_pb2.StepOutput, tokens: list[int]) -> None:
+        expected = hf_logits(self.harness.model, tokens)[-1].numpy()
+        actual = np.frombuffer(output.logits.data, dtype="<f4")
+        error = np.abs(actual - expected).max() / np.abs(expected).max()
+        assert error < MAX_RELATIVE_ERROR, f"logits differ by {error} after {len(tokens)} tokens"
+        assert output.token_id == int(actual.argmax())
+
+    def check_step(self, held: Held, handle: types_pb2.KvCacheHandle) -> None:
+        assert handle.cache_id == held.cache_id
+        assert handle.seq_len == len(held.tokens)
+
+    @precondition(lambda self: len(self.held) < 6)
+    @rule(tokens=prompts)
+    def prefill(self, tokens: list[int]) -> None:
+        answer = self.stub.Prefill(pb.PrefillRequest(token_ids=tokens, output=WITH_LOGITS), timeout=30)
+        held = Held(answer.kv_cache.cache_id, list(tokens))
+        self.held.append(held)
+        self.check_step(held, answer.kv_cache)
+        self.check_row(answer.output, held.tokens)
+
+    @precondition(lambda self: len(self.held) < 5)
+    @rule(batch=st.lists(prompts, min_size=2, max_size=3))
+    def batch_prefill(self, batch: list[list[int]]) -> None:
+        items = [pb.PrefillRequest(token_ids=tokens, output=WITH_LOGITS) for tokens in batch]
+        results = self.stub.BatchPrefill(pb.BatchPrefillRequest(items=items), timeout=30).results
+        for tokens, result in zip(batch, results, strict=True):
+            held = Held(result.response.kv_cache.cache_id, list(tokens))
+            self.held.append(held)
+            self.check_step(held, result.response.kv_cache)
+            self.check_row(result.response.output, held.tokens)
+
+    @precondition(lambda self: bool(self.held))
+    @rule(number=picks, tokens=prompts, fenced=st.booleans())
+    def extend(self, number: int, tokens: list[int], fenced: bool) -> None:
+        held = self.pick(number)
+        if len(held.tokens) + len(tokens) > MAX_TOKENS:
+            return
+        position = len(held.tokens)
+        answer = self.stub.Prefill(
+            pb.PrefillRequest(
+                cache_id=held.cache_id,
+                token_ids=tokens,
+                position=position if fenced else None,
+                output=WITH_LOGITS,
+            ),
+            timeout=30,
+        )
+        held.tokens += tokens
+        held.last = (position, list(tokens))
+        self.check_step(held, answer.kv_cache)
+        self.check_row(answer.output, held.tokens)
+
+    @precondition(lambda self: bool(self.held))
+    @rule(number=picks, token=tokens_of)
+    def decode(self, number: int, token: int) -> None:
+        held = self.pick(number)
+        position = len(held.tokens)
+        answer = self.stub.Decode(
+            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=position, output=WITH_LOGITS),
+            timeout=30,
+        )
+        held.tokens.append(token)
+        held.last = (position, [token])
+        self.check_step(held, answer.kv_cache)
+        self.check_row(answer.output, held.tokens)
+
+    @precondition(lambda self: any(h.last for h in self.held))
+    @rule(number=picks)
+    def repeat_last_step(self, number: int) -> None:
+        candidates = [held for held in self.held if held.last]
+        held = candidates[number % len(candidates)]
+        assert held.last is not None
+        position, tokens = held.last
+        answer = self.stub.Prefill(
+            pb.PrefillRequest(
+                cache_id=held.cache_id, token_ids=tokens, position=position, output=WITH_LOGITS
+            ),
+            timeout=30,
+        )
+        self.check_step(held, answer.kv_cache)
+        self.check_row(answer.output, held.tokens[: position + len(tokens)])
+
+    @precondition(lambda self: bool(self.held))
+    @rule(tokens=st.lists(tokens_of, min_size=6, max_size=6), bad=st.booleans())
+    def batch_decode(self, tokens: list[int], bad: bool) -> None:
+        items = [
+            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, output=WITH_LOGITS)
+            for held, token in zip(self.held, tokens, strict=False)
+        ]
+        middle = len(items) // 2
+        if bad:
+            items.insert(middle, pb.DecodeRequest(cache_id="kv_unknown", token_id=1))
+        results = list(self.stub.BatchDecode(pb.BatchDecodeRequest(items=items), timeout=30).results)
+        if bad:
+            assert results.pop(middle).HasField("error")
+        for held, token, result in zip(self.held, tokens, results, strict=False):
+            held.last = (len(held.tokens), [token])
+            held.tokens.append(token)
+            self.check_step(held, result.response.kv_cache)
+            self.check_row(result.response.output, held.tokens)
+
+    @precondition(lambda self: len(self.held) in range(1, 6))
+    @rule(number=picks, token=tokens_of, prompt=prompts, chunk=prompts)
+    def unified(self, number: int, token: int, prompt: list[int], chunk: list[int]) -> None:
+        held = self.pick(number)
+        items = [
+            pb.UnifiedForwardItem(cache_id=held.cache_id, token_ids=[token], output=WITH_LOGITS),
+            pb.UnifiedForwardItem(token_ids=chunk, is_final_chunk=False),
+            pb.UnifiedForwardItem(token_ids=prompt, output=WITH_LOGITS),
+        ]
+        results = self.stub.UnifiedForward(pb.UnifiedForwardRequest(items=items), timeout=30).results
+        held.last = (len(held.tokens), [token])
+        held.tokens.append(token)
+        answers = [result.response for result in results]
+        self.check_row(answers[0].output, held.tokens)
+        assert not answers[1].HasField("output")
+        self.check_row(answers[2].output, prompt)
+        self.held.append(Held(answers[2].kv_cache.cache_id, list(prompt)))
+        # What a chunk left behind is extended like any other cache.
+        started = Held(answers[1].kv_cache.cache_id, list(chunk))
+        self.held.append(started)
+        self.decode(len(self.held) - 1, token)
+
+    @precondition(lambda self: bool(self.held))
+    @rule(
+        number=picks,
+        drafts=st.lists(tokens_of, min_size=0, max_size=6),
+        right=st.integers(0, 6),
+        accept=st.booleans(),
+    )
+    def verify(self, number: int, drafts: list[int], right: int, accept: bool) -> None:
+        held = self.pick(number)
+        first = held.tokens[0]
+        # The first drafts are what the model will say, the rest is chance.
+        truth = hf_greedy(self.harness.model, [*held.tokens, first], min(right, len(drafts)))
+        fed = [first, *truth, *drafts[len(truth) :]]
+        mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_UNSPECIFIED
+        answer = self.stub.ForwardVerify(
+            pb.ForwardVerifyRequest(
+                cache_id=held.cache_id,
+                token_ids=fed,
+                position=len(held.tokens),
+                accept=mode,
+                output=WITH_LOGITS,
+            ),
+            timeout=30,
+        )
+        base = list(held.tokens)
+        assert len(answer.outputs) == len(fed)
+        for index, output in enumerate(answer.outputs):
+            self.check_row(output, base + fed[: index + 1])
+        if accept:
+            chosen = [output.token_id for output in answer.outputs]
+            kept = next((i for i, d in enumerate(fed[1:]) if d != chosen[i]), len(fed) - 1)
+            assert answer.accepted == kept >= len(truth)
+        else:
+            assert answer.accepted == len(fed) - 1
+        held.tokens = base + fed[: answer.accepted + 1]
+        held.last = None
+        self.check_step(held, answer.kv_cache)
+
+    @precondition(lambda self: bool(self.held))
+    @rule(number=picks, share=st.floats(0, 1))
+    def truncate(self, number: int, share: float) -> None:
+        held = self.pick(number)
+        new_len = max(1, round(share * len(held.tokens)))
+        request = pb.TruncateKVRequest(cache_id=held.cache_id, new_len=new_len)
+        answer = self.stub.TruncateKV(request, timeout=30)
+        if new_len < len(held.tokens):
+            held.last = None
+        del held.tokens[new_len:]
+        self.check_step(held, answer.kv_cache)
+
+    @precondition(lambda self: len(self.held) in range(1, 5))
+    @rule(number=picks, count=st.integers(1, 2), drop_parent=st.booleans())
+    def fork(self, number: int, count: int, drop_parent: bool) -> None:
+        parent = self.pick(number)
+        request = pb.ForkCacheRequest(cache_id=parent.cache_id, count=count)
+        if drop_parent:
+            request.release.append(parent.cache_id)
+        for handle in self.stub.ForkCache(request, timeout=30).kv_caches:
+            child = Held(handle.cache_id, list(parent.tokens))
+            self.check_step(child, handle)
+            self.held.append(child)
+        if drop_parent:
+            self.held.remove(parent)
+
+    @precondition(lambda self: bool(self.held))
+    @rule(number=picks)
+    def release(self, number: int) -> None:
+        held = self.pick(number)
+        self.held.remove(held)
+        request = pb.ReleaseCacheRequest(cache_id=held.cache_id)
+        assert self.stub.ReleaseCache(request, timeout=30).released
+        assert not self.stub.ReleaseCache(request, timeout=30).released
+
+    @rule(tokens=prompts)
+    def score(self, tokens: list[int]) -> None:
+        answer = self.stub.Forward(pb.ForwardRequest(token_ids=tokens, output=WITH_LOGITS), timeout=30)
+        logits = hf_logits(self.harness.model, tokens)
+        self.check_row(answer.outputs[-1], tokens)
+        assert len(answer.outputs) == len(tokens)
+        expected = logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
+        torch.testing.assert_close(torch.tensor(answer.token_logprobs), expected, rtol=1e-4, atol=1e-4)
+
+    def teardown(self) -> None:
+        for held in self.held:
+            self.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=held.cache_id), timeout=30)
+        self.harness.gateway.assert_pools_are_whole()
+
+
+def run_parity_machine(gateway: GatewayProcess, model: Path, *, examples: int, steps: int) -> None:
+    """The machine on one gateway, that serves `model` in float32."""
+    ParityMachine.harness = Harness(gateway, model)
+    run_state_machine_as_test(
+        ParityMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def assert_greedy_tokens_match(gateway: GatewayProcess, model: Path) -> None:
+    """64 tokens, one Decode after the other, are those that transformers chooses."""
+    prompt = [(5 * i + 2) % VOCAB for i in range(37)]
+    expected = hf_greedy(model, prompt, 64)
+    stub = gateway.stub
+    answer = stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=30)
+    handle, chosen = answer.kv_cache, [answer.output.token_id]
+    while len(chosen) < len(expected):
+        step = stub.Decode(
+            pb.DecodeRequest(cache_id=handle.cache_id, token_id=chosen[-1], position=handle.seq_len),
+            timeout=30,
+        )
+        handle = step.kv_cache
+        chosen.append(step.output.token_id)
+    stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=30)
+    assert chosen == expected

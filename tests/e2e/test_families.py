@@ -1,0 +1,22 @@
+"""Every family through a real gateway, against transformers: any operations, and 64 greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.parity_machine import assert_greedy_tokens_match, run_parity_machine
+from tests.families import MODELS, settings_of
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import make_family_model
+
+FLAGS = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family(name: str, tmp_path: Path) -> None:
+    model = make_family_model(tmp_path / "model", *settings_of(name), seed=3)
+    with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
+        run_parity_machine(gateway, model, examples=3, steps=12)
+        assert_greedy_tokens_match(gateway, model)

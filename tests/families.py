@@ -1,0 +1,81 @@
+"""A tiny model of each family that has native code: settings of its config that make every part count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+    "long_factor": [2.0 + 0.3 * pair for pair in range(6)],
+    "partial_rotary_factor": 0.75,
+}
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 7}
+_QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+# By a name: the family and its settings. More than one where a family has variants.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3": ("llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 32}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "mistral without a window": ("mistral", {"sliding_window": None, "head_dim": 48}),
+    "mixtral": ("mixtral", {"num_local_experts": 6, "sliding_window": 9}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_moe": ("qwen3_moe", {**_QWEN_MOE, "norm_topk_prob": True, "head_dim": 32}),
+    "qwen3_moe with dense layers": (
+        "qwen3_moe",
+        {**_QWEN_MOE, "mlp_only_layers": [1], "decoder_sparse_step": 2, "head_dim": 32},
+    ),
+    "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3_text", {**_GEMMA, "sliding_window_pattern": 3, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3 with longrope": (
+        "phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 512},
+    ),
+    "smollm3": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [1, 0, 1, 1]},
+    ),
+    "olmo2": ("olmo2", {}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.5,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+        },
+    ),
+}
+
+
+def settings_of(name: str) -> tuple[str, dict[str, Any]]:
+    """The family of a model, and all settings of its config."""
+    model_type, settings = MODELS[name]
+    return model_type, {**_SIZES, **settings}

@@ -1,0 +1,166 @@
+"""Every family with native code against transformers: its config, its logits, and what it chooses."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.families import MODELS, settings_of
+from tests.model_factory import hf_greedy, hf_logits, make_family_model
+from tests.workers.packing import HandPacker, HandSequence, Item, poison
+from workers.executors.describe import kv_shape
+from workers.kv.tensors import KvTensors
+from workers.models.builder import build_decoder
+from workers.models.config import ModelConfig
+from workers.models.registry import FAMILIES
+from workers.models.weights import load_model
+
+torch.set_num_threads(1)
+
+# float32 with sums of a few hundred terms over four layers; measured are 1e-7 to 3e-6.
+RELATIVE_ERROR = 2e-5
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A model's name and its directory."""
+    directory = tmp_path_factory.mktemp("model")
+    return request.param, make_family_model(directory, *settings_of(request.param), seed=7)
+
+
+def new_kv(config: ModelConfig, dtype: torch.dtype = torch.float32) -> KvTensors:
+    kv = KvTensors(num_pages=40, **kv_shape(config, dtype))
+    poison(kv)
+    return kv
+
+
+def new_packer(seed: int) -> HandPacker:
+    pages = list(range(40))
+    random.Random(seed).shuffle(pages)
+    return HandPacker(16, pages)
+
+
+def texts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(97) for _ in range(length)] for length in lengths]
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} == FAMILIES.keys()
+
+
+def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
+    """Three texts grow by random chunks in shared batches; every row's logits are compared."""
+    name, directory = made
+    decoder = load_model(directory).decoder
+    kv, packer, dice = new_kv(decoder.config), new_packer(1), random.Random(name)
+    whole = texts(2, (1, 33, 70))
+    sequences = [HandSequence() for _ in whole]
+    rows: list[list[torch.Tensor]] = [[] for _ in whole]
+    while any(sequence.length < len(text) for sequence, text in zip(sequences, whole, strict=True)):
+        items, owners = [], []
+        for index, (sequence, text) in enumerate(zip(sequences, whole, strict=True)):
+            size = min(dice.choice((0, 1, 1, 3, 16, 29)), len(text) - sequence.length)
+            if size:
+                items.append(Item(sequence, text[sequence.length : sequence.length + size], range(size)))
+                owners += [index] * size
+        if items:
+            logits = decoder.logits(decoder.forward(packer.pack(items), kv))
+            for owner, row in zip(owners, logits, strict=True):
+                rows[owner].append(row)
+    for text, found in zip(whole, rows, strict=True):
+        expected = hf_logits(directory, text)
+        error = (torch.stack(found) - expected).abs().max() / expected.abs().max()
+        assert error < RELATIVE_ERROR
+
+
+def test_64_greedy_tokens_are_identical(made: tuple[str, Path]) -> None:
+    _, directory = made
+    decoder = load_model(directory).decoder
+    kv, packer = new_kv(decoder.config), new_packer(3)
+    prompts = texts(4, (5, 40))
+    sequences = [HandSequence() for _ in prompts]
+    chosen: list[list[int]] = [[] for _ in prompts]
+    fed = prompts
+    for _ in range(64):
+        items = [Item(sequence, tokens) for sequence, tokens in zip(sequences, fed, strict=True)]
+        best = decoder.logits(decoder.forward(packer.pack(items), kv)).argmax(-1).tolist()
+        for text, token in zip(chosen, best, strict=True):
+            text.append(token)
+        fed = [[token] for token in best]
+    for prompt, text in zip(prompts, chosen, strict=True):
+        assert text == hf_greedy(directory, prompt, 64)
+
+
+def test_bfloat16_errs_no_more_than_transformers(made: tuple[str, Path]) -> None:
+    """Both round differently; against float32 ours may err at most twice as much."""
+    _, directory = made
+    decoder = load_model(directory, torch.bfloat16, pack=True).decoder
+    (text,) = texts(8, (60,))
+    exact = hf_logits(directory, text)
+    theirs = (hf_logits(directory, text, torch.bfloat16) - exact).abs().mean()
+    inputs = new_packer(5).pack([Item(HandSequence(), text, range(60))])
+    logits = decoder.logits(decoder.forward(inputs, new_kv(decoder.config, torch.bfloat16)))
+    assert (logits.float() - exact).abs().mean() <= 2 * theirs
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_a_config_leaves_out_is_as_in_transformers(model_type: str, tmp_path: Path) -> None:
+    """The least that a config can say, read by us as it is, and in full as the library writes it."""
+    said = {
+        "model_type": model_type,
+        "vocab_size": 97,
+        "hidden_size": 512,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    bare = ModelConfig.from_directory(tmp_path)
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "whole")
+    assert ModelConfig.from_directory(tmp_path / "whole") == bare
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    theirs = AutoConfig.for_model(model_type)
+    for name, value in FAMILIES[model_type].defaults.items():
+        if name == "rope_theta" and not FAMILIES[model_type].rope_by_type:
+            assert theirs.rope_parameters["rope_theta"] == value
+        elif hasattr(theirs, name):
+            assert getattr(theirs, name) == value, name
+
+
+def parameters_of(part: object) -> Iterator[torch.Tensor]:
+    """All tensors that a decoder holds, found by looking into its parts."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, list | tuple):
+        for one in part:
+            yield from parameters_of(one)
+    elif type(part).__module__.startswith(("workers.models.", "kernels.")) and not isinstance(part, ModelConfig):
+        for name in getattr(part, "__slots__", None) or vars(part):
+            yield from parameters_of(getattr(part, name))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_targets_cover_every_parameter_once(name: str) -> None:
+    model_type, settings = settings_of(name)
+    config = ModelConfig.from_settings(AutoConfig.for_model(model_type, **settings).to_dict())
+    decoder = build_decoder(config, torch.float32)
+    parameters = list({parameter.data_ptr(): parameter for parameter in parameters_of(decoder)}.values())
+    assert len(parameters) > 4 * len(decoder.layers)
+    for parameter in parameters:
+        parameter.zero_()
+    for target in decoder.targets().values():
+        target.tensor.add_(1)
+    assert all(bool((parameter == 1).all()) for parameter in parameters)

@@ -1,0 +1,73 @@
+"""A mixture of experts: each token goes through a few gated MLPs, which a router chooses for it.
+
+Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kernels.experts import ExpertWeights, experts, pack_experts, route
+from kernels.gated_activation import Activation
+from kernels.linear import linear
+from workers.models.layer_settings import ExpertsConfig
+from workers.models.layers import Step
+from workers.models.linear import Target
+from workers.models.registry import ExpertNames
+
+
+class Experts:
+    """The sum of the chosen experts' outputs, weighted by the router."""
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        names: ExpertNames,
+        activation: Activation,
+        *,
+        router: torch.Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        wide_routing: bool,
+    ) -> None:
+        """Take over parameters.
+
+        Args:
+            config: Sizes.
+            names: In a layer of a checkpoint.
+            activation: Of the gate.
+            router: [E, C].
+            gate_up: [E, 2 * I, C], rows of gate, then up.
+            down: [E, C, I].
+            wide_routing: The weights of experts stay float32.
+        """
+        self.router = router
+        self.gate_up = gate_up
+        self.down = down
+        self._config = config
+        self._names = names
+        self._activation = activation
+        self._wide_routing = wide_routing
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Where the tensors of a checkpoint go."""
+        yield f"{prefix}{self._names.router}.weight", Target.whole(self.router)
+        for index in range(self._config.count):
+            gate, up = self.gate_up[index].chunk(2)
+            parts = {self._names.gate: gate, self._names.up: up, self._names.down: self.down[index]}
+            for name, part in parts.items():
+                yield f"{prefix}{name.format(index)}.weight", Target.whole(part)
+
+    def pack(self) -> None:
+        """Lay the filled weights out for the matrix library."""
+        self.gate_up = pack_experts(self.gate_up)
+        self.down = pack_experts(self.down)
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, C] -> [T, C]."""
+        dtype = torch.float32 if self._wide_routing else x.dtype
+        logits = linear(x, self.router)  # [T, E]
+        expert_ids, weights = route(logits, self._config.per_token, self._config.normalized, dtype=dtype)
+        return experts(x, self.gate_up, self.down, expert_ids, weights, self._activation)

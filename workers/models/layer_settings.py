@@ -1,0 +1,69 @@
+"""Reads what differs from layer to layer from the settings of a config.json: windows and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workers.models.errors import ModelError, UnsupportedError
+from workers.models.registry import FULL, SLIDING, Family
+from workers.models.values import boolean, integer
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The experts of a sparse layer.
+
+    Attributes:
+        count: How many there are.
+        per_token: How many of them a token goes through.
+        intermediate_size: The inner width of each.
+        normalized: Their weights add up to one for each token.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalized: bool
+
+
+def read_layer_types(
+    settings: Mapping[str, object], family: Family, layers: int, *, windowed: bool
+) -> list[str]:
+    """The type of each layer. Raises ModelError, or UnsupportedError for a type that is not there."""
+    listed = settings.get("layer_types") if "layer_types" in family.reads else None
+    if listed is None:
+        # Without a window they are all alike, but where they are turned differently.
+        return family.layer_types(settings, layers) if windowed or family.rope_by_type else [FULL] * layers
+    known = (FULL, SLIDING)
+    if not isinstance(listed, list) or any(layer_type not in known for layer_type in listed):
+        raise UnsupportedError(f"layer_types: each must be one of {', '.join(known)}, got {listed!r}")
+    if len(listed) != layers:
+        raise ModelError(f"layer_types: must have {layers} entries, got {len(listed)}")
+    return listed
+
+
+def sparse_layers(settings: Mapping[str, object], family: Family, layers: int) -> list[bool]:
+    """Which layers have experts. Raises ModelError."""
+    if family.experts is None:
+        return [False] * layers
+    every = integer(settings, "decoder_sparse_step", 1)
+    dense = settings.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+        raise ModelError(f"mlp_only_layers: must be a list of layers, got {dense!r}")
+    return [index not in dense and (index + 1) % every == 0 for index in range(layers)]
+
+
+def read_experts(settings: Mapping[str, object]) -> ExpertsConfig:
+    """The experts, in the spelling of Qwen or of Mixtral. Raises ModelError."""
+    of_qwen = "num_experts" in settings
+    count = integer(settings, "num_experts" if of_qwen else "num_local_experts")
+    per_token = integer(settings, "num_experts_per_tok")
+    if per_token > count:
+        raise ModelError(f"num_experts_per_tok: must be at most {count}, the number of experts, got {per_token}")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        intermediate_size=integer(settings, "moe_intermediate_size" if of_qwen else "intermediate_size"),
+        normalized=boolean(settings, "norm_topk_prob", default=not of_qwen),
+    )

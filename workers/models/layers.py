@@ -1,0 +1,250 @@
+"""What layers of decoders are composed of: norms, attention over paged KV, and gated MLPs.
+
+A block reads the residual stream and adds to it. Blocks hand on two tensors: x, what the last one computed and
+nobody has added yet, and the residual stream without it; so the sum and the norm that follows are one operation.
+
+Dimension letters: T tokens of the batch; C hidden width; H query heads; K key-value heads; D head width; R width
+of a head that is turned; I intermediate width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.gated_activation import Activation, gated_activation
+from kernels.paged_attention import paged_attention
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rope import RopeSpec
+from kernels.rope_kv_write import rope_kv_write
+from workers.kv.tensors import KvTensors
+from workers.models.inputs import ForwardInputs
+from workers.models.linear import Linear, Target
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers of a forward need.
+
+    Attributes:
+        inputs: The batch.
+        kv: The pages.
+        rotations: [T, R] float32 for each rotary embedding, cosines and sines at the positions of the tokens.
+    """
+
+    inputs: ForwardInputs
+    kv: KvTensors
+    rotations: Mapping[RopeSpec, torch.Tensor]
+
+
+class Norm:
+    """RMSNorm of rows."""
+
+    def __init__(self, name: str, weight: torch.Tensor, eps: float, offset: float) -> None:
+        """Take over a weight [C], to which a checkpoint's `name` is loaded with `offset` added."""
+        self.name = name
+        self.weight = weight
+        self._eps = eps
+        self._offset = offset
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Where the tensors of a checkpoint go."""
+        yield f"{prefix}{self.name}.weight", Target(self.weight, tuple(self.weight.shape), self._offset)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, C] -> [T, C], a new tensor."""
+        return rms_norm(x, self.weight, self._eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Add x to the residual stream, which is changed, and normalise the sum."""
+        return add_rms_norm(x, residual, self.weight, self._eps)
+
+
+class Body(Protocol):
+    """What a block computes between its norms."""
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Where the tensors of a checkpoint go."""
+
+    def pack(self) -> None:
+        """Lay the filled weights out for the matrix library."""
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, C] -> [T, C], or the wanted rows of it."""
+
+
+class Block:
+    """residual + scale * after(body(before(residual))), where a norm that is None is left out."""
+
+    def __init__(self, before: Norm | None, body: Body, after: Norm | None, scale: float) -> None:
+        """Compose."""
+        self.body = body
+        self._before = before
+        self._after = after
+        self._scale = scale
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Where the tensors of a checkpoint go."""
+        for part in (self._before, self.body, self._after):
+            if part is not None:
+                yield from part.targets(prefix)
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mutates `residual`, which takes x up.
+
+        Args:
+            x: [T, C] what the last block computed; None: this is the first.
+            residual: [T, C].
+            step: The forward.
+
+        Returns:
+            What this block computed, and the residual stream without it.
+        """
+        x = self.body(self._enter(x, residual), step)
+        if self._after is not None:
+            x = self._after(x)
+        if self._scale != 1.0:
+            x = x * self._scale
+        return x, residual
+
+    def _enter(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        if x is None:
+            return residual if self._before is None else self._before(residual)
+        if self._before is None:
+            return residual.add_(x)
+        return self._before.of_sum(x, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes and settings of one layer's attention; see `ModelConfig`."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    rope: RopeSpec | None
+    eps: float
+
+
+class Attention:
+    """Grouped-query attention over the pages of one layer."""
+
+    def __init__(
+        self,
+        index: int,
+        shape: AttentionShape,
+        qkv: Linear,
+        output: Linear,
+        head_norm: torch.Tensor | None,
+        row_norms: tuple[torch.Tensor, torch.Tensor] | None,
+        norm_offset: float,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Take over parameters.
+
+        Args:
+            index: Which layer of the pages.
+            shape: Its sizes.
+            qkv: [(H + 2 * K) * D, C], rows of q, then k, then v.
+            output: [C, H * D].
+            head_norm: [H + K, D], the q weight for every query head, then the k weight; None: not normalised so.
+            row_norms: [H * D] and [K * D], the weights of whole rows of queries and keys; None: not normalised so.
+            norm_offset: Added to a checkpoint's weights of either.
+            is_last: No row meets another after this layer: only the wanted ones go on.
+        """
+        self.qkv = qkv
+        self.output = output
+        self.head_norm = head_norm
+        self.row_norms = row_norms
+        self._index = index
+        self._shape = shape
+        self._norm_offset = norm_offset
+        self._is_last = is_last
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Where the tensors of a checkpoint go."""
+        prefix += "self_attn."
+        yield from self.qkv.targets(prefix)
+        yield from self.output.targets(prefix)
+        names = (f"{prefix}q_norm.weight", f"{prefix}k_norm.weight")
+        if self.head_norm is not None:
+            parts = torch.split(self.head_norm, [self._shape.heads, self._shape.kv_heads])
+            for name, part in zip(names, parts, strict=True):
+                yield name, Target(part, (self._shape.head_dim,), self._norm_offset)
+        for name, weight in zip(names, self.row_norms or (), strict=False):
+            yield name, Target(weight, tuple(weight.shape), self._norm_offset)
+
+    def pack(self) -> None:
+        """Lay the filled weights out for the matrix library."""
+        self.qkv.pack()
+        self.output.pack()
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attend, after the keys and values of the batch's tokens were written to their slots."""
+        shape, pages = self._shape, step.kv.layer(self._index)
+        query = self._project(x, step)  # [T, H, D]
+        wanted = step.inputs.wanted_rows
+        if self._is_last and not len(wanted):
+            return x[:0]  # [0, C]: the batch was for its keys and values only
+        attended = paged_attention(
+            query,
+            *pages,
+            step.inputs.attention,
+            scale=shape.scale,
+            sliding_window=shape.window,
+            softcap=shape.softcap,
+        ).flatten(1)  # [T, H * D]
+        return self.output(attended.index_select(0, wanted) if self._is_last else attended)
+
+    def _project(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Queries [T, H, D]. Writes keys and values to their slots."""
+        shape = self._shape
+        projected = self.qkv(x)  # [T, (H + 2 * K) * D]
+        if self.row_norms is not None:
+            first = 0
+            for weight in self.row_norms:
+                part = projected[:, first : first + len(weight)]
+                part.copy_(rms_norm(part, weight, shape.eps))
+                first += len(weight)
+        rotations = None if shape.rope is None else step.rotations[shape.rope]
+        return rope_kv_write(
+            projected,
+            self.head_norm,
+            rotations,
+            step.inputs.slots,
+            *step.kv.layer(self._index),
+            shape.eps,
+        )
+
+
+class GatedMlp:
+    """down(activation(gate) * up)."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
+        """Take over parameters: [2 * I, C], rows of gate, then up; and [C, I]."""
+        self.gate_up = gate_up
+        self.down = down
+        self._activation = activation
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """Where the tensors of a checkpoint go."""
+        yield from self.gate_up.targets(f"{prefix}mlp.")
+        yield from self.down.targets(f"{prefix}mlp.")
+
+    def pack(self) -> None:
+        """Lay the filled weights out for the matrix library."""
+        self.gate_up.pack()
+        self.down.pack()
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, C] -> [T, C]."""
+        return self.down(gated_activation(self.gate_up(x), self._activation))

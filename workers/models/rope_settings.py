@@ -1,0 +1,99 @@
+"""Reads the rotary embedding of each type of layer from the settings of a config.json, in either spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kernels.rope import RopeSpec
+from workers.models.config_keys import check_rope_keys
+from workers.models.errors import ModelError, UnsupportedError
+from workers.models.registry import FULL, SLIDING, Family
+from workers.models.values import boolean, integer, number, optional_number, positive_numbers
+
+# What transformers 4 called some types.
+_OLD_TYPES = {"su": "longrope"}
+
+
+def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, RopeSpec]:
+    """The rotary embedding of each type of layer.
+
+    Raises:
+        ModelError: A setting is wrong; the message names it.
+        UnsupportedError: It asks for what is not there.
+    """
+    # transformers lets the old spelling win where a config has both.
+    scaling = _object(settings.get("rope_scaling"), "rope_scaling")
+    parameters = scaling or _object(settings.get("rope_parameters"), "rope_parameters")
+    if not family.rope_by_type:
+        if any(isinstance(value, Mapping) for value in parameters.values()):
+            raise UnsupportedError("rope_parameters: separate parameters for each layer type are not supported")
+        rope = _read(settings, parameters, "rope_theta")
+        return {FULL: rope, SLIDING: rope}
+    # The old spelling scales the full layers, and names the base of the sliding ones apart.
+    by_type = {} if scaling else parameters
+    if by_type.keys() - {FULL, SLIDING}:
+        raise UnsupportedError(f"rope_parameters: must be by layer type, got {sorted(by_type)}")
+    full = scaling or _object(by_type.get(FULL), f"rope_parameters.{FULL}")
+    sliding = _object(by_type.get(SLIDING), f"rope_parameters.{SLIDING}")
+    return {
+        FULL: _read(settings, full, "rope_theta"),
+        SLIDING: _read(settings, sliding, "rope_local_base_freq"),
+    }
+
+
+def rotary_dim(settings: Mapping[str, object], family: Family, head_dim: int) -> int:
+    """How many elements of a head are turned. Raises ModelError, or UnsupportedError."""
+    parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    inner = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
+    partial = settings.get("partial_rotary_factor") if inner is None else inner
+    if partial in (None, 1, 1.0):
+        return head_dim
+    if "partial_rotary_factor" not in family.reads:
+        raise UnsupportedError(f"partial_rotary_factor: must be 1, got {partial!r}")
+    share = number({"partial_rotary_factor": partial}, "partial_rotary_factor")
+    turned = int(head_dim * share)
+    if share > 1 or turned < 2 or turned % 2:
+        raise ModelError(f"partial_rotary_factor: must turn an even part of {head_dim} elements, got {partial!r}")
+    return turned
+
+
+def _object(value: object, name: str) -> Mapping[str, object]:
+    """An object, empty where it is absent or null. Raises ModelError."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ModelError(f"{name}: must be an object, got {value!r}")
+    return value or {}
+
+
+def _read(settings: Mapping[str, object], parameters: Mapping[str, object], theta_name: str) -> RopeSpec:
+    """One rotary embedding, whose base is named beside its parameters in the old spelling."""
+    check_rope_keys(parameters)
+    longest = integer(settings, "max_position_embeddings")
+    original = integer(settings, "original_max_position_embeddings", longest)
+    theta = number(parameters, "rope_theta", number(settings, theta_name, 10_000.0))
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type == "default":
+        return RopeSpec(theta=theta)
+    rope_type = _OLD_TYPES.get(str(rope_type), str(rope_type))
+    original = integer(parameters, "original_max_position_embeddings", original)
+    # Every scaled type has a factor, of which a missing one is a mistake and not 1; but that of longrope follows.
+    factor = longest / original if rope_type == "longrope" else None
+    try:
+        return RopeSpec(
+            theta=theta,
+            rope_type=rope_type,
+            factor=number(parameters, "factor", factor),
+            original_max_position_embeddings=original,
+            low_freq_factor=number(parameters, "low_freq_factor", 1.0),
+            high_freq_factor=number(parameters, "high_freq_factor", 4.0),
+            beta_fast=number(parameters, "beta_fast", 32.0),
+            beta_slow=number(parameters, "beta_slow", 1.0),
+            attention_factor=optional_number(parameters, "attention_factor"),
+            mscale=optional_number(parameters, "mscale"),
+            mscale_all_dim=optional_number(parameters, "mscale_all_dim"),
+            truncate=boolean(parameters, "truncate", default=True),
+            max_position_embeddings=longest if rope_type in ("dynamic", "longrope") else 0,
+            short_factor=positive_numbers(parameters, "short_factor"),
+            long_factor=positive_numbers(parameters, "long_factor"),
+        )
+    except ValueError as error:
+        raise UnsupportedError(f"rope_parameters: {error}") from error
