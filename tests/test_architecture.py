@@ -19,7 +19,7 @@ WORKER_LAYERS = (
     {"__main__"},
     {"server", "wire"},
     {"step_loop"},
-    {"scheduler", "step_shares", "forward_queue", "coalescing", "batch", "running", "executors"},
+    {"scheduler", "prefill_share", "step_shares", "forward_queue", "coalescing", "batch", "running", "executors"},
     {"runners"},
     {"models", "row_outputs", "device_sampling"},
     {"sampling", "counter_rng", "logit_settings"},
