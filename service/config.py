@@ -164,7 +164,7 @@ class Config:
     )
     max_mixed_prefill_tokens: int | None = _setting(
         None,
-        "most prompt tokens in a step that also decodes; by default, what makes it half as long again",
+        "most prompt tokens in a step that also decodes; by default, what makes it twice as long",
         minimum=1,
         maximum=1 << 20,
     )

@@ -1,10 +1,10 @@
 """How many prompt tokens a step may hold while others decode.
 
 Who decodes waits for every step whole, and a step full of prompt tokens takes many times as long as one of
-decodes alone. So beside decodes of other callers a step gets so many prompt tokens as make it about half as
-long again: who comes back in the middle of one waits for the rest of it and for his own, three times as long
-as alone at most. A third of the time is the prompts'. Who decodes and prefills himself knows what he asks
-for, and is not held back by himself.
+decodes alone. So beside decodes of other callers a step gets so many prompt tokens as make it about twice as
+long. Who comes back at once waits twice as long as alone, and who comes back in the middle of a step also for
+the rest of that. Half of the time is the prompts'. Who decodes and prefills himself knows what he asks for,
+and is not held back by himself.
 
 How long steps take is learnt. A number that was set instead holds for all, whoever they are.
 
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 # What prompt tokens may add to a step of decodes, in lengths of such a step.
-_MOST_ADDED = 0.5
+_MOST_ADDED = 1.0
 # So many steps after his last decode a caller is expected back.
 _REMEMBERED_STEPS = 8
 # A page: prompts go on, whatever a step seems to take.

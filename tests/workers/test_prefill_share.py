@@ -71,10 +71,13 @@ class Model:
 @pytest.mark.parametrize("base_ns", [10, 30, 500])
 @pytest.mark.parametrize("decoders", [1, 16])
 @pytest.mark.parametrize("thinks", [0.1, 0.8, 3.0])
-def test_beside_prompts_of_another_nobody_waits_longer_than_thrice(
+def test_beside_prompts_of_another_a_step_is_twice_as_long(
     base_ns: int, decoders: int, thinks: float
 ) -> None:
-    """But for chunks of a page, which a prompt always has: its last beside the first of the next."""
+    """Who comes in the middle of one waits for two of them.
+
+    But for chunks of a page, which a prompt always has: its last beside the first of the next.
+    """
     callers = list(range(2, 2 + decoders))
     model = Model(base_ns, 1, int(thinks * (base_ns + decoders)))
     model.run(callers, 50, prompts=False)
@@ -83,9 +86,9 @@ def test_beside_prompts_of_another_nobody_waits_longer_than_thrice(
     model.waits_ns.clear()
     model.prompt_tokens, began_ns = 0, model.now_ns
     model.run(callers, 400, prompts=True)
-    assert max(model.waits_ns) <= 3 * longest_alone + 3 * PAGE_SIZE
-    # And a third of the time is the prompts', in whole pages.
-    assert model.prompt_tokens >= 0.25 * (model.now_ns - began_ns)
+    assert max(model.waits_ns) <= 4 * longest_alone + 3 * PAGE_SIZE
+    # And half of the time is the prompts', in whole pages.
+    assert model.prompt_tokens >= 0.35 * (model.now_ns - began_ns)
 
 
 def test_who_decodes_beside_his_own_prompt_fills_the_step() -> None:
