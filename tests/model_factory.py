@@ -57,7 +57,7 @@ def hf_config(spec: TinyModel) -> Qwen3Config:
 
 def make_model(directory: Path, spec: TinyModel) -> Path:
     """Write config.json and safetensors; returns the directory. The same spec gives the same weights."""
-    model = AutoModelForCausalLM.from_config(hf_config(spec))
+    model = AutoModelForCausalLM.from_config(hf_config(spec))  # type: ignore[no-untyped-call]
     return _save_with_random_weights(model, directory, spec.dtype, spec.seed, spec.max_shard_bytes)
 
 
@@ -73,7 +73,8 @@ def make_family_model(
         dtype: Of the weights.
         seed: The same seed gives the same weights.
     """
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, dtype=dtype, **settings))
+    config = AutoConfig.for_model(model_type, dtype=dtype, **settings)
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return _save_with_random_weights(model, directory, dtype, seed, max_shard_bytes=60_000)
 
 

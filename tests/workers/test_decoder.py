@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch
 from tests.model_factory import TinyModel, hf_greedy, hf_logits, make_model
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
 from workers.kv.tensors import KvTensors, LayerKv
-from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.weights import load_model
 

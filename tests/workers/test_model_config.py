@@ -47,6 +47,11 @@ def read(**changes: Any) -> ModelConfig:
     return ModelConfig.from_settings({k: v for k, v in {**OLD, **changes}.items() if v is not ...})
 
 
+def windows_of(config: ModelConfig) -> list[int | None]:
+    """The window of each layer."""
+    return [layer.window for layer in config.layers]
+
+
 def test_old_spelling() -> None:
     config = read()
     assert config == ModelConfig(
@@ -103,7 +108,7 @@ def test_defaults() -> None:
         bos_token_id=...,
         rope_theta=...,
     )
-    assert (config.head_dim, config.num_key_value_heads) == (64, 16)
+    assert (config.head_dim, config.num_key_value_heads) == (128, 16)
     assert (config.dtype, config.eos_token_ids, config.bos_token_id) == (None, (), None)
     assert config.layers[0].rope == RopeSpec(theta=10_000.0)
     assert read(torch_dtype="torch.float32").dtype == "float32"
@@ -111,16 +116,19 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_old_rope_scaling(key: str) -> None:
-    rope = read(rope_scaling={key: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}).layers[0].rope
+    rope = (
+        read(rope_scaling={key: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768})
+        .layers[0]
+        .rope
+    )
     assert rope is not None
     assert (rope.rope_type, rope.theta, rope.factor) == ("yarn", 1e6, 4.0)
     assert rope.original_max_position_embeddings == 32768
 
 
 def test_trained_length_of_rope_defaults_to_the_longest() -> None:
-    assert (
-        read(rope_scaling={"rope_type": "yarn", "factor": 2.0}).rope.original_max_position_embeddings == 40960
-    )
+    rope = read(rope_scaling={"rope_type": "yarn", "factor": 2.0}).layers[0].rope
+    assert rope is not None and rope.original_max_position_embeddings == 40960
 
 
 @pytest.mark.parametrize(
@@ -157,24 +165,24 @@ def test_generation_config_replaces_the_end_tokens(tmp_path: Path, eos: object, 
         ({"head_dim": 33}, "head_dim: must be even, got 33"),
         ({"head_dim": None, "hidden_size": 1000}, "hidden_size: must be a multiple of num_attention_heads"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: must be a positive number, got -1"),
-        ({"hidden_act": "gelu"}, "hidden_act: must be silu, got 'gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act: must be one of silu, .*, got 'relu'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: must be true or false"),
         ({"torch_dtype": "int8"}, "dtype: must be one of float32, bfloat16, float16, got 'int8'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
+            {"rope_scaling": {"rope_type": "axial", "factor": 2}},
             "rope_type: must be one of default, linear",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor: must be a positive number, got nothing"),
-        ({"rope_scaling": [1]}, "rope_parameters: must be an object"),
-        ({"rope_parameters": {"full_attention": {}}}, "for each layer type are not supported"),
+        ({"rope_scaling": [1]}, "rope_scaling: must be an object"),
+        ({"rope_parameters": {"full_attention": {}}}, "must not be by layer type"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: must be 1"),
         ({"layer_types": ["full_attention"]}, "layer_types: must have 28 entries, got 1"),
         (
             {"layer_types": ["linear_attention"] * 28},
             "layer_types: each must be one of full_attention, sliding",
         ),
-        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": ...}, "max_window_layers"),
+        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": -1}, "max_window_layers"),
         ({"eos_token_id": ["a"]}, "eos_token_id: must be a token id or a list"),
     ],
 )
@@ -211,17 +219,22 @@ MISTRAL: dict[str, Any] = {
 
 def test_a_new_family_is_never_silently_without_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line in the registry makes a family known, not its window."""
-    family = Family(qk_norm=False, qkv_bias=False, output_bias=False, rope_theta=10_000.0)
-    monkeypatch.setitem(FAMILIES, "mistral", family)
+    monkeypatch.setitem(FAMILIES, "mistral", Family())
     with pytest.raises(ModelError, match="sliding_window: is not supported"):
         ModelConfig.from_settings(MISTRAL)
     with pytest.raises(ModelError, match="sliding_window"):
-        ModelConfig.from_settings(MISTRAL | {"layer_types": ["sliding_attention"] * 32})
+        ModelConfig.from_settings(MISTRAL | {"layer_types": None})
     for used in (False, True):
         with pytest.raises(ModelError, match="sliding_window"):
             ModelConfig.from_settings(MISTRAL | {"use_sliding_window": used, "max_window_layers": 32})
     whole = ModelConfig.from_settings(MISTRAL | {"sliding_window": None})
-    assert whole.layer_windows == (None,) * 32
+    assert windows_of(whole) == [None] * 32
+
+
+def test_the_window_of_mistral_counts_by_itself() -> None:
+    assert windows_of(ModelConfig.from_settings(MISTRAL)) == [4096] * 32
+    left_out = {name: value for name, value in MISTRAL.items() if name != "sliding_window"}
+    assert windows_of(ModelConfig.from_settings(left_out)) == [4096] * 32
 
 
 def test_what_qwen3_ignores_is_ignored() -> None:

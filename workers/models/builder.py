@@ -6,8 +6,8 @@ Dimension letters: C hidden width; H query heads; K key-value heads; D head widt
 from __future__ import annotations
 
 import torch
-
 from kernels.experts import ExpertWeights
+
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.experts import Experts
@@ -81,7 +81,9 @@ class _Parts:
             rope=layer.rope,
             eps=config.rms_norm_eps,
         )
-        by_row = family.qk_norm == "row"
+        row_norms = None
+        if family.qk_norm == "row":
+            row_norms = self._norm_weight(heads * width), self._norm_weight(kv_heads * width)
         return Attention(
             index,
             shape,
@@ -93,7 +95,7 @@ class _Parts:
                 bias=config.attention_output_bias,
             ),
             head_norm=self._norm_weight(heads + kv_heads, width) if family.qk_norm == "head" else None,
-            row_norms=(self._norm_weight(heads * width), self._norm_weight(kv_heads * width)) if by_row else None,
+            row_norms=row_norms,
             norm_offset=family.norm_offset,
             is_last=index == config.num_hidden_layers - 1,
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kernels.gated_activation import Activation
+
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import check_keys
 from workers.models.errors import ModelError, UnsupportedError
@@ -173,6 +174,7 @@ class ModelConfig:
         vocab_size = integer(settings, "vocab_size")
         layers = _layers(settings, family)
         bias = boolean(settings, "attention_bias", default=False)
+        mlp_bias = boolean(settings, "mlp_bias", default=False)
         return cls(
             model_type=str(settings["model_type"]),
             vocab_size=vocab_size,
@@ -190,7 +192,7 @@ class ModelConfig:
             experts=read_experts(settings) if any(layer.sparse for layer in layers) else None,
             attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
             attention_output_bias=bias if family.output_bias is None else family.output_bias,
-            mlp_bias=boolean(settings, "mlp_bias", default=False) if family.mlp_bias is None else family.mlp_bias,
+            mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
             activation=_activation(settings, family),
             attention_scale=_attention_scale(settings, head_dim),
             attention_softcap=_of(family, "attn_logit_softcapping", settings),
@@ -206,7 +208,7 @@ class ModelConfig:
 
 
 def _text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings of the model of text; of one that also sees or hears, those of that part. Raises ModelError."""
+    """The settings of a model of text; of one that also sees or hears, those of that part. Raises ModelError."""
     wrapper = WRAPPERS.get(str(settings.get("model_type")))
     if wrapper is None:
         return settings
@@ -228,14 +230,13 @@ def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig
     types = read_layer_types(settings, family, count, windowed=window is not None)
     ropes = read_ropes(settings, family)
     sparse = sparse_layers(settings, family, count)
-    # Checked at the end, with the count of layers: types may be too few.
     return tuple(
         LayerConfig(
             window=window if layer_type == "sliding_attention" else None,
             rope=ropes[layer_type] if rotated else None,
             sparse=is_sparse,
         )
-        for layer_type, rotated, is_sparse in zip(types, rotated_layers(settings, count), sparse, strict=False)
+        for layer_type, rotated, is_sparse in zip(types, rotated_layers(settings, count), sparse, strict=True)
     )
 
 
@@ -254,7 +255,7 @@ def _attention_scale(settings: Mapping[str, object], head_dim: int) -> float:
     """What multiplies the scores. Raises ModelError."""
     if settings.get("attention_multiplier") is not None:
         return number(settings, "attention_multiplier")
-    return number(settings, "query_pre_attn_scalar", head_dim) ** -0.5
+    return float(number(settings, "query_pre_attn_scalar", head_dim) ** -0.5)
 
 
 def _embedding_scale(settings: Mapping[str, object], family: Family, hidden_size: int) -> float:
@@ -267,7 +268,7 @@ def _of(family: Family, name: str, settings: Mapping[str, object]) -> float | No
     return optional_number(settings, name) if name in family.reads else None
 
 
-def _read(file: Path, read(file: Path, read: Callable[[dict[str, object]], T]) -> T:
+def _read(file: Path, read: Callable[[dict[str, object]], T]) -> T:
     """What `read` makes of the settings in a file. Raises ModelError, which names the file."""
     settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
     try:

@@ -68,8 +68,8 @@ HARMLESS_AT: dict[str, object] = {
 
 def check_keys(settings: Mapping[str, object], family: Family) -> None:
     """Raises UnsupportedError for a key of a config.json that means something else. null counts as absent."""
-    biases = {"attention_bias": family.qkv_bias, "mlp_bias": family.mlp_bias}
-    read = READ | family.reads | {family.activation} | {name for name, fixed in biases.items() if fixed is None}
+    fixed = {"attention_bias": family.qkv_bias, "mlp_bias": family.mlp_bias}
+    read = READ | family.reads | {family.activation} | {name for name in fixed if fixed[name] is None}
     for name in sorted(settings.keys() - read - WITHOUT_EFFECT - family.ignores):
         value = settings[name]
         if value is not None and (name not in HARMLESS_AT or value != HARMLESS_AT[name]):

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-
 from kernels.experts import ExpertWeights, experts, pack_experts, route
 from kernels.gated_activation import Activation
+
 from kernels.linear import linear
 from workers.models.layer_settings import ExpertsConfig
 from workers.models.layers import Step
@@ -65,7 +65,7 @@ class Experts:
         self.gate_up = pack_experts(self.gate_up)
         self.down = pack_experts(self.down)
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, _step: Step, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         dtype = torch.float32 if self._wide_routing else x.dtype
         logits = linear(x, self.router)  # [T, E]

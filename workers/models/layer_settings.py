@@ -56,11 +56,13 @@ def sparse_layers(settings: Mapping[str, object], family: Family, layers: int) -
 
 def read_experts(settings: Mapping[str, object]) -> ExpertsConfig:
     """The experts, in the spelling of Qwen or of Mixtral. Raises ModelError."""
-    of_qwen = "num_experts" in settings
-    count = integer(settings, "num_experts" if of_qwen else "num_local_experts")
+    of_qwen = "moe_intermediate_size" in settings
+    # transformers 5 writes Qwen's number under Mixtral's name too.
+    name = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
+    count = integer(settings, name)
     per_token = integer(settings, "num_experts_per_tok")
     if per_token > count:
-        raise ModelError(f"num_experts_per_tok: must be at most {count}, the number of experts, got {per_token}")
+        raise ModelError(f"num_experts_per_tok: must be at most {count}, as {name}, got {per_token}")
     return ExpertsConfig(
         count=count,
         per_token=per_token,

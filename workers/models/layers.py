@@ -1,10 +1,11 @@
 """What layers of decoders are composed of: norms, attention over paged KV, and gated MLPs.
 
 A block reads the residual stream and adds to it. Blocks hand on two tensors: x, what the last one computed and
-nobody has added yet, and the residual stream without it; so the sum and the norm that follows are one operation.
+nobody has added yet, and the residual stream without it; so the sum and the norm that follows it are one
+operation.
 
-Dimension letters: T tokens of the batch; C hidden width; H query heads; K key-value heads; D head width; R width
-of a head that is turned; I intermediate width.
+Dimension letters: T tokens of the batch; C hidden width; H query heads; K key-value heads; D head width;
+R width of a head that is turned; I intermediate width.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-
 from kernels.gated_activation import Activation, gated_activation
+
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import RopeSpec
@@ -72,7 +73,7 @@ class Body(Protocol):
     def pack(self) -> None:
         """Lay the filled weights out for the matrix library."""
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
         """[T, C] -> [T, C], or the wanted rows of it."""
 
 
@@ -156,8 +157,9 @@ class Attention:
             shape: Its sizes.
             qkv: [(H + 2 * K) * D, C], rows of q, then k, then v.
             output: [C, H * D].
-            head_norm: [H + K, D], the q weight for every query head, then the k weight; None: not normalised so.
-            row_norms: [H * D] and [K * D], the weights of whole rows of queries and keys; None: not normalised so.
+            head_norm: [H + K, D], the q weight for every query head, then the k weight; None: heads are not
+                normalised.
+            row_norms: [H * D] and [K * D], the weights for queries and keys; None: rows are not normalised.
             norm_offset: Added to a checkpoint's weights of either.
             is_last: No row meets another after this layer: only the wanted ones go on.
         """
@@ -188,7 +190,7 @@ class Attention:
         self.qkv.pack()
         self.output.pack()
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
         """Attend, after the keys and values of the batch's tokens were written to their slots."""
         shape, pages = self._shape, step.kv.layer(self._index)
         query = self._project(x, step)  # [T, H, D]
@@ -245,6 +247,6 @@ class GatedMlp:
         self.gate_up.pack()
         self.down.pack()
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, _step: Step, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         return self.down(gated_activation(self.gate_up(x), self._activation))

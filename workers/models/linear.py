@@ -54,7 +54,9 @@ class Linear:
         self._parts = dict(parts)
 
     @classmethod
-    def allocate(cls, empty: Allocate, inputs: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
+    def allocate(
+        cls, empty: Allocate, inputs: int, parts: Mapping[str, int], *, bias: bool = False
+    ) -> Linear:
         """One whose parameters hold whatever was in memory until its targets are filled."""
         outputs = sum(parts.values())
         return cls(empty(outputs, inputs), empty(outputs) if bias else None, parts)

@@ -1,7 +1,7 @@
 """The model families that have native code, by the `model_type` of their config.
 
-A family says what its config.json does not: what the library assumes of settings that are left out, and how it
-differs from the others in structure. To add one whose structure is there, add an entry.
+A family says what its config.json does not: what the library assumes of settings that are left out, and how
+it differs from the others in structure. To add one whose structure is there, add an entry.
 
 Sources: the configuration_*.py and modeling_*.py of transformers 5.23. `tests/workers/test_families.py`
 compares the defaults with them, and the logits.
@@ -77,9 +77,10 @@ def _sliding_without_rope(settings: Mapping[str, object], layers: int) -> list[s
 
 
 def rotated_layers(settings: Mapping[str, object], layers: int) -> list[bool]:
-    """Which layers turn queries and keys by their positions: all, or as `no_rope_layers` says. Raises ModelError.
+    """Which layers turn queries and keys by their positions: all, or as `no_rope_layers` says.
 
-    Despite its name, a 1 there stands for a layer that does. Left out, every `no_rope_layer_interval`-th does not.
+    Despite its name, a 1 there stands for a layer that does. Left out, every `no_rope_layer_interval`-th does
+    not. Raises ModelError.
     """
     interval = settings.get("no_rope_layer_interval")
     listed = settings.get("no_rope_layers")
@@ -141,23 +142,27 @@ class Family:
     wide_routing: bool = False
 
 
-_WINDOW = frozenset({"sliding_window"})
-_QWEN_WINDOWS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
-_QWEN_DEFAULTS: Mapping[str, object] = {
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_WINDOW = _names("sliding_window")
+_QWEN_WINDOWS = _names("sliding_window use_sliding_window max_window_layers layer_types")
+_QWEN_DEFAULTS: dict[str, object] = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
     "max_window_layers": 28,
     "max_position_embeddings": 32768,
 }
-_GEMMA_DEFAULTS: Mapping[str, object] = {
+_GEMMA_DEFAULTS: dict[str, object] = {
     "head_dim": 256,
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_GEMMA_READS = frozenset({"sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping"})
-_EXPERTS_IGNORED = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+_GEMMA_READS = _names("sliding_window layer_types query_pre_attn_scalar final_logit_softcapping")
+_EXPERTS_IGNORED = _names("output_router_logits router_aux_loss_coef router_jitter_noise")
 _QWEN_EXPERTS = ExpertNames(
     "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
 )
@@ -213,9 +218,9 @@ FAMILIES: dict[str, Family] = {
             "decoder_sparse_step": 1,
             "norm_topk_prob": False,
         },
-        reads=frozenset(
-            "sliding_window use_sliding_window num_experts num_experts_per_tok moe_intermediate_size"
-            " decoder_sparse_step norm_topk_prob mlp_only_layers".split()
+        reads=_names(
+            "sliding_window use_sliding_window num_experts num_local_experts num_experts_per_tok"
+            " moe_intermediate_size decoder_sparse_step norm_topk_prob mlp_only_layers"
         ),
         ignores=_EXPERTS_IGNORED | {"max_window_layers"},
         qkv_bias=None,
@@ -227,7 +232,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(
         defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True}
         | {"hidden_act": "gelu_pytorch_tanh"},
-        ignores=frozenset({"hidden_activation"}),
+        ignores=_names("hidden_activation"),
         qkv_bias=None,
         output_bias=None,
         wide_norms=True,
@@ -238,7 +243,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_GEMMA_DEFAULTS
         | {"num_key_value_heads": 4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         reads=_GEMMA_READS | {"attn_logit_softcapping"},
-        ignores=frozenset({"hidden_act", "cache_implementation"}),
+        ignores=_names("hidden_act cache_implementation"),
         qkv_bias=None,
         output_bias=None,
         norms=SANDWICH_NORMS,
@@ -251,8 +256,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         defaults=_GEMMA_DEFAULTS | {"num_key_value_heads": 4, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         reads=_GEMMA_READS | {"sliding_window_pattern", "rope_local_base_freq"},
-        ignores=frozenset({"hidden_act", "cache_implementation", "attn_logit_softcapping"})
-        | {"_sliding_window_pattern"},
+        ignores=_names("hidden_act cache_implementation attn_logit_softcapping _sliding_window_pattern"),
         qkv_bias=None,
         output_bias=None,
         qk_norm="head",
@@ -267,7 +271,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         reads=_WINDOW | {"original_max_position_embeddings", "partial_rotary_factor"},
-        ignores=frozenset({"resid_pdrop", "embd_pdrop"}),
+        ignores=_names("resid_pdrop embd_pdrop"),
         attention_names=("qkv_proj",),
         mlp_names=("gate_up_proj",),
     ),
@@ -278,9 +282,8 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
         },
-        reads=frozenset({"sliding_window", "use_sliding_window", "layer_types"})
-        | {"no_rope_layers", "no_rope_layer_interval"},
-        ignores=frozenset({"max_window_layers"}),
+        reads=_names("sliding_window use_sliding_window layer_types no_rope_layers no_rope_layer_interval"),
+        ignores=_names("max_window_layers"),
         qkv_bias=None,
         output_bias=None,
         mlp_bias=None,
@@ -296,9 +299,7 @@ FAMILIES: dict[str, Family] = {
         wide_norms=True,
     ),
     "granite": Family(
-        reads=frozenset(
-            {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
-        ),
+        reads=_names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),
         defaults={
             "embedding_multiplier": 1.0,
             "logits_scaling": 1.0,
@@ -336,7 +337,12 @@ WRAPPERS: dict[str, Wrapper] = {
             ("language_model.model.", "model."),
             ("language_model.lm_head.", "lm_head."),
         ),
-        left_out=("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector."),
+        left_out=(
+            "model.vision_tower.",
+            "vision_tower.",
+            "model.multi_modal_projector.",
+            "multi_modal_projector.",
+        ),
     ),
 }
 

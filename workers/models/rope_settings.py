@@ -26,7 +26,7 @@ def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, Rope
     parameters = scaling or _object(settings.get("rope_parameters"), "rope_parameters")
     if not family.rope_by_type:
         if any(isinstance(value, Mapping) for value in parameters.values()):
-            raise UnsupportedError("rope_parameters: separate parameters for each layer type are not supported")
+            raise UnsupportedError("rope_parameters: must not be by layer type for this model_type")
         rope = _read(settings, parameters, "rope_theta")
         return {FULL: rope, SLIDING: rope}
     # The old spelling scales the full layers, and names the base of the sliding ones apart.
@@ -53,7 +53,9 @@ def rotary_dim(settings: Mapping[str, object], family: Family, head_dim: int) ->
     share = number({"partial_rotary_factor": partial}, "partial_rotary_factor")
     turned = int(head_dim * share)
     if share > 1 or turned < 2 or turned % 2:
-        raise ModelError(f"partial_rotary_factor: must turn an even part of {head_dim} elements, got {partial!r}")
+        raise ModelError(
+            f"partial_rotary_factor: must turn an even part of {head_dim} elements, got {partial!r}"
+        )
     return turned
 
 
@@ -75,7 +77,7 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
         return RopeSpec(theta=theta)
     rope_type = _OLD_TYPES.get(str(rope_type), str(rope_type))
     original = integer(parameters, "original_max_position_embeddings", original)
-    # Every scaled type has a factor, of which a missing one is a mistake and not 1; but that of longrope follows.
+    # Every scaled type has a factor, and a missing one is a mistake, not 1; but that of longrope follows.
     factor = longest / original if rope_type == "longrope" else None
     try:
         return RopeSpec(

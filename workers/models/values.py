@@ -88,7 +88,7 @@ def token_ids(settings: Mapping[str, object], name: str, vocab_size: int) -> tup
 
 
 def positive_numbers(settings: Mapping[str, object], name: str) -> tuple[float, ...]:
-    """A list of positive numbers within bounds; null counts as absent, and that as none. Raises ModelError."""
+    """A list of positive numbers within bounds; empty where it is absent or null. Raises ModelError."""
     value = settings.get(name)
     if value is None:
         return ()

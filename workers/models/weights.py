@@ -17,8 +17,8 @@ import torch
 from kernels.linear import can_pack
 from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
-from workers.models.checkpoint import Entry
 from workers.models.builder import build_decoder
+from workers.models.checkpoint import Entry
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
