@@ -1,7 +1,7 @@
 """What layers of decoders are composed of: norms, attention over paged KV, and gated MLPs.
 
-A block reads the residual stream and adds to it. Blocks hand on two tensors: x, what the last one computed and
-nobody has added yet, and the residual stream without it; so the sum and the norm that follows it are one
+A block reads the residual stream and adds to it. Blocks hand on two tensors: x, what the last one computed
+and nobody has added yet, and the residual stream without it; so the sum and the norm that follows it are one
 operation.
 
 Dimension letters: T tokens of the batch; C hidden width; H query heads; K key-value heads; D head width;
