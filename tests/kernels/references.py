@@ -32,13 +32,33 @@ def angle_loss(largest: float) -> float:
     return last_place / 2 * math.sqrt(2)
 
 
-def gate_loss(gate: torch.Tensor) -> float:
-    """What silu and a product cost in float32 at most, relative to each value.
+def activated64(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """The activation of a gate in float64, from its definition."""
+    x = gate.double()
+    if activation == "silu":
+        return x * torch.sigmoid(x)
+    if activation == "gelu":
+        return x / 2 * torch.special.erfc(-x / math.sqrt(2))
+    # (1 + tanh(y)) / 2 as a sigmoid, which is exact where the tangent is almost -1.
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
-    In units of 2^-24: exp is off by its argument, which is rounded, and by 4; the quotient by 4; the sum in
-    it and the product by 1 each.
+
+def gate_loss(gate: torch.Tensor, activation: str = "silu") -> float:
+    """What an activation and a product cost in float32 at most, relative to each value.
+
+    In units of 2^-24: exp is off by its argument times what that was rounded by, and by 4; the quotient by 4;
+    the sum in it and the product by 1 each. The argument is x itself for silu, rounded once. For gelu_tanh it
+    is a polynomial, rounded in 4 products, their 3 constants and a sum. For gelu it is x^2 / 2, rounded in 2
+    products and a constant, and exp is followed by a polynomial that is off by 5, and two more products.
     """
-    return (gate.abs().max().item() + 10) * 2**-24
+    largest = gate.abs().max().item()
+    if activation == "silu":
+        lost = largest + 10
+    elif activation == "gelu":
+        lost = 3 * largest**2 / 2 + 17
+    else:
+        lost = 8 * 2 * math.sqrt(2 / math.pi) * (largest + 0.044715 * largest**3) + 10
+    return lost * 2**-24
 
 
 def norm_loss(width: int) -> float:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kernels.gated_activation import gated_activation
 from kernels.linear import linear, pack_weight
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope_table
 from kernels.rope_kv_write import rope_kv_write
-from kernels.silu_mul import silu_mul
 from workers.kv.tensors import KvTensors
 from workers.models.config import ModelConfig
 from workers.models.inputs import ForwardInputs
@@ -207,7 +207,7 @@ class Decoder:
                 residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
             projected = linear(attended, layer.output, layer.output_bias)
             normed = add_rms_norm(projected, residual, layer.post_norm, self.config.rms_norm_eps)
-            projected = linear(silu_mul(linear(normed, layer.gate_up)), layer.down)
+            projected = linear(gated_activation(linear(normed, layer.gate_up)), layer.down)
             next_norm = self.final_norm if index == last else self.layers[index + 1].input_norm
             normed = add_rms_norm(projected, residual, next_norm, self.config.rms_norm_eps)
         return normed  # [R, C]
