@@ -162,7 +162,7 @@ def test_generation_config_replaces_the_end_tokens(tmp_path: Path, eos: object, 
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
-            "rope_type: must be one of default, linear",
+            "must be positive for rope_type dynamic",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor: must be a positive number, got nothing"),
         ({"rope_scaling": [1]}, "rope_parameters: must be an object"),
