@@ -103,7 +103,7 @@ def test_partial_frequencies_as_transformers(scaling: dict[str, Any], share: flo
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.3, 1.0])
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 def test_proportional_as_transformers(share: float, factor: float) -> None:
-    scaling = {"rope_type": "proportional", "partial_rotary_factor": share, "factor": factor}
+    scaling: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": share, "factor": factor}
     expected, _ = parameters_by_transformers(scaling, 64, 1024)
     actual, attention_factor = rope_frequencies(RopeSpec(theta=10_000.0, **scaling), 64)
     assert torch.equal(actual == 0, expected == 0), "other pairs are turned"
@@ -113,7 +113,7 @@ def test_proportional_as_transformers(share: float, factor: float) -> None:
 
 @pytest.mark.parametrize("text_tokens", [1, 100, 1024])
 def test_dynamic_as_transformers_for_every_text_that_is_served(text_tokens: int) -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.5}
+    scaling: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.5}
     expected, _ = parameters_by_transformers(scaling, 64, 1024, text_tokens)
     spec = RopeSpec(theta=10_000.0, max_position_embeddings=1024, **scaling)
     torch.testing.assert_close(rope_frequencies(spec, 64)[0], expected, rtol=2.0**-22, atol=0)
@@ -123,7 +123,7 @@ def test_dynamic_as_transformers_for_every_text_that_is_served(text_tokens: int)
         rope_table(spec, 64, 1025)
 
 
-LONGROPE = {
+LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "original_max_position_embeddings": 256,
     "short_factor": [1.0 + pair / 8 for pair in range(16)],
@@ -138,8 +138,8 @@ LONGROPE = {
 def test_longrope_as_transformers(served: int, text_tokens: int, extra: dict[str, float]) -> None:
     scaling = LONGROPE | extra
     expected, factor = parameters_by_transformers(scaling, 32, 1024, text_tokens)
-    ratio = {"factor": 1024 / 256} if "factor" not in extra else {}
-    spec = RopeSpec(theta=10_000.0, max_position_embeddings=served, **scaling, **ratio)
+    # Without a factor of its own it is the ratio of the two lengths.
+    spec = RopeSpec(theta=10_000.0, max_position_embeddings=served, **({"factor": 1024 / 256} | scaling))
     frequencies, attention_factor = rope_frequencies(spec, 32)
     torch.testing.assert_close(frequencies, expected, rtol=2.0**-22, atol=0)
     assert attention_factor == pytest.approx(factor, rel=1e-15)
