@@ -2,9 +2,10 @@
 
     y = weight * cast(x / sqrt(mean(x^2) + eps))
 
-The mean and the division are done in float32, the result is rounded to the dtype of x *before* it is
-multiplied by the weight: the order of the casts in Hugging Face's Qwen3RMSNorm and LlamaRMSNorm, so that bf16
-agrees too.
+The mean and the division are done in float32. With a weight of the dtype of x, the result is rounded to it
+*before* it is multiplied by the weight: the order of the casts in Hugging Face's Qwen3RMSNorm and
+LlamaRMSNorm, so that bf16 agrees too. With a float32 weight the product is made in float32 as well and
+rounded once: the order in Gemma3RMSNorm, whose weight is 1 + w, and in Olmo2RMSNorm.
 
 Dimension letters: T tokens; H heads (absent for a whole row); D normalised width.
 """
@@ -21,7 +22,18 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     """RMSNorm in plain torch; see `rms_norm`."""
     wide = x.float()  # [..., D]
     variance = wide.pow(2).mean(-1, keepdim=True)  # [..., 1]
-    return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)  # [..., D]
+    unit = wide * torch.rsqrt(variance + eps)  # [..., D]
+    return (weight * unit.to(weight.dtype)).to(x.dtype)  # [..., D]
+
+
+def check_norm_weight(name: str, weight: torch.Tensor, other_name: str, x: torch.Tensor) -> None:
+    """Check that a weight has the dtype of what it scales, or float32, and its device.
+
+    Raises:
+        TypeError: It has not.
+    """
+    if weight.dtype is not torch.float32 or weight.device != x.device:
+        check_same(name, weight, other_name, x)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -29,7 +41,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Args:
         x: [T, D], or [T, H, D] to normalise each head; float32, bfloat16 or float16.
-        weight: [D], or [H, D] for a weight per head; dtype of x.
+        weight: [D], or [H, D] for a weight per head; dtype of x, or float32.
         eps: Added to the mean square; positive.
 
     Returns:
@@ -44,7 +56,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     check_tensor("weight", weight, x.shape[x.dim() - weight.dim() :], FLOAT_DTYPES)
     if weight.dim() >= x.dim():
         raise ValueError(f"weight: must have fewer dimensions than x, got {weight.dim()} and {x.dim()}")
-    check_same("weight", weight, "x", x)
+    check_norm_weight("weight", weight, "x", x)
     if x.is_cuda:
         from kernels.cuda import rms_norm as cuda
 
@@ -68,7 +80,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     Args:
         x: [T, D] what the last block computed; float32, bfloat16 or float16.
         residual: [T, D] the residual stream; dtype of x.
-        weight: [D]; dtype of x.
+        weight: [D]; dtype of x, or float32.
         eps: Added to the mean square; positive.
 
     Returns:
@@ -81,11 +93,11 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     check_tensor("residual", residual, x.shape, FLOAT_DTYPES)
     check_same("residual", residual, "x", x)
     check_tensor("weight", weight, x.shape[1:], FLOAT_DTYPES)
-    check_same("weight", weight, "x", x)
+    check_norm_weight("weight", weight, "x", x)
     if x.is_cuda:
         from kernels.cuda import rms_norm as cuda
 
         return cuda.add_rms_norm(x, residual, weight, eps)
-    if cpu.can_add_rms_norm(x):
+    if cpu.can_add_rms_norm(x, weight):
         return cpu.add_rms_norm(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)

@@ -1,27 +1,29 @@
 """What happens between the fused q, k and v projection and attention: QK-norm, rotation, and the KV write.
 
-Each query and key head is RMS-normalised (in models that do so) and turned to its token's position; keys and
-values are written to the token's slot. Roundings are those of the three operations one after the other: the
-normalised head before and after its weight, the rotated one once.
+Each query and key head is RMS-normalised (in models that do so) and turned to its token's position: all of
+it, its first elements or, in a layer without positions, nothing. Keys and values are written to the token's
+slot. Roundings are those of the three operations one after the other: the normalised head is rounded as
+`kernels.rms_norm` says, the rotated one once.
 
-Dimension letters: T tokens; H query heads; K key-value heads; D head width; P pages; S tokens a page.
+Dimension letters: T tokens; H query heads; K key-value heads; D head width; R width that is turned; P pages;
+S tokens a page.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_pages, check_same, check_tensor
+from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_pages, check_tensor
 from kernels.cpu import rope_kv_write as cpu
 from kernels.kv_write import kv_write_reference
-from kernels.rms_norm import rms_norm_reference
+from kernels.rms_norm import check_norm_weight, rms_norm_reference
 from kernels.rope import apply_rope_reference
 
 
 def rope_kv_write_reference(
     qkv: torch.Tensor,
     qk_norm: torch.Tensor | None,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
@@ -34,7 +36,8 @@ def rope_kv_write_reference(
     rotated, value = by_head[:, :-kv_heads], by_head[:, -kv_heads:]
     if qk_norm is not None:
         rotated = rms_norm_reference(rotated, qk_norm, eps)
-    rotated = apply_rope_reference(rotated, cos_sin)  # [T, H + K, D]
+    if cos_sin is not None:
+        rotated = apply_rope_reference(rotated, cos_sin)  # [T, H + K, D]
     kv_write_reference(rotated[:, -kv_heads:], value, k_pages, v_pages, slots)
     return rotated[:, :-kv_heads]
 
@@ -42,7 +45,7 @@ def rope_kv_write_reference(
 def rope_kv_write(
     qkv: torch.Tensor,
     qk_norm: torch.Tensor | None,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
@@ -55,8 +58,10 @@ def rope_kv_write(
     Args:
         qkv: [T, (H + 2 * K) * D], the query heads, then the key heads, then the value heads; float32,
             bfloat16 or float16.
-        qk_norm: [H + K, D], the norm weight of each query and key head; None: they are not normalised.
-        cos_sin: [T, D] float32, the rows of `rope_table` at the positions of the tokens.
+        qk_norm: [H + K, D], the norm weight of each query and key head, over the whole head; dtype of qkv, or
+            float32. None: they are not normalised.
+        cos_sin: [T, R] float32, the rows of `rope_table` at the positions of the tokens, R even and at most
+            D: the first R elements of each head are turned. None: no head is turned.
         slots: [T] int32 or int64, page * S + offset; negative for a padded token, which is not written.
         k_pages: [P, S, K, D] contiguous; dtype of qkv.
         v_pages: [P, S, K, D] contiguous; dtype of qkv.
@@ -73,20 +78,27 @@ def rope_kv_write(
     check_tensor("qkv", qkv, (None, None), FLOAT_DTYPES)
     tokens, columns = qkv.shape
     heads = columns // width - 2 * kv_heads
-    if width % 2:
-        raise ValueError(f"k_pages: head width must be even, got {width}")
     if columns % width or heads < 1 or heads % kv_heads:
         raise ValueError(f"qkv: {columns} columns are not the heads of {kv_heads} key-value heads of {width}")
     if qk_norm is not None:
         check_tensor("qk_norm", qk_norm, (heads + kv_heads, width), FLOAT_DTYPES)
-        check_same("qk_norm", qk_norm, "qkv", qkv)
-    check_tensor("cos_sin", cos_sin, (tokens, width), (torch.float32,))
+        check_norm_weight("qk_norm", qk_norm, "qkv", qkv)
+    if cos_sin is not None:
+        _check_cos_sin(cos_sin, tokens, width)
     check_tensor("slots", slots, (tokens,), INDEX_DTYPES)
     check_pages(k_pages, v_pages, kv_heads, width, "qkv", qkv)
     if qkv.is_cuda:
         from kernels.cuda import rope_kv_write as cuda
 
         return cuda.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
-    if cpu.can_rope_kv_write(qkv, k_pages):
+    if cpu.can_rope_kv_write(qkv, qk_norm, k_pages):
         return cpu.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
     return rope_kv_write_reference(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
+
+
+def _check_cos_sin(cos_sin: torch.Tensor, tokens: int, width: int) -> None:
+    """Check the rotations of `tokens` heads of `width`. Raises ValueError, TypeError."""
+    check_tensor("cos_sin", cos_sin, (tokens, None), (torch.float32,))
+    turned = cos_sin.shape[1]
+    if turned % 2 or not 0 < turned <= width:
+        raise ValueError(f"cos_sin: width must be even and at most the head's, {width}, got {turned}")

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.shapes import Shape
 from kernels.attention_batch import AttentionBatch
-from kernels.cuda import paged_attention, rms_norm, rope_kv_write, sampling, silu_mul
+from kernels.cuda import gated_activation, paged_attention, rms_norm, rope_kv_write, sampling
 
 EPS = 1e-6
 PAGE_SIZE = 16
@@ -45,9 +45,9 @@ class KernelBench:
         weight = self._random(self.shape.hidden_size)
         return Call(lambda: rms_norm.add_rms_norm(x, residual, weight, EPS), 4 * x.nbytes + weight.nbytes)
 
-    def silu_mul(self, tokens: int) -> Call:
+    def gated_activation(self, tokens: int) -> Call:
         gate_up = self._random(tokens, 2 * self.shape.intermediate_size)  # [T, 2 * I]
-        return Call(lambda: silu_mul.silu_mul(gate_up), gate_up.nbytes * 3 // 2)
+        return Call(lambda: gated_activation.gated_activation(gate_up, "silu"), gate_up.nbytes * 3 // 2)
 
     def rope_kv_write(self, tokens: int) -> Call:
         heads, kv_heads, width = self._heads()

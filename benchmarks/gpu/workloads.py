@@ -17,7 +17,7 @@ _PREFILL_GOAL = 0.65
 _PREFILL_GOAL_TOKENS = 2048
 # From this much on, the time that a kernel takes to start and to end is small beside that of reading.
 _LARGE_KV_BYTES = 200e6
-_ROW_KERNELS = ("rms_norm", "add_rms_norm", "silu_mul", "rope_kv_write")
+_ROW_KERNELS = ("rms_norm", "add_rms_norm", "gated_activation", "rope_kv_write")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@
 namespace quire {
 namespace {
 
-template <typename T>
-void add_rms_norm(T* out, const T* x, T* residual, const T* weight, int64_t rows, int64_t width, int64_t x_stride,
+template <typename T, typename W>
+void add_rms_norm(T* out, const T* x, T* residual, const W* weight, int64_t rows, int64_t width, int64_t x_stride,
                   int64_t residual_stride, double eps, int64_t threads) {
 #pragma omp parallel for num_threads(threads_for(rows * width * 3 * static_cast<int64_t>(sizeof(T)), threads))
   for (int64_t row = 0; row < rows; row++) {
@@ -27,11 +27,12 @@ void add_rms_norm(T* out, const T* x, T* residual, const T* weight, int64_t rows
 }  // namespace
 }  // namespace quire
 
-#define QUIRE_ADD_RMS_NORM(NAME, T)                                                                              \
+#define QUIRE_ADD_RMS_NORM(NAME, T, W)                                                                           \
   extern "C" void NAME(void* out, const void* x, void* residual, const void* weight, int64_t rows, int64_t width, \
                        int64_t x_stride, int64_t residual_stride, double eps, int64_t threads) {                  \
     quire::add_rms_norm(static_cast<T*>(out), static_cast<const T*>(x), static_cast<T*>(residual),                \
-                        static_cast<const T*>(weight), rows, width, x_stride, residual_stride, eps, threads);     \
+                        static_cast<const W*>(weight), rows, width, x_stride, residual_stride, eps, threads);     \
   }
-QUIRE_ADD_RMS_NORM(quire_add_rms_norm_bf16, quire::Bf16)
-QUIRE_ADD_RMS_NORM(quire_add_rms_norm_f32, float)
+QUIRE_ADD_RMS_NORM(quire_add_rms_norm_bf16, quire::Bf16, quire::Bf16)
+QUIRE_ADD_RMS_NORM(quire_add_rms_norm_bf16_f32, quire::Bf16, float)
+QUIRE_ADD_RMS_NORM(quire_add_rms_norm_f32, float, float)

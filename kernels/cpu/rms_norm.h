@@ -19,11 +19,10 @@ inline float inverse_rms(const T* row, int64_t width, float eps) {
   return 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
 }
 
-// weight * (row * factor rounded), before the last rounding, which is left to the caller.
-template <typename T>
-inline Floats normalised(const T* row, const T* weight, float factor, int64_t d, int count) {
-  return load_lanes(weight + d, count) * rounded(load_lanes(row + d, count) * splat(factor), row);
+// weight * (row * factor rounded to the type of the weight), before the last rounding, which is left to the caller.
+template <typename T, typename W>
+inline Floats normalised(const T* row, const W* weight, float factor, int64_t d, int count) {
+  return load_lanes(weight + d, count) * rounded(load_lanes(row + d, count) * splat(factor), weight);
 }
-
 
 }  // namespace quire

@@ -12,16 +12,18 @@ struct Arguments {
   void* query;            // [T, H, D] contiguous
   const void* qkv;        // [T, (H + 2 * K) * D]
   const void* qk_norm;    // [H + K, D] contiguous, or null
-  const float* cos_sin;   // [T, D]
+  const float* cos_sin;   // [T, R]; null where R is 0
   const int64_t* slots;   // [T]
   void *k_pages, *v_pages;  // [P * S, K, D] contiguous
-  int64_t tokens, heads, kv_heads, width, num_slots, qkv_stride, cos_sin_stride, threads;
+  int64_t tokens, heads, kv_heads, width, turned, num_slots, qkv_stride, cos_sin_stride, threads;
   double eps;
 };
 
-// Normalises (unless weight is null) and turns one head. `scratch` holds D elements.
-template <typename T>
-void turn(T* to, const T* from, const T* weight, const float* cos_sin, int64_t width, float eps, T* scratch) {
+// Normalises (unless weight is null) one head, turns its first `turned` elements and copies the others. `scratch`
+// holds D elements.
+template <typename T, typename W>
+void turn(T* to, const T* from, const W* weight, const float* cos_sin, int64_t width, int64_t turned, float eps,
+          T* scratch) {
   if (weight != nullptr) {
     const float factor = inverse_rms(from, width, eps);
     for_lanes(width, [&](int64_t d, int count) {
@@ -29,17 +31,18 @@ void turn(T* to, const T* from, const T* weight, const float* cos_sin, int64_t w
     });
     from = scratch;
   }
-  const int64_t half = width / 2;
+  const int64_t half = turned / 2;
   for_lanes(half, [&](int64_t d, int count) {
     const Floats first = load_lanes(from + d, count), second = load_lanes(from + half + d, count);
     const Floats cos = load_lanes(cos_sin + d, count), sin = load_lanes(cos_sin + half + d, count);
     store_lanes(to + d, first * cos - second * sin, count);
     store_lanes(to + half + d, second * cos + first * sin, count);
   });
+  if (turned < width) std::memcpy(to + turned, from + turned, (width - turned) * sizeof(T));
 }
 
 // Returns whether all slots exist; if not, nothing has been written.
-template <typename T>
+template <typename T, typename W>
 bool rope_kv_write(const Arguments& a) {
   if (std::any_of(a.slots, a.slots + a.tokens, [&](int64_t slot) { return slot >= a.num_slots; })) return false;
   const float eps = static_cast<float>(a.eps);
@@ -47,11 +50,13 @@ bool rope_kv_write(const Arguments& a) {
 #pragma omp parallel for num_threads(threads_for(bytes, a.threads))
   for (int64_t token = 0; token < a.tokens; token++) {
     T scratch[kMaxHeadWidth];
-    const T *from = static_cast<const T*>(a.qkv) + token * a.qkv_stride, *norm = static_cast<const T*>(a.qk_norm);
+    const T* from = static_cast<const T*>(a.qkv) + token * a.qkv_stride;
+    const W* norm = static_cast<const W*>(a.qk_norm);
     const float* cos_sin = a.cos_sin + token * a.cos_sin_stride;
     T* query = static_cast<T*>(a.query) + token * a.heads * a.width;
     auto turn_head = [&](T* to, int64_t head) {
-      turn(to, from + head * a.width, norm == nullptr ? nullptr : norm + head * a.width, cos_sin, a.width, eps, scratch);
+      const W* weight = norm == nullptr ? nullptr : norm + head * a.width;
+      turn(to, from + head * a.width, weight, cos_sin, a.width, a.turned, eps, scratch);
     };
     for (int64_t head = 0; head < a.heads; head++) turn_head(query + head * a.width, head);
     if (a.slots[token] < 0) continue;  // padded: its keys and values are nobody's
@@ -67,8 +72,11 @@ bool rope_kv_write(const Arguments& a) {
 }  // namespace quire
 
 extern "C" bool quire_rope_kv_write_bf16(const void* a) {
-  return quire::rope_kv_write<quire::Bf16>(*static_cast<const quire::Arguments*>(a));
+  return quire::rope_kv_write<quire::Bf16, quire::Bf16>(*static_cast<const quire::Arguments*>(a));
+}
+extern "C" bool quire_rope_kv_write_bf16_f32(const void* a) {
+  return quire::rope_kv_write<quire::Bf16, float>(*static_cast<const quire::Arguments*>(a));
 }
 extern "C" bool quire_rope_kv_write_f32(const void* a) {
-  return quire::rope_kv_write<float>(*static_cast<const quire::Arguments*>(a));
+  return quire::rope_kv_write<float, float>(*static_cast<const quire::Arguments*>(a));
 }

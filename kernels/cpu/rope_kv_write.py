@@ -8,7 +8,12 @@ import torch
 
 from kernels.cpu import library
 
-_ENTRY_POINTS = {torch.bfloat16: "quire_rope_kv_write_bf16", torch.float32: "quire_rope_kv_write_f32"}
+# By the dtypes of the projections and of the norm's weight.
+_ENTRY_POINTS = {
+    (torch.bfloat16, torch.bfloat16): "quire_rope_kv_write_bf16",
+    (torch.bfloat16, torch.float32): "quire_rope_kv_write_bf16_f32",
+    (torch.float32, torch.float32): "quire_rope_kv_write_f32",
+}
 _MAX_WIDTH = 256
 
 
@@ -20,17 +25,17 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("query", "qkv", "qk_norm", "cos_sin", "slots", "k_pages", "v_pages")
         ),
-        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "width", "num_slots")),
+        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "width", "turned", "num_slots")),
         *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "threads")),
         ("eps", ctypes.c_double),
     )
 
 
-def can_rope_kv_write(qkv: torch.Tensor, k_pages: torch.Tensor) -> bool:
-    """Whether the kernel takes tensors of these shapes, device and dtype, and is there."""
+def can_rope_kv_write(qkv: torch.Tensor, qk_norm: torch.Tensor | None, k_pages: torch.Tensor) -> bool:
+    """Whether the kernel takes tensors of these shapes, device and dtypes, and is there."""
     return (
         qkv.device.type == "cpu"
-        and qkv.dtype in _ENTRY_POINTS
+        and _dtypes(qkv, qk_norm) in _ENTRY_POINTS
         and k_pages.shape[3] <= _MAX_WIDTH
         and library.available()
     )
@@ -39,7 +44,7 @@ def can_rope_kv_write(qkv: torch.Tensor, k_pages: torch.Tensor) -> bool:
 def rope_kv_write(
     qkv: torch.Tensor,
     qk_norm: torch.Tensor | None,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
@@ -60,7 +65,7 @@ def rope_kv_write(
         query.data_ptr(),
         qkv.data_ptr(),
         None if qk_norm is None else qk_norm.data_ptr(),
-        cos_sin.data_ptr(),
+        None if cos_sin is None else cos_sin.data_ptr(),
         slots.data_ptr(),
         k_pages.data_ptr(),
         v_pages.data_ptr(),
@@ -68,13 +73,19 @@ def rope_kv_write(
         heads,
         kv_heads,
         width,
+        0 if cos_sin is None else cos_sin.shape[1],
         k_pages.shape[0] * k_pages.shape[1],
         qkv.stride(0),
-        cos_sin.stride(0),
+        0 if cos_sin is None else cos_sin.stride(0),
         torch.get_num_threads(),
         eps,
     )
-    entry = library.function(_ENTRY_POINTS[qkv.dtype], (ctypes.c_void_p,), ctypes.c_bool)
+    entry = library.function(_ENTRY_POINTS[_dtypes(qkv, qk_norm)], (ctypes.c_void_p,), ctypes.c_bool)
     if not entry(ctypes.addressof(arguments)):
         raise IndexError("slots: a slot is beyond the last page")
     return query
+
+
+def _dtypes(qkv: torch.Tensor, qk_norm: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+    """What an entry point is chosen by."""
+    return qkv.dtype, qkv.dtype if qk_norm is None else qk_norm.dtype

@@ -23,10 +23,10 @@ THREAD_ELEMENTS = 16
 
 @triton.jit
 def normalised(x, weight, eps, D: tl.constexpr):
-    """RMSNorm of rows [R, E]: rounded to the dtype of x before the weight is applied, and after."""
+    """RMSNorm of rows [R, E]: rounded to the dtype of the weight before it is applied, to that of x after."""
     wide = x.to(tl.float32)
     variance = tl.sum(wide * wide, 1) / D  # [R]; what lies beyond D is zero
-    unit = (wide * tl.rsqrt(variance + eps)[:, None]).to(x.dtype)
+    unit = (wide * tl.rsqrt(variance + eps)[:, None]).to(weight.dtype)
     return (unit.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
@@ -133,22 +133,33 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Hidden sizes that are powers of two and that are not, with each number of warps; and heads."""
-    specs = []
-    hidden = (("bf16", 1024), ("bf16", 2048), ("bf16", 4096), ("bf16", 5120), ("fp16", 4096), ("fp32", 4096))
-    for dtype, width in hidden:
-        pointers: tuple[str, ...] = ("out", "x", "residual", "weight")
-        strides = ("x_stride", "residual_stride")
-        types = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(strides, "i32") | {"eps": "fp32"}
-        name = f"add_rms_norm {dtype} D={width}"
-        specs.append(CompileSpec(_add_norm(width), name, types, divisible_by_16=pointers + strides))
-    normed = [(dtype, 1, width, 0) for dtype, width in hidden]
-    for dtype, heads, width, per_head in (*normed, ("bf16", 8, 128, 1), ("fp32", 8, 80, 1)):
-        pointers, strides = ("out", "x", "weight"), ("token_stride", "head_stride")
-        types = (
-            dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(("rows", *strides), "i32") | {"eps": "fp32"}
-        )
-        name = f"rms_norm {dtype} H={heads} D={width}"
-        variant = _norm(heads, width, per_head * width)
-        specs.append(CompileSpec(variant, name, types, divisible_by_16=pointers + strides))
-    return specs
+    """Hidden sizes, powers of two and not, with each number of warps; heads; float32 weights."""
+    hidden = [(dtype, dtype, width) for dtype, width in (("bf16", 1024), ("bf16", 2048), ("bf16", 4096))]
+    hidden += [("bf16", "bf16", 5120), ("fp16", "fp16", 4096), ("fp32", "fp32", 4096), ("bf16", "fp32", 4096)]
+    by_head = [("bf16", "bf16", 8, 128, True), ("fp32", "fp32", 8, 80, True), ("bf16", "fp32", 8, 256, True)]
+    return [_add_norm_spec(*shape) for shape in hidden] + [
+        _norm_spec(*shape)
+        for shape in (*((dtype, weight, 1, width, False) for dtype, weight, width in hidden), *by_head)
+    ]
+
+
+def _add_norm_spec(dtype: str, weight: str, width: int) -> CompileSpec:
+    pointers, strides = ("out", "x", "residual"), ("x_stride", "residual_stride")
+    types = dict.fromkeys(pointers, f"*{dtype}") | {"weight": f"*{weight}"} | dict.fromkeys(strides, "i32")
+    return CompileSpec(
+        _add_norm(width),
+        f"add_rms_norm {dtype} weight={weight} D={width}",
+        types | {"eps": "fp32"},
+        divisible_by_16=(*pointers, "weight", *strides),
+    )
+
+
+def _norm_spec(dtype: str, weight: str, heads: int, width: int, per_head: bool) -> CompileSpec:
+    strides = ("token_stride", "head_stride")
+    types = {"out": f"*{dtype}", "x": f"*{dtype}", "weight": f"*{weight}"} | dict.fromkeys(strides, "i32")
+    return CompileSpec(
+        _norm(heads, width, width if per_head else 0),
+        f"rms_norm {dtype} weight={weight} H={heads} D={width}",
+        types | {"rows": "i32", "eps": "fp32"},
+        divisible_by_16=tuple(types),
+    )

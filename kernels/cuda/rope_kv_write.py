@@ -1,11 +1,12 @@
 """QK-norm, rotation and KV write in one kernel, with the roundings of `kernels.rope_kv_write`.
 
 A program takes one token and either B of its query and key heads, side by side, or some of its values. Heads
-are held as two tiles, the first halves and the second: the rotation pairs element i of one with that of the
-other.
+are held as two tiles, the first and the second half of what is turned, since the rotation pairs element i of
+one with that of the other; and a third tile of what is not turned, where there is any.
 
-Dimension letters: T tokens; H query heads; K key-value heads; D head width; F half of it; E the next power of
-two; B heads of a program; P pages; S tokens a page.
+Dimension letters: T tokens; H query heads; K key-value heads; D head width; R width that is turned; F half of
+it; E the next power of two; W the power of two not below D - R; B heads of a program; P pages; S tokens a
+page.
 """
 
 from __future__ import annotations
@@ -24,10 +25,80 @@ VALUE_ELEMENTS = 1024
 
 
 @triton.jit
-def weighted(half, inverse, weight):
-    """One half, normalised: rounded before the weight and after it. [B, E] in the dtype of half."""
-    unit = (half.to(tl.float32) * inverse[:, None]).to(half.dtype)
-    return (unit.to(tl.float32) * weight.to(tl.float32)).to(half.dtype)
+def squares(part):
+    """The sum of the squares of each head's part: [B, E] -> [B] float32."""
+    wide = part.to(tl.float32)
+    return tl.sum(wide * wide, 1)
+
+
+@triton.jit
+def weighted(part, inverse, weight):
+    """A part, normalised: rounded to the dtype of the weight before it, to its own after. [B, E]."""
+    unit = (part.to(tl.float32) * inverse[:, None]).to(weight.dtype)
+    return (unit.to(tl.float32) * weight.to(tl.float32)).to(part.dtype)
+
+
+@triton.jit
+def store_heads(query, keys, values, head, offsets, mask, is_written, HEADS: tl.constexpr, D: tl.constexpr):
+    """Store a part [B, E] of a token's heads: query heads to its queries, key heads to its slot, if any."""
+    tl.store(query + offsets, values, mask=mask & (head < HEADS))
+    is_key = mask & (head >= HEADS) & is_written
+    tl.store(keys + (offsets - HEADS * D), values, mask=is_key)
+
+
+@triton.jit
+def turn_heads(
+    queries,  # [H, D] of the token, written
+    keys,  # [K, D] of its slot, written
+    row,  # of qkv
+    qk_norm,
+    cos_sin,  # [R] of the token
+    is_written,  # whether there is a slot
+    block,
+    eps,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    W: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Normalise, turn and store B query and key heads of one token."""
+    half: tl.constexpr = R // 2  # F
+    head = (block * B + tl.arange(0, B))[:, None]  # [B, 1]
+    is_head = head < HEADS + KV_HEADS
+    pair = tl.arange(0, E)[None, :]  # [1, E]
+    column = R + tl.arange(0, W)[None, :]  # [1, W]
+    turned, kept = head * D + pair, head * D + column
+    is_turned, is_kept = is_head & (pair < half), is_head & (column < D)
+    total = tl.zeros([B], tl.float32)
+    if R > 0:
+        first = tl.load(row + turned, mask=is_turned, other=0.0)  # [B, E]
+        second = tl.load(row + turned + half, mask=is_turned, other=0.0)
+        total = squares(first) + squares(second)
+    if R < D:
+        rest = tl.load(row + kept, mask=is_kept, other=0.0)  # [B, W]
+        total += squares(rest)
+    inverse = tl.rsqrt(total / D + eps)  # [B]; not used without NORM
+    if R > 0:
+        if NORM:
+            scale = tl.load(qk_norm + turned, mask=is_turned, other=0.0)
+            first = weighted(first, inverse, scale)
+            scale = tl.load(qk_norm + turned + half, mask=is_turned, other=0.0)
+            second = weighted(second, inverse, scale)
+        cos = tl.load(cos_sin + pair, mask=pair < half, other=0.0)  # [1, E]
+        sin = tl.load(cos_sin + half + pair, mask=pair < half, other=0.0)
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        turned_first = (a * cos - b * sin).to(first.dtype)
+        turned_second = (b * cos + a * sin).to(first.dtype)
+        store_heads(queries, keys, turned_first, head, turned, is_turned, is_written, HEADS, D)
+        store_heads(queries, keys, turned_second, head, turned + half, is_turned, is_written, HEADS, D)
+    if R < D:
+        if NORM:
+            rest = weighted(rest, inverse, tl.load(qk_norm + kept, mask=is_kept, other=0.0))
+        store_heads(queries, keys, rest, head, kept, is_kept, is_written, HEADS, D)
 
 
 @triton.jit
@@ -35,7 +106,7 @@ def rope_kv_write_kernel(
     query,  # [T, H, D] contiguous, written
     qkv,  # [T, (H + 2 * K) * D]
     qk_norm,  # [H + K, D] contiguous; not read without NORM
-    cos_sin,  # [T, D] float32
+    cos_sin,  # [T, R] float32; not read where R is 0
     slots,  # [T]
     k_pages,  # [P, S, K, D] contiguous, written
     v_pages,  # [P, S, K, D] contiguous, written
@@ -46,14 +117,15 @@ def rope_kv_write_kernel(
     HEADS: tl.constexpr,  # H
     KV_HEADS: tl.constexpr,  # K
     D: tl.constexpr,
+    R: tl.constexpr,
     E: tl.constexpr,
+    W: tl.constexpr,
     B: tl.constexpr,
     VALUES: tl.constexpr,  # elements of the values of a program
 ):
     """Heads of one token: the first programs of a token rotate, the others copy values."""
     rotating: tl.constexpr = (HEADS + KV_HEADS + B - 1) // B
     copying: tl.constexpr = (KV_HEADS * D + VALUES - 1) // VALUES
-    half: tl.constexpr = D // 2  # F
     # Programs of a token follow one another; a grid of one dimension has no limit on T.
     token = (tl.program_id(0) // (rotating + copying)).to(tl.int64)
     block = tl.program_id(0) % (rotating + copying)
@@ -61,32 +133,12 @@ def rope_kv_write_kernel(
     row = qkv + token * qkv_stride
 
     if block < rotating:
-        head = (block * B + tl.arange(0, B))[:, None]  # [B, 1]
-        pair = tl.arange(0, E)[None, :]  # [1, E]
-        mask = (head < HEADS + KV_HEADS) & (pair < half)  # [B, E]
-        offsets = head * D + pair
-        first = tl.load(row + offsets, mask=mask, other=0.0)
-        second = tl.load(row + offsets + half, mask=mask, other=0.0)
-        if NORM:
-            a, b = first.to(tl.float32), second.to(tl.float32)
-            inverse = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)  # [B]
-            first = weighted(first, inverse, tl.load(qk_norm + offsets, mask=mask, other=0.0))
-            second = weighted(second, inverse, tl.load(qk_norm + offsets + half, mask=mask, other=0.0))
-        angles = cos_sin + token * cos_sin_stride + pair
-        cos = tl.load(angles, mask=pair < half, other=0.0)  # [1, E]
-        sin = tl.load(angles + half, mask=pair < half, other=0.0)
-        a, b = first.to(tl.float32), second.to(tl.float32)
-        turned_first = (a * cos - b * sin).to(first.dtype)  # [B, E]
-        turned_second = (b * cos + a * sin).to(first.dtype)
-
-        is_query = mask & (head < HEADS)
-        written = query + token * (HEADS * D) + offsets
-        tl.store(written, turned_first, mask=is_query)
-        tl.store(written + half, turned_second, mask=is_query)
-        is_key = mask & (head >= HEADS) & (slot >= 0)
-        written = k_pages + slot * (KV_HEADS * D) + (offsets - HEADS * D)
-        tl.store(written, turned_first, mask=is_key)
-        tl.store(written + half, turned_second, mask=is_key)
+        queries = query + token * (HEADS * D)
+        keys = k_pages + slot * (KV_HEADS * D)
+        angles = cos_sin + token * cos_sin_stride
+        turn_heads(
+            queries, keys, row, qk_norm, angles, slot >= 0, block, eps, NORM, HEADS, KV_HEADS, D, R, E, W, B
+        )
     else:
         # Values of a token are contiguous on both sides.
         element = (block - rotating) * VALUES + tl.arange(0, VALUES)  # [VALUES]
@@ -96,16 +148,19 @@ def rope_kv_write_kernel(
 
 
 @cache
-def _variant(heads: int, kv_heads: int, width: int, *, norm: bool) -> Variant:
-    padded = triton.next_power_of_2(width // 2)
-    block = min(max(1, HALF_ELEMENTS // padded), triton.next_power_of_2(heads + kv_heads))
+def _variant(heads: int, kv_heads: int, width: int, turned: int, *, norm: bool) -> Variant:
+    # A tile that is not used has one column.
+    padded, rest = triton.next_power_of_2(max(1, turned // 2)), triton.next_power_of_2(max(1, width - turned))
+    block = min(max(1, HALF_ELEMENTS // max(padded, rest)), triton.next_power_of_2(heads + kv_heads))
     values = min(VALUE_ELEMENTS, triton.next_power_of_2(kv_heads * width))
     constexprs = {
         "NORM": norm,
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "D": width,
+        "R": turned,
         "E": padded,
+        "W": rest,
         "B": block,
         "VALUES": values,
     }
@@ -115,7 +170,7 @@ def _variant(heads: int, kv_heads: int, width: int, *, norm: bool) -> Variant:
 def rope_kv_write(
     qkv: torch.Tensor,
     qk_norm: torch.Tensor | None,
-    cos_sin: torch.Tensor,
+    cos_sin: torch.Tensor | None,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
@@ -131,7 +186,8 @@ def rope_kv_write(
     query = torch.empty(len(qkv), heads, width, dtype=qkv.dtype, device=qkv.device)
     if query.numel() == 0:
         return query
-    variant = _variant(heads, kv_heads, width, norm=qk_norm is not None)
+    turned = 0 if cos_sin is None else cos_sin.shape[1]
+    variant = _variant(heads, kv_heads, width, turned, norm=qk_norm is not None)
     rotating = triton.cdiv(heads + kv_heads, variant.constexprs["B"])
     copying = triton.cdiv(kv_heads * width, variant.constexprs["VALUES"])
     variant.launch(
@@ -139,43 +195,50 @@ def rope_kv_write(
         query,
         qkv,
         qkv if qk_norm is None else qk_norm.contiguous(),
-        cos_sin,
+        qkv if cos_sin is None else cos_sin,
         slots,
         k_pages,
         v_pages,
         qkv.stride(0),
-        cos_sin.stride(0),
+        0 if cos_sin is None else cos_sin.stride(0),
         eps,
     )
     return query
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Every head width in bfloat16, with the norm in models of that width; the other dtypes once."""
+    """Every head width, with the norm in models of that width; other dtypes; heads turned in part or not."""
     shapes = (
-        ("bf16", 32, 8, 64, False),
-        ("bf16", 32, 32, 80, False),
-        ("bf16", 32, 32, 96, False),
-        ("bf16", 16, 8, 128, True),
-        ("bf16", 8, 4, 256, True),
-        ("fp16", 32, 8, 128, False),
-        ("fp32", 16, 8, 128, True),
+        ("bf16", 32, 8, 64, 64, None),
+        ("bf16", 32, 32, 80, 80, None),
+        ("bf16", 32, 32, 96, 96, None),
+        ("bf16", 16, 8, 128, 128, "bf16"),
+        ("bf16", 8, 4, 256, 256, "bf16"),
+        ("fp16", 32, 8, 128, 128, None),
+        ("fp32", 16, 8, 128, 128, "fp32"),
+        ("bf16", 8, 4, 256, 256, "fp32"),
+        ("bf16", 32, 32, 80, 32, None),
+        ("bf16", 32, 8, 128, 64, "bf16"),
+        ("bf16", 16, 4, 128, 0, None),
+        ("fp32", 16, 4, 128, 0, "fp32"),
     )
     return [_spec(*shape) for shape in shapes]
 
 
-def _spec(dtype: str, heads: int, kv_heads: int, width: int, norm: bool) -> CompileSpec:
-    pointers = ("query", "qkv", "qk_norm", "k_pages", "v_pages")
+def _spec(dtype: str, heads: int, kv_heads: int, width: int, turned: int, norm: str | None) -> CompileSpec:
+    pointers = ("query", "qkv", "k_pages", "v_pages")
     types = dict.fromkeys(pointers, f"*{dtype}") | {
-        "cos_sin": "*fp32",
+        "qk_norm": f"*{norm or dtype}",
+        "cos_sin": "*fp32" if turned else f"*{dtype}",
         "slots": "*i64",
         "qkv_stride": "i32",
         "cos_sin_stride": "i32",
         "eps": "fp32",
     }
     return CompileSpec(
-        _variant(heads, kv_heads, width, norm=norm),
-        f"rope_kv_write {dtype} H={heads} K={kv_heads} D={width}" + (" norm" if norm else ""),
+        _variant(heads, kv_heads, width, turned, norm=norm is not None),
+        f"rope_kv_write {dtype} H={heads} K={kv_heads} D={width} R={turned}"
+        + (f" norm {norm}" if norm else ""),
         types,
         divisible_by_16=tuple(name for name in types if name != "eps"),
     )

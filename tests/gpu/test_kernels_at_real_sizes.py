@@ -8,10 +8,10 @@ import torch
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.rope_kv_write import rope_kv_write
-from kernels.cuda.silu_mul import silu_mul
+from kernels.cuda.gated_activation import gated_activation
 from kernels.rope import RopeSpec, rope_table
 from kernels.rope_kv_write import rope_kv_write_reference
-from kernels.silu_mul import silu_mul_reference
+from kernels.gated_activation import gated_activation_reference
 from tests.gpu.paged_case import PagedCase, make_case
 from tests.gpu.sizes import sized
 from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings
@@ -86,10 +86,10 @@ def test_norms(width: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("width", sized([3072, 12_288, 17_408], [96]))
-def test_silu_mul(width: int, device: torch.device) -> None:
+def test_gated_activation(width: int, device: torch.device) -> None:
     gate_up = torch.randn(TOKENS, 2 * width).bfloat16()
-    actual = silu_mul(gate_up.to(device))
-    assert_same_roundings(actual, silu_mul_reference(gate_up))
+    actual = gated_activation(gate_up.to(device), "silu")
+    assert_same_roundings(actual, gated_activation_reference(gate_up))
     gate, up = gate_up.double().chunk(2, -1)
     assert_rounded(actual, torch.nn.functional.silu(gate) * up, 2)
 

@@ -32,13 +32,33 @@ def angle_loss(largest: float) -> float:
     return last_place / 2 * math.sqrt(2)
 
 
-def gate_loss(gate: torch.Tensor) -> float:
-    """What silu and a product cost in float32 at most, relative to each value.
+def activated64(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """The activation of a gate in float64, from its definition."""
+    x = gate.double()
+    if activation == "silu":
+        return x * torch.sigmoid(x)
+    if activation == "gelu":
+        return x / 2 * torch.special.erfc(-x / math.sqrt(2))
+    # (1 + tanh(y)) / 2 as a sigmoid, which is exact where the tangent is almost -1.
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
-    In units of 2^-24: exp is off by its argument, which is rounded, and by 4; the quotient by 4; the sum in
-    it and the product by 1 each.
+
+def gate_loss(gate: torch.Tensor, activation: str = "silu") -> float:
+    """What an activation and a product cost in float32 at most, relative to each value.
+
+    In units of 2^-24: exp is off by its argument times what that was rounded by, and by 4; the quotient by 4;
+    the sum in it and the product by 1 each. The argument is x itself for silu, rounded once. For gelu_tanh it
+    is a polynomial, rounded in 4 products, their 3 constants and a sum. For gelu it is x^2 / 2, rounded in 2
+    products and a constant, and exp is followed by a polynomial that is off by 5, and two more products.
     """
-    return (gate.abs().max().item() + 10) * 2**-24
+    largest = gate.abs().max().item()
+    if activation == "silu":
+        lost = largest + 10
+    elif activation == "gelu":
+        lost = 3 * largest**2 / 2 + 17
+    else:
+        lost = 8 * 2 * math.sqrt(2 / math.pi) * (largest + 0.044715 * largest**3) + 10
+    return lost * 2**-24
 
 
 def norm_loss(width: int) -> float:
@@ -91,3 +111,44 @@ def rotate64(x: torch.Tensor, positions: Sequence[int], frequencies: Sequence[fl
             out[row, :, pair] = first * cos - second * sin
             out[row, :, pair + half] = second * cos + first * sin
     return out
+
+
+def experts64(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mixture of experts in float64, pair by pair, and what each element may be off by.
+
+    The bound is carried along with the values: a product of n terms loses n * 2^-24 of the sum of their sizes
+    in float32, and what its arguments are off by; each result is rounded to the dtype of x; an activation
+    has a slope of 1.2 at most, and loses what `gate_loss` says.
+    """
+    unit = torch.finfo(x.dtype).eps / 2
+
+    def product(rows: torch.Tensor, off: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = matrix.double()
+        exact = rows @ wide.T
+        lost = (len(wide.T) * 2**-24 * rows.abs() + (1 + unit) * off) @ wide.abs().T
+        return exact, lost + unit * (exact.abs() + lost)
+
+    out, allowed = (torch.zeros(x.shape, dtype=torch.float64) for _ in range(2))
+    for token, chosen in enumerate(expert_ids.tolist()):
+        for choice, expert in enumerate(chosen):
+            both, off = product(x[token].double(), torch.zeros(x.shape[1]).double(), gate_up[expert])
+            (gate, up), (gate_off, up_off) = both.chunk(2), off.chunk(2)
+            activated = activated64(gate, activation)
+            activated_off = 1.2 * gate_off + (unit + gate_loss(gate, activation)) * (
+                activated.abs() + 1.2 * gate_off
+            )
+            inner = activated * up
+            inner_off = activated_off * (up.abs() + up_off) + activated.abs() * up_off
+            inner_off += unit * (inner.abs() + inner_off)
+            result, result_off = product(inner, inner_off, down[expert])
+            weight = expert_weights[token, choice].double()
+            out[token] += weight * result
+            allowed[token] += weight.abs() * (result_off + (len(chosen) + 1) * 2**-24 * result.abs())
+    return out, allowed + unit * (out.abs() + allowed)

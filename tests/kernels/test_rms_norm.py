@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -24,6 +26,22 @@ def test_bitwise_as_transformers(shape: tuple[int, ...], dtype: torch.dtype) -> 
     norm.weight.data.copy_(weight)
     with torch.inference_mode():
         assert torch.equal(rms_norm(x, weight, 1e-6), norm(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 1024), (3, 6, 80)])
+def test_a_float32_weight_is_rounded_once_as_in_gemma_and_olmo(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator).mul(3).to(dtype)
+    weight = torch.randn(shape[-1], generator=generator).to(dtype)
+    gemma, olmo = Gemma3RMSNorm(shape[-1], eps=1e-6), Olmo2RMSNorm(shape[-1], eps=1e-6)
+    for norm in (gemma, olmo):
+        norm.to(dtype).weight.data.copy_(weight)
+    with torch.inference_mode():
+        assert torch.equal(rms_norm(x, 1.0 + weight.float(), 1e-6), gemma(x))
+        assert torch.equal(rms_norm(x, weight.float(), 1e-6), olmo(x))
 
 
 def test_float32_is_accurate() -> None:
@@ -63,6 +81,20 @@ def test_fused_add_is_add_then_norm(dtype: torch.dtype, width: int) -> None:
     torch.testing.assert_close(normed, rms_norm(total, weight, 1e-5), rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("width", [1, 15, 96, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_add_with_a_float32_weight_rounds_once(dtype: torch.dtype, width: int) -> None:
+    x, residual = (torch.randn(6, width).to(dtype) for _ in range(2))
+    weight = torch.randn(width)
+    total = residual + x
+    normed = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total) and normed.dtype is dtype
+    assert_close(normed, rms_norm64(total, weight, 1e-5), norm_loss(width))
+    # One value in hundreds is so close to the middle of two that float32 decides.
+    exact = rms_norm64(total, weight, 1e-5).to(dtype)
+    assert (normed != exact).sum() <= 1 + 0.01 * normed.numel()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_add_reads_strided_rows_and_keeps_what_is_between(dtype: torch.dtype) -> None:
     wide, weight = torch.randn(5, 100).to(dtype), torch.randn(40).to(dtype)
@@ -86,6 +118,8 @@ def test_wrong_arguments_are_named() -> None:
         rms_norm(x, weight[:16], 1e-6)
     with pytest.raises(TypeError, match="weight: must have the dtype"):
         rms_norm(x, weight.bfloat16(), 1e-6)
+    with pytest.raises(TypeError, match="weight: must have the dtype"):
+        add_rms_norm(x.bfloat16(), x.bfloat16(), weight.half(), 1e-6)
     with pytest.raises(TypeError, match="x: dtype"):
         rms_norm(x.long(), weight, 1e-6)
     with pytest.raises(ValueError, match="x: the last dimension must be contiguous"):

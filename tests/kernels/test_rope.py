@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Phi3Config, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from kernels.rope import RopeSpec, apply_rope_reference, rope_frequencies, rope_table
+from kernels.rope import ROPE_TYPES, RopeSpec, apply_rope_reference, rope_frequencies, rope_table
 from tests.kernels.references import angle_loss, assert_close, rotate64
 
 torch.set_num_threads(1)
@@ -71,6 +73,111 @@ def test_rotation_is_accurate(head_dim: int, dtype: torch.dtype) -> None:
     assert_close(actual, exact, angle_loss(63))
 
 
+def parameters_by_transformers(
+    scaling: dict[str, Any], head_dim: int, max_positions: int, text_tokens: int | None = None
+) -> tuple[torch.Tensor, float]:
+    """What its function for this type makes of a config, for a text of some length."""
+    config = Qwen3Config(
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rope_parameters={"rope_theta": 10_000.0, **scaling},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, seq_len=text_tokens)
+    return frequencies, factor
+
+
+def test_every_type_of_transformers_is_known() -> None:
+    assert {"default", *ROPE_INIT_FUNCTIONS} == set(ROPE_TYPES)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("scaling", SCALINGS[1:], ids=lambda scaling: str(scaling["rope_type"]))
+def test_partial_frequencies_as_transformers(scaling: dict[str, Any], share: float) -> None:
+    partial = {**scaling, "partial_rotary_factor": share}
+    expected, factor = parameters_by_transformers(partial, 64, 1024)
+    actual, actual_factor = rope_frequencies(RopeSpec(theta=10_000.0, **scaling), int(64 * share))
+    torch.testing.assert_close(actual, expected, rtol=2.0**-22, atol=0)
+    assert actual_factor == pytest.approx(factor, rel=1e-15)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.3, 1.0])
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_proportional_as_transformers(share: float, factor: float) -> None:
+    scaling: dict[str, Any] = {"rope_type": "proportional", "partial_rotary_factor": share, "factor": factor}
+    expected, _ = parameters_by_transformers(scaling, 64, 1024)
+    actual, attention_factor = rope_frequencies(RopeSpec(theta=10_000.0, **scaling), 64)
+    assert torch.equal(actual == 0, expected == 0), "other pairs are turned"
+    torch.testing.assert_close(actual, expected, rtol=2.0**-22, atol=0)
+    assert attention_factor == 1.0
+
+
+@pytest.mark.parametrize("text_tokens", [1, 100, 1024])
+def test_dynamic_as_transformers_for_every_text_that_is_served(text_tokens: int) -> None:
+    scaling: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.5}
+    expected, _ = parameters_by_transformers(scaling, 64, 1024, text_tokens)
+    spec = RopeSpec(theta=10_000.0, max_position_embeddings=1024, **scaling)
+    torch.testing.assert_close(rope_frequencies(spec, 64)[0], expected, rtol=2.0**-22, atol=0)
+    assert len(rope_table(spec, 64, 1024)) == 1024
+    assert not torch.allclose(parameters_by_transformers(scaling, 64, 1024, 1025)[0], expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="rope_type dynamic: beyond 1024 positions"):
+        rope_table(spec, 64, 1025)
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0 + pair / 8 for pair in range(16)],
+    "long_factor": [2.0 + pair for pair in range(16)],
+}
+
+
+@pytest.mark.parametrize("extra", [{}, {"factor": 16.0}, {"attention_factor": 1.5}])
+@pytest.mark.parametrize(
+    ("served", "text_tokens"), [(256, 1), (256, 256), (257, 257), (1024, 257), (1024, 1024)]
+)
+def test_longrope_as_transformers(served: int, text_tokens: int, extra: dict[str, float]) -> None:
+    scaling = LONGROPE | extra
+    expected, factor = parameters_by_transformers(scaling, 32, 1024, text_tokens)
+    # Without a factor of its own it is the ratio of the two lengths.
+    spec = RopeSpec(theta=10_000.0, max_position_embeddings=served, **({"factor": 1024 / 256} | scaling))
+    frequencies, attention_factor = rope_frequencies(spec, 32)
+    torch.testing.assert_close(frequencies, expected, rtol=2.0**-22, atol=0)
+    assert attention_factor == pytest.approx(factor, rel=1e-15)
+
+
+def test_longrope_table_as_phi3() -> None:
+    config = Phi3Config(
+        hidden_size=128,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        original_max_position_embeddings=256,
+        rope_parameters={"rope_theta": 10_000.0, **LONGROPE},
+        pad_token_id=0,
+    )
+    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1, dtype=torch.float32), torch.arange(1024)[None])
+    spec = RopeSpec(theta=10_000.0, factor=4.0, max_position_embeddings=1024, **LONGROPE)
+    expected = torch.cat([cos[0, :, :16], sin[0, :, 16:]], dim=1)
+    assert torch.allclose(rope_table(spec, 32, 1024), expected, rtol=0, atol=1024 * 2.0**-23)
+
+
+def test_factors_for_another_number_of_pairs_are_refused() -> None:
+    spec = RopeSpec(theta=1e4, max_position_embeddings=1024, **LONGROPE)
+    with pytest.raises(ValueError, match="long_factor: must have 8 entries, one a pair, got 16"):
+        rope_frequencies(spec, 16)
+    with pytest.raises(ValueError, match="short_factor and long_factor: must be positive"):
+        dataclasses.replace(spec, short_factor=[0.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_the_first_elements_are_turned(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 3, 80).to(dtype)
+    x[..., 33] = torch.nan  # not even read by the rotation
+    cos_sin = rope_table(RopeSpec(theta=10_000.0), 32, 4)
+    actual = apply_rope_reference(x, cos_sin)
+    assert torch.equal(actual[..., :32], apply_rope_reference(x[..., :32], cos_sin))
+    assert torch.equal(actual[..., 32:].nan_to_num(7.0), x[..., 32:].nan_to_num(7.0))
+
+
 def test_position_zero_changes_nothing() -> None:
     x = torch.randn(3, 2, 64)
     table = rope_table(RopeSpec(theta=10_000.0), 64, 1)
@@ -78,10 +185,16 @@ def test_position_zero_changes_nothing() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"rope_type: must be one of default, linear, .*, got 'axial'"):
+        RopeSpec(theta=1e4, rope_type="axial")
+    with pytest.raises(ValueError, match=r"^max_position_embeddings: must be positive for rope_type dynamic"):
+        RopeSpec(theta=1e4, rope_type="dynamic", factor=2.0)
     with pytest.raises(
-        ValueError, match="rope_type: must be one of default, linear, llama3, yarn, got 'dynamic'"
+        ValueError, match=r"^max_position_embeddings: must be positive for rope_type longrope"
     ):
-        RopeSpec(theta=1e4, rope_type="dynamic")
+        RopeSpec(theta=1e4, rope_type="longrope", original_max_position_embeddings=64)
+    with pytest.raises(ValueError, match="partial_rotary_factor"):
+        RopeSpec(theta=1e4, rope_type="proportional", partial_rotary_factor=1.5)
     with pytest.raises(ValueError, match="original_max_position_embeddings"):
         RopeSpec(theta=1e4, rope_type="yarn", factor=2.0)
     with pytest.raises(ValueError, match="high_freq_factor"):
@@ -94,7 +207,7 @@ def test_wrong_arguments_are_named() -> None:
         )
     with pytest.raises(ValueError, match="rope_theta"):
         RopeSpec(theta=0.0)
-    with pytest.raises(ValueError, match="head_dim"):
+    with pytest.raises(ValueError, match="rotary_dim"):
         rope_frequencies(RopeSpec(theta=1e4), 33)
 
 

@@ -51,14 +51,48 @@ def test_float32_is_accurate(width: int, heads: int, kv_heads: int, *, normed: b
     assert torch.equal(values.flatten(0, 1)[slots], by_head[:, -kv_heads:])
 
 
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("width", "turned"), [(8, 2), (80, 32), (96, 34), (128, 64), (128, None), (15, 6)])
+def test_a_part_of_a_head_is_turned_and_all_of_it_normalised(
+    width: int, turned: int | None, *, normed: bool
+) -> None:
+    positions, slots, kv_heads = [0, 1, 17, 63], [47, 0, 16, 15], 2
+    qkv = projections(4, 4, kv_heads, width, torch.float32)
+    weight = torch.randn(6, width) if normed else None
+    keys, values = pages(kv_heads, width, torch.float32)
+    # What lies beyond the rotation of a token is not read.
+    cos_sin = None
+    if turned is not None:
+        cos_sin = torch.full((4, turned + 8), torch.nan)[:, :turned]
+        cos_sin.copy_(rope_table(SPEC, turned, 64)[torch.tensor(positions)])
+    query = rope_kv_write(qkv, weight, cos_sin, torch.tensor(slots), keys, values, EPS)
+    by_head = qkv.view(len(qkv), -1, width)
+    exact = by_head[:, :-kv_heads].double()
+    if weight is not None:
+        exact = rms_norm64(exact, weight, EPS)
+    if turned is not None:
+        frequencies = rope_frequencies(SPEC, turned)[0].tolist()
+        exact[..., :turned] = rotate64(exact[..., :turned], positions, frequencies)
+    lost = angle_loss(63) + (norm_loss(width) if normed else 0)
+    assert_close(query, exact[:, :-kv_heads], lost)
+    assert_close(keys.flatten(0, 1)[slots], exact[:, -kv_heads:], lost)
+    assert torch.equal(values.flatten(0, 1)[slots], by_head[:, -kv_heads:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("normed", [True, False])
-def test_as_the_operations_one_by_one(dtype: torch.dtype, index_dtype: torch.dtype, *, normed: bool) -> None:
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32, "same"])
+@pytest.mark.parametrize("turned", [None, 20, 48])
+def test_as_the_operations_one_by_one(
+    dtype: torch.dtype, index_dtype: torch.dtype, norm_dtype: torch.dtype | str | None, turned: int | None
+) -> None:
     heads, kv_heads, width = 4, 2, 48
     qkv = projections(5, heads, kv_heads, width, dtype)
-    weight = torch.randn(heads + kv_heads, width).to(dtype) if normed else None
-    cos_sin = rope_table(SPEC, width, 40)[torch.tensor([3, 0, 8, 39, 5])]
+    weight = None
+    if norm_dtype is not None:
+        weight = torch.randn(heads + kv_heads, width)
+        weight = weight.to(norm_dtype if isinstance(norm_dtype, torch.dtype) else dtype)
+    cos_sin = None if turned is None else rope_table(SPEC, turned, 40)[torch.tensor([3, 0, 8, 39, 5])]
     slots = torch.tensor([0, 33, -1, 47, 16], dtype=index_dtype)
     actual, expected = pages(kv_heads, width, dtype), pages(kv_heads, width, dtype)
     query = rope_kv_write(qkv, weight, cos_sin, slots, *actual, EPS)
@@ -90,7 +124,7 @@ def test_a_slot_beyond_the_pages_is_refused_and_nothing_written(dtype: torch.dty
     qkv = projections(2, 2, 1, 16, dtype)
     with pytest.raises((IndexError, RuntimeError)):
         rope_kv_write(qkv, None, torch.ones(2, 16), torch.tensor([0, 48]), keys, values, EPS)
-    if cpu.can_rope_kv_write(qkv, keys):
+    if cpu.can_rope_kv_write(qkv, None, keys):
         assert keys.isnan().all() and values.isnan().all()
 
 
@@ -103,6 +137,11 @@ def test_wrong_arguments_are_named() -> None:
         rope_kv_write(qkv, torch.ones(2, 16), cos_sin, slots, keys, values, EPS)
     with pytest.raises(ValueError, match="cos_sin: shape"):
         rope_kv_write(qkv, None, cos_sin[:1], slots, keys, values, EPS)
+    for turned in (0, 3, 18):
+        with pytest.raises(ValueError, match=f"cos_sin: width must be even .* 16, got {turned}"):
+            rope_kv_write(qkv, None, torch.ones(2, turned), slots, keys, values, EPS)
+    with pytest.raises(TypeError, match="qk_norm: must have the dtype"):
+        rope_kv_write(qkv, torch.ones(3, 16).bfloat16(), cos_sin, slots, keys, values, EPS)
     with pytest.raises(TypeError, match="slots: dtype"):
         rope_kv_write(qkv, None, cos_sin, slots.float(), keys, values, EPS)
     with pytest.raises(TypeError, match="v_pages: must have the dtype"):

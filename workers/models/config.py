@@ -208,7 +208,7 @@ class ModelConfig:
 
 
 def _text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings of what is served: of a model that also sees or hears, the text part. Raises ModelError."""
+    """The settings of what is served: of one that also sees or hears, the text part. Raises ModelError."""
     wrapper = WRAPPERS.get(str(settings.get("model_type")))
     if wrapper is None:
         return settings

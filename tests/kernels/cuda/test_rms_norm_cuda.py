@@ -53,6 +53,20 @@ def test_rounds_where_the_reference_does(dtype: torch.dtype, device: str) -> Non
     assert_same_roundings(actual, rms_norm_reference(x, weight, EPS))
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_float32_weight_is_not_preceded_by_a_rounding(dtype: torch.dtype, device: str) -> None:
+    x, weight = random(8, 4096, dtype=dtype), random(4096, dtype=torch.float32, seed=1)
+    actual = rms_norm(x.to(device), weight.to(device), EPS)
+    assert actual.dtype == dtype
+    assert_rounded(actual, rms_norm64(x, weight, EPS), roundings=1)
+    assert_same_roundings(actual, rms_norm_reference(x, weight, EPS))
+    zeros = torch.zeros_like(x, device=device)
+    assert torch.equal(add_rms_norm(x.to(device), zeros, weight.to(device), EPS), actual)
+    by_head = random(32, 128, dtype=torch.float32, seed=2)
+    actual = rms_norm(x.view(8, 32, 128).to(device), by_head.to(device), EPS)
+    assert_rounded(actual, rms_norm64(x.view(8, 32, 128), by_head, EPS), roundings=1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 80), (3, 1024)])
 def test_add_and_norm(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:

@@ -1,6 +1,6 @@
 """QK-norm, rotation and KV write in one kernel, on the GPU or in the interpreter.
 
-Dimension letters: T tokens; H query heads; K key-value heads; D head width.
+Dimension letters: T tokens; H query heads; K key-value heads; D head width; R width that is turned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Case:
 
     qkv: torch.Tensor  # [T, (H + 2 * K) * D]
     qk_norm: torch.Tensor | None  # [H + K, D]
-    cos_sin: torch.Tensor  # [T, D]
+    cos_sin: torch.Tensor | None  # [T, R]
     slots: torch.Tensor  # [T]
     k_pages: torch.Tensor
     v_pages: torch.Tensor
@@ -45,24 +45,43 @@ class Case:
         heads = self.qkv.view(len(self.qkv), -1, width)[:, :-kv_heads].double()
         if self.qk_norm is not None:
             heads = rms_norm64(heads, self.qk_norm, EPS)
-        lengths = heads.view(*heads.shape[:2], 2, width // 2).norm(dim=2)
-        turned = rotate64(heads, POSITIONS, rope_frequencies(SPEC, width)[0].tolist())
-        return turned, torch.cat([lengths, lengths], dim=-1)
+        if self.cos_sin is None:
+            return heads, heads.abs()
+        turned = self.cos_sin.shape[1]
+        pairs = heads[..., :turned]
+        lengths = pairs.view(*pairs.shape[:2], 2, turned // 2).norm(dim=2)
+        rotated = rotate64(pairs, POSITIONS, rope_frequencies(SPEC, turned)[0].tolist())
+        rest = heads[..., turned:]
+        return torch.cat([rotated, rest], dim=-1), torch.cat([lengths, lengths, rest.abs()], dim=-1)
 
 
-def case(heads: int, kv_heads: int, width: int, dtype: torch.dtype, *, norm: bool) -> Case:
+def case(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    norm: bool | torch.dtype,
+    turned: int | None = -1,
+) -> Case:
+    """The norm's weight has the dtype of the rest unless it is named; -1: all of a head is turned."""
     generator = torch.Generator().manual_seed(heads * width)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator)
 
-    qkv = random(len(SLOTS), (heads + 2 * kv_heads) * width)
-    cos_sin = rope_table(SPEC, width, 8)[torch.tensor(POSITIONS)]
-    qkv[2], cos_sin[2] = torch.nan, torch.nan
-    pages = [random(PAGES, PAGE_SIZE, kv_heads, width) for _ in range(2)]
+    qkv = random(len(SLOTS), (heads + 2 * kv_heads) * width).to(dtype)
+    qkv[2] = torch.nan
+    cos_sin = None
+    if turned is not None:
+        cos_sin = rope_table(SPEC, width if turned == -1 else turned, 8)[torch.tensor(POSITIONS)]
+        cos_sin[2] = torch.nan
+    pages = [random(PAGES, PAGE_SIZE, kv_heads, width).to(dtype) for _ in range(2)]
     for tensor in pages:
         tensor.flatten()[::3] = torch.nan
-    weight = random(heads + kv_heads, width) if norm else None
+    weight = None
+    if norm is not False:
+        weight = random(heads + kv_heads, width).to(dtype if norm is True else norm)
     return Case(qkv, weight, cos_sin, torch.tensor(SLOTS), *pages)
 
 
@@ -74,7 +93,7 @@ def run(
     query = rope_kv_write(
         surrounded(given.qkv, device),
         None if given.qk_norm is None else given.qk_norm.to(device),
-        surrounded(given.cos_sin, device),
+        None if given.cos_sin is None else surrounded(given.cos_sin, device),
         given.slots.to(device, slots_dtype),
         k_pages,
         v_pages,
@@ -93,18 +112,43 @@ SHAPES = [(4, 2, 64), (3, 3, 80), (12, 12, 96), (14, 4, 128), (2, 1, 256), (1, 1
 def test_is_accurate(
     heads: int, kv_heads: int, width: int, norm: bool, dtype: torch.dtype, device: str
 ) -> None:
-    given = case(heads, kv_heads, width, dtype, norm=norm)
+    check_accuracy(case(heads, kv_heads, width, dtype, norm=norm), device)
+
+
+def check_accuracy(given: Case, device: str) -> None:
+    """What is computed and written for each token but the padded one, against float64."""
     query, k_pages, v_pages = run(given, device)
+    kv_heads, width = given.k_pages.shape[2:]
+    heads = given.qkv.shape[1] // width - 2 * kv_heads
     exact, lengths = given.exact()
     assert query.shape == (4, heads, width) and query.is_contiguous()
     tokens = [0, 1, 3]
     slots = given.slots[tokens]
-    roundings = 3 if norm else 1
+    roundings = 1 if given.qk_norm is None else 3
     keys = k_pages.flatten(0, 1)[slots]
     assert_rounded(query[tokens], exact[tokens, :heads], roundings, lengths[tokens, :heads])
     assert_rounded(keys, exact[tokens, heads:], roundings, lengths[tokens, heads:])
     values = given.qkv.view(4, -1, width)[tokens, -kv_heads:]
     assert same_bits(v_pages.flatten(0, 1)[slots], values)
+
+
+# Parts wider and narrower than the rest, neither always a power of two; blocks of heads that are cut.
+PARTS = [(4, 2, 64, 16), (3, 3, 80, 32), (12, 12, 96, 72), (14, 4, 128, None), (2, 1, 256, 64), (1, 1, 9, 4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True, torch.float32])
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "turned"), PARTS)
+def test_a_part_of_a_head_is_turned(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    turned: int | None,
+    norm: bool | torch.dtype,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    check_accuracy(case(heads, kv_heads, width, dtype, norm=norm, turned=turned), device)
 
 
 @pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64])
@@ -122,9 +166,12 @@ def test_writes_the_named_slots_and_nothing_else(
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("norm", [True, False])
-def test_rounds_where_the_three_operations_do(norm: bool, dtype: torch.dtype, device: str) -> None:
-    given = case(28, 4, 128, dtype, norm=norm)
+@pytest.mark.parametrize("norm", [True, False, torch.float32])
+@pytest.mark.parametrize("turned", [128, 48, None])
+def test_rounds_where_the_three_operations_do(
+    turned: int | None, norm: bool | torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    given = case(28, 4, 128, dtype, norm=norm, turned=turned)
     query, k_pages, v_pages = run(given, device)
     expected = rope_kv_write_reference(
         given.qkv, given.qk_norm, given.cos_sin, given.slots, given.k_pages, given.v_pages, EPS
@@ -138,7 +185,7 @@ def test_rounds_where_the_three_operations_do(norm: bool, dtype: torch.dtype, de
 
 def test_no_tokens(device: str) -> None:
     given = case(2, 1, 64, torch.float32, norm=False)
-    nothing = Case(given.qkv[:0], None, given.cos_sin[:0], given.slots[:0], given.k_pages, given.v_pages)
+    nothing = Case(given.qkv[:0], None, None, given.slots[:0], given.k_pages, given.v_pages)
     query, k_pages, _ = run(nothing, device)
     assert query.shape == (0, 2, 64)
     assert same_bits(k_pages, given.k_pages)
@@ -147,6 +194,7 @@ def test_no_tokens(device: str) -> None:
 def test_rows_and_slots_beyond_32_bits(device: str) -> None:
     kv_heads, width = 2, 64
     given = case(2, kv_heads, width, torch.bfloat16, norm=False)
+    assert given.cos_sin is not None
     tokens = torch.tensor([0, 1, 3])
     # Slots have 128 elements: this one begins at element 2^31. What lies before is never touched.
     far = 1 << 24

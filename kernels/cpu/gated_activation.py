@@ -1,0 +1,35 @@
+"""Calls the compiled gates of gated_activation.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.cpu import library
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_ENTRY_POINTS = {
+    (dtype, activation): f"quire_{activation}_mul_{suffix}"
+    for dtype, suffix in _DTYPES.items()
+    for activation in ("silu", "gelu_tanh", "gelu")
+}
+_ARGUMENTS = (*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 4)
+
+
+def can_gated_activation(gate_up: torch.Tensor) -> bool:
+    """Whether there is a kernel for a tensor of this device and dtype; it has every activation."""
+    return gate_up.device.type == "cpu" and gate_up.dtype in _DTYPES and library.available()
+
+
+def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `kernels.gated_activation.gated_activation`, which has checked the arguments.
+
+    `can_gated_activation` is true.
+    """
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype)  # [T, I]
+    library.function(_ENTRY_POINTS[gate_up.dtype, activation], _ARGUMENTS)(
+        out.data_ptr(), gate_up.data_ptr(), rows, width, gate_up.stride(0), torch.get_num_threads()
+    )
+    return out

@@ -1,0 +1,189 @@
+"""Mixture of experts: which experts a token goes to, and what they make of it.
+
+An expert is a gated feed-forward block, down(activation(gate x) * (up x)), and a token has k of them, chosen
+and weighted by `route`. In `experts` the rows of a batch are grouped, so that the matrices of an expert are
+read once for all the rows it got, and not at all if it got none.
+
+Roundings are those of the operations one by one: both projections to the dtype of x, the activation and its
+product with up as in `kernels.gated_activation`. The k results of a token are weighted and summed in float32,
+in the order of k, and rounded once. (transformers sums in the order of the experts, in the dtype of x.)
+
+A row's bits do not depend on which other rows are there, as far as the matrix library keeps that promise for
+a product: the sum over k does. On the CPU a packed bfloat16 weight keeps it for up to 8 rows of an expert
+(see `kernels.linear`); on a GPU it is kept among batches of one tile configuration (see
+`kernels.cuda.experts`).
+
+Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts of a
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
+from kernels.linear import linear, pack_weight
+
+# One matrix an expert: [E, O, I], or E tensors [O, I], which may be packed.
+ExpertWeights = torch.Tensor | Sequence[torch.Tensor]
+
+
+def route(
+    logits: torch.Tensor,
+    k: int,
+    normalize: bool,
+    score: Literal["softmax"] = "softmax",
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts of each token: those with the highest scores.
+
+    Args:
+        logits: [T, E] of the router; float32, bfloat16 or float16.
+        k: Experts of a token.
+        normalize: Divide the scores of the chosen by their sum: always in Mixtral, `norm_topk_prob` in
+            Qwen3-MoE.
+        score: How logits become scores: "softmax" over all experts, in float32.
+        dtype: Of the weights, rounded once at the end. None: that of the logits, as in Qwen3-MoE; Mixtral has
+            torch.float32.
+
+    Returns:
+        expert_ids [T, k] int64, the best first, each once; expert_weights [T, k]. Which of two equal scores
+        comes first is up to torch.topk.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit, by name.
+    """
+    check_tensor("logits", logits, (None, None), FLOAT_DTYPES)
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k: must be between 1 and {logits.shape[1]} experts, got {k}")
+    if score != "softmax":
+        raise ValueError(f"score: must be softmax, got {score!r}")
+    scores = functional.softmax(logits, dim=-1, dtype=torch.float32)  # [T, E]
+    expert_weights, expert_ids = torch.topk(scores, k, dim=-1)  # [T, k] each
+    if normalize:
+        expert_weights /= expert_weights.sum(-1, keepdim=True)
+    return expert_ids, expert_weights.to(dtype or logits.dtype)
+
+
+def pack_experts(weight: ExpertWeights) -> list[torch.Tensor]:
+    """Lay the matrices of all experts out for the matrix library of the CPU, as `kernels.linear.pack_weight`.
+
+    Args:
+        weight: The plain matrices, which are not needed any more. Of a list that nobody else holds, each is
+            freed before the next one is packed; one tensor stays whole until the caller drops it.
+
+    Returns:
+        E tensors [O, I] for `experts`, the given list itself if it was one. Where packing does not apply they
+        are the given matrices, or views of the given tensor.
+    """
+    packed = weight if isinstance(weight, list) else list(weight)
+    for expert in range(len(packed)):
+        packed[expert] = pack_weight(packed[expert])
+    return packed
+
+
+def experts_reference(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    activation: Activation = "silu",
+) -> torch.Tensor:
+    """The experts in plain torch; see `experts`. No weight is packed."""
+    outputs = x.new_zeros(*expert_ids.shape, x.shape[1])  # [T, k, C]
+    for expert in expert_ids.unique().tolist():
+        token, choice = torch.where(expert_ids == expert)
+        inner = gated_activation_reference(functional.linear(x[token], gate_up[expert]), activation)
+        outputs[token, choice] = functional.linear(inner, down[expert])
+    return _weighted_sum(outputs, expert_weights)
+
+
+def experts(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    activation: Activation = "silu",
+) -> torch.Tensor:
+    """Send each token through its experts and add up what they make of it.
+
+    Args:
+        x: [T, C]; float32, bfloat16 or float16.
+        gate_up: [E, 2 * I, C], rows of the gate, then of up: one tensor, contiguous on a GPU; on the CPU also
+            E tensors [2 * I, C], plain or from `pack_experts`. Dtype of x.
+        down: [E, C, I], likewise.
+        expert_ids: [T, k] int64, from 0 to E - 1. On a GPU any other id makes its row undefined, and no
+            other row.
+        expert_weights: [T, k]; dtype of x, or float32.
+        activation: Of the gate; see `kernels.gated_activation`.
+
+    Returns:
+        A new tensor [T, C] with the dtype of x.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit, by name.
+        IndexError, RuntimeError: An id is none of an expert (on the CPU).
+    """
+    _check(x, gate_up, down, expert_ids, expert_weights)
+    if x.is_cuda:
+        from kernels.cuda import experts as cuda
+
+        return cuda.experts(x, gate_up, down, expert_ids, expert_weights, activation)
+    outputs = x.new_empty(expert_ids.numel(), x.shape[1])  # [T * k, C]
+    # Pairs of a token and one of its choices, numbered as in `outputs`, by expert.
+    pairs = expert_ids.flatten().argsort(stable=True)  # [T * k]
+    counts = expert_ids.flatten().bincount(minlength=len(gate_up)).tolist()
+    if len(counts) > len(gate_up):
+        raise IndexError(f"expert_ids: must be below {len(gate_up)}, got {len(counts) - 1}")
+    for expert, of_expert in enumerate(pairs.split(counts)):
+        if len(of_expert):
+            rows = x.index_select(0, of_expert // expert_ids.shape[1])  # [n, C]
+            inner = gated_activation(linear(rows, gate_up[expert]), activation)  # [n, I]
+            outputs.index_copy_(0, of_expert, linear(inner, down[expert]))
+    return _weighted_sum(outputs.view(*expert_ids.shape, x.shape[1]), expert_weights)
+
+
+def _weighted_sum(outputs: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
+    """The sum over k in its order, in float32: [T, k, C], [T, k] -> [T, C] in the dtype of the first."""
+    weights = expert_weights.float()[:, :, None]  # [T, k, 1]
+    # One by one: `sum` may add in another order for another T.
+    total = outputs[:, 0].float() * weights[:, 0]  # [T, C]
+    for choice in range(1, outputs.shape[1]):
+        total += outputs[:, choice].float() * weights[:, choice]
+    return total.to(outputs.dtype)
+
+
+def _check(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+) -> None:
+    """Check the arguments of `experts`. Of separate matrices only the first is looked at: there are many."""
+    check_tensor("x", x, (None, None), FLOAT_DTYPES)
+    check_tensor("expert_ids", expert_ids, (len(x), None), (torch.int64,))
+    if not expert_ids.shape[1]:
+        raise ValueError("expert_ids: a token must have an expert")
+    check_tensor("expert_weights", expert_weights, expert_ids.shape, (x.dtype, torch.float32))
+    if not len(gate_up) or len(gate_up) != len(down):
+        raise ValueError(f"gate_up: must have the experts of down, got {len(gate_up)} and {len(down)}")
+    width = x.shape[1]
+    inner = down[0].shape[-1]
+    for name, weight, shape in (("gate_up", gate_up, (2 * inner, width)), ("down", down, (width, inner))):
+        if tuple(weight[0].shape) != shape:
+            raise ValueError(f"{name}: an expert's shape must be {list(shape)}, got {list(weight[0].shape)}")
+        if weight[0].dtype != x.dtype or weight[0].device != x.device:
+            raise TypeError(
+                f"{name}: must have the dtype and device of x ({x.dtype} on {x.device}), "
+                f"got {weight[0].dtype} on {weight[0].device}"
+            )
+        if x.is_cuda and not (isinstance(weight, torch.Tensor) and weight.is_contiguous()):
+            raise ValueError(f"{name}: must be one contiguous tensor on a GPU")

@@ -1,0 +1,57 @@
+"""The gate of a feed-forward block: activation(gate) * up, on the output of the fused gate-up projection.
+
+SwiGLU has `silu`, x * sigmoid(x); GeGLU has `gelu`, x times the normal distribution function at x, or
+`gelu_tanh`, the approximation of it by a hyperbolic tangent (in Hugging Face "gelu_pytorch_tanh").
+
+Dimension letters: T tokens; I intermediate width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch.nn import functional
+
+from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.cpu import gated_activation as cpu
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+def gated_activation_reference(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """activation(gate) * up in plain torch; see `gated_activation`."""
+    gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
+    # The activation is rounded to the dtype before the product, as the unfused model does.
+    if activation == "silu":
+        return functional.silu(gate).mul_(up)  # [T, I]
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return functional.gelu(gate, approximate=approximate).mul_(up)  # [T, I]
+
+
+def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """Apply the gate.
+
+    Args:
+        gate_up: [T, 2 * I], the gate in the first half and up in the second; float32, bfloat16 or float16.
+        activation: Of the gate, one of ACTIVATIONS.
+
+    Returns:
+        A new tensor [T, I] with the dtype of gate_up.
+
+    Raises:
+        ValueError, TypeError: An argument does not fit, by name.
+    """
+    check_tensor("gate_up", gate_up, (None, None), FLOAT_DTYPES)
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up: width must be even, got {gate_up.shape[1]}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if gate_up.is_cuda:
+        from kernels.cuda import gated_activation as cuda
+
+        return cuda.gated_activation(gate_up, activation)
+    if cpu.can_gated_activation(gate_up):
+        return cpu.gated_activation(gate_up, activation)
+    return gated_activation_reference(gate_up, activation)

@@ -1,0 +1,202 @@
+"""Routing as in transformers, and experts against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
+
+from kernels.experts import experts, experts_reference, pack_experts, route
+from kernels.gated_activation import ACTIVATIONS, Activation
+from kernels.linear import can_pack
+from tests.kernels.references import experts64
+
+torch.set_num_threads(1)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def matrices(experts: int, inner: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up and down, so large that results are of the size of what goes in."""
+    gate_up = torch.randn(experts, 2 * inner, width).div(width**0.5)
+    return gate_up.to(dtype), torch.randn(experts, width, inner).div(inner**0.5).to(dtype)
+
+
+def choices(tokens: int, experts: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token, and float32 weights."""
+    return route(torch.randn(tokens, experts), k, normalize=True)
+
+
+def assert_within(actual: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> None:
+    assert torch.isfinite(actual).all(), "not finite"
+    excess = ((actual.double() - exact).abs() - allowed).max().item()
+    assert excess <= 0, f"{excess} more than was allowed"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "count", "k"), [(1, 2, 1), (1, 8, 2), (7, 2, 2), (20, 5, 3), (33, 64, 8), (3, 64, 4)]
+)
+def test_is_accurate(tokens: int, count: int, k: int, dtype: torch.dtype) -> None:
+    gate_up, down = matrices(count, 48, 40, dtype)
+    x = torch.randn(tokens, 56).to(dtype)[:, 8:48]  # strided
+    ids, weights = choices(tokens, count, k)
+    exact, allowed = experts64(x, gate_up, down, ids, weights, "silu")
+    for matrices_given in ((gate_up, down), (pack_experts(gate_up), pack_experts(down))):
+        actual = experts(x, *matrices_given, ids, weights)
+        assert actual.shape == x.shape and actual.dtype == dtype
+        assert_within(actual, exact, allowed)
+    assert_within(experts_reference(x, gate_up, down, ids, weights), exact, allowed)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+def test_activations_and_weights_of_either_dtype(activation: Activation, weights_dtype: torch.dtype) -> None:
+    gate_up, down = matrices(4, 24, 32, torch.bfloat16)
+    x = torch.randn(9, 32).bfloat16()
+    ids, weights = route(torch.randn(9, 4), 2, normalize=False, dtype=weights_dtype)
+    assert weights.dtype is weights_dtype
+    actual = experts(x, pack_experts(gate_up), pack_experts(down), ids, weights, activation)
+    assert_within(actual, *experts64(x, gate_up, down, ids, weights, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_without_rows_are_not_read(dtype: torch.dtype) -> None:
+    gate_up, down = matrices(6, 16, 16, dtype)
+    x = torch.randn(40, 16).to(dtype)
+    ids = torch.full((40, 1), 4)  # all rows on one
+    used = experts(x, gate_up, down, ids, torch.ones(40, 1))
+    for weight in (gate_up, down):
+        weight[:4], weight[5:] = torch.nan, torch.nan
+    assert torch.equal(experts(x, gate_up, down, ids, torch.ones(40, 1)), used)
+    assert_within(used, *experts64(x, gate_up, down, ids, torch.ones(40, 1), "silu"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_rows(dtype: torch.dtype) -> None:
+    gate_up, down = matrices(3, 16, 8, dtype)
+    ids, weights = route(torch.zeros(0, 3), 2, normalize=True)
+    assert experts(torch.zeros(0, 8, dtype=dtype), gate_up, down, ids, weights).shape == (0, 8)
+
+
+def test_a_row_with_nan_stays_alone() -> None:
+    gate_up, down = matrices(3, 16, 8, torch.float32)
+    x = torch.randn(6, 8)
+    ids, weights = choices(6, 3, 2)
+    clean = experts(x, gate_up, down, ids, weights)
+    x[2] = torch.nan
+    poisoned = experts(x, gate_up, down, ids, weights)
+    others = [0, 1, 3, 4, 5]
+    assert poisoned[2].isnan().all() and torch.equal(poisoned[others], clean[others])
+
+
+def test_bits_of_a_row_do_not_depend_on_few_others() -> None:
+    gate_up, down = matrices(4, 64, 32, torch.bfloat16)
+    packed = pack_experts(gate_up), pack_experts(down)
+    x = torch.randn(8, 32).bfloat16()
+    ids, weights = choices(8, 4, 3)
+    together = experts(x, *packed, ids, weights)
+    for row in range(8):
+        alone = experts(x[row : row + 1], *packed, ids[row : row + 1], weights[row : row + 1])
+        assert torch.equal(alone[0], together[row])
+
+
+def test_results_are_added_in_the_order_of_k() -> None:
+    # Experts that multiply by a number; 1e8 + 1 - 1e8 is 0 in float32, 1e8 - 1e8 + 1 is 1.
+    gate_up = torch.tensor([[[20.0], [1e8 / 20]], [[20.0], [1 / 20]], [[20.0], [-1e8 / 20]]])
+    down, x = torch.ones(3, 1, 1), torch.ones(2, 1)
+    ids = torch.tensor([[0, 1, 2], [0, 2, 1]])
+    actual = experts(x, gate_up, down, ids, torch.ones(2, 3))
+    assert actual[0] == 0 and actual[1] == pytest.approx(1)
+
+
+def test_a_list_is_packed_in_place() -> None:
+    gate_up, _ = matrices(3, 16, 32, torch.bfloat16)
+    held = [each.clone() for each in gate_up]
+    packed = pack_experts(held)
+    assert packed is held
+    assert [each.is_mkldnn for each in packed] == [can_pack(each) for each in gate_up]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routes_bitwise_as_qwen3_moe(normalize: bool, dtype: torch.dtype) -> None:
+    config = Qwen3MoeConfig(hidden_size=32, num_experts=16, num_experts_per_tok=4, norm_topk_prob=normalize)
+    router = Qwen3MoeTopKRouter(config).to(dtype)
+    router.weight.data.normal_()
+    with torch.inference_mode():
+        logits, weights, ids = router(torch.randn(50, 32).to(dtype))
+        actual_ids, actual_weights = route(logits, 4, normalize)
+    assert torch.equal(actual_ids, ids) and actual_ids.dtype is torch.int64
+    assert torch.equal(actual_weights, weights) and actual_weights.dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_routes_bitwise_as_mixtral(dtype: torch.dtype) -> None:
+    config = MixtralConfig(hidden_size=32, num_local_experts=8, num_experts_per_tok=2)
+    router = MixtralTopKRouter(config).to(dtype)
+    router.weight.data.normal_()
+    with torch.inference_mode():
+        logits, weights, ids = router(torch.randn(50, 32).to(dtype))
+        actual_ids, actual_weights = route(logits, 2, normalize=True, dtype=torch.float32)
+    assert torch.equal(actual_ids, ids)
+    assert torch.equal(actual_weights, weights) and actual_weights.dtype is torch.float32
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_routed_experts_as_transformers(family: str) -> None:
+    block: Qwen3MoeSparseMoeBlock | MixtralSparseMoeBlock
+    if family == "qwen3_moe":
+        block = Qwen3MoeSparseMoeBlock(
+            Qwen3MoeConfig(
+                hidden_size=32,
+                moe_intermediate_size=24,
+                num_experts=8,
+                num_experts_per_tok=3,
+                norm_topk_prob=True,
+            )
+        )
+    else:
+        block = MixtralSparseMoeBlock(
+            MixtralConfig(hidden_size=32, intermediate_size=24, num_local_experts=8, num_experts_per_tok=3)
+        )
+    for parameter in block.parameters():
+        parameter.data.normal_().div_(parameter.shape[-1] ** 0.5)
+    x = torch.randn(20, 32)
+    with torch.inference_mode():
+        expected = block(x[None])[0]
+        ids, weights = route(x @ block.gate.weight.T, 3, normalize=True)
+        gate_up, down = block.experts.gate_up_proj, block.experts.down_proj
+        actual = experts(x, gate_up, down, ids, weights)
+        _, allowed = experts64(x, gate_up, down, ids, weights, "silu")
+    # Both are off by that at most.
+    assert ((actual - expected).abs().double() <= 2 * allowed).all()
+
+
+def test_wrong_arguments_are_named() -> None:
+    gate_up, down = matrices(3, 16, 8, torch.float32)
+    x, ids, weights = torch.randn(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+    with pytest.raises(ValueError, match=r"gate_up: an expert's shape must be \[32, 8\], got \[32, 7\]"):
+        experts(x, gate_up[:, :, 1:], down, ids, weights)
+    with pytest.raises(ValueError, match=r"down: an expert's shape must be \[8, 16\], got \[7, 16\]"):
+        experts(x, gate_up, down[:, 1:], ids, weights)
+    with pytest.raises(ValueError, match="gate_up: must have the experts of down, got 3 and 2"):
+        experts(x, gate_up, down[1:], ids, weights)
+    with pytest.raises(TypeError, match="down: must have the dtype"):
+        experts(x, gate_up, down.bfloat16(), ids, weights)
+    with pytest.raises(TypeError, match="expert_ids: dtype"):
+        experts(x, gate_up, down, ids.int(), weights)
+    with pytest.raises(ValueError, match="expert_weights: shape"):
+        experts(x, gate_up, down, ids, weights[:, :1])
+    with pytest.raises(ValueError, match="expert_ids: a token must have an expert"):
+        experts(x, gate_up, down, ids[:, :0], weights[:, :0])
+    for wrong in (-1, 3):
+        with pytest.raises((IndexError, RuntimeError)):
+            experts(x, gate_up, down, torch.full((4, 2), wrong), weights)
+    for k in (0, 6):
+        with pytest.raises(ValueError, match="k: must be between 1 and 5 experts"):
+            route(torch.randn(2, 5), k, normalize=True)
+    with pytest.raises(ValueError, match="score: must be softmax, got 'sigmoid'"):
+        route(torch.randn(2, 5), 1, normalize=True, score="sigmoid")  # type: ignore[arg-type]
