@@ -170,13 +170,8 @@ def test_generation_config_replaces_the_end_tokens(tmp_path: Path, eos: object, 
         ({"torch_dtype": "int8"}, "dtype: must be one of float32, bfloat16, float16, got 'int8'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         (
-<<<<<<< HEAD
             {"rope_scaling": {"rope_type": "axial", "factor": 2}},
             "rope_type: must be one of default, linear",
-=======
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
-            "must be positive for rope_type dynamic",
->>>>>>> wt-blocks
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor: must be a positive number, got nothing"),
         ({"rope_scaling": [1]}, "rope_scaling: must be an object"),

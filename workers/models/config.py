@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from kernels.gated_activation import Activation
-
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import check_keys
 from workers.models.errors import ModelError, UnsupportedError
