@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.families import MODELS, settings_of
 from tests.model_factory import hf_greedy, hf_logits, make_family_model
@@ -167,3 +167,27 @@ def test_targets_cover_every_parameter_once(name: str) -> None:
     for target in decoder.targets().values():
         target.tensor.add_(1)
     assert all(bool((parameter == 1).all()) for parameter in parameters)
+
+
+def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
+    _, settings = settings_of("gemma3")
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = Gemma3Config(text_config=settings, vision_config=vision, mm_tokens_per_image=1)
+    torch.manual_seed(1)
+    whole = Gemma3ForConditionalGeneration(config).eval()  # type: ignore[no-untyped-call]
+    whole.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    (text,) = texts(9, (40,))
+    with torch.inference_mode():
+        expected = whole(torch.tensor([text]), use_cache=False).logits[0]
+    inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
+    decoder = loaded.decoder
+    logits = decoder.logits(decoder.forward(inputs, new_kv(loaded.config)))
+    assert (logits - expected).abs().max() < RELATIVE_ERROR * expected.abs().max()
