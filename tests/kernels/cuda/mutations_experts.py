@@ -23,13 +23,6 @@ MUTATIONS = [
         f"{TESTS}::test_all_rows_on_one_expert",
     ),
     Mutation(
-        "pairs of the next expert are taken too",
-        MODULE,
-        "present = place < end",
-        "present = place < tl.load(starts + EXPERTS)",
-        f"{TESTS}::test_is_accurate",
-    ),
-    Mutation(
         "too few blocks are launched where every pair has an expert of its own",
         MODULE,
         "begun = min(experts, len(pairs))",
