@@ -23,7 +23,8 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     wide = x.float()  # [..., D]
     variance = wide.pow(2).mean(-1, keepdim=True)  # [..., 1]
     unit = wide * torch.rsqrt(variance + eps)  # [..., D]
-    return (weight * unit.to(weight.dtype)).to(x.dtype)  # [..., D]
+    normed = weight * unit.to(weight.dtype)  # [..., D]
+    return normed if weight.dtype is x.dtype else normed.to(x.dtype)
 
 
 def check_norm_weight(name: str, weight: torch.Tensor, other_name: str, x: torch.Tensor) -> None:
@@ -98,6 +99,6 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         from kernels.cuda import rms_norm as cuda
 
         return cuda.add_rms_norm(x, residual, weight, eps)
-    if cpu.can_add_rms_norm(x, weight):
+    if cpu.can_add_rms_norm(x):
         return cpu.add_rms_norm(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)

@@ -91,7 +91,7 @@ def rope_kv_write(
         from kernels.cuda import rope_kv_write as cuda
 
         return cuda.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
-    if cpu.can_rope_kv_write(qkv, qk_norm, k_pages):
+    if cpu.can_rope_kv_write(qkv, k_pages):
         return cpu.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
     return rope_kv_write_reference(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
 

@@ -8,12 +8,8 @@ import torch
 
 from kernels.cpu import library
 
-# By the dtypes of the projections and of the norm's weight.
-_ENTRY_POINTS = {
-    (torch.bfloat16, torch.bfloat16): "quire_rope_kv_write_bf16",
-    (torch.bfloat16, torch.float32): "quire_rope_kv_write_bf16_f32",
-    (torch.float32, torch.float32): "quire_rope_kv_write_f32",
-}
+_ENTRY_POINTS = {torch.bfloat16: "quire_rope_kv_write_bf16", torch.float32: "quire_rope_kv_write_f32"}
+_FLOAT32_NORM = "quire_rope_kv_write_bf16_f32"  # and projections of bfloat16
 _MAX_WIDTH = 256
 
 
@@ -31,11 +27,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def can_rope_kv_write(qkv: torch.Tensor, qk_norm: torch.Tensor | None, k_pages: torch.Tensor) -> bool:
-    """Whether the kernel takes tensors of these shapes, device and dtypes, and is there."""
+def can_rope_kv_write(qkv: torch.Tensor, k_pages: torch.Tensor) -> bool:
+    """Whether the kernel takes tensors of these shapes, device and dtype, and is there."""
     return (
         qkv.device.type == "cpu"
-        and _dtypes(qkv, qk_norm) in _ENTRY_POINTS
+        and qkv.dtype in _ENTRY_POINTS
         and k_pages.shape[3] <= _MAX_WIDTH
         and library.available()
     )
@@ -80,12 +76,9 @@ def rope_kv_write(
         torch.get_num_threads(),
         eps,
     )
-    entry = library.function(_ENTRY_POINTS[_dtypes(qkv, qk_norm)], (ctypes.c_void_p,), ctypes.c_bool)
+    same = qk_norm is None or qk_norm.dtype is qkv.dtype
+    entry_point = _ENTRY_POINTS[qkv.dtype] if same else _FLOAT32_NORM
+    entry = library.function(entry_point, (ctypes.c_void_p,), ctypes.c_bool)
     if not entry(ctypes.addressof(arguments)):
         raise IndexError("slots: a slot is beyond the last page")
     return query
-
-
-def _dtypes(qkv: torch.Tensor, qk_norm: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype]:
-    """What an entry point is chosen by."""
-    return qkv.dtype, qkv.dtype if qk_norm is None else qk_norm.dtype

@@ -124,7 +124,7 @@ def test_a_slot_beyond_the_pages_is_refused_and_nothing_written(dtype: torch.dty
     qkv = projections(2, 2, 1, 16, dtype)
     with pytest.raises((IndexError, RuntimeError)):
         rope_kv_write(qkv, None, torch.ones(2, 16), torch.tensor([0, 48]), keys, values, EPS)
-    if cpu.can_rope_kv_write(qkv, None, keys):
+    if cpu.can_rope_kv_write(qkv, keys):
         assert keys.isnan().all() and values.isnan().all()
 
 

@@ -1,0 +1,264 @@
+"""Mixture of experts on a GPU, with the roundings of `kernels.experts`: two grouped products, a weighted sum.
+
+Pairs of a token and one of its choices are sorted by expert. A program of the grouped product takes M of the
+pairs of one expert and N outputs; it finds its expert by itself, from where the pairs of each begin. The grid
+is a function of T, k and E alone, with room for the worst distribution over experts: programs without pairs
+end at once, nothing is read back, and so a launch can be captured in a CUDA graph.
+
+The bits of a row depend on M, N and K, and on nothing else that is in the batch. `config_for` has one choice
+of them for few pairs an expert, and one for many.
+
+Dimension letters: T tokens; C hidden width; I intermediate width; E experts; k experts of a token; P pairs,
+T * k; M pairs, N outputs and K inputs of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
+from kernels.cuda.gated_activation import gated_activation
+
+# Columns of a program of the weighted sum.
+BLOCK = 1024
+# Up to this many pairs an expert, on average, tiles are low: as high as one tensor-core instruction.
+FEW_PAIRS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How the grouped product is compiled."""
+
+    pairs: int  # M
+    outputs: int  # N
+    inputs: int  # K
+    num_warps: int
+    num_stages: int
+
+
+def config_for(dtype: torch.dtype, pairs: int, experts: int) -> TileConfig:
+    """The tiles for this many pairs over all experts. They fit the shared memory of every architecture."""
+    few = pairs <= FEW_PAIRS * experts
+    if dtype is torch.float32:
+        # Multiplied without tensor cores: they have no float32.
+        return TileConfig(16, 64, 32, 4, 3) if few else TileConfig(64, 64, 32, 4, 3)
+    return TileConfig(16, 64, 128, 4, 4) if few else TileConfig(64, 128, 64, 4, 4)
+
+
+@triton.jit
+def find_pairs(starts, block, E: tl.constexpr, EXPERTS: tl.constexpr, M: tl.constexpr):
+    """The expert of a block of M pairs, its first pair, and the end of its expert's. E: EXPERTS, padded.
+
+    Blocks of an expert follow one another, and experts do; behind the last block, the expert is not below
+    EXPERTS.
+    """
+    expert = tl.arange(0, E)
+    begin = tl.load(starts + expert, mask=expert < EXPERTS, other=0).to(tl.int32)
+    end = tl.load(starts + expert + 1, mask=expert < EXPERTS, other=0).to(tl.int32)
+    blocks = (end - begin + M - 1) // M  # [E]
+    ends = tl.cumsum(blocks, 0)  # [E], in blocks
+    found = tl.sum((ends <= block).to(tl.int32), 0)
+    is_found = expert == found
+    before = tl.sum(tl.where(is_found, ends - blocks, 0), 0)
+    first = tl.sum(tl.where(is_found, begin, 0), 0) + (block - before) * M
+    return found, first, tl.sum(tl.where(is_found, end, 0), 0)
+
+
+@triton.jit
+def grouped_product_kernel(
+    out,  # [P, OUTPUTS] contiguous, written
+    x,  # [T, INPUTS] with GATHER, else [P, INPUTS]
+    weight,  # [EXPERTS, OUTPUTS, INPUTS] contiguous
+    pairs,  # [P] pair numbers, token * TOP_K + choice, sorted by expert
+    starts,  # [EXPERTS + 1] where those of each expert begin
+    x_stride,
+    GATHER: tl.constexpr,  # rows of x are tokens, and those of out sorted pairs; else the other way round
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    E: tl.constexpr,  # the power of two not below EXPERTS
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """M pairs of one expert, and N outputs."""
+    tiles: tl.constexpr = (OUTPUTS + N - 1) // N
+    # Programs of the same pairs follow one another: those read the same rows of x.
+    expert, first, end = find_pairs(starts, tl.program_id(0) // tiles, E, EXPERTS, M)
+    if expert >= EXPERTS:
+        return
+    place = first + tl.arange(0, M)  # [M]
+    present = place < end
+    pair = tl.load(pairs + place, mask=present, other=0).to(tl.int64)
+    place = place.to(tl.int64)
+    output = tl.program_id(0) % tiles * N + tl.arange(0, N)  # [N]
+    is_output = output < OUTPUTS
+    x_rows = x + (pair // TOP_K if GATHER else place)[:, None] * x_stride
+    weight_rows = weight + expert.to(tl.int64) * (OUTPUTS * INPUTS) + output.to(tl.int64)[:, None] * INPUTS
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, INPUTS, K):
+        column = start + tl.arange(0, K)[None, :]  # [1, K]
+        is_input = column < INPUTS
+        rows = tl.load(x_rows + column, mask=present[:, None] & is_input, other=0.0)  # [M, K]
+        matrix = tl.load(weight_rows + column, mask=is_output[:, None] & is_input, other=0.0)  # [N, K]
+        total = tl.dot(rows, tl.trans(matrix), total, input_precision="ieee")
+    out_row = place if GATHER else pair
+    written = out + out_row[:, None] * OUTPUTS + output[None, :]
+    tl.store(written, total.to(out.dtype.element_ty), mask=present[:, None] & is_output[None, :])
+
+
+@triton.jit
+def weighted_sum_kernel(
+    out,  # [T, C] contiguous, written
+    outputs,  # [T, k, C] contiguous
+    weights,  # [T, k]
+    weights_stride,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,  # C
+    B: tl.constexpr,
+):
+    """B columns of one token."""
+    blocks: tl.constexpr = (WIDTH + B - 1) // B
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * B + tl.arange(0, B)  # [B]
+    mask = column < WIDTH
+    total = tl.zeros([B], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        values = tl.load(outputs + (token * TOP_K + choice) * WIDTH + column, mask=mask, other=0.0)
+        weight = tl.load(weights + token * weights_stride + choice)
+        total += values.to(tl.float32) * weight.to(tl.float32)
+    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+@cache
+def _product(
+    config: TileConfig, experts: int, outputs: int, inputs: int, top_k: int, *, gather: bool
+) -> Variant:
+    constexprs = {
+        "GATHER": gather,
+        "TOP_K": top_k,
+        "EXPERTS": experts,
+        "OUTPUTS": outputs,
+        "INPUTS": inputs,
+        "E": triton.next_power_of_2(experts),
+        "M": config.pairs,
+        "N": config.outputs,
+        "K": config.inputs,
+    }
+    return Variant(grouped_product_kernel, constexprs, config.num_warps, config.num_stages)
+
+
+@cache
+def _sum(top_k: int, width: int) -> Variant:
+    constexprs = {"TOP_K": top_k, "WIDTH": width, "B": BLOCK}
+    return Variant(weighted_sum_kernel, constexprs, num_warps=4, num_stages=1)
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    pairs: torch.Tensor,
+    starts: torch.Tensor,
+    top_k: int,
+    *,
+    gather: bool,
+) -> torch.Tensor:
+    """Multiply each pair's row of x by the matrix of its expert.
+
+    Args:
+        x: [T, INPUTS], rows of tokens, with `gather`; else [P, INPUTS], rows of sorted pairs.
+        weight: [E, OUTPUTS, INPUTS] contiguous.
+        pairs: [P], sorted by expert.
+        starts: [E + 1], where those of each expert begin.
+        top_k: k.
+        gather: Which way.
+
+    Returns:
+        A new tensor [P, OUTPUTS]: rows of sorted pairs with `gather`, else of pairs in their own order.
+    """
+    experts, outputs, inputs = weight.shape
+    config = config_for(x.dtype, len(pairs), experts)
+    out = torch.empty(len(pairs), outputs, dtype=x.dtype, device=x.device)
+    # At most so many blocks are begun, whatever goes where: one for each expert that has a pair, and one for
+    # each further M pairs.
+    begun = min(experts, len(pairs))
+    blocks = begun + (len(pairs) - begun) // config.pairs
+    variant = _product(config, experts, outputs, inputs, top_k, gather=gather)
+    variant.launch(
+        (blocks * triton.cdiv(outputs, config.outputs),), out, x, weight, pairs, starts, x.stride(0)
+    )
+    return out
+
+
+def experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Launch the kernels; see `kernels.experts.experts`. Arguments are checked, weights are single tensors.
+
+    Reads nothing back from the device.
+    """
+    tokens, top_k = expert_ids.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    sorted_ids, pairs = expert_ids.flatten().sort(stable=True)
+    starts = torch.searchsorted(sorted_ids, torch.arange(len(gate_up) + 1, device=x.device))
+    inner = _multiply(x, gate_up, pairs, starts, top_k, gather=True)  # [P, 2 * I]
+    outputs = _multiply(
+        gated_activation(inner, activation), down, pairs, starts, top_k, gather=False
+    )  # [P, C]
+    variant = _sum(top_k, x.shape[1])
+    grid = (tokens * triton.cdiv(x.shape[1], BLOCK),)
+    variant.launch(grid, out, outputs, expert_weights, expert_weights.stride(0))
+    return out
+
+
+def compile_specs() -> list[CompileSpec]:
+    """The widths of Qwen3-30B-A3B and Mixtral-8x7B, for few pairs and for many, both ways; other dtypes."""
+    qwen, mixtral = (128, 768, 2048, 8), (8, 14336, 4096, 2)
+    shapes = [("bf16", qwen, few) for few in (True, False)] + [
+        ("bf16", mixtral, few) for few in (True, False)
+    ]
+    shapes += [("fp16", qwen, False), ("fp32", qwen, True), ("fp32", qwen, False)]
+    shapes += [("bf16", (60, 1408, 1000, 4), False)]  # no width is a multiple of a tile's
+    sums = [("bf16", "bf16", 8, 2048), ("bf16", "fp32", 2, 4096), ("fp32", "fp32", 8, 2048)]
+    return [_product_spec(*shape, gather=gather) for shape in shapes for gather in (True, False)] + [
+        _sum_spec(*shape) for shape in sums
+    ]
+
+
+def _product_spec(dtype: str, shape: tuple[int, int, int, int], few: bool, *, gather: bool) -> CompileSpec:
+    experts, inner, width, top_k = shape
+    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    config = config_for(element, FEW_PAIRS * experts + (not few), experts)
+    outputs, inputs = (2 * inner, width) if gather else (width, inner)
+    types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | dict.fromkeys(("pairs", "starts"), "*i64")
+    way = "gate_up" if gather else "down"
+    return CompileSpec(
+        _product(config, experts, outputs, inputs, top_k, gather=gather),
+        f"experts {way} {dtype} E={experts} {outputs}x{inputs} M={config.pairs}",
+        types | {"x_stride": "i32"},
+        divisible_by_16=(*types, *(("x_stride",) if inputs % 16 == 0 else ())),
+        expects=Expectations(wgmma=config.pairs >= 64 and dtype != "fp32", kv_buffers=2),
+    )
+
+
+def _sum_spec(dtype: str, weight: str, top_k: int, width: int) -> CompileSpec:
+    types = {"out": f"*{dtype}", "outputs": f"*{dtype}", "weights": f"*{weight}"}
+    return CompileSpec(
+        _sum(top_k, width),
+        f"experts sum {dtype} weights={weight} k={top_k} C={width}",
+        types | {"weights_stride": "i32"},
+        divisible_by_16=tuple(types),
+    )
