@@ -147,8 +147,8 @@ class Config:
     dtype: str = _setting(_AUTO, "format of weights and KV; auto takes the model's", choices=_DTYPES)
     model_backend: str = _setting(
         _AUTO,
-        "whose code computes the model: native is this server's own, transformers that library's over the same"
-        " pages; auto takes native for the families that it knows",
+        "whose code computes the model: this server's own, or the transformers library's over the same pages;"
+        " auto takes native for the families that it knows",
         choices=(_AUTO, "native", "transformers"),
     )
     no_self_check: str = _setting(

@@ -1,4 +1,4 @@
-"""The transformers backend: whatever the batches over our pages, the logits are those of the library's plain forward."""
+"""The transformers backend: whatever the batches over pages, the logits are those of the plain forward."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> None:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.3 * noise)
-    model.eval()
+    model.train(mode=False)
 
 
 def worst_error(model: LibraryModel, seed: int = 0) -> float:

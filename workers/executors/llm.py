@@ -52,7 +52,7 @@ class LlmExecutor(ModelExecutor):
     name = "llm"
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913 - the settings of a worker
         cls,
         directory: Path,
         *,

@@ -14,7 +14,7 @@ class Model(Protocol):
     """A model that reads and writes paged KV."""
 
     def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
-        """Writes the batch's K and V into their slots; returns what `logits` takes, [R, ...], a wanted row each."""
+        """Writes the batch's K and V into their slots; returns [R, ...] of the wanted rows for `logits`."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `forward` gave to logits [R, vocab], in the model's dtype or float32."""

@@ -1,17 +1,17 @@
 """A load that proves itself: a model over pages against its own plain forward, on a short mixed batch.
 
-Two texts grow together by a prefill, a chunk, decodes, over pages in shuffled order whose unused slots hold NaN.
-What every token then says is compared with a forward of each whole text without pages. The caller gives both
-sides, so it serves for any model.
+Two texts grow together by a prefill, a chunk, decodes, over pages in shuffled order whose unused slots
+hold NaN. What every token then says is compared with a forward of each whole text without pages. The
+caller gives both sides, so it serves for any model.
 
-**The error** of a row of logits is the length of the difference over the length of the row, both without their
-mean, which no choice of a token depends on. **In float32** both sides do the same sums in another order: 1e-4 is
-about a hundred times what deep models show, and every row has to keep to it. **In bfloat16 and float16** each
-layer rounds, and the two sides round differently (probabilities, partial sums): over the layers that adds up to a
-few roundings of a logit, for which eight are allowed. A router that stands between two experts may then take
-another one, which changes that row wholly: so it is the middle one of the rows that has to keep to it. Such a
-check sees what is grossly wrong; for the rest there is the one in float32, for which a small copy of the model
-suffices.
+**The error** of a row of logits is the length of the difference over the length of the row, both without
+their mean, which no choice of a token depends on. **In float32** both sides do the same sums in another
+order: 1e-4 is about a hundred times what models show, and every row has to keep to it. **In bfloat16 and
+float16** each layer rounds, and the two sides round differently (probabilities, partial sums), which adds
+up to a few roundings of a logit: eight are allowed. A router that stands between two experts may then take
+another one, which changes that row wholly, so it is the middle one of the rows that has to keep to it.
+Such a check sees what is grossly wrong; for the rest there is the one in float32, for which a small copy
+of the model suffices.
 
 Dimension letters: T tokens of a text; R rows of a step; V vocabulary.
 """
@@ -32,8 +32,8 @@ Plain = Callable[[torch.Tensor], torch.Tensor]
 """Token ids [T] int64 on the model's device to logits [T, V], without pages."""
 
 _PAGE_SIZE = 16
-# How many tokens each of the two texts gets, step by step: a prefill of more than a page beside a short one, a
-# chunk beside a decode, the other way round, and decodes.
+# How many tokens each of the two texts gets, step by step: a prefill of more than a page beside a short one,
+# a chunk beside a decode, the other way round, and decodes.
 _STEPS = ((21, 5), (9, 1), (1, 8), (1, 1), (1, 1))
 _STRICT = 1e-4
 _ROUNDINGS = 8
@@ -85,8 +85,8 @@ def prove(
     error = (of_rows.max() if dtype == torch.float32 else of_rows.median()).item()
     if not error <= tolerance(dtype):
         raise ModelError(
-            f"{what}: over pages it differs from its plain forward by {error:.1e}, at most"
-            f" {tolerance(dtype):.1e} are rounding in {str(dtype).removeprefix('torch.')}: it would answer wrongly"
+            f"{what}: over pages it differs from its plain forward by {error:.1e}, of which rounding in"
+            f" {str(dtype).removeprefix('torch.')} explains {tolerance(dtype):.1e}: it would answer wrongly"
         )
     return error
 
@@ -122,7 +122,7 @@ def _run_paged(
         ends = [lengths[i] + parts[i] for i in range(2)]
         inputs = _pack([(texts[i], owned[i], lengths[i], ends[i]) for i in taken]).to(device)
         logits = model.logits(model.forward(inputs, kv))  # [R, V]
-        for i, part in zip(taken, logits.split([parts[i] for i in taken]), strict=True):
+        for i, part in zip(taken, torch.split(logits, [parts[i] for i in taken]), strict=True):
             rows[i].append(part)
         lengths = ends
     return [torch.cat(parts) for parts in rows]
@@ -158,4 +158,5 @@ def _pack(items: Sequence[tuple[list[int], list[int], int, int]]) -> ForwardInpu
 def _row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """[T] relative errors of rows [T, V]."""
     found, expected = (rows.float() - rows.float().mean(-1, keepdim=True) for rows in (found, expected))
-    return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    errors: torch.Tensor = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return errors

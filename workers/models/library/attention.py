@@ -1,13 +1,14 @@
 """The attention of the transformers library's models, answered over our pages.
 
-The library calls a registered function for the attention of every layer, and hands on keyword arguments of the
-model's forward: one of them is our step, which answers. There are two kinds. An `AskingStep` runs one token and
-notes what each layer calls with: from that comes the shape of the pages. A `PagedStep` runs a batch.
+The library calls a registered function for the attention of every layer. Who answers is the step that the
+model carries at the time, in its config, which no other model shares. There are two kinds. An `AskingStep`
+runs one token and notes what each layer calls with: from that comes the shape of the pages. A `PagedStep`
+runs a batch.
 
 What a call asks for and we do not know is refused while asking, by name: nothing is ignored.
 
-Dimension letters: T tokens of the batch; H query heads; K key-value heads; D width of a query and key; E width
-of a value; M positions of the longest text.
+Dimension letters: T tokens of the batch; H query heads; K key-value heads; D width of a query and key; E
+width of a value; M positions of the longest text.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from workers.models.inputs import ForwardInputs
 # Names of the library's attention implementations that are ours. While asking, masks are made as well.
 ASKING = "quire_asking"
 PAGED = "quire_paged"
-STEP = "quire_step"
+# Where a config carries the step.
+STEP = "_quire_step"
 
 # Keyword arguments of attention that say nothing of what is to be computed here: dropout is of training, the
-# positions are in keys and queries already, the rest is about what the library returns or keeps. `sliding_window`
-# and `is_causal` repeat what the mask says, by which the library's own code goes.
+# positions are in keys and queries already, the rest is about what the library returns or keeps.
+# `sliding_window` and `is_causal` repeat what the mask says, by which the library's own code goes.
 _WITHOUT_EFFECT = frozenset(
     [
         "dropout",
@@ -74,19 +76,35 @@ class LayerCall:
     sliding_window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of the library.
+
+    Attributes:
+        module: Whose attention it is.
+        query: [1, H, T, D].
+        key: [1, K, T, D].
+        value: [1, K, T, E].
+        mask: What the model gives as a mask.
+        arguments: All else, by name.
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    arguments: dict[str, Any]
+
+
 class Step(Protocol):
     """Who answers the attention of a forward."""
 
     def attend(
         self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        arguments: dict[str, Any],
+        call: AttentionCall,
     ) -> torch.Tensor:
-        """Query [1, H, T, D], key [1, K, T, D] and value [1, K, T, E] to [1, T, H, E]."""
+        """[1, T, H, E] of a call."""
 
 
 @dataclass(slots=True)
@@ -97,15 +115,11 @@ class AskingStep:
 
     def attend(
         self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        arguments: dict[str, Any],
+        call: AttentionCall,
     ) -> torch.Tensor:
         """See `Step`. Raises ModelError for what is not understood."""
-        layer = f"attention of layer {len(self.calls)} ({type(module).__name__})"
+        query, key, value, arguments = call.query, call.key, call.value, call.arguments
+        layer = f"attention of layer {len(self.calls)} ({type(call.module).__name__})"
         for name in sorted(arguments.keys() - _WITHOUT_EFFECT - {"scaling", "softcap", "s_aux"}):
             if arguments[name] is not None and arguments[name] is not False:
                 raise ModelError(f"{layer} is called with {name}, which is not supported")
@@ -115,7 +129,7 @@ class AskingStep:
         if key.shape[3] != width or heads % key.shape[1]:
             raise ModelError(f"{layer} has {list(query.shape)} queries for {list(key.shape)} keys")
         kv = LayerKv(key.shape[1], width, value.shape[3])
-        self.calls.append(LayerCall(kv, _window_of(layer, mask)))
+        self.calls.append(LayerCall(kv, _window_of(layer, call.mask)))
         # What the token itself attends to is its own value, or a part of it beside a sink: of no matter here.
         return value.repeat_interleave(heads // key.shape[1], dim=1).transpose(1, 2)
 
@@ -138,30 +152,25 @@ class PagedStep:
 
     def attend(
         self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        arguments: dict[str, Any],
+        call: AttentionCall,
     ) -> torch.Tensor:
         """See `Step`. Mutates the pages."""
         index, self.done = self.done, self.done + 1
         k_pages, v_pages = self.kv.layer(index)
         dtype = k_pages.dtype
-        keys, values, queries = (_rows(tensor, dtype) for tensor in (key, value, query))
+        queries, keys, values = (_rows(tensor, dtype) for tensor in (call.query, call.key, call.value))
         kv_write(keys, values, k_pages, v_pages, self.inputs.slots)
-        scale = arguments.get("scaling")
+        scale = call.arguments.get("scaling")
         attended = paged_attention(
             queries,
             k_pages,
             v_pages,
             self.inputs.attention,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            scale=queries.shape[-1] ** -0.5 if scale is None else scale,
             sliding_window=self.layers[index].sliding_window,
-            **_extras(arguments),
+            **_extras(call.arguments),
         )  # [T, H, E]
-        return attended.to(query.dtype)[None]
+        return attended.to(call.query.dtype)[None]
 
 
 def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -187,11 +196,9 @@ def _attention(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What is registered. Raises ModelError if the model keeps our step to itself."""
-    step: Step | None = arguments.pop(STEP, None)
-    if step is None:
-        raise ModelError(f"{type(module).__name__} does not hand keyword arguments on to its attention")
-    return step.attend(module, query, key, value, attention_mask, arguments), None
+    """What is registered."""
+    step: Step = getattr(module.config, STEP)
+    return step.attend(AttentionCall(module, query, key, value, attention_mask, arguments)), None
 
 
 def _window_of(layer: str, mask: torch.Tensor | None) -> int | None:

@@ -25,13 +25,13 @@ from workers.models import checkpoint
 from workers.models.checkpoint import Entry
 from workers.models.errors import ModelError
 from workers.models.library.errors import library_errors
-from workers.models.library.paged_model import LibraryModel
+from workers.models.library.paged_model import LibraryModel, build
 from workers.models.library.settings import LibrarySettings, read_settings
 
 Progress = Callable[[int, int], None]
 
 _AUTO = "auto"
-# In some checkpoints, and computed by the library: rotations, and causal masks, which have four dimensions.
+# In some checkpoints, and computed by the library: rotations; and causal masks, of four dimensions.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias")
 _MASKS = (".attn.bias", ".attention.bias")
 # The library splits a tensor of a file into a few parameters at most.
@@ -99,7 +99,8 @@ def load_library_model(
     module = _load(directory, settings, entries, chosen, progress)
     _check_finite(directory, module)
     with library_errors("run the model"):
-        model = LibraryModel(module.to(device=device))
+        module.to(device=torch.device(device))  # type: ignore[call-arg]  # the library wraps a method as a function
+        model = LibraryModel(module)
     return LoadedLibraryModel(
         model,
         _describe(settings, model),
@@ -147,15 +148,15 @@ def _choose_dtype(
 def _measure(
     directory: Path, settings: LibrarySettings, entries: Mapping[str, Entry], dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Bytes that the model takes with all it computes from its config, and numbers among them that are weights.
+    """Bytes that the model takes, with all it computes from its config, and how many weights there are.
 
-    Builds it without memory. Raises ModelError if that needs more than the files hold.
+    Builds it without memory. Raises ModelError if it needs more than the files hold.
     """
     stored = sum(math.prod(entry.shape) for entry in entries.values())
     most = _PARAMETERS_PER_TENSOR * len(entries) + _MORE_PARAMETERS
     seen = 0
 
-    def count(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    def count(*_: object) -> None:
         nonlocal seen
         seen += 1
         if seen > most:
@@ -167,7 +168,7 @@ def _measure(
     hook = register_module_parameter_registration_hook(count)
     try:
         with library_errors("build the model"), torch.device("meta"), no_init_weights():
-            module = settings.model_class._from_config(settings.config, dtype=dtype)
+            module = build(settings.model_class, settings.config, dtype)
             module.tie_weights()
     finally:
         hook.remove()
@@ -241,7 +242,8 @@ def _load(
         name: _FileTensor(entry, done) for name, entry in entries.items() if not _is_computed(name, entry)
     }
     with library_errors("load the weights"), _one_by_one():
-        module, info = settings.model_class.from_pretrained(
+        load: Any = settings.model_class.from_pretrained
+        module, info = load(
             None,
             config=settings.config,
             state_dict=tensors,
@@ -261,7 +263,7 @@ def _is_computed(name: str, entry: Entry) -> bool:
 
 
 def _check_loaded(directory: Path, settings: LibrarySettings, info: Mapping[str, Any]) -> None:
-    """Raises ModelError unless every tensor of the files went to a parameter, and every parameter was filled."""
+    """Raises ModelError unless each tensor of the files has its parameter, and each parameter its tensor."""
     model = f"this {settings.config.model_type} model"
     if info["mismatched_keys"]:
         name, found, asked = min(info["mismatched_keys"], key=str)

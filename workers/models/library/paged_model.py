@@ -8,17 +8,19 @@ Dimension letters: T tokens of the batch; R wanted rows; V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
-from workers.models.library.attention import ASKING, PAGED, STEP, AskingStep, LayerCall, PagedStep
+from workers.models.library.attention import ASKING, PAGED, STEP, AskingStep, LayerCall, PagedStep, Step
 
 # The library's plainest attention.
 EAGER = "eager"
@@ -33,7 +35,10 @@ class LibraryModel:
         Raises:
             ModelError: Its attention cannot be answered from pages; the message says what is in the way.
         """
-        self.module = module.eval()
+        module.train(mode=False)
+        self.module = module
+        configs: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
+        self._configs = {id(config): config for config in configs}
         self.dtype: torch.dtype = module.dtype
         self.device: torch.device = module.device
         parameters = inspect.signature(module.forward).parameters
@@ -41,7 +46,7 @@ class LibraryModel:
         if "position_ids" not in parameters:
             raise ModelError(f"{type(module).__name__} takes no positions, so its texts cannot be packed")
         self._calls = self._ask()
-        set_attention(module, PAGED)
+        self._call_attention(PAGED)
 
     @property
     def layers(self) -> tuple[LayerKv, ...]:
@@ -69,11 +74,11 @@ class LibraryModel:
         """
         step = PagedStep(inputs, kv, self._calls)
         rows = {"logits_to_keep": inputs.wanted_rows} if self._takes_rows else {}
+        self._carry(step)
         logits: torch.Tensor = self.module(
             input_ids=inputs.token_ids[None],
             position_ids=inputs.positions[None],
             use_cache=False,
-            **{STEP: step},
             **rows,
         ).logits[0]  # [R or T, V]
         if step.done != len(self._calls):
@@ -100,11 +105,22 @@ class LibraryModel:
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
-        set_attention(self.module, name)
+        self._call_attention(name)
         try:
             yield
         finally:
-            set_attention(self.module, PAGED)
+            self._call_attention(PAGED)
+
+    def _call_attention(self, name: str) -> None:
+        """Let all parts of the model call the attention of that name."""
+        for config in self._configs.values():
+            # The public setter asks what the model's class supports, which does not matter here.
+            config._attn_implementation_internal = name  # noqa: SLF001
+
+    def _carry(self, step: Step) -> None:
+        """Let a step answer the calls of the next forward."""
+        for config in self._configs.values():
+            object.__setattr__(config, STEP, step)
 
     @torch.inference_mode()
     def _ask(self) -> tuple[LayerCall, ...]:
@@ -113,7 +129,8 @@ class LibraryModel:
         step, token = AskingStep(), torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         name = type(self.module).__name__
         with self._attention(ASKING):
-            self.module(input_ids=token, position_ids=token, use_cache=False, **{STEP: step})
+            self._carry(step)
+            self.module(input_ids=token, position_ids=token, use_cache=False)
         if not step.calls:
             raise ModelError(f"{name} has attention code of its own, which cannot be run over pages")
         layers = config.num_hidden_layers
@@ -124,9 +141,9 @@ class LibraryModel:
         return tuple(step.calls)
 
 
-def set_attention(module: PreTrainedModel, name: str) -> None:
-    """Let a model and all its parts call the attention of that name."""
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation_internal"):
-            config._attn_implementation_internal = name
+def build(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A model of a config, which is copied: models that share one would share their attention."""
+    made: PreTrainedModel = model_class._from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return made

@@ -1,7 +1,7 @@
 """The self-check of a library's model: over pages against the library's own forward of the same weights.
 
-Twice: of a small copy in float32, which shows what is wrong at all; and of the loaded model in its dtype, which
-shows what is wrong with this one, on this device.
+Twice: of a small copy in float32, which shows what is wrong at all; and of the loaded model in its dtype,
+which shows what is wrong with this one, on this device.
 """
 
 from __future__ import annotations

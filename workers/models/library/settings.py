@@ -1,7 +1,8 @@
-"""The config.json of a model that the transformers library is to run: which class, and that its sizes make sense.
+"""The config.json of a model that the transformers library is to run: its class, and that its sizes make
+sense.
 
-The library takes a config as it is. What would make it build something absurd, fetch code, or a model that pages
-cannot serve is refused here, before anything is built.
+The library takes a config as it is. What would make it build something absurd, or a model that pages
+cannot serve, is refused here, before anything is built. Code that a directory brings is never looked at.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -99,7 +101,7 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"model_type: {model_type} is not a language model that continues a text")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     _check_layers(model_type, text, model_class)
     vocab_size = text.vocab_size
     if not isinstance(vocab_size, int) or vocab_size < 2:
@@ -147,7 +149,7 @@ def _check_layers(model_type: str, text: PreTrainedConfig, model_class: type[Pre
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _PAGED_LAYERS:
             raise ModelError(f"layer_types: {kind!r} keeps what pages do not hold, and is not supported")
-    if model_class._is_stateful:
+    if getattr(model_class, "_is_stateful", False):
         raise ModelError(
             f"model_type: {model_type} keeps a state that pages do not hold, and is not supported"
         )

@@ -1,8 +1,8 @@
 """A small copy of a model: the same kinds of layers and the same attention, random weights, in float32.
 
-In the dtype of a large model a wrong attention may look like rounding; in a copy that fits into float32 it does
-not. Layers are cut to as many as have one of each kind, the vocabulary and what lies inside feed-forward parts to
-little; widths and heads stay. Weights are random, of a size with which attention is sharp.
+In the dtype of a large model a wrong attention may look like rounding; in a copy that fits into float32 it
+does not. Layers are cut to as many as have one of each kind, the vocabulary and what lies inside feed-forward
+parts to little; widths and heads stay. Weights are random, of a size with which attention is sharp.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from workers.models.library.errors import library_errors
+from workers.models.library.paged_model import build
 from workers.models.library.settings import LibrarySettings
 
 VOCAB_SIZE = 1000
@@ -33,13 +34,13 @@ def small_copy(settings: LibrarySettings) -> PreTrainedModel | None:
     _shrink(config.get_text_config(decoder=True))
     with library_errors("build a small copy of the model to check"):
         with torch.device("meta"), no_init_weights():
-            planned = settings.model_class._from_config(copy.deepcopy(config), dtype=torch.float32)
+            planned = build(settings.model_class, config, torch.float32)
         tensors = (*planned.parameters(), *planned.buffers())
         if sum(tensor.nbytes for tensor in tensors) > _MOST_BYTES:
             return None
-        model = settings.model_class._from_config(config, dtype=torch.float32)
+        model = build(settings.model_class, config, torch.float32)
     _randomise(model)
-    return model.eval()
+    return model
 
 
 def _shrink(text: PreTrainedConfig) -> None:
