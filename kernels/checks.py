@@ -63,23 +63,27 @@ def check_pages(
     width: int,
     other_name: str,
     other: torch.Tensor,
+    *,
+    value_width: int | None = None,
 ) -> None:
     """Check the pages of keys and values, [pages, S, K, D] each.
 
     Args:
         k_pages: Pages of keys.
-        v_pages: Pages of values, to be of the same shape.
+        v_pages: Pages of values, to be of the same shape, but for their width where that is said.
         kv_heads: K, or None where any is right.
         width: D.
         other_name: The name of what is to have their dtype and device.
         other: That argument.
+        value_width: The width of values; None: that of keys.
 
     Raises:
         ValueError: A shape differs, or pages are not contiguous.
         TypeError: Dtype or device differ.
     """
     check_tensor("k_pages", k_pages, (None, None, kv_heads, width), FLOAT_DTYPES)
-    check_tensor("v_pages", v_pages, k_pages.shape, FLOAT_DTYPES)
+    value_shape = (*k_pages.shape[:3], width if value_width is None else value_width)
+    check_tensor("v_pages", v_pages, value_shape, FLOAT_DTYPES)
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         check_same(name, pages, other_name, other)
         if not pages.is_contiguous():

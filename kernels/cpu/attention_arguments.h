@@ -8,19 +8,21 @@ namespace quire {
 
 // Plain data, filled by kernels/cpu/paged_attention.py: the fields must agree. Strides are in elements.
 struct AttentionArguments {
-  void* out;          // [T, H, D] contiguous
+  void* out;          // [T, H, V] contiguous
   const void* query;  // [T, H, D]
   const void* keys;   // [pages, S, K, D] contiguous
-  const void* values;
+  const void* values;  // [pages, S, K, V] contiguous
   const int32_t* tables;    // [N, P]
   const int32_t* starts;    // [N + 1]
   const int32_t* contexts;  // [N]
+  const float* sinks;       // [H]; null: none
+  const float* slopes;      // [H]; null: none
   int64_t items, table_stride, query_stride, head_stride;
-  int64_t heads, kv_heads, width, page_size;
+  int64_t heads, kv_heads, width, value_width, page_size;
   int64_t max_query;  // items of up to this many tokens are for one kernel, longer ones for the other
   int64_t window;     // 0: unlimited
   int64_t threads;
-  double scale;
+  double scale, softcap;  // softcap 0: none
 };
 
 // One item, resolved.

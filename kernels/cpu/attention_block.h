@@ -12,7 +12,7 @@ namespace quire {
 
 constexpr int64_t kBlockKeys = kLanes;
 
-// The rows of a task, unnormalised: R sums of D rounded up to whole pairs, R maxima, R denominators.
+// The rows of a task, unnormalised: R sums of V rounded up to whole pairs, R maxima, R denominators.
 struct Rows {
   float *sums, *maxima, *totals;
   int64_t padded;  // width of a row of sums
@@ -32,13 +32,18 @@ template <typename T>
 struct Block {
   const T *keys[kBlockKeys], *values[kBlockKeys];
 
-  void copy_to(T* memory, int64_t width) {
-    for (auto* rows : {&keys, &values})
-      for (const T*& row : *rows) {
-        std::memcpy(memory, row, width * sizeof(T));
-        row = memory;
-        memory += width;
-      }
+  void copy_to(T* memory, int64_t width, int64_t value_width) {
+    memory = copy_rows(keys, memory, width);
+    copy_rows(values, memory, value_width);
+  }
+
+  static T* copy_rows(const T* (&rows)[kBlockKeys], T* memory, int64_t width) {
+    for (const T*& row : rows) {
+      std::memcpy(memory, row, width * sizeof(T));
+      row = memory;
+      memory += width;
+    }
+    return memory;
   }
 };
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention_arguments.h"
+#include "attention_scores.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -40,7 +41,7 @@ inline __m512bh pair_everywhere(const Bf16* from) {
 // The keys and values of one head of one item, from `begin` (a multiple of 64) on, in blocks of 64 positions.
 struct Packed {
   uint32_t* keys;    // [blocks, D / 2, 64] pairs of elements of a key
-  uint32_t* values;  // [blocks, 32, D] an element of two neighbouring keys' values
+  uint32_t* values;  // [blocks, 32, V] an element of two neighbouring keys' values
 };
 
 // One head of one item: what its tasks share.
@@ -57,52 +58,58 @@ struct Head {
     group = a.heads / a.kv_heads;
   }
 
+  int64_t keys_size() const { return blocks * kBlockKeys * a.width / 2; }
+  int64_t values_size() const { return blocks * kBlockKeys * a.value_width / 2; }
   int64_t rows() const { return item.query_len * group; }
   int64_t position(int64_t row) const { return item.context - item.query_len + row / group; }
 
-  // A row of a page, or null where no query may see it: such a slot may hold anything.
-  const Bf16* at(const void* pages, int64_t position) const {
+  int64_t head_of(int64_t row) const { return kv_head * group + row % group; }
+
+  // A row of pages of this width, or null where no query may see it: such a slot may hold anything.
+  const Bf16* at(const void* pages, int64_t width, int64_t position) const {
     if (position < item.oldest || position >= item.context) return nullptr;
     const int64_t page = a.tables[index * a.table_stride + position / a.page_size];
     const int64_t slot = page * a.page_size + position % a.page_size;
-    return static_cast<const Bf16*>(pages) + (slot * a.kv_heads + kv_head) * a.width;
+    return static_cast<const Bf16*>(pages) + (slot * a.kv_heads + kv_head) * width;
   }
 
   const Bf16* query(int64_t row) const {
-    const int64_t token = item.start + row / group, head = kv_head * group + row % group;
-    return static_cast<const Bf16*>(a.query) + token * a.query_stride + head * a.head_stride;
+    const int64_t token = item.start + row / group;
+    return static_cast<const Bf16*>(a.query) + token * a.query_stride + head_of(row) * a.head_stride;
   }
 };
 
 void pack_block(const Head& head, int64_t block, const Packed& packed) {
-  const int64_t width = head.a.width, first = head.begin + block * kBlockKeys;
+  const int64_t width = head.a.width, value_width = head.a.value_width, first = head.begin + block * kBlockKeys;
   uint32_t* keys = packed.keys + block * kBlockKeys * width / 2;
   for (int64_t i = 0; i < kBlockKeys; i++) {
-    const Bf16* key = head.at(head.a.keys, first + i);
+    const Bf16* key = head.at(head.a.keys, width, first + i);
     for (int64_t pair = 0; pair < width / 2; pair++) {
       uint32_t both = 0;
       if (key != nullptr) std::memcpy(&both, key + 2 * pair, sizeof(both));
       keys[pair * kBlockKeys + i] = both;
     }
   }
-  uint32_t* values = packed.values + block * kBlockKeys * width / 2;
+  uint32_t* values = packed.values + block * kBlockKeys * value_width / 2;
   for (int64_t i = 0; i < kBlockKeys; i += 2) {
-    const Bf16 *low = head.at(head.a.values, first + i), *high = head.at(head.a.values, first + i + 1);
-    for (int64_t d = 0; d < width; d++)
-      values[i / 2 * width + d] =
+    const Bf16* low = head.at(head.a.values, value_width, first + i);
+    const Bf16* high = head.at(head.a.values, value_width, first + i + 1);
+    for (int64_t d = 0; d < value_width; d++)
+      values[i / 2 * value_width + d] =
           (low == nullptr ? 0u : low[d].bits) | (high == nullptr ? 0u : static_cast<uint32_t>(high[d].bits) << 16);
   }
 }
 
 // The unnormalised rows of a task.
 struct Sums {
-  float* values;  // [kTaskRows, D]
+  float* values;  // [kTaskRows, V]
   float maxima[kTaskRows], totals[kTaskRows];
 };
 
-// Scores of one block against some rows, in powers of two.
-template <int kRows>
-void block_scores(Floats (&scores)[kRows][kKeyVectors], const Head& head, int64_t row, const uint32_t* keys) {
+// Scores of the block at `first` against some rows, in powers of two.
+template <int kRows, Shaping kShaping>
+void block_scores(Floats (&scores)[kRows][kKeyVectors], const Scores<kShaping>& shape, const Head& head, int64_t row,
+                  const uint32_t* keys, int64_t first) {
   const Bf16* queries[kRows];
   for (int r = 0; r < kRows; r++) queries[r] = head.query(row + r);
   __m512 sums[kRows][kKeyVectors] = {};
@@ -114,9 +121,9 @@ void block_scores(Floats (&scores)[kRows][kKeyVectors], const Head& head, int64_
       for (int v = 0; v < kKeyVectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], block[v], both);
     }
   }
-  const float scale = static_cast<float>(head.a.scale * 1.4426950408889634);
   for (int r = 0; r < kRows; r++)
-    for (int v = 0; v < kKeyVectors; v++) scores[r][v] = (Floats)sums[r][v] * scale;
+    for (int v = 0; v < kKeyVectors; v++)
+      scores[r][v] = shape((Floats)sums[r][v], head.head_of(row + r), first + v * kLanes - head.position(row + r));
 }
 
 // Hides what a row does not see of the block at `first`.
@@ -174,11 +181,12 @@ void add_values(float* sums, const float* shrink, const Bf16* weights, const uin
 }
 
 // One block of keys against rows row..row + kRows of the item, which are `into` and following of the task.
-template <int kRows>
-void attend_tile(const Head& head, int64_t row, const Packed& packed, int64_t block, Sums& sums, int64_t into) {
-  const int64_t width = head.a.width, first = head.begin + block * kBlockKeys;
+template <int kRows, Shaping kShaping>
+void attend_tile(const Head& head, const Scores<kShaping>& shape, int64_t row, const Packed& packed, int64_t block,
+                 Sums& sums, int64_t into) {
+  const int64_t width = head.a.value_width, first = head.begin + block * kBlockKeys;
   Floats scores[kRows][kKeyVectors];
-  block_scores<kRows>(scores, head, row, packed.keys + block * kBlockKeys * width / 2);
+  block_scores<kRows>(scores, shape, head, row, packed.keys + block * kBlockKeys * head.a.width / 2, first);
   Bf16 weights[kRows * kBlockKeys];
   float shrink[kRows];
   for (int r = 0; r < kRows; r++) {
@@ -195,13 +203,18 @@ void attend_tile(const Head& head, int64_t row, const Packed& packed, int64_t bl
   if (column < width) add_values<kRows, 2>(to, shrink, weights, values, width, column);
 }
 
-using AttendTile = void (*)(const Head&, int64_t, const Packed&, int64_t, Sums&, int64_t);
-constexpr AttendTile kAttendTile[kTileRows] = {attend_tile<1>, attend_tile<2>, attend_tile<3>,
-                                               attend_tile<4>, attend_tile<5>, attend_tile<6>};
+template <Shaping kShaping>
+using AttendTile = void (*)(const Head&, const Scores<kShaping>&, int64_t, const Packed&, int64_t, Sums&, int64_t);
+template <Shaping kShaping>
+constexpr AttendTile<kShaping> kAttendTile[kTileRows] = {attend_tile<1, kShaping>, attend_tile<2, kShaping>,
+                                                         attend_tile<3, kShaping>, attend_tile<4, kShaping>,
+                                                         attend_tile<5, kShaping>, attend_tile<6, kShaping>};
 
 // Rows first..last of a head, over all blocks that one of them sees; the result goes to `out`.
+template <Shaping kShaping>
 void attend_rows(const Head& head, int64_t first, int64_t last, const Packed& packed, Sums& sums) {
-  const int64_t width = head.a.width;
+  const int64_t width = head.a.value_width;
+  const Scores<kShaping> shape(head.a);
   std::fill(sums.values, sums.values + (last - first) * width, 0.0f);
   std::fill(sums.maxima, sums.maxima + kTaskRows, kHidden);
   std::fill(sums.totals, sums.totals + kTaskRows, 0.0f);
@@ -212,12 +225,12 @@ void attend_rows(const Head& head, int64_t first, int64_t last, const Packed& pa
     for (int64_t row = first; row < last; row += kTileRows) {
       const int64_t count = std::min<int64_t>(kTileRows, last - row);
       if (head.position(row + count - 1) < head.begin + block * kBlockKeys) continue;  // all of it is later
-      kAttendTile[count - 1](head, row, packed, block, sums, row - first);
+      kAttendTile<kShaping>[count - 1](head, shape, row, packed, block, sums, row - first);
     }
   for (int64_t row = first; row < last; row++) {
-    const int64_t token = head.item.start + row / head.group, q_head = head.kv_head * head.group + row % head.group;
+    const int64_t token = head.item.start + row / head.group, q_head = head.head_of(row);
     Bf16* out = static_cast<Bf16*>(head.a.out) + (token * head.a.heads + q_head) * width;
-    const float factor = 1.0f / sums.totals[row - first];
+    const float factor = 1.0f / (sums.totals[row - first] + sink_weight(head.a, q_head, sums.maxima[row - first]));
     for_lanes(width, [&](int64_t d, int count) {
       store_lanes(out + d, load_lanes(sums.values + (row - first) * width + d, count) * factor, count);
     });
@@ -225,44 +238,54 @@ void attend_rows(const Head& head, int64_t first, int64_t last, const Packed& pa
 }
 
 // Attends some heads of one item: copies their keys and values, then shares out their rows.
+template <Shaping kShaping>
 void attend_heads(const AttentionArguments& a, int64_t index, int64_t first_head, int64_t num_heads,
                   uint32_t* scratch) {
-  const Head shape(a, index, first_head);
-  const int64_t size = shape.blocks * kBlockKeys * a.width / 2;
-  const int64_t tasks = (shape.rows() + kTaskRows - 1) / kTaskRows;
-  auto packed_of = [&](int64_t head) { return Packed{scratch + 2 * head * size, scratch + (2 * head + 1) * size}; };
+  const Head any(a, index, first_head);
+  const int64_t tasks = (any.rows() + kTaskRows - 1) / kTaskRows;
+  auto packed_of = [&](int64_t head) {
+    uint32_t* keys = scratch + head * (any.keys_size() + any.values_size());
+    return Packed{keys, keys + any.keys_size()};
+  };
 #pragma omp parallel num_threads(static_cast<int>(std::max<int64_t>(1, a.threads)))
   {
-    std::vector<float> memory(kTaskRows * a.width);
+    std::vector<float> memory(kTaskRows * a.value_width);
     Sums sums{memory.data(), {}, {}};
 #pragma omp for schedule(static)
-    for (int64_t task = 0; task < num_heads * shape.blocks; task++)
-      pack_block(Head(a, index, first_head + task / shape.blocks), task % shape.blocks, packed_of(task / shape.blocks));
+    for (int64_t task = 0; task < num_heads * any.blocks; task++)
+      pack_block(Head(a, index, first_head + task / any.blocks), task % any.blocks, packed_of(task / any.blocks));
     // The last rows see the most keys: they come first, so that the threads end together.
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = num_heads * tasks - 1; task >= 0; task--) {
       const int64_t head = task % num_heads, first = task / num_heads * kTaskRows;
-      attend_rows(Head(a, index, first_head + head), first, std::min(first + kTaskRows, shape.rows()),
-                  packed_of(head), sums);
+      attend_rows<kShaping>(Head(a, index, first_head + head), first, std::min(first + kTaskRows, any.rows()),
+                            packed_of(head), sums);
     }
+  }
+}
+
+template <Shaping kShaping>
+void attend_items(const AttentionArguments& a) {
+  for (int64_t index = 0; index < a.items; index++) {
+    const Head any(a, index, 0);
+    if (any.item.query_len <= a.max_query || any.item.context == 0) continue;
+    const int64_t size = any.keys_size() + any.values_size();
+    const int64_t room = kScratchBytes / static_cast<int64_t>(sizeof(uint32_t));
+    const int64_t heads = std::clamp<int64_t>(room / size, 1, a.kv_heads);
+    const std::unique_ptr<uint32_t[]> scratch(new uint32_t[heads * size]);
+    for (int64_t head = 0; head < a.kv_heads; head += heads)
+      attend_heads<kShaping>(a, index, head, std::min(heads, a.kv_heads - head), scratch.get());
   }
 }
 
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_chunk_attention_bf16(const quire::AttentionArguments* arguments) {
+extern "C" void quire_chunk_attention_bf16(const quire::AttentionArguments* a) {
   using namespace quire;
-  const AttentionArguments& a = *arguments;
-  for (int64_t index = 0; index < a.items; index++) {
-    const Head shape(a, index, 0);
-    if (shape.item.query_len <= a.max_query || shape.item.context == 0) continue;
-    const int64_t bytes = 2 * shape.blocks * kBlockKeys * a.width * static_cast<int64_t>(sizeof(Bf16));
-    const int64_t heads = std::clamp<int64_t>(kScratchBytes / bytes, 1, a.kv_heads);
-    const std::unique_ptr<uint32_t[]> scratch(new uint32_t[heads * bytes / sizeof(uint32_t)]);
-    for (int64_t head = 0; head < a.kv_heads; head += heads)
-      attend_heads(a, index, head, std::min(heads, a.kv_heads - head), scratch.get());
-  }
+  if (a->softcap > 0) return attend_items<Shaping::kSoftcap>(*a);
+  if (a->slopes != nullptr) return attend_items<Shaping::kAlibi>(*a);
+  attend_items<Shaping::kNone>(*a);
 }
 
 #endif

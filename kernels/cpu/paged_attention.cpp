@@ -13,6 +13,7 @@
 
 #include "attention_arguments.h"
 #include "attention_block.h"
+#include "attention_scores.h"
 #include "threads.h"
 
 namespace quire {
@@ -34,19 +35,19 @@ struct Source {
   const Arguments& a;
   const Task& task;
   Item item;
-  int64_t kv_head, group, token_stride, begin, end;
+  int64_t kv_head, group, begin, end;
 
   Source(const Arguments& arguments, const Task& a_task)
       : a(arguments), task(a_task), item(a, task.item), kv_head(task.kv_head) {
     group = a.heads / a.kv_heads;
-    token_stride = a.kv_heads * a.width;
     begin = std::max(item.oldest, task.chunk * kChunkKeys);
     end = std::min(item.context, (task.chunk + 1) * kChunkKeys);
   }
 
+  // Of the slot of a position and this head, in heads.
   int64_t offset_of(int64_t position) const {
     const int64_t page = a.tables[task.item * a.table_stride + position / a.page_size];
-    return (page * a.page_size + position % a.page_size) * token_stride + kv_head * a.width;
+    return (page * a.page_size + position % a.page_size) * a.kv_heads + kv_head;
   }
 
   Block<T> block_at(int64_t position) const {
@@ -55,21 +56,25 @@ struct Source {
     for (int64_t i = 0; i < kBlockKeys; i++) {
       // Slots outside the range may hold anything: a key inside stands in, and its weight becomes 0.
       const int64_t inside = std::clamp(position + i, begin, end - 1) - position;
-      block.keys[i] = static_cast<const T*>(a.keys) + base + inside * token_stride;
-      block.values[i] = static_cast<const T*>(a.values) + base + inside * token_stride;
+      const int64_t offset = base + inside * a.kv_heads;
+      block.keys[i] = static_cast<const T*>(a.keys) + offset * a.width;
+      block.values[i] = static_cast<const T*>(a.values) + offset * a.value_width;
     }
     return block;
   }
 
   const T* query(int64_t row) const {
-    const int64_t token = item.start + row % item.query_len, head = kv_head * group + row / item.query_len;
-    return static_cast<const T*>(a.query) + token * a.query_stride + head * a.head_stride;
+    const int64_t token = item.start + row % item.query_len;
+    return static_cast<const T*>(a.query) + token * a.query_stride + head_of(row) * a.head_stride;
   }
+
+  int64_t head_of(int64_t row) const { return kv_head * group + row / item.query_len; }
+  int64_t position_of(int64_t row) const { return item.context - item.query_len + row % item.query_len; }
 
   // `scores` where the row sees the key, else kHidden.
   Floats visible(Floats scores, int64_t row, int64_t position) const {
     const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int64_t own = item.context - item.query_len + row % item.query_len;
+    const int64_t own = position_of(row);
     const int64_t first = a.window ? std::max(begin, own - a.window + 1) : begin;
     const int32_t low = static_cast<int32_t>(first - position);
     const int32_t high = static_cast<int32_t>(std::min(own + 1, end) - position);
@@ -77,27 +82,29 @@ struct Source {
   }
 };
 
-template <int kRows, typename T>
-void attend_block(const Source<T>& source, const Rows& rows, int64_t row, const Block<T>& block, int64_t position) {
-  const float scale = static_cast<float>(source.a.scale * 1.4426950408889634);  // in powers of two
+template <int kRows, typename T, Shaping kShaping>
+void attend_block(const Source<T>& source, const Scores<kShaping>& shape, const Rows& rows, int64_t row,
+                  const Block<T>& block, int64_t position) {
   const T* queries[kRows];
   for (int r = 0; r < kRows; r++) queries[r] = source.query(row + r);
   Floats scores[kRows];
   block_scores<kRows, T>(scores, queries, block, source.a.width);
   float weights[kRows * kBlockKeys];
   for (int r = 0; r < kRows; r++) {
-    const Floats weight = block_weights(source.visible(scores[r] * scale, row + r, position), rows, row + r);
+    const Floats score = shape(scores[r], source.head_of(row + r), position - source.position_of(row + r));
+    const Floats weight = block_weights(source.visible(score, row + r, position), rows, row + r);
     std::memcpy(weights + r * kBlockKeys, &weight, sizeof(weight));
   }
-  add_values<kRows>(rows.sums + row * rows.padded, rows.padded, weights, block.values, source.a.width);
+  add_values<kRows>(rows.sums + row * rows.padded, rows.padded, weights, block.values, source.a.value_width);
 }
 
-template <typename T>
+template <typename T, Shaping kShaping>
 void attend_chunk(const Arguments& a, const Task& task, float* memory, T* copies) {
   Source<T> source(a, task);
-  const int64_t num_rows = source.group * source.item.query_len, size = Rows::size(num_rows, a.width);
+  const Scores<kShaping> shape(a);
+  const int64_t num_rows = source.group * source.item.query_len, size = Rows::size(num_rows, a.value_width);
   for (int64_t head = 0; head < task.num_heads; head++) {
-    const Rows rows(memory + head * size, num_rows, a.width);
+    const Rows rows(memory + head * size, num_rows, a.value_width);
     std::fill(rows.sums, rows.maxima, 0.0f);
     std::fill(rows.maxima, rows.totals, kHidden);
     std::fill(rows.totals, rows.totals + num_rows, 0.0f);
@@ -105,12 +112,12 @@ void attend_chunk(const Arguments& a, const Task& task, float* memory, T* copies
   for (int64_t at = source.begin / kBlockKeys * kBlockKeys; at < source.end; at += kBlockKeys)
     for (int64_t head = 0; head < task.num_heads; head++) {
       source.kv_head = task.kv_head + head;
-      const Rows rows(memory + head * size, num_rows, a.width);
+      const Rows rows(memory + head * size, num_rows, a.value_width);
       Block<T> block = source.block_at(at);
-      if (num_rows > 2) block.copy_to(copies, a.width);
+      if (num_rows > 2) block.copy_to(copies, a.width, a.value_width);
       int64_t row = 0;
-      for (; row + 2 <= num_rows; row += 2) attend_block<2>(source, rows, row, block, at);
-      if (row < num_rows) attend_block<1>(source, rows, row, block, at);
+      for (; row + 2 <= num_rows; row += 2) attend_block<2>(source, shape, rows, row, block, at);
+      if (row < num_rows) attend_block<1>(source, shape, rows, row, block, at);
     }
 }
 
@@ -122,12 +129,12 @@ void write_rows(const Arguments& a, const Task& task, int64_t kv_head, const Row
   for (int64_t row = 0; row < group * item.query_len; row++) {
     const int64_t token = item.start + row % item.query_len;
     const int64_t head = kv_head * group + row / item.query_len;
-    T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.width;
-    const float factor = 1.0f / rows.totals[row];
-    for (int64_t d = 0; d < a.width; d += kPair) {
+    T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.value_width;
+    const float factor = 1.0f / (rows.totals[row] + sink_weight(a, head, rows.maxima[row]));
+    for (int64_t d = 0; d < a.value_width; d += kPair) {
       const float* sums = rows.sums + row * rows.padded + d;
       store_pair(out + d, Pair{load<Floats>(sums) * factor, load<Floats>(sums + kLanes) * factor},
-                 static_cast<int>(std::min<int64_t>(kPair, a.width - d)));
+                 static_cast<int>(std::min<int64_t>(kPair, a.value_width - d)));
     }
   }
 }
@@ -144,7 +151,7 @@ struct Plan {
       const Item item(a, index);
       if (item.query_len == 0 || item.query_len > a.max_query || item.context == 0) continue;
       const int64_t first = item.oldest / kChunkKeys, last = (item.context - 1) / kChunkKeys;
-      const int64_t size = Rows::size(group * item.query_len, a.width);
+      const int64_t size = Rows::size(group * item.query_len, a.value_width);
       most_rows = std::max(most_rows, group * item.query_len);
       positions += item.context - item.oldest;
       for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head += heads) {
@@ -159,7 +166,7 @@ struct Plan {
   }
 };
 
-template <typename T>
+template <typename T, Shaping kShaping>
 void attend(const Arguments& a) {
   const int64_t group = a.heads / a.kv_heads;
   Plan plan(a, a.kv_heads);
@@ -168,40 +175,48 @@ void attend(const Arguments& a) {
     plan = Plan(a, (plan.heads_per_task + 1) / 2);
   const std::vector<Task>& tasks = plan.tasks;
   std::vector<float> partials(plan.partial_floats);
-  const int64_t bytes = 2 * plan.positions * a.kv_heads * a.width * static_cast<int64_t>(sizeof(T));
+  const int64_t bytes = plan.positions * a.kv_heads * (a.width + a.value_width) * static_cast<int64_t>(sizeof(T));
   const int threads = threads_for(bytes, a.threads);
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> own(plan.heads_per_task * Rows::size(plan.most_rows, a.width));
-    std::vector<T> copies(2 * kBlockKeys * a.width);
+    std::vector<float> own(plan.heads_per_task * Rows::size(plan.most_rows, a.value_width));
+    std::vector<T> copies(kBlockKeys * (a.width + a.value_width));
 #pragma omp for schedule(dynamic, 1)
     for (size_t index = 0; index < tasks.size(); index++) {
       const Task& task = tasks[index];
-      const int64_t num_rows = group * Item(a, task.item).query_len, size = Rows::size(num_rows, a.width);
+      const int64_t num_rows = group * Item(a, task.item).query_len, size = Rows::size(num_rows, a.value_width);
       const bool only = task.partial < 0;
       float* memory = only ? own.data() : partials.data() + task.partial;
-      attend_chunk<T>(a, task, memory, copies.data());
+      attend_chunk<T, kShaping>(a, task, memory, copies.data());
       for (int64_t head = 0; only && head < task.num_heads; head++)
-        write_rows<T>(a, task, task.kv_head + head, Rows(memory + head * size, num_rows, a.width));
+        write_rows<T>(a, task, task.kv_head + head, Rows(memory + head * size, num_rows, a.value_width));
     }
 #pragma omp for schedule(dynamic, 1)
     for (size_t index = 0; index < plan.merged.size(); index++) {
       const size_t first = plan.merged[index];
       const Task& task = tasks[first];
-      const int64_t num_rows = group * Item(a, task.item).query_len, size = Rows::size(num_rows, a.width);
+      const int64_t num_rows = group * Item(a, task.item).query_len, size = Rows::size(num_rows, a.value_width);
       for (int64_t head = 0; head < task.num_heads; head++) {
-        const Rows rows(partials.data() + task.partial + head * size, num_rows, a.width);
+        const Rows rows(partials.data() + task.partial + head * size, num_rows, a.value_width);
         for (size_t next = first + 1; next < tasks.size() && tasks[next].item == task.item &&
                                       tasks[next].kv_head == task.kv_head; next++)
-          merge_rows(rows, Rows(partials.data() + tasks[next].partial + head * size, num_rows, a.width), num_rows);
+          merge_rows(rows, Rows(partials.data() + tasks[next].partial + head * size, num_rows, a.value_width),
+                     num_rows);
         write_rows<T>(a, task, task.kv_head + head, rows);
       }
     }
   }
 }
 
+template <typename T>
+void attend_as_shaped(const Arguments& a) {
+  if (a.softcap > 0) return attend<T, Shaping::kSoftcap>(a);
+  if (a.slopes != nullptr) return attend<T, Shaping::kAlibi>(a);
+  attend<T, Shaping::kNone>(a);
+}
+
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_paged_attention_bf16(const quire::Arguments* a) { quire::attend<quire::Bf16>(*a); }
-extern "C" void quire_paged_attention_f32(const quire::Arguments* a) { quire::attend<float>(*a); }
+extern "C" void quire_paged_attention_bf16(const quire::Arguments* a) { quire::attend_as_shaped<quire::Bf16>(*a); }
+extern "C" void quire_paged_attention_f32(const quire::Arguments* a) { quire::attend_as_shaped<float>(*a); }

@@ -11,6 +11,7 @@ import ctypes
 import torch
 
 from kernels.attention_batch import AttentionBatch
+from kernels.attention_scoring import Scoring
 from kernels.cpu import library
 
 _ENTRY_POINTS = {
@@ -30,35 +31,50 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("out", "query", "keys", "values", "tables", "starts", "contexts")
+            for name in (
+                *("out", "query", "keys", "values", "tables", "starts", "contexts"),
+                *("sinks", "slopes"),
+            )
         ),
         *((name, ctypes.c_int64) for name in ("items", "table_stride", "query_stride", "head_stride")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "width", "page_size")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "width", "value_width", "page_size")),
         *((name, ctypes.c_int64) for name in ("max_query", "window", "threads")),
         ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
     )
 
 
-def can_attend(query: torch.Tensor, k_pages: torch.Tensor, batch: AttentionBatch) -> bool:
+def can_attend(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+) -> bool:
     """Whether the kernel takes tensors of these shapes and dtypes, and is there."""
-    page_size, _, width = k_pages.shape[1:]
+    page_size = k_pages.shape[1]
+    widths = (k_pages.shape[3], v_pages.shape[3])
     return (
         query.device.type == "cpu"
         and query.dtype in _ENTRY_POINTS
-        and width % _STEP == 0
-        and width <= _MAX_WIDTH
+        and all(width % _STEP == 0 and width <= _MAX_WIDTH for width in widths)
         and page_size % _STEP == 0
         and batch.page_tables.device.type == "cpu"
         and library.available()
     )
 
 
-def can_attend_chunks(query: torch.Tensor, k_pages: torch.Tensor, batch: AttentionBatch) -> bool:
+def can_attend_chunks(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+) -> bool:
     """Whether `attend` takes items of any number of new tokens."""
     return (
-        can_attend(query, k_pages, batch)
+        can_attend(query, k_pages, v_pages, batch)
         and query.dtype is _CHUNK_DTYPE
         and k_pages.shape[3] % _CHUNK_STEP == 0
+        and v_pages.shape[3] % _CHUNK_STEP == 0
         and library.has_function(_CHUNK_ENTRY_POINT)
     )
 
@@ -70,14 +86,13 @@ def attend(
     v_pages: torch.Tensor,
     batch: AttentionBatch,
     few_tokens: int,
-    scale: float,
-    sliding_window: int | None,
+    scoring: Scoring,
 ) -> None:
     """Attend the items of at most `few_tokens` tokens and, where `can_attend_chunks`, the others.
 
     `can_attend` is true.
 
-    Mutates `out`, contiguous and shaped like query: the rows of those items that have context. All other rows
+    Mutates `out`, [T, H, V] contiguous: the rows of those items that have context. All other rows
     are left as they are. Further arguments are as in `kernels.paged_attention.paged_attention`, and checked.
     """
     # Kept in variables: the kernel reads their memory. int32 tensors are not copied.
@@ -93,19 +108,24 @@ def attend(
         tables.data_ptr(),
         starts.data_ptr(),
         contexts.data_ptr(),
+        None if scoring.sinks is None else scoring.sinks.data_ptr(),
+        None if scoring.alibi_slopes is None else scoring.alibi_slopes.data_ptr(),
         len(batch.query_lens),
         tables.stride(0),
         query.stride(0),
         query.stride(1),
         query.shape[1],
         *k_pages.shape[2:],
+        v_pages.shape[3],
         k_pages.shape[1],
         few_tokens,
-        sliding_window or 0,
+        scoring.sliding_window or 0,
         torch.get_num_threads(),
-        scale,
+        scoring.scale,
+        scoring.softcap or 0.0,
     )
     address = ctypes.addressof(arguments)
     library.function(_ENTRY_POINTS[query.dtype], (ctypes.c_void_p,))(address)
-    if max(batch.query_lens, default=0) > few_tokens and can_attend_chunks(query, k_pages, batch):
+    long_items = max(batch.query_lens, default=0) > few_tokens
+    if long_items and can_attend_chunks(query, k_pages, v_pages, batch):
         library.function(_CHUNK_ENTRY_POINT, (ctypes.c_void_p,))(address)

@@ -6,12 +6,15 @@ key that any row sees, not at a page boundary, so that a short sliding window co
 The page numbers of a tile are loaded one iteration ahead. In the same iteration as the keys, they would be a
 load that another load waits for, and the compiler pipelines neither: one buffer whatever `num_stages`.
 
-Dimension letters: M rows; L keys of a tile; D head width; E the power of two not below it; S tokens a page;
-K key-value heads.
+What a model does not have of the formulas in kernels/attention_scoring.py is None, and not compiled.
+
+Dimension letters: M rows; L keys of a tile; D width of a key, E the power of two not below it; V and F the
+same of a value; S tokens a page; H query heads; K key-value heads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,7 @@ from kernels.cuda.compile_spec import Variant
 # Where a running maximum begins. Finite, so that a row whose first keys are all hidden subtracts no
 # infinities. Scores of hidden keys are -inf, and their weights exact zeros.
 LOWEST = tl.constexpr(-3.0e38)
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,13 @@ class TileConfig:
     num_stages: int
 
     def variant(
-        self, kernel: Any, heads: int, k_pages: Sequence[int], sliding_window: int | None, **others: Any
+        self,
+        kernel: Any,
+        heads: int,
+        k_pages: Sequence[int],
+        value_width: int,
+        sliding_window: int | None,
+        **others: Any,
     ) -> Variant:
         """What a kernel is compiled for.
 
@@ -51,6 +61,7 @@ class TileConfig:
             kernel: One of the two.
             heads: Query heads.
             k_pages: Shape [pages, S, K, D].
+            value_width: V.
             sliding_window: Positions a token sees, or None.
             others: Constants that only this kernel has.
         """
@@ -61,12 +72,25 @@ class TileConfig:
             "GROUP": group,
             "D": width,
             "E": max(16, triton.next_power_of_2(width)),
+            "V": value_width,
+            "F": max(16, triton.next_power_of_2(value_width)),
             "PAGE_SIZE": page_size,
             "WINDOW": sliding_window or 0,
             "BLOCK_M": max(self.block_m, triton.next_power_of_2(group)),
             "TILE": self.tile,
         }
         return Variant(kernel, constexprs | others, self.num_warps, self.num_stages)
+
+
+def feature_types(feature: str) -> dict[str, str | None]:
+    """The types of what only some models have, for a `CompileSpec` with this one of them or, if "", none."""
+    types = {"softcap_log2": "fp32", "sinks": "*fp32", "alibi_slopes": "*fp32"}
+    return {name: kind if name == feature else None for name, kind in types.items()}
+
+
+def widths_name(width: int, value_width: int) -> str:
+    """What the widths are called in the name of a `CompileSpec`."""
+    return f"D={width}" if width == value_width else f"D={width} V={value_width}"
 
 
 @triton.jit
@@ -92,8 +116,66 @@ def load_rows(
 
 
 @triton.jit
+def hyperbolic_tangent(x):
+    """tanh, which Triton has none of that runs everywhere; accurate relative to the result.
+
+    Beside zero it is the odd polynomial of least relative error on [-0.5, 0.5], 1.5e-8.
+    """
+    size = tl.abs(x)
+    e = tl.exp2(size * (-2.0 * LOG2_E))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    series = square * (
+        -3.3333144e-1 + square * (1.3325879e-1 + square * (-5.3045494e-2 + square * 1.7241490e-2))
+    )
+    near = size + size * series
+    positive = tl.where(size < 0.5, near, far)
+    return tl.where(x < 0, -positive, positive)
+
+
+@triton.jit
+def scores_of(
+    products,  # [M, L] float32, of queries and keys
+    keys,  # [L] int32, positions
+    row_positions,  # [M] int32, position of the token of each row
+    scale_log2,
+    softcap_log2,  # or None
+    row_slopes,  # [M] float32, to base 2, or None
+):
+    """Scores to base 2, [M, L], not masked."""
+    if softcap_log2 is not None:
+        scores = softcap_log2 * hyperbolic_tangent(products * (scale_log2 / softcap_log2))
+    else:
+        scores = products * scale_log2
+    if row_slopes is not None:
+        scores += row_slopes[:, None] * (keys[None, :] - row_positions[:, None]).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def slopes_of(alibi_slopes, heads, present):
+    """The slope of each row's head, to base 2, [M]; None if there are none."""
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads, mask=present, other=0.0) * LOG2_E
+    return slopes
+
+
+@triton.jit
+def with_sinks(total, highest, sinks, heads, present):
+    """The sum of weights with that of each row's sink, [M].
+
+    Infinite where a sink is far above all scores, or there are none: divided by it, a row becomes zeros.
+    """
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=present, other=0.0) * LOG2_E
+        total += tl.exp2(sink - highest)
+    return total
+
+
+@triton.jit
 def attend_keys(
-    attended,  # [M, E] float32, weighted sum of values so far
+    attended,  # [M, F] float32, weighted sum of values so far
     total,  # [M] float32, sum of weights so far
     highest,  # [M] float32, largest score so far
     query,  # [M, E]
@@ -104,12 +186,16 @@ def attend_keys(
     begin,
     end,
     scale_log2,
+    softcap_log2,  # or None
+    row_slopes,  # [M] float32, to base 2, or None
     WINDOW: tl.constexpr,  # 0: none
     MASKED: tl.constexpr,  # False: every row sees every key, and end - begin is a multiple of TILE
     PAGE_SIZE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,  # elements from a slot to the next: key-value heads * D
+    KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Attend all rows to the keys begin .. end - 1. Returns the new (attended, total, highest)."""
@@ -121,8 +207,9 @@ def attend_keys(
         following = keys + TILE
         pages = tl.load(table + following // PAGE_SIZE, mask=following < end, other=0).to(tl.int64)
 
-        key = load_rows(k_head, slots, keys < end, ROW_STRIDE, D, E, MASKED)  # [L, E]
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2  # [M, L]
+        key = load_rows(k_head, slots, keys < end, KV_HEADS * D, D, E, MASKED)  # [L, E]
+        products = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, L]
+        scores = scores_of(products, keys, row_positions, scale_log2, softcap_log2, row_slopes)
         if MASKED:
             seen = keys[None, :] <= row_positions[:, None]  # [M, L]
             if WINDOW > 0:
@@ -133,7 +220,7 @@ def attend_keys(
         correction = tl.exp2(highest - raised)  # [M]
         highest = raised
         total = total * correction + tl.sum(weights, 1)
-        value = load_rows(v_head, slots, keys < end, ROW_STRIDE, D, E, MASKED)  # [L, E]
+        value = load_rows(v_head, slots, keys < end, KV_HEADS * V, V, F, MASKED)  # [L, F]
         attended = attended * correction[:, None]
         attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
     return attended, total, highest

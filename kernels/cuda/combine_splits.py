@@ -3,7 +3,9 @@
 A split hands over the average of its values and the base-2 logarithm of the sum of its weights, which is what
 that average counts in the whole.
 
-Dimension letters: N items; H query heads; C splits; D head width; E the power of two not below it.
+A sink belongs to no split: it counts here, once.
+
+Dimension letters: N items; H query heads; C splits; V width of a value; F the power of two not below it.
 """
 
 from __future__ import annotations
@@ -14,72 +16,91 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention_tiles import LOWEST
+from kernels.cuda.attention_tiles import LOWEST, with_sinks
 from kernels.cuda.compile_spec import CompileSpec, Variant
 
 # Splits that are added up at once.
 CHUNK = 16
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["sinks"])
 def combine_kernel(
-    out,  # [N, H, D]
-    partials,  # [N, H, C, D] float32
+    out,  # [N, H, V]
+    partials,  # [N, H, C, V] float32
     partial_lse,  # [N, H, C] float32, base 2; -inf: a split without keys, whose partial is not written
+    sinks,  # [H] float32, or None
     num_splits,
-    D: tl.constexpr,
-    E: tl.constexpr,
+    HEADS: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One head of one item."""
     line = tl.program_id(0).to(tl.int64)  # of [N, H]
-    columns = tl.arange(0, E)
-    combined = tl.zeros([E], tl.float32)
+    columns = tl.arange(0, F)
+    combined = tl.zeros([F], tl.float32)
     total = 0.0
     highest = LOWEST
     for first in range(0, num_splits, CHUNK):
         splits = first + tl.arange(0, CHUNK)  # [CHUNK]
         parts = line * num_splits + splits
         lse = tl.load(partial_lse + parts, mask=splits < num_splits, other=float("-inf"))
-        written = (lse > float("-inf"))[:, None] & (columns < D)[None, :]  # [CHUNK, E]
-        values = tl.load(partials + parts[:, None] * D + columns[None, :], mask=written, other=0.0)
+        written = (lse > float("-inf"))[:, None] & (columns < V)[None, :]  # [CHUNK, F]
+        values = tl.load(partials + parts[:, None] * V + columns[None, :], mask=written, other=0.0)
         raised = tl.maximum(highest, tl.max(lse, 0))
         weights = tl.exp2(lse - raised)  # [CHUNK]
         correction = tl.exp2(highest - raised)
         combined = combined * correction + tl.sum(weights[:, None] * values, 0)
         total = total * correction + tl.sum(weights, 0)
         highest = raised
+    total = with_sinks(total, highest, sinks, line % HEADS, True)
     combined = combined / tl.where(total > 0, total, 1.0)  # a padded item has no keys: zeros
-    tl.store(out + line * D + columns, combined.to(out.dtype.element_ty), mask=columns < D)
+    tl.store(out + line * V + columns, combined.to(out.dtype.element_ty), mask=columns < V)
 
 
 @cache
-def _variant(width: int) -> Variant:
-    constexprs = {"D": width, "E": triton.next_power_of_2(width), "CHUNK": CHUNK}
+def _variant(heads: int, width: int) -> Variant:
+    constexprs = {"HEADS": heads, "V": width, "F": triton.next_power_of_2(width), "CHUNK": CHUNK}
     return Variant(combine_kernel, constexprs, num_warps=4, num_stages=1)
 
 
-def combine_splits(out: torch.Tensor, partials: torch.Tensor, partial_lse: torch.Tensor) -> None:
+def combine_splits(
+    out: torch.Tensor,
+    partials: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> None:
     """Add up the splits. Checks nothing and mutates `out`.
 
     Args:
-        out: [N, H, D] contiguous; any float dtype. Zeros where no split has keys.
-        partials: [N, H, C, D] float32 contiguous; not read where `partial_lse` is -inf.
+        out: [N, H, V] contiguous; any float dtype. Zeros where no split has keys.
+        partials: [N, H, C, V] float32 contiguous; not read where `partial_lse` is -inf.
         partial_lse: [N, H, C] float32 contiguous, logarithms to base 2.
+        sinks: [H] float32 contiguous, natural logarithms; None: there are none.
     """
     items, heads, num_splits, width = partials.shape
-    _variant(width).launch((items * heads,), out, partials, partial_lse, num_splits)
+    variant = _variant(heads, width)
+    variant.launch((items * heads,), out, partials, partial_lse, sinks, num_splits)
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Head widths that are powers of two and that are not, and each dtype."""
-    shapes = (("bf16", 80), ("bf16", 128), ("bf16", 256), ("fp16", 128), ("fp32", 128))
-    return [
-        CompileSpec(
-            _variant(width),
-            f"combine_splits {dtype} D={width}",
-            {"out": f"*{dtype}", "partials": "*fp32", "partial_lse": "*fp32", "num_splits": "i32"},
-            divisible_by_16=("out", "partials", "partial_lse"),
-        )
-        for dtype, width in shapes
-    ]
+    """Head widths that are powers of two and that are not, each dtype, and sinks."""
+    shapes = [("bf16", 80, False), ("bf16", 128, False), ("bf16", 256, False), ("fp16", 128, False)]
+    shapes += [("fp32", 128, False), ("bf16", 64, True)]
+    return [_compile_spec(*shape) for shape in shapes]
+
+
+def _compile_spec(dtype: str, width: int, sinks: bool) -> CompileSpec:
+    types = {
+        "out": f"*{dtype}",
+        "partials": "*fp32",
+        "partial_lse": "*fp32",
+        "sinks": "*fp32" if sinks else None,
+        "num_splits": "i32",
+    }
+    return CompileSpec(
+        _variant(32, width),
+        f"combine_splits {dtype} V={width}{' sinks' if sinks else ''}",
+        types,
+        divisible_by_16=("out", "partials", "partial_lse"),
+    )

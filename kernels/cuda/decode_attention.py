@@ -15,8 +15,9 @@ Compiled for sm_90 with Triton 3.7.1, bfloat16, G = 4, several splits; nothing s
 Three programs fit on a multiprocessor. With a width of 256, 64 keys a tile take 212 registers and 138 KiB.
 float32 has no matrix instruction without loss: 32 keys and a width of 128 spill, 16 keys do not.
 
-Dimension letters: N items; H query heads; K key-value heads; G = H / K; D head width; E the power of two not
-below it; P pages in the longest page table; S tokens a page; C splits; M rows (G and padding).
+Dimension letters: N items; H query heads; K key-value heads; G = H / K; D width of a key, E the power of two
+not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; C splits; M
+rows (G and padding).
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention_tiles import LOWEST, TileConfig, attend_keys
+from kernels.cuda.attention_tiles import (
+    LOWEST,
+    TileConfig,
+    attend_keys,
+    feature_types,
+    slopes_of,
+    widths_name,
+    with_sinks,
+)
 from kernels.cuda.combine_splits import combine_splits
 from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
 
@@ -40,7 +49,7 @@ MAX_SPLITS = 128
 
 
 def config_for(dtype: torch.dtype, width: int) -> TileConfig:
-    """The configuration for a dtype and head width."""
+    """The configuration for a dtype and head width, the wider of keys and values."""
     if dtype is torch.float32:
         return TileConfig(block_m=16, tile=16, num_warps=4, num_stages=3)
     if width <= 64:
@@ -70,26 +79,31 @@ def num_splits_for(batch: int, kv_heads: int, max_context: int, multiprocessors:
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
     do_not_specialize=["table_stride", "num_splits"],
-    do_not_specialize_on_alignment=["page_tables", "context_lens"],
+    do_not_specialize_on_alignment=["page_tables", "context_lens", "sinks", "alibi_slopes"],
 )
 def decode_kernel(
-    out,  # [N, H, D]; written when there is one split
-    partials,  # [N, H, C, D] float32; written when there are several
+    out,  # [N, H, V]; written when there is one split
+    partials,  # [N, H, C, V] float32; written when there are several
     partial_lse,  # [N, H, C] float32, base 2
     query,  # [N, H, D]
     k_pages,  # [pages, S, K, D]
-    v_pages,
+    v_pages,  # [pages, S, K, V]
     page_tables,  # [N, P]
     context_lens,  # [N]
+    sinks,  # [H] float32, or None; with several splits it is None here
+    alibi_slopes,  # [H] float32, or None
     query_stride,
     head_stride,
     table_stride,
     num_splits,
     scale_log2,
+    softcap_log2,  # or None
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -102,7 +116,8 @@ def decode_kernel(
     split = tl.program_id(2)
     rows = tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, E)
-    mask = (rows < GROUP)[:, None] & (columns < D)[None, :]  # [M, E]
+    value_columns = tl.arange(0, F)
+    present = rows < GROUP
     heads = kv_head * GROUP + rows
 
     context = tl.load(context_lens + item).to(tl.int32)
@@ -114,9 +129,11 @@ def decode_kernel(
     end = tl.minimum(begin + tiles_a_split * TILE, context)
 
     query_tile = tl.load(
-        query + item * query_stride + heads[:, None] * head_stride + columns[None, :], mask=mask, other=0.0
+        query + item * query_stride + heads[:, None] * head_stride + columns[None, :],
+        mask=present[:, None] & (columns < D)[None, :],
+        other=0.0,
     )  # [M, E]
-    attended = tl.zeros([BLOCK_M, E], tl.float32)
+    attended = tl.zeros([BLOCK_M, F], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     attended, total, highest = attend_keys(
@@ -126,38 +143,51 @@ def decode_kernel(
         query_tile,
         tl.full([BLOCK_M], 0, tl.int32) + (context - 1),
         k_pages + kv_head * D,
-        v_pages + kv_head * D,
+        v_pages + kv_head * V,
         page_tables + item * table_stride,
         begin,
         end,
         scale_log2,
+        softcap_log2,
+        slopes_of(alibi_slopes, heads, present),
         0,  # begin is the oldest key in the window: no further mask
         True,
         PAGE_SIZE,
-        KV_HEADS * D,
+        KV_HEADS,
         D,
         E,
+        V,
+        F,
         TILE,
     )
     empty = begin >= end
-    result = attended / tl.where(empty, 1.0, total)[:, None]  # [M, E]
+    total = with_sinks(total, highest, sinks, heads, present)
+    result = attended / tl.where(empty, 1.0, total)[:, None]  # [M, F]
+    mask = present[:, None] & (value_columns < V)[None, :]  # [M, F]
     lines = item * KV_HEADS * GROUP + heads  # [M], of [N, H]
     if SPLIT:
         parts = lines * num_splits + split  # [M], of [N, H, C]
         lse = tl.where(empty, float("-inf"), highest + tl.log2(total))
-        tl.store(partial_lse + parts, lse, mask=rows < GROUP)
+        tl.store(partial_lse + parts, lse, mask=present)
         if begin < end:
-            tl.store(partials + parts[:, None] * D + columns[None, :], result, mask=mask)
+            tl.store(partials + parts[:, None] * V + value_columns[None, :], result, mask=mask)
     else:
-        tl.store(out + lines[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
+        to = out + lines[:, None] * V + value_columns[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=mask)
 
 
 @cache
 def _variant(
-    dtype: torch.dtype, heads: int, k_pages: tuple[int, ...], sliding_window: int | None, *, split: bool
+    dtype: torch.dtype,
+    heads: int,
+    k_pages: tuple[int, ...],
+    value_width: int,
+    sliding_window: int | None,
+    *,
+    split: bool,
 ) -> Variant:
-    config = config_for(dtype, k_pages[3])
-    return config.variant(decode_kernel, heads, k_pages, sliding_window, SPLIT=split)
+    config = config_for(dtype, max(k_pages[3], value_width))
+    return config.variant(decode_kernel, heads, k_pages, value_width, sliding_window, SPLIT=split)
 
 
 def decode_attention(
@@ -171,6 +201,9 @@ def decode_attention(
     scale: float,
     sliding_window: int | None,
     num_splits: int,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> None:
     """Attend one token of each item to its own sequence, whose last token it is.
 
@@ -178,17 +211,21 @@ def decode_attention(
     so that it can be captured in a CUDA graph. Mutates `out`.
 
     Args:
-        out: [N, H, D] contiguous, dtype of query. The rows of items without context become zeros.
+        out: [N, H, V] contiguous, dtype of query. The rows of items without context become zeros.
         query: [N, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
-        v_pages: As k_pages.
+        v_pages: [pages, S, K, V] contiguous; dtype of query.
         page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
         context_lens: [N] int32 or int64. 0: a padded item, for which no page is read.
         scale: Multiplies the scores.
         sliding_window: Positions a token sees, its own included; None: all of them.
         num_splits: Parts that the keys of an item are read in, at least 1; see `num_splits_for`.
+        softcap: As in `kernels.paged_attention.paged_attention`, and so are the others.
+        sinks: [H] float32 contiguous, or None.
+        alibi_slopes: [H] float32 contiguous, or None.
     """
-    items, heads, width = query.shape
+    items, heads = query.shape[:2]
+    width = v_pages.shape[3]
     kv_heads = k_pages.shape[2]
     if items == 0:
         return
@@ -197,7 +234,7 @@ def decode_attention(
         shape = (items, heads, num_splits)
         partials = torch.empty((*shape, width), dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    variant = _variant(query.dtype, heads, k_pages.shape, sliding_window, split=num_splits > 1)
+    variant = _variant(query.dtype, heads, k_pages.shape, width, sliding_window, split=num_splits > 1)
     variant.launch(
         (items, kv_heads, num_splits),
         out,
@@ -208,39 +245,55 @@ def decode_attention(
         v_pages,
         page_tables,
         context_lens,
+        sinks if partials is None else None,
+        alibi_slopes,
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
         num_splits,
         scale * math.log2(math.e),
+        None if softcap is None else softcap * math.log2(math.e),
     )
     if partials is not None and partial_lse is not None:
-        combine_splits(out, partials, partial_lse)
+        combine_splits(out, partials, partial_lse, sinks)
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Each dtype and head width, with and without splits, and a sliding window."""
-    shapes: list[tuple[str, int, bool, int | None]] = [
-        ("bf16", width, True, None) for width in (64, 80, 96, 128, 256)
+    """Each dtype and head width, with and without splits, a window, and what some models have beside."""
+    shapes: list[tuple[str, int, int, bool, int | None, str]] = [
+        ("bf16", width, width, True, None, "") for width in (64, 80, 96, 128, 256)
     ]
-    shapes += [("bf16", 128, False, None), ("bf16", 128, True, 4096), ("fp16", 128, True, None)]
-    shapes += [("fp32", width, True, None) for width in (64, 128, 256)]
+    shapes += [("bf16", 128, 128, False, None, ""), ("bf16", 128, 128, True, 4096, "")]
+    shapes += [("fp16", 128, 128, True, None, "")]
+    shapes += [("fp32", width, width, True, None, "") for width in (64, 128, 256)]
+    for dtype in ("bf16", "fp32"):
+        shapes += [(dtype, 192, 128, True, None, ""), (dtype, 256, 256, True, 4096, "softcap_log2")]
+        shapes += [(dtype, 64, 64, False, 128, "sinks"), (dtype, 128, 128, True, None, "alibi_slopes")]
     return [_compile_spec(*shape) for shape in shapes]
 
 
-def _compile_spec(dtype: str, width: int, split: bool, window: int | None) -> CompileSpec:
+def _compile_spec(
+    dtype: str,
+    width: int,
+    value_width: int,
+    split: bool,
+    window: int | None,
+    feature: str,
+) -> CompileSpec:
     element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    variant = _variant(element, 32, (1, 16, 8, width), window, split=split)
+    variant = _variant(element, 32, (1, 16, 8, width), value_width, window, split=split)
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
     absent = {} if split else {"partials": None, "partial_lse": None}
     if split:
         pointers |= {"partials": "*fp32", "partial_lse": "*fp32"}
     return CompileSpec(
         variant,
-        f"decode_attention {dtype} D={width}{' split' if split else ''} window={window}",
+        f"decode_attention {dtype} {widths_name(width, value_width)}{' split' if split else ''}"
+        f" window={window} {feature}".rstrip(),
         {
             **pointers,
             **absent,
+            **feature_types(feature),
             **dict.fromkeys(("page_tables", "context_lens"), "*i32"),
             **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_splits"), "i32"),
             "scale_log2": "fp32",

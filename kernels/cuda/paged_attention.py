@@ -6,7 +6,8 @@ packs a batch. All others go to the kernel for many tokens, which attends single
 Nothing here depends on the lengths of contexts, neither on the device nor on the host: a CUDA graph that was
 captured with short ones is right for long ones.
 
-Dimension letters: T tokens; N items; H query heads; K key-value heads; D head width; S tokens a page.
+Dimension letters: T tokens; N items; H query heads; K key-value heads; D width of a key; V width of a value;
+S tokens a page.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend every item to its own sequence. Checks nothing: see `kernels.paged_attention.paged_attention`.
 
@@ -58,15 +62,19 @@ def paged_attention(
     Args:
         query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
-        v_pages: As k_pages.
+        v_pages: [pages, S, K, V] contiguous; dtype of query.
         batch: Rows and pages of the items, on the device of query; rows of page_tables are contiguous.
         scale: Multiplies the scores.
         sliding_window: Positions a token sees, its own included; None: all of them.
+        softcap: As in `kernels.paged_attention.paged_attention`, and so are the others.
+        sinks: [H] float32 contiguous, or None.
+        alibi_slopes: [H] float32 contiguous, or None.
 
     Returns:
-        A new contiguous tensor [T, H, D] with the dtype of query. Rows of items without context are zeros.
+        A new contiguous tensor [T, H, V] with the dtype of query. Rows of items without context are zeros.
     """
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [T, H, D]
+    shape = (*query.shape[:2], v_pages.shape[3])
+    out = torch.empty(shape, dtype=query.dtype, device=query.device)  # [T, H, V]
     limits = limits_of(query.device)
     items = len(batch.query_lens)
     page_size, kv_heads = k_pages.shape[1:3]
@@ -85,6 +93,9 @@ def paged_attention(
             num_splits=num_splits_for(
                 decodes, kv_heads, min(capacity, sliding_window or capacity), limits.multiprocessors
             ),
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
         )
     if decodes < items:
         prefill_attention(
@@ -98,5 +109,8 @@ def paged_attention(
             scale=scale,
             sliding_window=sliding_window,
             shared_bytes=limits.shared_bytes,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
         )
     return out

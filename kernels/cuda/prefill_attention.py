@@ -28,8 +28,9 @@ registers only); nothing spills, which with 64 keys a tile it does for windows a
 
 float32 has no matrix instruction without loss: 32 rows and a width of 128 spill, 16 do not.
 
-Dimension letters: T tokens; N items; H query heads; K key-value heads; G = H / K; D head width; E the power
-of two not below it; P pages in the longest page table; S tokens a page; M rows of a block; Q = M // G.
+Dimension letters: T tokens; N items; H query heads; K key-value heads; G = H / K; D width of a key, E the
+power of two not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; M
+rows of a block; Q = M // G.
 """
 
 from __future__ import annotations
@@ -41,7 +42,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention_tiles import LOWEST, TileConfig, attend_keys
+from kernels.cuda.attention_tiles import (
+    LOWEST,
+    TileConfig,
+    attend_keys,
+    feature_types,
+    slopes_of,
+    widths_name,
+    with_sinks,
+)
 from kernels.cuda.compile_spec import SHARED_BYTES, CompileSpec, Expectations, Variant
 
 
@@ -50,7 +59,7 @@ def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
 
     Args:
         dtype: Of queries, keys and values.
-        width: D.
+        width: The wider of D and V.
         shared_bytes: Shared memory that a program may use on the device.
 
     Raises:
@@ -88,25 +97,30 @@ def find_item(query_starts, first_row, block, num_items, BLOCK_Q: tl.constexpr):
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
     do_not_specialize=["table_stride", "num_items"],
-    do_not_specialize_on_alignment=["page_tables", "query_starts", "context_lens"],
+    do_not_specialize_on_alignment=["page_tables", "query_starts", "context_lens", "sinks", "alibi_slopes"],
 )
 def prefill_kernel(
-    out,  # [T, H, D]
+    out,  # [T, H, V]
     query,  # [T, H, D]
     k_pages,  # [pages, S, K, D]
-    v_pages,
+    v_pages,  # [pages, S, K, V]
     page_tables,  # [N, P]
     query_starts,  # [N + 1]
     context_lens,  # [N]
+    sinks,  # [H] float32, or None
+    alibi_slopes,  # [H] float32, or None
     query_stride,
     head_stride,
     table_stride,
     num_items,
     scale_log2,
+    softcap_log2,  # or None
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    V: tl.constexpr,
+    F: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -127,13 +141,13 @@ def prefill_kernel(
 
     rows = tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, E)
+    value_columns = tl.arange(0, F)
     # rows // GROUP, exact where rows * GROUP < 2^16. With a division, for a group that is no power of two,
     # ptxas puts instructions among the wgmma that make it run them one by one (its warning C7515).
     row_tokens = (rows * (65536 // GROUP + 1)) >> 16  # [M]
     tokens = first_token + row_tokens
     heads = kv_head * GROUP + rows % GROUP
     present = (tokens < query_len) & (rows < BLOCK_Q * GROUP)
-    mask = present[:, None] & (columns < D)[None, :]  # [M, E]
     token_rows = (item_row + tokens).to(tl.int64)
 
     context = tl.load(context_lens + item).to(tl.int32)
@@ -147,15 +161,16 @@ def prefill_kernel(
 
     query_tile = tl.load(
         query + token_rows[:, None] * query_stride + heads[:, None] * head_stride + columns[None, :],
-        mask=mask,
+        mask=present[:, None] & (columns < D)[None, :],
         other=0.0,
     )  # [M, E]
-    attended = tl.zeros([BLOCK_M, E], tl.float32)
+    attended = tl.zeros([BLOCK_M, F], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     positions = start_position + tokens
     k_head = k_pages + kv_head * D
-    v_head = v_pages + kv_head * D
+    v_head = v_pages + kv_head * V
+    slopes = slopes_of(alibi_slopes, heads, present)
     table = page_tables + item.to(tl.int64) * table_stride
     if WINDOW == 0:
         # What the first token sees, every row does. A padded item begins at a negative position.
@@ -172,12 +187,16 @@ def prefill_kernel(
             begin,
             bulk_end,
             scale_log2,
+            softcap_log2,
+            slopes,
             WINDOW,
             False,
             PAGE_SIZE,
-            KV_HEADS * D,
+            KV_HEADS,
             D,
             E,
+            V,
+            F,
             TILE,
         )
         begin = bulk_end
@@ -193,17 +212,23 @@ def prefill_kernel(
         begin,
         end,
         scale_log2,
+        softcap_log2,
+        slopes,
         WINDOW,
         True,
         PAGE_SIZE,
-        KV_HEADS * D,
+        KV_HEADS,
         D,
         E,
+        V,
+        F,
         TILE,
     )
+    total = with_sinks(total, highest, sinks, heads, present)
     result = attended / tl.where(total > 0, total, 1.0)[:, None]  # a padded item saw nothing: zeros
     lines = token_rows * (KV_HEADS * GROUP) + heads  # [M], of [T, H]
-    tl.store(out + lines[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
+    to = out + lines[:, None] * V + value_columns[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=present[:, None] & (value_columns < V)[None, :])
 
 
 @cache
@@ -211,11 +236,12 @@ def _variant(
     dtype: torch.dtype,
     heads: int,
     k_pages: tuple[int, ...],
+    value_width: int,
     sliding_window: int | None,
     shared_bytes: int,
 ) -> Variant:
-    config = config_for(dtype, k_pages[3], shared_bytes)
-    return config.variant(prefill_kernel, heads, k_pages, sliding_window)
+    config = config_for(dtype, max(k_pages[3], value_width), shared_bytes)
+    return config.variant(prefill_kernel, heads, k_pages, value_width, sliding_window)
 
 
 def prefill_attention(
@@ -230,6 +256,9 @@ def prefill_attention(
     scale: float,
     sliding_window: int | None,
     shared_bytes: int,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> None:
     """Attend the new tokens of each item to its own sequence, whose last tokens they are.
 
@@ -237,10 +266,10 @@ def prefill_attention(
     captured in a CUDA graph. Mutates `out`.
 
     Args:
-        out: [T, H, D] contiguous, dtype of query. The rows of items without context become zeros.
+        out: [T, H, V] contiguous, dtype of query. The rows of items without context become zeros.
         query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
-        v_pages: As k_pages.
+        v_pages: [pages, S, K, V] contiguous; dtype of query.
         page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
         query_starts: [N + 1] int32 or int64, ascending: the first row of each item, and the end. Counted from
             the first entry, so that slices of a batch are a batch. Rows behind the end are left as they are.
@@ -248,13 +277,16 @@ def prefill_attention(
         scale: Multiplies the scores.
         sliding_window: Positions a token sees, its own included; None: all of them.
         shared_bytes: Shared memory that a program may use, which decides the tiles; see `config_for`.
+        softcap: As in `kernels.paged_attention.paged_attention`, and so are the others.
+        sinks: [H] float32 contiguous, or None.
+        alibi_slopes: [H] float32 contiguous, or None.
     """
     rows, heads, _ = query.shape
     kv_heads = k_pages.shape[2]
     items = len(context_lens)
     if rows == 0:
         return
-    variant = _variant(query.dtype, heads, k_pages.shape, sliding_window, shared_bytes)
+    variant = _variant(query.dtype, heads, k_pages.shape, v_pages.shape[3], sliding_window, shared_bytes)
     tokens_a_block = variant.constexprs["BLOCK_M"] // variant.constexprs["GROUP"]
     blocks = rows // tokens_a_block + items
     variant.launch(
@@ -266,32 +298,52 @@ def prefill_attention(
         page_tables,
         query_starts,
         context_lens,
+        sinks,
+        alibi_slopes,
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
         items,
         scale * math.log2(math.e),
+        None if softcap is None else softcap * math.log2(math.e),
     )
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Each dtype and head width, a sliding window, and a group that is no power of two."""
-    shapes: list[tuple[str, int, int, int | None]] = [
-        ("bf16", width, 4, None) for width in (64, 80, 96, 128, 256)
+    """Each dtype and head width, a window, a group that is no power of two, and what some models have."""
+    shapes: list[tuple[str, int, int, int, int | None, str]] = [
+        ("bf16", width, width, 4, None, "") for width in (64, 80, 96, 128, 256)
     ]
-    shapes += [("bf16", 128, 4, 4096), ("bf16", 128, 7, None), ("fp16", 128, 4, None)]
-    shapes += [("fp32", width, 4, None) for width in (64, 128, 256)]
+    shapes += [("bf16", 128, 128, 4, 4096, ""), ("bf16", 128, 128, 7, None, "")]
+    shapes += [("fp16", 128, 128, 4, None, "")]
+    shapes += [("fp32", width, width, 4, None, "") for width in (64, 128, 256)]
+    for dtype in ("bf16", "fp32"):
+        shapes += [(dtype, 192, 128, 1, None, "")]
+        shapes += [(dtype, 256, 256, 2, window, "softcap_log2") for window in (None, 4096)]
+        shapes += [(dtype, 64, 64, 8, window, "sinks") for window in (None, 128)]
+        shapes += [(dtype, width, width, 1, None, "alibi_slopes") for width in (64, 128)]
     return [_compile_spec(*shape, architecture) for shape in shapes for architecture in SHARED_BYTES]
 
 
-def _compile_spec(dtype: str, width: int, group: int, window: int | None, architecture: int) -> CompileSpec:
+def _compile_spec(
+    dtype: str,
+    width: int,
+    value_width: int,
+    group: int,
+    window: int | None,
+    feature: str,
+    architecture: int,
+) -> CompileSpec:
     element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
+    shared_bytes = SHARED_BYTES[architecture]
     return CompileSpec(
-        _variant(element, 8 * group, (1, 16, 8, width), window, SHARED_BYTES[architecture]),
-        f"prefill_attention {dtype} D={width} G={group} window={window}",
+        _variant(element, 8 * group, (1, 16, 8, width), value_width, window, shared_bytes),
+        f"prefill_attention {dtype} {widths_name(width, value_width)} G={group}"
+        f" window={window} {feature}".rstrip(),
         {
             **pointers,
+            **feature_types(feature),
             **dict.fromkeys(("page_tables", "query_starts", "context_lens"), "*i32"),
             **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_items"), "i32"),
             "scale_log2": "fp32",

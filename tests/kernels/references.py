@@ -63,9 +63,14 @@ def attention64(
     query_lens: Sequence[int],
     scale: float,
     window: int | None,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each row by itself, over dense keys and values [length, heads, width] of each item."""
-    out = torch.zeros(query.shape, dtype=torch.float64)
+    width = values[0].shape[2] if values else query.shape[2]
+    out = torch.zeros(*query.shape[:2], width, dtype=torch.float64)
     row = 0
     for key, value, query_len in zip(keys, values, query_lens, strict=True):
         group_size = query.shape[1] // key.shape[1]
@@ -75,7 +80,14 @@ def attention64(
             for head in range(query.shape[1] if len(key) else 0):
                 seen = slice(first, last + 1)
                 scores = key[seen, head // group_size].double() @ query[row, head].double() * scale
-                out[row, head] = scores.softmax(0) @ value[seen, head // group_size].double()
+                if softcap is not None:
+                    scores = softcap * (scores / softcap).tanh()
+                if alibi_slopes is not None:
+                    scores += alibi_slopes[head].double() * torch.arange(first - last, 1)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                weights = scores.softmax(0)[: last + 1 - first]
+                out[row, head] = weights @ value[seen, head // group_size].double()
             row += 1
     return out
 

@@ -12,7 +12,7 @@ from kernels import paged_attention as module
 from kernels.attention_batch import AttentionBatch
 from kernels.cpu import library
 from kernels.cpu import paged_attention as cpu
-from kernels.paged_attention import paged_attention
+from tests.kernels.attention_features import FEATURES
 from tests.kernels.test_paged_attention import Case, make_case
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -73,6 +73,28 @@ def test_tokens_to_verify(dtype: torch.dtype, window: int | None) -> None:
     make_case(items, dtype=dtype).check(window)
 
 
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("window", [None, 1, 17, 520])
+@pytest.mark.parametrize("features", FEATURES, ids="+".join)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_features(dtype: torch.dtype, features: list[str], window: int | None) -> None:
+    """Contexts of one chunk of keys and of several, which are merged."""
+    items = [*((1, length) for length in (0, 1, 16, 17, 512, 513, 1100)), (3, 18), (16, 16), (5, 700)]
+    make_case(items, heads=6, dtype=dtype, features=features).check(window)
+
+
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("features", [[], *FEATURES], ids="+".join)
+@pytest.mark.parametrize(("width", "value_width"), [(192, 128), (16, 256), (256, 16), (80, 64)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_of_different_widths(
+    dtype: torch.dtype, width: int, value_width: int, features: list[str]
+) -> None:
+    items = [(1, 20), (1, 600), (3, 18), (1, 0), (16, 35)]
+    case = make_case(items, width=width, value_width=value_width, dtype=dtype, features=features)
+    case.check(scale=width**-0.5)
+
+
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_chunks_beside_decodes(dtype: torch.dtype) -> None:
@@ -102,13 +124,31 @@ def test_head_shapes_of_chunks(width: int, group_size: int) -> None:
 
 
 @pytest.mark.usefixtures("chunks_compiled")
-def test_bits_of_a_chunk_depend_on_nothing_beside_it() -> None:
-    case = make_case([(40, 300), (20, 20)], dtype=torch.bfloat16)
-    together = run(case)
+@pytest.mark.parametrize("window", [None, 1, 65])
+@pytest.mark.parametrize("features", FEATURES, ids="+".join)
+def test_features_of_chunks(features: list[str], window: int | None) -> None:
+    items = [(17, 17), (33, 64), (70, 200), (20, 0), (5, 40)]
+    make_case(items, heads=6, dtype=torch.bfloat16, features=features).check(window)
+
+
+@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.parametrize("features", [[], *FEATURES], ids="+".join)
+@pytest.mark.parametrize(("width", "value_width"), [(192, 128), (32, 256), (256, 32), (96, 64)])
+def test_different_widths_of_chunks(width: int, value_width: int, features: list[str]) -> None:
+    items = [(40, 75), (1, 30), (101, 101)]
+    case = make_case(items, width=width, value_width=value_width, dtype=torch.bfloat16, features=features)
+    case.check(scale=width**-0.5)
+
+
+@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.parametrize("features", [[], *FEATURES], ids="+".join)
+def test_bits_of_a_chunk_depend_on_nothing_beside_it(features: list[str]) -> None:
+    case = make_case([(40, 300), (20, 20)], dtype=torch.bfloat16, features=features)
+    together = case.run()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(run(case), together)
+        assert torch.equal(case.run(), together)
     finally:
         torch.set_num_threads(threads)
     batch = case.batch
@@ -116,34 +156,35 @@ def test_bits_of_a_chunk_depend_on_nothing_beside_it() -> None:
         batch.page_tables[:1], batch.query_starts[:2], batch.context_lens[:1], [40], [300]
     )
     case.query = case.query[:40]
-    assert torch.equal(run(case), together[:40])
+    assert torch.equal(case.run(), together[:40])
 
 
 @pytest.mark.usefixtures("chunks_compiled")
 def test_large_scores_of_chunks_do_not_overflow() -> None:
     case = make_case([(40, 600)], dtype=torch.bfloat16)
     case.query.mul_(1000)
-    assert torch.isfinite(run(case)).all()
+    assert torch.isfinite(case.run()).all()
 
 
 @pytest.mark.usefixtures("no_torch")
 def test_large_scores_do_not_overflow() -> None:
     case = make_case([(1, 600), (5, 40)])
     case.query.mul_(1000)
-    assert torch.isfinite(run(case)).all()
+    assert torch.isfinite(case.run()).all()
 
 
 @pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("features", [[], *FEATURES], ids="+".join)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_of_a_row_depend_on_its_sequence_only(dtype: torch.dtype) -> None:
+def test_bits_of_a_row_depend_on_its_sequence_only(dtype: torch.dtype, features: list[str]) -> None:
     """Alone or among others, with one thread or several, decoded or verified: the same bits."""
     items = [(4, 1100), (1, 33), (16, 700), (3, 90)]
-    case = make_case(items, width=128, dtype=dtype)
-    together = run(case)
+    case = make_case(items, width=128, value_width=64, dtype=dtype, features=features)
+    together = case.run()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(run(case), together)
+        assert torch.equal(case.run(), together)
     finally:
         torch.set_num_threads(threads)
     row = 0
@@ -162,15 +203,16 @@ def test_bits_of_a_row_depend_on_its_sequence_only(dtype: torch.dtype) -> None:
                 ),
                 [],
                 [],
+                case.scoring,
             )
-            assert torch.equal(run(alone)[0], together[row])
+            assert torch.equal(alone.run()[0], together[row])
             row += 1
 
 
 @pytest.mark.usefixtures("compiled")
 def test_wide_indices() -> None:
     case = make_case([(1, 20), (3, 18)])
-    expected = run(case)
+    expected = case.run()
     batch = case.batch
     wide = AttentionBatch(
         batch.page_tables.long(),
@@ -180,16 +222,23 @@ def test_wide_indices() -> None:
         batch.context_lens_host,
     )
     case.batch = wide
-    assert torch.equal(run(case), expected)
+    assert torch.equal(case.run(), expected)
 
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(40, torch.float32), (272, torch.bfloat16), (64, torch.float16)]
+    ("width", "value_width", "dtype"),
+    [
+        (40, 40, torch.float32),
+        (272, 272, torch.bfloat16),
+        (64, 64, torch.float16),
+        (24, 16, torch.float32),
+        (16, 24, torch.float32),
+    ],
 )
-def test_other_shapes_and_dtypes_are_left_to_torch(width: int, dtype: torch.dtype) -> None:
-    case = make_case([(1, 20), (3, 18)], width=width, dtype=dtype)
-    assert not cpu.can_attend(case.query, case.k_pages, case.batch)
+def test_other_shapes_and_dtypes_are_left_to_torch(width: int, value_width: int, dtype: torch.dtype) -> None:
+    case = make_case([(1, 20), (3, 18)], width=width, value_width=value_width, dtype=dtype)
+    assert not cpu.can_attend(case.query, case.k_pages, case.v_pages, case.batch)
     case.check(scale=width**-0.5)
 
 
@@ -197,7 +246,9 @@ def test_other_shapes_and_dtypes_are_left_to_torch(width: int, dtype: torch.dtyp
 def test_without_a_build_torch_stands_in() -> None:
     assert not library.available()
     assert library.kernel_name() is None
-    make_case([(1, 20), (3, 18), (1, 0), (40, 50)], dtype=torch.bfloat16).check()
+    for features in [[], *FEATURES]:
+        items = [(1, 20), (3, 18), (1, 0), (40, 50)]
+        make_case(items, dtype=torch.bfloat16, features=features).check()
 
 
 @pytest.mark.usefixtures("unavailable")
@@ -236,7 +287,3 @@ def test_building_needs_a_compiler(
     library.main()
     assert "plain torch will be used: /no/such/compiler" in capsys.readouterr().err
     assert not library.BUILD_DIR.exists()
-
-
-def run(case: Case) -> torch.Tensor:
-    return paged_attention(case.query, case.k_pages, case.v_pages, case.batch, scale=0.3)

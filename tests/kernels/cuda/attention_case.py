@@ -1,17 +1,20 @@
 """Batches for the attention kernels, with NaN in all that must not be read, and how far off results may be.
 
-Dimension letters: T tokens; N items; H query heads; K key-value heads; D head width; S tokens a page.
+Dimension letters: T tokens; N items; H query heads; K key-value heads; D width of a key; V width of a value;
+S tokens a page.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from kernels.attention_batch import AttentionBatch
+from tests.kernels.attention_features import SCORINGS
 from tests.kernels.references import attention64
 
 # Rows behind the last one of a result, which nobody may write.
@@ -25,12 +28,13 @@ class AttentionCase:
     Attributes:
         query: [T, H, D], a view of something wider, as the queries of the decoder are.
         k_pages: [pages, S, K, D].
-        v_pages: [pages, S, K, D].
+        v_pages: [pages, S, K, V].
         batch: Rows and pages, on the device of the tensors.
         keys: [length, K, D] on the CPU for each item.
-        values: [length, K, D] on the CPU for each item.
+        values: [length, K, V] on the CPU for each item.
         scale: Of the scores.
         window: Positions a token sees, or None.
+        features: Softcap, sinks and slopes, as keyword arguments of the kernels.
     """
 
     query: torch.Tensor
@@ -41,16 +45,16 @@ class AttentionCase:
     values: list[torch.Tensor]
     scale: float
     window: int | None
+    features: dict[str, Any] = field(default_factory=dict)
 
     def new_out(self) -> torch.Tensor:
         """Room for the result and for rows that must stay as they are: NaN."""
-        rows, heads, width = self.query.shape
-        return torch.full(
-            (rows + GUARD_ROWS, heads, width), float("nan"), dtype=self.query.dtype, device=self.query.device
-        )
+        rows, heads, _ = self.query.shape
+        shape = (rows + GUARD_ROWS, heads, self.v_pages.shape[3])
+        return torch.full(shape, float("nan"), dtype=self.query.dtype, device=self.query.device)
 
     def check(self, out: torch.Tensor) -> None:
-        """Compare a result [T, H, D], or one made by `new_out`, with float64.
+        """Compare a result [T, H, V], or one made by `new_out`, with float64.
 
         Allowed is twice what rounding the exact result costs, plus 1e-6 for the float32 accumulation, as in
         `assert_close`, and what the kernels lose by design. They round the weights of the softmax to the
@@ -79,8 +83,12 @@ class AttentionCase:
         assert out[rows:].isnan().all(), "rows behind the last one were written"
 
     def _exact(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        features: dict[str, Any] = {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in self.features.items()
+        }
         lengths = self.batch.query_lens
-        return attention64(self.query.cpu(), self.keys, values, lengths, self.scale, self.window)
+        return attention64(self.query.cpu(), self.keys, values, lengths, self.scale, self.window, **features)
 
 
 def make_case(
@@ -90,22 +98,25 @@ def make_case(
     group: int = 2,
     kv_heads: int = 1,
     width: int = 32,
+    value_width: int | None = None,
     page_size: int = 16,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
+    features: Sequence[str] = (),
     seed: int = 0,
 ) -> AttentionCase:
     """A batch of (query_len, context_len) items in shuffled pages.
 
     NaN are: slots behind the end of an item, slots before the window of its first new token, and page 0,
-    which all unused entries of the page tables name.
+    which all unused entries of the page tables name. `features` are of SCORINGS.
     """
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-context // page_size) for _, context in items]
     free = list(range(1, sum(needed) + 3))
     random.Random(seed).shuffle(free)
-    shape = (len(free) + 1, page_size, kv_heads, width)
-    pages = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
+    widths = (width, value_width or width)
+    shapes = [(len(free) + 1, page_size, kv_heads, each) for each in widths]
+    pages = [torch.full(shape, float("nan"), dtype=dtype) for shape in shapes]
     tables = torch.zeros(len(items), max([*needed, 0]) + 1, dtype=torch.int32)
     dense: list[list[torch.Tensor]] = [[], []]
     for index, (query_len, context) in enumerate(items):
@@ -113,7 +124,7 @@ def make_case(
         tables[index, : len(owned)] = owned
         oldest = 0 if window is None else max(0, context - query_len - window + 1)
         for which in range(2):
-            rows = torch.randn(context, kv_heads, width, generator=generator).to(dtype)
+            rows = torch.randn(context, kv_heads, widths[which], generator=generator).to(dtype)
             dense[which].append(rows)
             seen = torch.arange(oldest, context)
             pages[which][owned[seen // page_size], seen % page_size] = rows[oldest:]
@@ -131,6 +142,16 @@ def make_case(
         context_lens_host=contexts,
     )
     query = packed.to(device)[:, :heads]
+    told = {name: SCORINGS[name](heads) for name in features}
+    told |= {name: value.to(device) for name, value in told.items() if isinstance(value, torch.Tensor)}
     return AttentionCase(
-        query, pages[0].to(device), pages[1].to(device), batch, dense[0], dense[1], width**-0.5, window
+        query,
+        pages[0].to(device),
+        pages[1].to(device),
+        batch,
+        dense[0],
+        dense[1],
+        width**-0.5,
+        window,
+        told,
     )

@@ -9,6 +9,7 @@ import torch
 
 from kernels.cuda import decode_attention as module
 from kernels.cuda.decode_attention import MAX_SPLITS, decode_attention, num_splits_for
+from tests.kernels.attention_features import FEATURES
 from tests.kernels.cuda.attention_case import AttentionCase, make_case
 
 torch.set_num_threads(1)
@@ -47,6 +48,7 @@ def decode(case: AttentionCase, num_splits: int) -> torch.Tensor:
         scale=case.scale,
         sliding_window=case.window,
         num_splits=num_splits,
+        **case.features,
     )
     return out
 
@@ -76,6 +78,38 @@ def test_head_widths(width: int, dtype: torch.dtype, device: str) -> None:
         case.check(decode(case, num_splits))
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("features", FEATURES, ids="+".join)
+@ALL_DTYPES
+def test_features(
+    dtype: torch.dtype, features: list[str], window: int | None, num_splits: int, device: str
+) -> None:
+    """A group of 3 leaves rows unused; some splits are empty; one item is padded."""
+    items = [(1, length) for length in (0, 1, 17, 130)]
+    case = make_case(items, device, group=3, kv_heads=2, dtype=dtype, window=window, features=features)
+    case.check(decode(case, num_splits))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(("width", "value_width"), [(192, 128), (24, 16), (16, 80)])
+@ALL_DTYPES
+def test_keys_and_values_of_different_widths(
+    dtype: torch.dtype, width: int, value_width: int, num_splits: int, device: str
+) -> None:
+    case = make_case([(1, 70), (1, 0)], device, width=width, value_width=value_width, kv_heads=2, dtype=dtype)
+    case.check(decode(case, num_splits))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_sink_among_scores_of_any_size(num_splits: int, device: str) -> None:
+    case = make_case([(1, 100), (1, 0)], device, group=3)
+    case.features = {"sinks": torch.tensor([-5000.0, 0.0, 5000.0], device=device)}
+    for factor in (1.0, 1000.0, -1000.0):
+        case.scale = factor
+        case.check(decode(case, num_splits))
+
+
 @pytest.mark.parametrize("page_size", [1, 8, 32, 128])
 def test_page_sizes(page_size: int, device: str) -> None:
     case = make_case([(1, 70), (1, 129)], device, page_size=page_size, dtype=torch.bfloat16)
@@ -98,9 +132,12 @@ def test_a_padded_item_gives_zeros(num_splits: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("features", [[], *FEATURES[3:]], ids="+".join)
 @BOTH_TILES
-def test_bits_do_not_depend_on_other_items(num_splits: int, dtype: torch.dtype, device: str) -> None:
-    together = make_case([(1, 7), (1, 100), (1, 0), (1, 150)], device, dtype=dtype)
+def test_bits_do_not_depend_on_other_items(
+    num_splits: int, features: list[str], dtype: torch.dtype, device: str
+) -> None:
+    together = make_case([(1, 7), (1, 100), (1, 0), (1, 150)], device, dtype=dtype, features=features)
     out = decode(together, num_splits)
     batch = together.batch
     for item in range(4):
@@ -115,6 +152,7 @@ def test_bits_do_not_depend_on_other_items(num_splits: int, dtype: torch.dtype, 
             scale=together.scale,
             sliding_window=None,
             num_splits=num_splits,
+            **together.features,
         )
         assert torch.equal(alone[0], out[item])
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.cuda import paged_attention as module
+from tests.kernels.attention_features import FEATURES
 from tests.kernels.cuda.attention_case import AttentionCase, make_case
 
 torch.set_num_threads(1)
@@ -30,6 +31,7 @@ def attend(case: AttentionCase) -> torch.Tensor:
         case.batch,
         scale=case.scale,
         sliding_window=case.window,
+        **case.features,
     )
     return out
 
@@ -43,6 +45,15 @@ def test_mixed_batches(name: str, dtype: torch.dtype, window: int | None, device
     case = make_case(BATCHES[name], device, kv_heads=2, dtype=dtype, window=window)
     out = attend(case)
     assert out.shape == case.query.shape and out.is_contiguous() and out.dtype == dtype
+    case.check(out)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids="+".join)
+@pytest.mark.parametrize("name", ["decodes", "decodes first"])
+def test_features_in_mixed_batches(name: str, features: list[str], device: str) -> None:
+    case = make_case(BATCHES[name], device, width=48, value_width=32, kv_heads=2, features=features)
+    out = attend(case)
+    assert out.shape == (len(case.query), 4, 32) and out.is_contiguous()
     case.check(out)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from kernels.cuda.compile_spec import SHARED_BYTES
 from kernels.cuda.prefill_attention import prefill_attention
+from tests.kernels.attention_features import FEATURES
 from tests.kernels.cuda.attention_case import AttentionCase, make_case
 
 torch.set_num_threads(1)
@@ -36,6 +37,7 @@ def prefill(case: AttentionCase, first: int = 0, shared_bytes: int = SHARED_BYTE
         scale=case.scale,
         sliding_window=case.window,
         shared_bytes=shared_bytes,
+        **case.features,
     )
     return out
 
@@ -71,6 +73,35 @@ def test_groups(group: int, dtype: torch.dtype, device: str) -> None:
 def test_head_widths(width: int, dtype: torch.dtype, device: str) -> None:
     case = make_case([(20, 90), (3, 3)], device, width=width, kv_heads=2, dtype=dtype)
     case.check(prefill(case))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("features", FEATURES, ids="+".join)
+@ALL_DTYPES
+def test_features(dtype: torch.dtype, features: list[str], window: int | None, device: str) -> None:
+    """In the part without masks and in the other; a group of 3 leaves rows unused; one item is padded."""
+    items = [(1, 1), (5, 0), (20, 90), (33, 33), (1, 70)]
+    case = make_case(items, device, group=3, kv_heads=2, dtype=dtype, window=window, features=features)
+    case.check(prefill(case))
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(192, 128), (24, 16), (16, 80)])
+@ALL_DTYPES
+def test_keys_and_values_of_different_widths(
+    dtype: torch.dtype, width: int, value_width: int, device: str
+) -> None:
+    case = make_case(
+        [(20, 90), (3, 3)], device, width=width, value_width=value_width, kv_heads=2, dtype=dtype
+    )
+    case.check(prefill(case))
+
+
+def test_a_sink_among_scores_of_any_size(device: str) -> None:
+    case = make_case([(30, 100), (3, 0)], device, group=3)
+    case.features = {"sinks": torch.tensor([-5000.0, 0.0, 5000.0], device=device)}
+    for factor in (1.0, 1000.0, -1000.0):
+        case.scale = factor
+        case.check(prefill(case))
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -114,9 +145,10 @@ def test_a_part_of_a_batch(first: int, device: str) -> None:
     assert torch.equal(part[skipped : len(case.query)], whole[skipped : len(case.query)])
 
 
+@pytest.mark.parametrize("features", [[], *FEATURES[3:]], ids="+".join)
 @BOTH_TILES
-def test_bits_do_not_depend_on_other_items(dtype: torch.dtype, device: str) -> None:
-    case = make_case([(6, 9), (0, 0), (33, 80), (1, 50)], device, dtype=dtype)
+def test_bits_do_not_depend_on_other_items(dtype: torch.dtype, features: list[str], device: str) -> None:
+    case = make_case([(6, 9), (0, 0), (33, 80), (1, 50)], device, dtype=dtype, features=features)
     together = prefill(case)
     starts = case.batch.query_starts.tolist()
     for item in (0, 2, 3):
@@ -133,6 +165,7 @@ def test_bits_do_not_depend_on_other_items(dtype: torch.dtype, device: str) -> N
             scale=case.scale,
             sliding_window=None,
             shared_bytes=SHARED_BYTES[90],
+            **case.features,
         )
         assert torch.equal(alone, together[rows])
 
@@ -163,5 +196,6 @@ def test_any_batch(seed: int, device: str) -> None:
     lengths = [(dice.randint(0, 20), dice.randint(0, 60)) for _ in range(dice.randint(1, 5))]
     items = [(new, new + before) for new, before in lengths]
     window = dice.choice([None, dice.randint(1, 50)])
-    case = make_case(items, device, group=dice.randint(1, 8), window=window, seed=seed)
+    group, features = dice.randint(1, 8), dice.choice([[], *FEATURES])
+    case = make_case(items, device, group=group, window=window, features=features, seed=seed)
     case.check(prefill(case))

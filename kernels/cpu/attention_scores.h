@@ -1,0 +1,66 @@
+// From the product of a query and a key to a score in powers of two: the scale, and what some models do beside it.
+// kernels/attention_scoring.py has the formulas.
+//
+// Which of them applies is a template parameter, so that models without any pay nothing.
+#pragma once
+
+#include <cmath>
+
+#include "attention_arguments.h"
+#include "vectors.h"
+
+namespace quire {
+
+enum class Shaping { kNone, kSoftcap, kAlibi };
+
+constexpr double kLog2E = 1.4426950408889634;
+
+// Accurate relative to the result, also where that is small. Beside zero: the odd polynomial x + x^3 * p(x^2) of least
+// relative error, 1.5e-8, on [-0.5, 0.5]. Elsewhere: (1 - e) / (1 + e) with e = exp(-2 |x|), which cancels nothing there.
+inline Floats hyperbolic_tangent(Floats x) {
+  const Floats size = larger(x, -x);
+  const Floats e = power_of_two(size * static_cast<float>(-2 * kLog2E));
+  const Floats far = (1.0f - e) / (1.0f + e);
+  const Floats square = x * x;
+  Floats p = splat(1.7241490e-2f);
+  p = p * square - 5.3045494e-2f;
+  p = p * square + 1.3325879e-1f;
+  p = p * square - 3.3333144e-1f;
+  const Floats near = x + x * (square * p);
+  return size < 0.5f ? near : x < 0.0f ? -far : far;
+}
+
+// The numbers of the formula, as they are multiplied with.
+template <Shaping kShaping>
+struct Scores {
+  float scale, softcap;
+  const float* slopes;  // [H]
+
+  explicit Scores(const AttentionArguments& a)
+      : scale(static_cast<float>(kShaping == Shaping::kSoftcap ? a.scale / a.softcap : a.scale * kLog2E)),
+        softcap(static_cast<float>(a.softcap * kLog2E)),
+        slopes(a.slopes) {}
+
+  // `products` of a query of this head with 16 keys, of which the first is `ahead` positions after the query.
+  Floats operator()(Floats products, int64_t head, int64_t ahead) const {
+    if constexpr (kShaping == Shaping::kNone) return products * scale;
+    return shaped(products, head, static_cast<int32_t>(ahead));
+  }
+
+ private:
+  // Not inlined: the compiler may fuse a product and a sum, and bits must not depend on where it does.
+  __attribute__((noinline)) Floats shaped(Floats products, int64_t head, int32_t ahead) const {
+    if constexpr (kShaping == Shaping::kSoftcap) return hyperbolic_tangent(products * scale) * softcap;
+    const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const float slope = static_cast<float>(slopes[head] * kLog2E);
+    return products * scale + slope * __builtin_convertvector(lanes + ahead, Floats);
+  }
+};
+
+// What the sink of a head adds to the weights of a row, which are relative to `highest`. Infinity, if the sink is far
+// above all scores: the row becomes zeros.
+inline float sink_weight(const AttentionArguments& a, int64_t head, float highest) {
+  return a.sinks == nullptr ? 0.0f : std::exp2(static_cast<float>(a.sinks[head] * kLog2E) - highest);
+}
+
+}  // namespace quire
