@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kernels.kv_write import kv_write
+from kernels.kv_write import kv_write, kv_write_reference
 from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
@@ -159,7 +159,9 @@ class PagedStep:
         k_pages, v_pages = self.kv.layer(index)
         dtype = k_pages.dtype
         queries, keys, values = (_rows(tensor, dtype) for tensor in (call.query, call.key, call.value))
-        kv_write(keys, values, k_pages, v_pages, self.inputs.slots)
+        # The checked wrapper knows keys and values of one width only.
+        write = kv_write if keys.shape == values.shape else kv_write_reference
+        write(keys, values, k_pages, v_pages, self.inputs.slots)
         scale = call.arguments.get("scaling")
         attended = paged_attention(
             queries,

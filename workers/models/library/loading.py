@@ -42,7 +42,7 @@ _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 @dataclass(frozen=True, slots=True)
 class LibraryConfig:
-    """What there is to say of a model. Fields are named as in `ModelConfig`; heads are those of the first layer."""
+    """What there is to say of a model. Fields are those of `ModelConfig`; heads, those of the first layer."""
 
     model_type: str
     vocab_size: int

@@ -1,5 +1,4 @@
-"""The config.json of a model that the transformers library is to run: its class, and that its sizes make
-sense.
+"""The config.json of a model that the transformers library is to run: its class, and sizes that make sense.
 
 The library takes a config as it is. What would make it build something absurd, or a model that pages
 cannot serve, is refused here, before anything is built. Code that a directory brings is never looked at.
