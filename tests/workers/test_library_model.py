@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
 from workers.kv.tensors import KvTensors
-from workers.models.library.paged_model import LibraryModel
+from workers.models.library.gathered_model import GatheredModel
+from workers.models.library.library_model import LibraryModel
+from workers.models.library.loading import load_library_model
+from workers.models.library.over_pages import over_pages
+from workers.models.library.packed_model import PackedModel
+from workers.models.library.proof import prove_copy, prove_loaded
 
 torch.set_num_threads(1)
 
@@ -85,6 +95,9 @@ RUN = """
     smollm3 stablelm starcoder2 vaultgemma
 """
 
+# With attention of their own: these run text by text.
+GATHERED = "bloom codegen diffllama falcon gpt_neo gpt_neox_japanese gptj mpt xglm"
+
 
 def tiny_config(model_type: str, **more: Any) -> PreTrainedConfig:
     """A config of a few kilobytes."""
@@ -99,7 +112,8 @@ def tiny_config(model_type: str, **more: Any) -> PreTrainedConfig:
 
 def tiny_model(model_type: str, **more: Any) -> PreTrainedModel:
     """A random model."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(model_type, **more))
+    make: Any = AutoModelForCausalLM.from_config
+    model: PreTrainedModel = make(tiny_config(model_type, **more))
     randomise(model)
     return model
 
@@ -144,4 +158,137 @@ def worst_error(model: LibraryModel, seed: int = 0) -> float:
 @pytest.mark.parametrize("model_type", RUN.split())
 def test_mixed_batches_of_random_chunks(model_type: str) -> None:
     """Four texts grow by random chunks in shared batches over NaN; every row's logits are compared."""
-    assert worst_error(LibraryModel(tiny_model(model_type))) < RELATIVE_ERROR
+    assert worst_error(PackedModel(tiny_model(model_type))) < RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("model_type", GATHERED.split())
+def test_text_by_text(model_type: str) -> None:
+    """The same, for models whose attention is their own."""
+    model = over_pages(tiny_model(model_type))
+    assert isinstance(model, GatheredModel) and worst_error(model) < RELATIVE_ERROR
+
+
+def test_a_packed_model_runs_text_by_text_as_well() -> None:
+    """Two ways to the same logits."""
+    assert worst_error(GatheredModel(tiny_model("gemma2"))) < RELATIVE_ERROR
+
+
+def directory_of(model_type: str, directory: Path, **more: Any) -> Path:
+    """A sharded checkpoint."""
+    tiny_model(model_type, **more).save_pretrained(directory, max_shard_size="60KB")
+    return directory
+
+
+# One with tied weights, one whose experts are stacked while loading, one with biases and fused projections.
+@pytest.mark.parametrize("model_type", ["cohere", "mixtral", "gpt2", "bloom", "deepseek_v3"])
+def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: Path) -> None:
+    directory = directory_of(model_type, tmp_path)
+    told: list[tuple[int, int]] = []
+    loaded = load_library_model(directory, progress=lambda *both: told.append(both))
+    tokens = torch.tensor([5, 9, 2, 77, 30])
+    with torch.inference_mode():
+        expected = tiny_model(model_type)(input_ids=tokens[None], use_cache=False).logits[0]
+    assert torch.allclose(loaded.model.plain_logits(tokens), expected, rtol=0, atol=1e-4)
+    assert told[-1][0] == told[-1][1] and [done for done, _ in told] == sorted(done for done, _ in told)
+    assert loaded.config.vocab_size == VOCAB and loaded.config.eos_token_ids == (2,)
+    assert load_library_model(directory).fingerprint == loaded.fingerprint
+    assert prove_copy(directory) < 1e-4 and prove_loaded(directory, loaded) < 1e-4
+
+
+def test_bfloat16_is_within_its_rounding(tmp_path: Path) -> None:
+    directory = directory_of("mixtral", tmp_path)
+    loaded = load_library_model(directory, "bfloat16")
+    assert loaded.model.dtype == torch.bfloat16
+    assert 1e-4 < prove_loaded(directory, loaded) < 0.0625
+
+
+def refusal(directory: Path) -> str:
+    """Why it is refused."""
+    with pytest.raises(ModelError) as caught:
+        prove_copy(directory)
+        load_library_model(directory)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("bert", "differs from its plain forward by"),
+        ("mamba", "mamba keeps a state that pages do not hold"),
+        ("falcon_h1", "falcon_h1 keeps a state that pages do not hold"),
+        ("qwen3_next", "layer_types: 'linear_attention' keeps what pages do not hold"),
+        ("openai-gpt", "openai-gpt|OpenAIGPTLMHeadModel keeps keys and values of 0 layers of 3"),
+        ("t5", "t5 is an encoder with a decoder"),
+        ("vit", "vit is not a language model"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(model_type: str, why: str, tmp_path: Path) -> None:
+    tiny_config(model_type).save_pretrained(tmp_path)
+    assert re.search(why, refusal(tmp_path))
+
+
+def _drop(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+
+
+def _add(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.ghost.weight"] = torch.zeros(2)
+
+
+def _reshape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(64, 32)
+
+
+def _spoil(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 4] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_drop, r"tensor model\.layers\.1\.self_attn\.q_proj\.weight is missing"),
+        (_add, r"tensor model\.layers\.1\.self_attn\.ghost\.weight is not part of this cohere model"),
+        (_reshape, r"tensor .*q_proj\.weight has shape \[64, 32\], the config asks for \[64, 64\]"),
+        (_spoil, r"tensor .*q_proj\.weight is not finite as float32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    change: Callable[[dict[str, torch.Tensor]], None], why: str, tmp_path: Path
+) -> None:
+    tiny_model("cohere").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert re.search(why, refusal(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: must be at most 4096, got 1000000000"),
+        ({"hidden_size": 1 << 30}, "hidden_size: must be at most"),
+        ({"vocab_size": 1 << 40}, "vocab_size: must be at most"),
+        ({"num_hidden_layers": 4000}, "the config asks for more than .* parameters"),
+        ({"vocab_size": 1 << 20}, "the config asks for .* numbers, the files hold"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: is not supported"),
+        ({"model_type": "nothing"}, "model_type: 'nothing' is not known to the transformers library"),
+        ({"hidden_act": "nothing"}, "the transformers library cannot .*nothing"),
+        ({"num_attention_heads": "four"}, "the transformers library cannot read the config"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+    tiny_model("cohere").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    said = refusal(tmp_path)
+    assert re.search(why, said) and "\n" not in said
+
+
+def test_code_of_a_directory_is_not_run(tmp_path: Path) -> None:
+    """It says where its code is; the library's own is used, and nothing is asked for."""
+    directory = directory_of("cohere", tmp_path)
+    (directory / "code.py").write_text("raise SystemExit('it ran')")
+    file = directory / "config.json"
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map}))
+    assert load_library_model(directory).config.model_type == "cohere"

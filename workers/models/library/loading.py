@@ -25,7 +25,8 @@ from workers.models import checkpoint
 from workers.models.checkpoint import Entry
 from workers.models.errors import ModelError
 from workers.models.library.errors import library_errors
-from workers.models.library.paged_model import LibraryModel, build
+from workers.models.library.library_model import LibraryModel, build
+from workers.models.library.over_pages import over_pages
 from workers.models.library.settings import LibrarySettings, read_settings
 
 Progress = Callable[[int, int], None]
@@ -100,7 +101,7 @@ def load_library_model(
     _check_finite(directory, module)
     with library_errors("run the model"):
         module.to(device=torch.device(device))  # type: ignore[call-arg]  # the library wraps a method as a function
-        model = LibraryModel(module)
+        model = over_pages(module)
     return LoadedLibraryModel(
         model,
         _describe(settings, model),

@@ -13,7 +13,7 @@ import torch
 
 from workers.models.library.errors import library_errors
 from workers.models.library.loading import LoadedLibraryModel
-from workers.models.library.paged_model import LibraryModel
+from workers.models.library.over_pages import over_pages
 from workers.models.library.settings import read_settings
 from workers.models.library.small_copy import small_copy
 from workers.models.self_check import prove
@@ -35,7 +35,7 @@ def prove_copy(directory: Path) -> float | None:
         _log.warning("even a small copy of the model is large, so the check in float32 is left out")
         return None
     with library_errors("run a small copy of the model"):
-        model = LibraryModel(module)
+        model = over_pages(module)
         return prove(
             model,
             model.layers,

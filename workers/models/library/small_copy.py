@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from workers.models.library.errors import library_errors
-from workers.models.library.paged_model import build
+from workers.models.library.library_model import build
 from workers.models.library.settings import LibrarySettings
 
 VOCAB_SIZE = 1000
