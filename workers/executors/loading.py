@@ -111,13 +111,14 @@ def _load_library(
     self_check: bool,
 ) -> ServedModel:
     # The library takes seconds to import, for nothing where native code runs.
-    from workers.models.library.loading import load_library_model  # noqa: PLC0415
+    from workers.models.library.loading import load_library_model, plan_library_model  # noqa: PLC0415
     from workers.models.library.proof import prove_copy, prove_loaded  # noqa: PLC0415
 
+    plan = plan_library_model(directory, dtype, device)
     if self_check:
         # Before the weights, which take longer: most that cannot be served shows in a small copy.
-        prove_copy(directory)
-    loaded = load_library_model(directory, dtype, device, progress)
+        prove_copy(directory, plan.settings)
+    loaded = load_library_model(plan, progress)
     if self_check:
         prove_loaded(directory, loaded)
     return ServedModel(

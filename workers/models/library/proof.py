@@ -14,22 +14,21 @@ import torch
 from workers.models.library.errors import library_errors
 from workers.models.library.loading import LoadedLibraryModel
 from workers.models.library.over_pages import over_pages
-from workers.models.library.settings import read_settings
+from workers.models.library.settings import LibrarySettings
 from workers.models.library.small_copy import small_copy
 from workers.models.self_check import prove
 
 _log = structlog.get_logger(__name__)
 
 
-def prove_copy(directory: Path) -> float | None:
+def prove_copy(directory: Path, settings: LibrarySettings) -> float | None:
     """The error of a small copy of a directory's model, on the CPU in float32; its weights are not read.
 
     None where the copy would not be small, which is logged.
 
     Raises:
-        ModelError: The directory cannot be read, or the model is not right over pages.
+        ModelError: The model is not right over pages.
     """
-    settings = read_settings(directory)
     module = small_copy(settings)
     if module is None:
         _log.warning("even a small copy of the model is large, so the check in float32 is left out")
