@@ -145,6 +145,17 @@ class Config:
         _AUTO, "where workers compute; auto takes a GPU if there is one", choices=(_AUTO, "cpu", "cuda")
     )
     dtype: str = _setting(_AUTO, "format of weights and KV; auto takes the model's", choices=_DTYPES)
+    model_backend: str = _setting(
+        _AUTO,
+        "whose code computes the model: this server's own, or the transformers library's over the same pages;"
+        " auto takes native for the families that it knows",
+        choices=(_AUTO, "native", "transformers"),
+    )
+    no_self_check: str = _setting(
+        "off",
+        "serve a model of the transformers backend without comparing it with its plain forward",
+        **_SWITCH,
+    )
     kv_pages: int | None = _setting(
         None, "KV pages of 16 tokens in each worker; auto fits them to memory", minimum=1, maximum=1 << 30
     )

@@ -104,7 +104,7 @@ def _choose_device(config: WorkerConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda was asked for, and this machine has no CUDA device")
-    if config.device == "auto" and not _has_cuda_kernels(config.model):
+    if config.device == "auto" and not _has_cuda_kernels(config):
         _log.info("the GPU has no kernels for this model's head_dim, which is run on the CPU")
         return "cpu"
     count = torch.cuda.device_count()
@@ -117,10 +117,12 @@ def _choose_device(config: WorkerConfig) -> str:
     return f"cuda:{config.device_index}"
 
 
-def _has_cuda_kernels(model: str) -> bool:
+def _has_cuda_kernels(config: WorkerConfig) -> bool:
     from workers.executors.llm import runs_on_cuda
 
-    return model != WEIGHTLESS_MODEL and runs_on_cuda(Path(model))
+    return config.model != WEIGHTLESS_MODEL and runs_on_cuda(
+        Path(config.model), config.model_backend or "auto"
+    )
 
 
 def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
@@ -137,6 +139,8 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
     from workers.executors.llm import LlmExecutor, StepLimits
 
+    if config.no_self_check == "on":
+        _log.warning("the model is served without having proved itself: no_self_check is on")
     executor = LlmExecutor.load(
         Path(config.model),
         dtype=config.dtype,
@@ -148,6 +152,8 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             config.gpu_memory_utilization,
             cuda_graphs=config.cuda_graphs != "off",
         ),
+        backend=config.model_backend or "auto",
+        self_check=config.no_self_check != "on",
         max_tokenizer_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
         progress=lambda done, total: progress("weights", done, total),
     )

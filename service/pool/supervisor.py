@@ -175,7 +175,8 @@ class Supervisor:
             return
         incarnation.admit(ready)
         self._was_ready.add(slot.worker_id)
-        _log.info("worker ready", worker_id=slot.worker_id, epoch=slot.epoch)
+        backend = ready.model.backend
+        _log.info("worker ready", worker_id=slot.worker_id, epoch=slot.epoch, backend=backend)
         self._listener.worker_ready(slot)
 
     def suspected(self, incarnation: Incarnation) -> None:

@@ -6,10 +6,8 @@ from typing import TypedDict
 
 import torch
 
-from workers.executors.info import ModelDescription
+from workers.executors.info import DescribedConfig, ModelDescription
 from workers.kv.tensors import LayerKv
-from workers.models.config import ModelConfig
-from workers.models.embedding_attention import EmbeddingConfig
 
 PAGE_SIZE = 16
 
@@ -22,19 +20,24 @@ class KvShape(TypedDict):
     dtype: torch.dtype
 
 
-def kv_shape(config: ModelConfig | EmbeddingConfig, dtype: torch.dtype) -> KvShape:
-    """The shape of a model's pages."""
-    layer = LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim)
-    return KvShape(layers=(layer,) * config.num_hidden_layers, page_size=PAGE_SIZE, dtype=dtype)
+def kv_layers(config: DescribedConfig) -> tuple[LayerKv, ...]:
+    """What each layer keeps of a token, in a model whose layers are alike."""
+    return (LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim),) * config.num_hidden_layers
+
+
+def kv_shape(config: DescribedConfig, dtype: torch.dtype) -> KvShape:
+    """The shape of the pages of a model whose layers are alike."""
+    return KvShape(layers=kv_layers(config), page_size=PAGE_SIZE, dtype=dtype)
 
 
 def describe(
-    config: ModelConfig | EmbeddingConfig,
+    config: DescribedConfig,
     model_id: str,
     dtype: torch.dtype,
     num_parameters: int = 0,
     weight_bytes: int = 0,
     fingerprint: str = "",
+    backend: str = "native",
 ) -> ModelDescription:
     """The model of a config."""
     return ModelDescription(
@@ -53,4 +56,5 @@ def describe(
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
         fingerprint=fingerprint,
+        backend=backend,
     )

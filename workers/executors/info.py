@@ -4,8 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from workers.operations import Kind
+
+
+class DescribedConfig(Protocol):
+    """What configs of all models have, whoever runs them. Fields are named as in Hugging Face configs."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +53,7 @@ class ModelDescription:
     eos_token_ids: Sequence[int] = ()
     bos_token_id: int | None = None
     fingerprint: str = ""
+    backend: str = "native"
 
 
 @dataclass(frozen=True, slots=True)

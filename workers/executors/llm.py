@@ -10,8 +10,16 @@ from typing import Self
 import torch
 
 from workers.executors.base import ModelExecutor
-from workers.executors.describe import PAGE_SIZE, describe, kv_shape
+from workers.executors.describe import PAGE_SIZE, describe
 from workers.executors.engine import Engine
+from workers.executors.loading import (
+    AUTO,
+    NATIVE,
+    ServedModel,
+    choose_backend,
+    load_served,
+    read_vocab_size,
+)
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
@@ -19,7 +27,6 @@ from workers.models.backends import check_cuda_device, cuda_head_widths
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.tokenizer import MAX_BYTES, read_tokenizer
-from workers.models.weights import LoadedModel, load_model
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
@@ -45,7 +52,7 @@ class LlmExecutor(ModelExecutor):
     name = "llm"
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913 - the settings of a worker
         cls,
         directory: Path,
         *,
@@ -53,6 +60,8 @@ class LlmExecutor(ModelExecutor):
         device: torch.device | str = "cpu",
         kv_pages: int | None = None,
         limits: StepLimits | None = None,
+        backend: str = AUTO,
+        self_check: bool = True,
         max_tokenizer_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
@@ -61,6 +70,8 @@ class LlmExecutor(ModelExecutor):
         dtype: "auto" (the model's own), "bfloat16", "float16" or "float32", for weights and KV.
         kv_pages: pages of 16 tokens; None sizes the pool from free memory.
         limits: the largest step; on a GPU it decides what memory is left for the pool.
+        backend: "native", "transformers" or "auto"; see `loading`.
+        self_check: whether a model that the transformers library runs has to prove itself.
         max_tokenizer_bytes: a larger tokenizer.json is left out.
         progress: called with (done_bytes, total_bytes) while weights are read.
 
@@ -71,12 +82,15 @@ class LlmExecutor(ModelExecutor):
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
-            _check_has_kernels(directory, device)
-        config = ModelConfig.from_directory(directory)
+            check_cuda_device(device)
+        backend = choose_backend(directory, backend)
+        if device.type == "cuda" and backend == NATIVE:
+            _check_has_kernels(directory)
         # Before the weights, which take longer.
-        tokenizer_json = read_tokenizer(directory, config.vocab_size, max_tokenizer_bytes)
+        vocab_size = read_vocab_size(directory, backend)
+        tokenizer_json = read_tokenizer(directory, vocab_size, max_tokenizer_bytes)
         try:
-            loaded = load_model(directory, dtype, device, progress, pack=True)
+            loaded = load_served(directory, dtype, device, progress, backend=backend, self_check=self_check)
         except torch.OutOfMemoryError as error:
             free_bytes, total_bytes = torch.cuda.mem_get_info(device)
             raise KvSizingError(
@@ -91,22 +105,23 @@ class LlmExecutor(ModelExecutor):
             loaded.num_parameters,
             loaded.weight_bytes,
             loaded.fingerprint,
+            loaded.backend,
         )
         return cls(model, Engine(KvTable(kv.num_pages, kv.page_size), kv, runner), tokenizer_json)
 
 
-def _on_cpu(loaded: LoadedModel, kv_pages: int | None) -> tuple[KvTensors, Runner]:
+def _on_cpu(loaded: ServedModel, kv_pages: int | None) -> tuple[KvTensors, Runner]:
     kv = _pages(loaded, choose_num_pages(kv_pages, _page_bytes(loaded)))
-    return kv, EagerRunner(loaded.decoder, kv)
+    return kv, EagerRunner(loaded.model, kv)
 
 
-def _on_gpu(loaded: LoadedModel, kv_pages: int | None, limits: StepLimits) -> tuple[KvTensors, Runner]:
+def _on_gpu(loaded: ServedModel, kv_pages: int | None, limits: StepLimits) -> tuple[KvTensors, Runner]:
     """A pool in what the weights and the largest step leave, and the runner with CUDA graphs."""
-    config, decoder = loaded.config, loaded.decoder
+    config, model = loaded.config, loaded.model
     try:
         trial = _pages(loaded, -(-limits.max_tokens // PAGE_SIZE))
         working_bytes = measure_working_bytes(
-            decoder,
+            model,
             trial,
             max_step_tokens=limits.max_tokens,
             max_seq_len=config.max_position_embeddings,
@@ -120,7 +135,7 @@ def _on_gpu(loaded: LoadedModel, kv_pages: int | None, limits: StepLimits) -> tu
             f"a step of {limits.max_tokens} tokens does not fit into the memory that the weights leave:"
             f" lower max_batch_tokens or max_batch_items"
         ) from error
-    free_bytes, total_bytes = torch.cuda.mem_get_info(decoder.device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
     # Beside the pages lie the rotations of the positions that they can hold; the trial had those of a few.
     positions = min(config.max_position_embeddings, free_bytes // _page_bytes(loaded) * PAGE_SIZE)
     working_bytes += positions * config.head_dim * torch.float32.itemsize
@@ -133,31 +148,33 @@ def _on_gpu(loaded: LoadedModel, kv_pages: int | None, limits: StepLimits) -> tu
         raise KvSizingError(
             f"{num_pages} pages need {needed_bytes >> 20} MiB of GPU memory in one piece, which is not there"
         ) from error
-    if not limits.cuda_graphs:
-        return kv, EagerRunner(decoder, kv)
+    if not (limits.cuda_graphs and loaded.graphable):
+        return kv, EagerRunner(model, kv)
     return kv, CudaGraphRunner(
-        decoder, kv, max_rows=limits.max_items, max_seq_len=config.max_position_embeddings
+        model, kv, max_rows=limits.max_items, max_seq_len=config.max_position_embeddings
     )
 
 
-def runs_on_cuda(directory: Path) -> bool:
-    """Whether there are CUDA kernels for a directory's model. Raises ModelError if it cannot be read."""
+def runs_on_cuda(directory: Path, backend: str = AUTO) -> bool:
+    """Whether a directory's model can run on a CUDA device. Raises ModelError if it cannot be read."""
+    if choose_backend(directory, backend) != NATIVE:
+        return True  # what has no kernel runs in torch
     return ModelConfig.from_directory(directory).head_dim in cuda_head_widths()
 
 
-def _check_has_kernels(directory: Path, device: torch.device) -> None:
-    """Raises ModelError for a model or a card that the kernels of CUDA devices are not made for."""
-    check_cuda_device(device)
+def _check_has_kernels(directory: Path) -> None:
+    """Raises ModelError for a model that the kernels of CUDA devices are not made for."""
     head_dim = ModelConfig.from_directory(directory).head_dim
     if head_dim not in cuda_head_widths():
         known = ", ".join(map(str, cuda_head_widths()))
         raise ModelError(f"head_dim: must be one of {known} on a CUDA device, got {head_dim}")
 
 
-def _page_bytes(loaded: LoadedModel) -> int:
-    return KvTensors.page_bytes(**kv_shape(loaded.config, loaded.decoder.dtype))
+def _page_bytes(loaded: ServedModel) -> int:
+    return KvTensors.page_bytes(loaded.layers, page_size=PAGE_SIZE, dtype=loaded.dtype)
 
 
-def _pages(loaded: LoadedModel, num_pages: int) -> KvTensors:
-    decoder = loaded.decoder
-    return KvTensors(num_pages=num_pages, device=decoder.device, **kv_shape(loaded.config, decoder.dtype))
+def _pages(loaded: ServedModel, num_pages: int) -> KvTensors:
+    return KvTensors(
+        loaded.layers, num_pages=num_pages, page_size=PAGE_SIZE, dtype=loaded.dtype, device=loaded.device
+    )

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 
-from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
 from workers.sampling import SamplingRow
 
@@ -19,16 +18,6 @@ _DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]")
 
 class DeviceLostError(Exception):
     """The device has failed, and nothing on it can be used any more: the process has to end."""
-
-
-class Model(Protocol):
-    """A model that reads and writes paged KV."""
-
-    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
-        """Writes the batch's K and V into their slots; returns the wanted hidden rows [R, hidden]."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden rows [R, hidden] to logits [R, vocab], in the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)

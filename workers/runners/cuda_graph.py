@@ -22,7 +22,8 @@ import torch
 from workers.device_sampling import is_simple
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
-from workers.runners.base import DeviceLostError, Model, StepResult, device_errors
+from workers.models.model import Model
+from workers.runners.base import DeviceLostError, StepResult, device_errors
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.eager import EagerRunner, choose_tokens
 from workers.sampling import SamplingRow

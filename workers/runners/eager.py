@@ -9,7 +9,8 @@ import torch
 from workers import device_sampling, sampling
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
-from workers.runners.base import Model, StepResult
+from workers.models.model import Model
+from workers.runners.base import StepResult
 from workers.sampling import SamplingRow
 
 

@@ -6,7 +6,7 @@ import torch
 
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import AttentionBatch, ForwardInputs
-from workers.runners.base import Model
+from workers.models.model import Model
 from workers.runners.cuda_graph import buckets_up_to
 
 # For what allocators, libraries and the driver take that a single step does not show.

@@ -1,0 +1,314 @@
+"""The transformers backend: whatever the batches over pages, the logits are those of the plain forward."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.workers.packing import HandPacker, HandSequence, Item, poison
+from workers.kv.tensors import KvTensors
+from workers.models.errors import ModelError
+from workers.models.library.gathered_model import GatheredModel
+from workers.models.library.library_model import LibraryModel
+from workers.models.library.loading import LoadedLibraryModel, load_library_model, plan_library_model
+from workers.models.library.over_pages import over_pages
+from workers.models.library.packed_model import PackedModel
+from workers.models.library.proof import prove_copy, prove_loaded
+
+torch.set_num_threads(1)
+
+PAGE_SIZE, PAGES = 16, 48
+VOCAB = 97
+# float32 with sums of a few hundred terms over a few layers: about ten times what is measured.
+RELATIVE_ERROR = 1e-5
+
+# Under every spelling that a family may have; a config takes what it knows.
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "n_layer": 3,
+    "n_layers": 3,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "sliding_window": 7,
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Of DeepSeek and others: keys and values from a narrow vector, values of another width than keys.
+LATENT: dict[str, Any] = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+ROUTED: dict[str, Any] = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+# What a family needs besides; None: leave it to the family.
+MORE: dict[str, dict[str, Any]] = {
+    "codegen": {"head_dim": None, "rotary_dim": 8},
+    "deepseek_v2": LATENT | ROUTED,
+    "deepseek_v3": LATENT | ROUTED,
+    "glm4_moe_lite": LATENT | ROUTED,
+    "gpt_neo": {
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 7,
+        "num_hidden_layers": None,
+    },
+    "gptj": {"head_dim": None, "rotary_dim": 8},
+    # Its default of 1 multiplies scores that are not divided by anything: they are large, and so are errors.
+    "granitemoe": {"attention_multiplier": 0.25},
+    "granitemoeshared": {"attention_multiplier": 0.25},
+    "minicpm3": LATENT,
+}
+
+RUN = """
+    afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2
+    deepseek_v3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4
+    glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe llama llama4_text
+    mimo_v2_flash minicpm3 minimax_m2 ministral mistral mixtral modernbert-decoder nanochat nemotron
+    olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    smollm3 stablelm starcoder2 vaultgemma
+"""
+
+# With attention of their own: these run text by text.
+GATHERED = "bloom codegen diffllama falcon gpt_neo gpt_neox_japanese gptj mpt xglm"
+
+
+def tiny_config(model_type: str, **more: Any) -> PreTrainedConfig:
+    """A config of a few kilobytes."""
+    known = CONFIG_MAPPING[model_type]
+    default = known()
+    names = set(default.to_dict()) | set(default.attribute_map)
+    settings = {name: value for name, value in SMALL.items() if name in names}
+    settings |= MORE.get(model_type, {}) | more
+    config: PreTrainedConfig = known(**{name: value for name, value in settings.items() if value is not None})
+    return config
+
+
+def tiny_model(model_type: str, **more: Any) -> PreTrainedModel:
+    """A random model."""
+    make: Any = AutoModelForCausalLM.from_config
+    model: PreTrainedModel = make(tiny_config(model_type, **more))
+    randomise(model)
+    return model
+
+
+def randomise(model: PreTrainedModel, seed: int = 0) -> None:
+    """Weights with which attention is sharp, so that a wrong score is seen."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.3 * noise)
+    model.train(mode=False)
+
+
+def worst_error(model: LibraryModel, seed: int = 0) -> float:
+    """The largest relative error over texts that grow by random chunks in shared batches."""
+    kv = KvTensors(model.layers, num_pages=PAGES, page_size=PAGE_SIZE, dtype=torch.float32)
+    poison(kv)
+    dice = random.Random(seed)
+    packer = HandPacker(PAGE_SIZE, dice.sample(range(1, PAGES), PAGES - 1))
+    texts = [[dice.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 50, 70)]
+    sequences = [HandSequence() for _ in texts]
+    rows: list[list[torch.Tensor]] = [[] for _ in texts]
+    while any(sequence.length < len(text) for sequence, text in zip(sequences, texts, strict=True)):
+        items, owners = [], []
+        for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
+            size = min(dice.choice((0, 1, 1, 3, 16, 29)), len(text) - sequence.length)
+            if size:
+                items.append(Item(sequence, text[sequence.length : sequence.length + size], range(size)))
+                owners += [index] * size
+        if items:
+            logits = model.logits(model.forward(packer.pack(items), kv))
+            for owner, row in zip(owners, logits, strict=True):
+                rows[owner].append(row)
+    errors = []
+    for text, found in zip(texts, rows, strict=True):
+        expected = model.plain_logits(torch.tensor(text))
+        errors.append(((torch.stack(found) - expected).abs().max() / expected.abs().max()).item())
+    return max(errors)
+
+
+@pytest.mark.parametrize("model_type", RUN.split())
+def test_mixed_batches_of_random_chunks(model_type: str) -> None:
+    """Four texts grow by random chunks in shared batches over NaN; every row's logits are compared."""
+    assert worst_error(PackedModel(tiny_model(model_type))) < RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("model_type", GATHERED.split())
+def test_text_by_text(model_type: str) -> None:
+    """The same, for models whose attention is their own."""
+    model = over_pages(tiny_model(model_type))
+    assert isinstance(model, GatheredModel) and worst_error(model) < RELATIVE_ERROR
+
+
+def test_a_packed_model_runs_text_by_text_as_well() -> None:
+    """Two ways to the same logits."""
+    assert worst_error(GatheredModel(tiny_model("gemma2"))) < RELATIVE_ERROR
+
+
+def directory_of(model_type: str, directory: Path, **more: Any) -> Path:
+    """A sharded checkpoint."""
+    tiny_model(model_type, **more).save_pretrained(directory, max_shard_size="60KB")
+    return directory
+
+
+# One with tied weights, one whose experts are stacked while loading, one with biases and fused projections.
+@pytest.mark.parametrize("model_type", ["cohere", "mixtral", "gpt2", "bloom", "deepseek_v3"])
+def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: Path) -> None:
+    directory = directory_of(model_type, tmp_path)
+    told: list[tuple[int, int]] = []
+    plan = plan_library_model(directory)
+    loaded = load_library_model(plan, lambda *both: told.append(both))
+    tokens = torch.tensor([5, 9, 2, 77, 30])
+    with torch.inference_mode():
+        expected = tiny_model(model_type)(input_ids=tokens[None], use_cache=False).logits[0]
+    assert torch.allclose(loaded.model.plain_logits(tokens), expected, rtol=0, atol=1e-4)
+    assert told[-1][0] == told[-1][1] and [done for done, _ in told] == sorted(done for done, _ in told)
+    assert loaded.config.vocab_size == VOCAB and loaded.config.eos_token_ids == (2,)
+    assert proven(directory).fingerprint == loaded.fingerprint
+    (copy_error, error) = prove_copy(directory, plan.settings), prove_loaded(directory, loaded)
+    assert copy_error is not None and max(copy_error, error) < RELATIVE_ERROR
+
+
+def test_bfloat16_is_within_its_rounding(tmp_path: Path) -> None:
+    directory = directory_of("mixtral", tmp_path)
+    loaded = load_library_model(plan_library_model(directory, "bfloat16"))
+    assert loaded.model.dtype == torch.bfloat16
+    assert 1e-4 < prove_loaded(directory, loaded) < 0.0625
+
+
+def proven(directory: Path, dtype: str = "auto") -> LoadedLibraryModel:
+    """Loads as a worker does."""
+    plan = plan_library_model(directory, dtype)
+    prove_copy(directory, plan.settings)
+    loaded = load_library_model(plan)
+    prove_loaded(directory, loaded)
+    return loaded
+
+
+def refusal(directory: Path) -> str:
+    """Why it is refused."""
+    with pytest.raises(ModelError) as caught:
+        proven(directory)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("bert", "differs from its plain forward by"),
+        ("mamba", "layer_types: 'linear_attention' keeps what pages do not hold"),
+        ("jamba", "keeps (a state that|what) pages do not hold"),
+        ("qwen3_next", "layer_types: 'linear_attention' keeps what pages do not hold"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel keeps keys and values of 0 layers"),
+        ("t5", "t5 is an encoder with a decoder"),
+        ("vit", "vit is not a language model"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(model_type: str, why: str, tmp_path: Path) -> None:
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        tiny_model(model_type).save_pretrained(tmp_path)
+    else:
+        tiny_config(model_type).save_pretrained(tmp_path)
+    assert re.search(why, refusal(tmp_path))
+
+
+def _drop(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+
+
+def _add(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.ghost.weight"] = torch.zeros(2)
+
+
+def _reshape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(64, 32)
+
+
+def _spoil(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 4] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_drop, r"tensor model\.layers\.1\.self_attn\.q_proj\.weight is missing"),
+        (_add, r"tensor model\.layers\.1\.self_attn\.ghost\.weight is not part of this cohere model"),
+        (_reshape, r"tensor .*q_proj\.weight has shape \[64, 32\], the config asks for \[64, 64\]"),
+        (_spoil, r"tensor .*q_proj\.weight is not finite as float32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    change: Callable[[dict[str, torch.Tensor]], None], why: str, tmp_path: Path
+) -> None:
+    tiny_model("cohere").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert re.search(why, refusal(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: must be at most 4096, got 1000000000"),
+        ({"hidden_size": 1 << 30}, "hidden_size: must be at most"),
+        ({"vocab_size": 1 << 40}, "vocab_size: must be at most"),
+        ({"num_hidden_layers": 4000}, "the config asks for more than .* parameters"),
+        ({"vocab_size": 1 << 23}, "the config asks for .* numbers, the files hold"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: is not supported"),
+        ({"model_type": "nothing"}, "model_type: 'nothing' is not known to the transformers library"),
+        ({"hidden_act": "nothing"}, "the transformers library cannot .*nothing"),
+        ({"num_attention_heads": "four"}, "the transformers library cannot read the config"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+    tiny_model("cohere").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    said = refusal(tmp_path)
+    assert re.search(why, said) and "\n" not in said
+
+
+def test_code_of_a_directory_is_not_run(tmp_path: Path) -> None:
+    """It says where its code is; the library's own is used, and nothing is asked for."""
+    directory = directory_of("cohere", tmp_path)
+    (directory / "code.py").write_text("raise SystemExit('it ran')")
+    file = directory / "config.json"
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map}))
+    assert proven(directory).config.model_type == "cohere"

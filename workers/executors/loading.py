@@ -1,0 +1,135 @@
+"""Which code runs a model directory, and what an executor has to know of the model it gets.
+
+"native": this project's own decoder. "transformers": the transformers library's code over our pages, for all
+others. A model of the latter proves itself before it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from workers.executors.describe import kv_layers
+from workers.executors.info import DescribedConfig
+from workers.kv.tensors import LayerKv
+from workers.models.files import parse_object, read_whole
+from workers.models.model import Model
+from workers.models.registry import FAMILIES
+from workers.models.weights import load_model
+
+AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A loaded model, whoever runs it.
+
+    Attributes:
+        backend: "native" or "transformers".
+        layers: The shape of its pages.
+        graphable: Its decodes may be captured as CUDA graphs.
+    """
+
+    model: Model
+    backend: str
+    layers: tuple[LayerKv, ...]
+    dtype: torch.dtype
+    device: torch.device
+    config: DescribedConfig
+    fingerprint: str
+    num_parameters: int
+    weight_bytes: int
+    graphable: bool
+
+
+def choose_backend(directory: Path, asked: str) -> str:
+    """The backend that runs a directory: with "auto" native code where there is some for its family.
+
+    Raises:
+        ModelError: There is no config.json that can be read.
+    """
+    if asked != AUTO:
+        return asked
+    file = directory / "config.json"
+    family = parse_object(read_whole(file, _MAX_CONFIG_BYTES), file).get("model_type")
+    # What names no family is refused by name, with the families that are known.
+    return NATIVE if not isinstance(family, str) or family in FAMILIES else TRANSFORMERS
+
+
+def read_vocab_size(directory: Path, backend: str) -> int:
+    """The size of the vocabulary, from the config alone. Raises ModelError."""
+    if backend == NATIVE:
+        from workers.models.config import ModelConfig  # noqa: PLC0415 - as below
+
+        return ModelConfig.from_directory(directory).vocab_size
+    # The library takes seconds to import, for nothing where native code runs.
+    from workers.models.library.settings import read_settings  # noqa: PLC0415
+
+    return read_settings(directory).vocab_size
+
+
+def load_served(
+    directory: Path,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None,
+    *,
+    backend: str,
+    self_check: bool,
+) -> ServedModel:
+    """Load a directory with a backend that `choose_backend` gave.
+
+    Raises ModelError and KvSizingError, the former also if the model does not compute what it should.
+    """
+    if backend == TRANSFORMERS:
+        return _load_library(directory, dtype, device, progress, self_check=self_check)
+    loaded = load_model(directory, dtype, device, progress, pack=True)
+    return ServedModel(
+        model=loaded.decoder,
+        backend=NATIVE,
+        layers=kv_layers(loaded.config),
+        dtype=loaded.decoder.dtype,
+        device=loaded.decoder.device,
+        config=loaded.config,
+        fingerprint=loaded.fingerprint,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        graphable=True,
+    )
+
+
+def _load_library(
+    directory: Path,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None,
+    *,
+    self_check: bool,
+) -> ServedModel:
+    # The library takes seconds to import, for nothing where native code runs.
+    from workers.models.library.loading import load_library_model, plan_library_model  # noqa: PLC0415
+    from workers.models.library.proof import prove_copy, prove_loaded  # noqa: PLC0415
+
+    plan = plan_library_model(directory, dtype, device)
+    if self_check:
+        # Before the weights, which take longer: most that cannot be served shows in a small copy.
+        prove_copy(directory, plan.settings)
+    loaded = load_library_model(plan, progress)
+    if self_check:
+        prove_loaded(directory, loaded)
+    return ServedModel(
+        model=loaded.model,
+        backend=TRANSFORMERS,
+        layers=loaded.model.layers,
+        dtype=loaded.model.dtype,
+        device=loaded.model.device,
+        config=loaded.config,
+        fingerprint=loaded.fingerprint,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        graphable=False,
+    )

@@ -1,0 +1,38 @@
+"""Exceptions of the transformers library as ModelErrors; and the library made to keep silent."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+
+from workers.models.errors import ModelError
+
+
+@contextmanager
+def library_errors(doing: str) -> Iterator[None]:
+    """Turn what the library raises into one line, and keep its warnings and progress bars from our log.
+
+    Args:
+        doing: What is tried, for the message: "build the model".
+
+    Raises:
+        ModelError: For any exception but our own, and those of memory.
+    """
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ModelError(
+            f"the transformers library cannot {doing}: {type(error).__name__}: {first}"
+        ) from error

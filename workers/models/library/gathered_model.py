@@ -1,0 +1,140 @@
+"""A model of the transformers library that runs text by text, on keys and values gathered from our pages.
+
+For those whose attention is code of their own (bloom, falcon, mpt, gptj), which knows no pages: it is
+given the library's cache interface, behind which the pages lie. What they compute is theirs entirely. A
+step is as many forwards as it has texts, so callers do not share it, and each copies the keys and values
+of its text.
+
+Dimension letters: T tokens of an item; C positions of its text; K key-value heads; D width of a head; R
+wanted rows; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicLayer, PreTrainedModel
+
+from kernels.kv_write import kv_write, kv_write_reference
+from workers.kv.tensors import KvTensors, LayerKv
+from workers.models.errors import ModelError
+from workers.models.inputs import ForwardInputs
+from workers.models.library.library_model import EAGER, LibraryModel
+
+Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""New keys and values [1, K, T, D] to those of the whole text [1, K, C, D]."""
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer of the library's cache that keeps nothing itself."""
+
+    def __init__(self, length: int, extend: Extend) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._length = length
+        self._extend = extend
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._length += key_states.shape[-2]
+        return self._extend(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._length + query_length, 0
+
+
+class GatheredModel(LibraryModel):
+    """A model that keeps nothing but keys and values, through the library's cache."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        """Take over a loaded model, and see what its layers keep, with a forward of one token.
+
+        Raises:
+            ModelError: It does not keep keys and values of every layer.
+        """
+        super().__init__(module)
+        self._call_attention(EAGER)
+        self._layers = self._ask()
+
+    @property
+    def layers(self) -> tuple[LayerKv, ...]:
+        """See `LibraryModel`."""
+        return self._layers
+
+    @torch.inference_mode()
+    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+        """See `LibraryModel`."""
+        wanted = inputs.wanted_rows.tolist()
+        starts = list(accumulate(inputs.attention.query_lens, initial=0))
+        found: dict[int, torch.Tensor] = {}
+        for item, (begin, end) in enumerate(pairwise(starts)):
+            rows = [row for row in wanted if begin <= row < end]
+            if end > begin:
+                found |= dict(zip(rows, self._run(inputs, kv, item, begin, end, rows), strict=True))
+        if not wanted:
+            vocab_size = self.module.config.get_text_config(decoder=True).vocab_size
+            return torch.empty((0, vocab_size), dtype=self.dtype, device=self.device)
+        return torch.stack([found[row] for row in wanted])
+
+    def _run(
+        self, inputs: ForwardInputs, kv: KvTensors, item: int, begin: int, end: int, rows: list[int]
+    ) -> torch.Tensor:
+        """The logits [len(rows), V] of rows of an item, which is rows `begin` to `end` of the batch."""
+        length = inputs.attention.context_lens_host[item]  # C
+        pages = inputs.attention.page_tables[item, : -(-length // kv.page_size)]
+        slots = inputs.slots[begin:end]
+
+        def extend_layer(index: int) -> Extend:
+            k_pages, v_pages = kv.layer(index)
+
+            def extend(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                keys, values = (new[0].transpose(0, 1).to(kv.dtype).contiguous() for new in (key, value))
+                # The checked wrapper knows keys and values of one width only.
+                write = kv_write if keys.shape == values.shape else kv_write_reference
+                write(keys, values, k_pages, v_pages, slots)
+                whole = (held.index_select(0, pages).flatten(0, 1)[:length] for held in (k_pages, v_pages))
+                all_keys, all_values = (text.transpose(0, 1)[None] for text in whole)  # [1, K, C, D]
+                return all_keys.to(key.dtype), all_values.to(value.dtype)
+
+            return extend
+
+        before = length - (end - begin)
+        cache = Cache([_Layer(before, extend_layer(index)) for index in range(len(self._layers))])
+        index = torch.tensor([row - begin for row in rows], dtype=torch.int64, device=self.device)
+        positions = {"position_ids": inputs.positions[None, begin:end]} if self._takes_positions else {}
+        logits: torch.Tensor = self.module(
+            input_ids=inputs.token_ids[None, begin:end],
+            past_key_values=cache,
+            use_cache=True,
+            **positions,
+            **({"logits_to_keep": index} if self._takes_rows else {}),
+        ).logits[0]
+        return logits if self._takes_rows else logits.index_select(0, index)
+
+    @torch.inference_mode()
+    def _ask(self) -> tuple[LayerKv, ...]:
+        """The shapes that a forward of one token keeps. Raises ModelError."""
+        count = self.module.config.get_text_config(decoder=True).num_hidden_layers
+        seen: dict[int, LayerKv] = {}
+
+        def note(index: int) -> Extend:
+            def extend(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                if index in seen or key.dim() != 4 or key.shape[:3] != value.shape[:3]:
+                    raise ModelError(f"layer {index} of {self.name} keeps what is not keys and values")
+                seen[index] = LayerKv(key.shape[1], key.shape[3], value.shape[3])
+                return key, value
+
+            return extend
+
+        cache = Cache([_Layer(0, note(index)) for index in range(count)])
+        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        self.module(input_ids=token, past_key_values=cache, use_cache=True)
+        if len(seen) != count:
+            raise ModelError(f"{self.name} keeps keys and values of {len(seen)} layers of {count}")
+        return tuple(seen[index] for index in range(count))

@@ -1,0 +1,103 @@
+"""What models of the transformers library have in common here, however their attention comes to our pages.
+
+Dimension letters: T tokens; R wanted rows; V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from workers.kv.tensors import KvTensors, LayerKv
+from workers.models.inputs import ForwardInputs
+
+# The library's plainest attention.
+EAGER = "eager"
+
+
+class LibraryModel(ABC):
+    """What `workers.models.model.Model` asks for, by a model of the library. One forward at a time."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        """Take over a loaded model whose config no other model shares."""
+        module.train(mode=False)
+        self.module = module
+        self.name = type(module).__name__
+        self.dtype: torch.dtype = module.dtype
+        self.device: torch.device = module.device
+        configs: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
+        self._configs = {id(config): config for config in configs}
+        parameters = inspect.signature(module.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._takes_rows = "logits_to_keep" in parameters
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[LayerKv, ...]:
+        """What each layer keeps of a token."""
+
+    @abstractmethod
+    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+        """Run the batch through all layers.
+
+        Mutates `kv`: writes the keys and values of the batch's tokens to their slots.
+
+        Args:
+            inputs: The batch, on the model's device.
+            kv: Pages of `layers`, in the model's dtype.
+
+        Returns:
+            [R, V] the logits of `inputs.wanted_rows`: what comes between hidden rows and logits (a cap, a
+            factor) differs between families and is the library's, so the two are not parted here.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `forward` gave: logits already."""
+        return hidden
+
+    @torch.inference_mode()
+    def plain_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The library's own forward of one text, without pages: what `forward` is to give.
+
+        Args:
+            token_ids: [T] int64.
+
+        Returns:
+            [T, V].
+        """
+        with self._attention(EAGER):
+            logits: torch.Tensor = self.module(input_ids=token_ids[None], use_cache=False).logits[0]
+        return logits
+
+    @contextmanager
+    def _attention(self, name: str) -> Iterator[None]:
+        """Let all parts of the model call the attention of that name, for a while."""
+        before = {key: config._attn_implementation_internal for key, config in self._configs.items()}  # noqa: SLF001
+        self._call_attention(name)
+        try:
+            yield
+        finally:
+            for key, config in self._configs.items():
+                config._attn_implementation_internal = before[key]  # noqa: SLF001
+
+    def _call_attention(self, name: str) -> None:
+        """The same from now on."""
+        for config in self._configs.values():
+            # The public setter asks what the model's class supports, which does not matter here.
+            config._attn_implementation_internal = name  # noqa: SLF001
+
+
+def build(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A model of a config, which is copied: models that share one would share their attention."""
+    make: Any = model_class._from_config  # noqa: SLF001
+    made: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
+    return made

@@ -1,0 +1,324 @@
+"""Loads a Hugging Face directory into the transformers library's model of it, over our pages.
+
+The library builds the model and says which tensor goes where, which for many families is more than a name
+(experts are stacked, projections fused). It reads through us: tensors are handed to it one by one as it asks,
+from files whose headers were checked, so that the weights are in memory once, and one tensor twice.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from workers.kv.sizing import available_bytes, check_weights_fit
+from workers.models import checkpoint
+from workers.models.checkpoint import Entry
+from workers.models.errors import ModelError
+from workers.models.library.errors import library_errors
+from workers.models.library.library_model import LibraryModel, build
+from workers.models.library.over_pages import over_pages
+from workers.models.library.settings import LibrarySettings, read_settings
+
+Progress = Callable[[int, int], None]
+
+_AUTO = "auto"
+# In some checkpoints, and computed by the library: rotations; and causal masks, of four dimensions.
+_COMPUTED = (".rotary_emb.inv_freq", ".masked_bias")
+_MASKS = (".attn.bias", ".attention.bias")
+# The library splits a tensor of a file into a few parameters at most.
+_PARAMETERS_PER_TENSOR, _MORE_PARAMETERS = 8, 256
+_NAMES_SHOWN = 3
+# Less is a checkpoint in which tensors are missing: loading says which.
+_MORE_NUMBERS = 2
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryConfig:
+    """What there is to say of a model. Fields are those of `ModelConfig`; heads, those of the first layer."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedLibraryModel:
+    """A model that is ready to run. See `weights.LoadedModel`, whose fields these are."""
+
+    model: LibraryModel
+    config: LibraryConfig
+    fingerprint: str
+    num_parameters: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A directory that was looked at, of which nothing is in memory yet.
+
+    Attributes:
+        weight_bytes: What the model takes, with what it computes from its config.
+        num_parameters: Weights; tied ones count once.
+    """
+
+    directory: Path
+    settings: LibrarySettings
+    entries: Mapping[str, Entry]
+    dtype: torch.dtype
+    device: torch.device
+    weight_bytes: int
+    num_parameters: int
+
+
+def plan_library_model(
+    directory: Path | str, dtype: torch.dtype | str = _AUTO, device: torch.device | str = "cpu"
+) -> LoadPlan:
+    """Look at config.json and the headers of the safetensors of a directory.
+
+    Args:
+        directory: A Hugging Face model directory.
+        dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the one the config names, else
+            that of the first tensor in the files.
+        device: Where the model is to go; by way of the machine's memory.
+
+    Raises:
+        ModelError: The config cannot be served, or asks for more than the files hold; the message names the
+            file and the setting.
+        KvSizingError: The weights do not fit into memory.
+    """
+    directory, device = Path(directory), torch.device(device)
+    settings = read_settings(directory)
+    entries = checkpoint.read_entries(directory)
+    chosen = _choose_dtype(dtype, settings, entries)
+    weight_bytes, num_parameters = _measure(directory, settings, entries, chosen)
+    check_weights_fit(str(directory), weight_bytes, available_bytes())
+    if device.type == "cuda":
+        check_weights_fit(str(directory), weight_bytes, torch.cuda.mem_get_info(device)[0])
+    return LoadPlan(directory, settings, entries, chosen, device, weight_bytes, num_parameters)
+
+
+def load_library_model(plan: LoadPlan, progress: Progress | None = None) -> LoadedLibraryModel:
+    """Load the weights of a plan. Nothing is fetched, and no code of the directory is run.
+
+    Args:
+        plan: What to load.
+        progress: Told (done_bytes, total_bytes) of the tensors read; the last call has both equal.
+
+    Raises:
+        ModelError: The tensors are not those of the model, or it cannot run over pages; the message names the
+            tensors, or what is in the way.
+    """
+    module = _load(plan.directory, plan.settings, plan.entries, plan.dtype, progress)
+    _check_finite(plan.directory, module)
+    with library_errors("run the model"):
+        module.to(device=plan.device)  # type: ignore[call-arg]  # the library wraps a method as a function
+        model = over_pages(module)
+    return LoadedLibraryModel(
+        model=model,
+        config=_describe(plan.settings, model),
+        fingerprint=checkpoint.fingerprint(plan.entries, plan.settings.digest),
+        num_parameters=plan.num_parameters,
+        weight_bytes=plan.weight_bytes,
+    )
+
+
+def _describe(settings: LibrarySettings, model: LibraryModel) -> LibraryConfig:
+    text, first = settings.config.get_text_config(decoder=True), model.layers[0]
+    return LibraryConfig(
+        model_type=settings.config.model_type,
+        vocab_size=settings.vocab_size,
+        hidden_size=text.hidden_size,
+        num_hidden_layers=len(model.layers),
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=first.kv_heads,
+        head_dim=first.key_dim,
+        max_position_embeddings=settings.max_position_embeddings,
+        eos_token_ids=settings.eos_token_ids,
+        bos_token_id=settings.bos_token_id,
+    )
+
+
+def _choose_dtype(
+    dtype: torch.dtype | str, settings: LibrarySettings, entries: Mapping[str, Entry]
+) -> torch.dtype:
+    """The dtype to load in. Raises ModelError."""
+    allowed = {str(known).removeprefix("torch."): known for known in checkpoint.DTYPES.values()}
+    text = settings.config.get_text_config(decoder=True)
+    named = text.dtype or settings.config.dtype
+    if isinstance(dtype, torch.dtype) or dtype != _AUTO:
+        name = str(dtype).removeprefix("torch.")
+    elif named is not None:
+        name = str(named).removeprefix("torch.")
+    else:
+        stored = (checkpoint.DTYPES.get(entry.dtype) for entry in entries.values())
+        name = str(next(filter(None, stored), torch.float32)).removeprefix("torch.")
+    if name not in allowed:
+        raise ModelError(f"dtype: must be {_AUTO} or one of {', '.join(sorted(allowed))}, got {name!r}")
+    return allowed[name]
+
+
+def _measure(
+    directory: Path, settings: LibrarySettings, entries: Mapping[str, Entry], dtype: torch.dtype
+) -> tuple[int, int]:
+    """Bytes that the model takes, with all it computes from its config, and how many weights there are.
+
+    Builds it without memory. Raises ModelError if it needs more than the files hold.
+    """
+    stored = sum(math.prod(entry.shape) for entry in entries.values())
+    most = _PARAMETERS_PER_TENSOR * len(entries) + _MORE_PARAMETERS
+    seen = 0
+
+    def count(*_: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > most:
+            raise ModelError(
+                f"{directory}: the config asks for more than {most} parameters, the files hold"
+                f" {len(entries)} tensors"
+            )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        with library_errors("build the model"), torch.device("meta"), no_init_weights():
+            module = build(settings.model_class, settings.config, dtype)
+            module.tie_weights()
+    finally:
+        hook.remove()
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    if numbers > _MORE_NUMBERS * stored:
+        raise ModelError(f"{directory}: the config asks for {numbers} numbers, the files hold {stored}")
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    return sum(parameter.nbytes for parameter in module.parameters()) + buffers, numbers
+
+
+class _FileTensor:
+    """A tensor of a checkpoint, read when the library slices it."""
+
+    def __init__(self, entry: Entry, done: Callable[[int], None]) -> None:
+        self._entry = entry
+        self._done = done
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """A part of the tensor, of memory of its own. Raises ModelError if it cannot be read."""
+        entry = self._entry
+        if entry.dtype not in checkpoint.DTYPES:
+            known = ", ".join(checkpoint.DTYPES)
+            raise ModelError(f"{entry.file}: tensor {entry.name} must be one of {known}, got {entry.dtype}")
+        whole = torch.empty(entry.shape, dtype=checkpoint.DTYPES[entry.dtype])
+        for first, part in checkpoint.read_parts(entry):
+            (whole[first : first + len(part)] if entry.shape else whole).copy_(part)
+            self._done(part.nbytes)
+            del part  # it maps the file
+        return whole[index]
+
+    def get_shape(self) -> list[int]:
+        """As of a slice of safetensors."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """As of a slice of safetensors."""
+        return self._entry.dtype
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """The library reads a tensor when it places it, rather than all of them ahead: weights are held once."""
+    before = os.environ.get(_ONE_BY_ONE)
+    os.environ[_ONE_BY_ONE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_ONE_BY_ONE]
+        if before is not None:
+            os.environ[_ONE_BY_ONE] = before
+
+
+def _load(
+    directory: Path,
+    settings: LibrarySettings,
+    entries: Mapping[str, Entry],
+    dtype: torch.dtype,
+    progress: Progress | None,
+) -> PreTrainedModel:
+    """The model with its weights, in the machine's memory. Raises ModelError for tensors that do not fit."""
+    total_bytes = sum(entry.nbytes for entry in entries.values())
+    done_bytes = 0
+
+    def done(nbytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += nbytes
+        if progress is not None and done_bytes < total_bytes:
+            progress(done_bytes, total_bytes)
+
+    tensors = {
+        name: _FileTensor(entry, done) for name, entry in entries.items() if not _is_computed(name, entry)
+    }
+    with library_errors("load the weights"), _one_by_one():
+        load: Any = settings.model_class.from_pretrained
+        module, info = load(
+            None,
+            config=settings.config,
+            state_dict=tensors,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    if progress is not None:
+        progress(total_bytes, total_bytes)
+    _check_loaded(directory, settings, info)
+    assert isinstance(module, PreTrainedModel)
+    return module
+
+
+def _is_computed(name: str, entry: Entry) -> bool:
+    return name.endswith(_COMPUTED) or (name.endswith(_MASKS) and len(entry.shape) == 4)
+
+
+def _check_loaded(directory: Path, settings: LibrarySettings, info: Mapping[str, Any]) -> None:
+    """Raises ModelError unless each tensor of the files has its parameter, and each parameter its tensor."""
+    model = f"this {settings.config.model_type} model"
+    if info["mismatched_keys"]:
+        name, found, asked = min(info["mismatched_keys"], key=str)
+        raise ModelError(
+            f"{directory}: tensor {name} has shape {list(found)}, the config asks for {list(asked)}"
+        )
+    if info["missing_keys"]:
+        raise ModelError(f"{directory}: tensor {_names(info['missing_keys'])} is missing")
+    if info["unexpected_keys"]:
+        raise ModelError(f"{directory}: tensor {_names(info['unexpected_keys'])} is not part of {model}")
+    if info.get("error_msgs") or info.get("conversion_errors"):
+        raise ModelError(f"{directory}: tensors could not be converted for {model}")
+
+
+def _names(names: set[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(sorted(names)[:_NAMES_SHOWN]) + more
+
+
+def _check_finite(directory: Path, module: PreTrainedModel) -> None:
+    """Raises ModelError for NaN and infinity: one of them in a weight is in every answer."""
+    with torch.inference_mode():
+        for name, parameter in module.named_parameters():
+            # A sum is finite only if its terms are, and takes a tenth of the time of looking at each of them.
+            if not math.isfinite(parameter.sum().item()) and not parameter.isfinite().all():
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise ModelError(f"{directory}: tensor {name} is not finite as {dtype}")

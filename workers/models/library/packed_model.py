@@ -1,0 +1,79 @@
+"""A model of the transformers library that runs a whole batch at once, its attention answered over our pages.
+
+The library's code runs unchanged on packed tokens, [1, T] with their positions; only attention is ours. See
+`attention`.
+
+Dimension letters: T tokens of the batch; R wanted rows; V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from workers.kv.tensors import KvTensors, LayerKv
+from workers.models.errors import ModelError
+from workers.models.inputs import ForwardInputs
+from workers.models.library.attention import ASKING, PAGED, STEP, AskingStep, LayerCall, PagedStep, Step
+from workers.models.library.library_model import LibraryModel
+
+
+class PackedModel(LibraryModel):
+    """A model whose every layer calls the library's interface for attention, once."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        """Take over a loaded model, and ask its layers what they keep, with a forward of one token.
+
+        Raises:
+            ModelError: Its attention cannot be answered from pages; the message says what is in the way.
+        """
+        super().__init__(module)
+        if not self._takes_positions:
+            raise ModelError(f"{self.name} takes no positions, so its texts cannot be packed")
+        self._calls = self._ask()
+        self._call_attention(PAGED)
+
+    @property
+    def layers(self) -> tuple[LayerKv, ...]:
+        """See `LibraryModel`."""
+        return tuple(call.kv for call in self._calls)
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Positions that a token sees in each layer; None: all of them."""
+        return tuple(call.sliding_window for call in self._calls)
+
+    @torch.inference_mode()
+    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+        """See `LibraryModel`."""
+        step = PagedStep(inputs, kv, self._calls)
+        rows = {"logits_to_keep": inputs.wanted_rows} if self._takes_rows else {}
+        self._carry(step)
+        logits: torch.Tensor = self.module(
+            input_ids=inputs.token_ids[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            **rows,
+        ).logits[0]  # [R or T, V]
+        if step.done != len(self._calls):
+            raise RuntimeError(f"attention was called {step.done} times, {len(self._calls)} when asked")
+        return logits if self._takes_rows else logits.index_select(0, inputs.wanted_rows)
+
+    @torch.inference_mode()
+    def _ask(self) -> tuple[LayerCall, ...]:
+        """The calls of a forward of one token. Raises ModelError."""
+        step, token = AskingStep(), torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        with self._attention(ASKING):
+            self._carry(step)
+            self.module(input_ids=token, position_ids=token, use_cache=False)
+        if not step.calls:
+            raise ModelError(f"{self.name} has attention code of its own")
+        layers = self.module.config.get_text_config(decoder=True).num_hidden_layers
+        if len(step.calls) != layers:
+            raise ModelError(f"{self.name} calls attention {len(step.calls)} times in {layers} layers")
+        return tuple(step.calls)
+
+    def _carry(self, step: Step) -> None:
+        """Let a step answer the calls of the next forward."""
+        for config in self._configs.values():
+            object.__setattr__(config, STEP, step)

@@ -1,0 +1,179 @@
+"""The config.json of a model that the transformers library is to run: its class, and sizes that make sense.
+
+The library takes a config as it is. What would make it build something absurd, or a model that pages
+cannot serve, is refused here, before anything is built. Code that a directory brings is never looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from workers.models.errors import ModelError
+from workers.models.files import is_there, parse_object, read_whole
+from workers.models.library.errors import library_errors
+from workers.models.values import token_ids
+
+_CONFIG_FILE = "config.json"
+_GENERATION_CONFIG_FILE = "generation_config.json"
+_MAX_FILE_BYTES = 1 << 20
+
+# Several times what the largest models have; of layers and heads, of widths, and of anything else.
+_MOST_LAYERS, _MOST_WIDTH, _MOST_OF_ANY = 1 << 12, 1 << 20, 1 << 24
+# Rotary bases are large numbers and make nothing large.
+_NOT_SIZES = ("theta", "token_id", "_base", "seed")
+
+# Layers that keep nothing but keys and values of tokens. Others keep a state that pages do not hold.
+_PAGED_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "moe"}
+)
+
+# Under these names a config says how long its texts may be; some with ALiBi, which has no bound, do not.
+_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length")
+_LENGTH_UNSAID = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySettings:
+    """What a directory says of its model.
+
+    Attributes:
+        config: As the library has it.
+        model_class: The library's class for it, with a head for the next token.
+        vocab_size: Tokens.
+        max_position_embeddings: The longest text that is served.
+        eos_token_ids: Tokens that end a text.
+        bos_token_id: The token that starts one; None where the model names none.
+        digest: Of config.json, whatever its spacing and order.
+    """
+
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    digest: str
+
+
+def read_settings(directory: Path) -> LibrarySettings:
+    """Read config.json, and generation_config.json where there is one.
+
+    Raises:
+        ModelError: The file, or what the model is, cannot be served.
+    """
+    file = directory / _CONFIG_FILE
+    settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
+    try:
+        return _parse(directory, settings)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    except RecursionError:
+        raise ModelError(f"{file}: is nested too deeply") from None
+
+
+def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ModelError(f"model_type: {model_type!r} is not known to the transformers library")
+    _check_sizes(settings)
+    for name in ("quantization_config", "fusion_config", "distributed_config", "transformers_weights"):
+        if settings.get(name):
+            raise ModelError(f"{name}: is not supported by the transformers backend")
+    digest = json.dumps(settings, sort_keys=True)
+    settings = {
+        name: value
+        for name, value in settings.items()
+        if not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
+    }
+    with library_errors("read the config"):
+        config = CONFIG_MAPPING[model_type].from_dict(settings)
+        text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
+        raise ModelError(
+            f"model_type: {model_type} is an encoder with a decoder, and only decoders are served"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"model_type: {model_type} is not a language model that continues a text")
+    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    _check_layers(model_type, text, model_class)
+    vocab_size = text.vocab_size
+    if not isinstance(vocab_size, int) or vocab_size < 2:
+        raise ModelError(f"vocab_size: must be at least 2, got {vocab_size!r}")
+    eos = token_ids({"eos_token_id": text.eos_token_id}, "eos_token_id", vocab_size)
+    bos = token_ids({"bos_token_id": text.bos_token_id}, "bos_token_id", vocab_size)
+    return LibrarySettings(
+        config=config,
+        model_class=model_class,
+        vocab_size=vocab_size,
+        max_position_embeddings=_longest(text),
+        eos_token_ids=_generation_eos(directory, vocab_size) or eos,
+        bos_token_id=next(iter(bos), None),
+        digest=digest,
+    )
+
+
+def _check_sizes(settings: Mapping[str, object]) -> None:
+    """Raises ModelError for a number with which something absurd would be built."""
+    for name, value in _integers(settings):
+        most = _MOST_OF_ANY
+        if "layer" in name or "head" in name:
+            most = _MOST_LAYERS
+        elif "hidden" in name or "intermediate" in name:
+            most = _MOST_WIDTH
+        if abs(value) > most and not any(part in name for part in _NOT_SIZES):
+            raise ModelError(f"{name}: must be at most {most}, got {value}")
+
+
+def _integers(settings: Mapping[str, object]) -> Iterator[tuple[str, int]]:
+    """The integers in settings and what is nested in them, with the name of the nearest key."""
+    pending: list[tuple[str, object]] = list(settings.items())
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += [(str(key), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            pending += [(name, inner) for inner in value]
+        elif type(value) is int:
+            yield name, value
+
+
+def _check_layers(model_type: str, text: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    """Raises ModelError for layers that keep more than keys and values."""
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind not in _PAGED_LAYERS:
+            raise ModelError(f"layer_types: {kind!r} keeps what pages do not hold, and is not supported")
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelError(
+            f"model_type: {model_type} keeps a state that pages do not hold, and is not supported"
+        )
+
+
+def _longest(text: PreTrainedConfig) -> int:
+    """The longest text: of a rotation that changes when a text grows beyond a length, that length."""
+    found = (getattr(text, name, None) for name in _LENGTHS)
+    longest = next((length for length in found if isinstance(length, int) and length >= 2), _LENGTH_UNSAID)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            # Keys that lie in pages were rotated as those of a short text.
+            longest = min(longest, original) if isinstance(original, int) else longest
+    return longest
+
+
+def _generation_eos(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """The end tokens of generation_config.json, which replace those of config.json. Raises ModelError."""
+    file = directory / _GENERATION_CONFIG_FILE
+    if not is_there(file):
+        return ()
+    settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
+    try:
+        return token_ids(settings, "eos_token_id", vocab_size)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None

@@ -1,0 +1,20 @@
+"""What every model is to those who run it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from workers.kv.tensors import KvTensors
+from workers.models.inputs import ForwardInputs
+
+
+class Model(Protocol):
+    """A model that reads and writes paged KV."""
+
+    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+        """Writes the batch's K and V into their slots; returns [R, ...] of the wanted rows for `logits`."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `forward` gave to logits [R, vocab], in the model's dtype or float32."""
