@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -11,6 +13,9 @@ from workers.models.config import ModelConfig
 from workers.models.embedding_attention import EmbeddingConfig
 
 PAGE_SIZE = 16
+
+# Where a snapshot of ORG/NAME lies in a cache of the Hugging Face hub; names have no two dashes in a row.
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 
 
 class KvShape(TypedDict):
@@ -32,6 +37,12 @@ def kv_shape(config: ModelConfig | EmbeddingConfig, dtype: torch.dtype) -> KvSha
         head_dim=config.head_dim,
         dtype=dtype,
     )
+
+
+def model_id_of(directory: Path) -> str:
+    """What a model is called: as on the hub if it lies in a cache of that, else as its directory."""
+    found = _SNAPSHOT.fullmatch(directory.as_posix())
+    return found[1].replace("--", "/") if found is not None else directory.name
 
 
 def describe(

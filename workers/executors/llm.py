@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from workers.executors.base import ModelExecutor
-from workers.executors.describe import PAGE_SIZE, describe, kv_shape
+from workers.executors.describe import PAGE_SIZE, describe, kv_shape, model_id_of
 from workers.executors.engine import Engine
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.table import KvTable
@@ -18,7 +18,9 @@ from workers.kv.tensors import KvTensors
 from workers.models.backends import check_cuda_device, cuda_head_widths
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
-from workers.models.tokenizer import MAX_BYTES, read_tokenizer
+from workers.models.pickles import check_not_pickled
+from workers.models.text import read_text
+from workers.models.tokenizer import MAX_BYTES
 from workers.models.weights import LoadedModel, load_model
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
@@ -53,7 +55,7 @@ class LlmExecutor(ModelExecutor):
         device: torch.device | str = "cpu",
         kv_pages: int | None = None,
         limits: StepLimits | None = None,
-        max_tokenizer_bytes: int = MAX_BYTES,
+        max_text_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
         """Loads the weights and allocates the pool.
@@ -61,7 +63,7 @@ class LlmExecutor(ModelExecutor):
         dtype: "auto" (the model's own), "bfloat16", "float16" or "float32", for weights and KV.
         kv_pages: pages of 16 tokens; None sizes the pool from free memory.
         limits: the largest step; on a GPU it decides what memory is left for the pool.
-        max_tokenizer_bytes: a larger tokenizer.json is left out.
+        max_text_bytes: tokenizer.json and the chat template are left out where they take more.
         progress: called with (done_bytes, total_bytes) while weights are read.
 
         Raises ModelError for a directory that cannot be served, KvSizingError for what does not fit.
@@ -73,8 +75,9 @@ class LlmExecutor(ModelExecutor):
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
             _check_has_kernels(directory, device)
         config = ModelConfig.from_directory(directory)
+        check_not_pickled(directory)
         # Before the weights, which take longer.
-        tokenizer_json = read_tokenizer(directory, config.vocab_size, max_tokenizer_bytes)
+        text = read_text(directory, config.vocab_size, max_text_bytes)
         try:
             loaded = load_model(directory, dtype, device, progress, pack=True)
         except torch.OutOfMemoryError as error:
@@ -86,13 +89,13 @@ class LlmExecutor(ModelExecutor):
         kv, runner = _on_gpu(loaded, kv_pages, limits) if device.type == "cuda" else _on_cpu(loaded, kv_pages)
         model = describe(
             loaded.config,
-            directory.name,
+            model_id_of(directory),
             kv.dtype,
             loaded.num_parameters,
             loaded.weight_bytes,
             loaded.fingerprint,
         )
-        return cls(model, Engine(KvTable(kv.num_pages, kv.page_size), kv, runner), tokenizer_json)
+        return cls(model, Engine(KvTable(kv.num_pages, kv.page_size), kv, runner), text)
 
 
 def _on_cpu(loaded: LoadedModel, kv_pages: int | None) -> tuple[KvTensors, Runner]:
