@@ -71,7 +71,8 @@ def _run(task: Mapping[str, Any]) -> dict[str, Any]:
     """What the process makes of a task. Raises TemplateError if it says nothing."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "service.cli.template_process"],
+            # -P: nothing is imported from where the caller happens to be.
+            [sys.executable, "-P", "-m", "service.cli.template_process"],
             input=json.dumps(task).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

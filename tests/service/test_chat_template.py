@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -136,6 +138,16 @@ def test_the_process_has_none_of_the_callers_secrets(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert "secret" not in chat_template._environment().values()
     assert set(chat_template._environment()) - set(os.environ) <= {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
+
+
+def test_the_process_runs_nothing_of_the_directory_it_is_started_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("json", "jinja2", "service"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
+    assert render_chat(template("{{ messages[0].content }}"), USER) == "hi"
 
 
 @pytest.mark.parametrize(
