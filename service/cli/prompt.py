@@ -21,10 +21,22 @@ class BadPrompt(Exception):
 
 def check_prompt(options: argparse.Namespace) -> None:
     """Raises BadPrompt for options that contradict each other, whatever the model."""
+    for text in (options.prompt, options.system):
+        if text is not None and not _is_sound(text):
+            raise BadPrompt("the prompt holds bytes that are not UTF-8")
     if options.tokens is not None and options.chat:
         raise BadPrompt("--chat goes with a message, not with --tokens")
     if options.system is not None and (options.raw or options.tokens is not None):
         raise BadPrompt("--system goes with a message, not with --raw or --tokens")
+
+
+def _is_sound(text: str) -> bool:
+    """Whether an argument was made of whole characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def prompt_ids(

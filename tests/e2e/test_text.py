@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from service.cli.main import main
 from tests.chat_templates import QWEN, byte_tokenizer
 from tests.gateway_process import GatewayProcess
-from tests.hub_server import COMMIT
+from tests.hub_server import COMMIT, Hub, serving
 from tests.model_factory import TinyModel, hf_greedy, make_model
 
 MODEL = "org/tiny-model"
@@ -55,9 +55,9 @@ def gateway(snapshot: Path) -> Iterator[GatewayProcess]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HF_HUB_CACHE", str(snapshot.parents[2]))
         environment.setenv("HF_HUB_OFFLINE", "1")
-        flags = ["--dtype", "float32", "--kv-pages", "64"]
-        with GatewayProcess(model=MODEL, flags=flags) as gateway:
-            yield gateway
+        gateway = GatewayProcess(model=MODEL, flags=["--dtype", "float32", "--kv-pages", "64"])
+    with gateway:
+        yield gateway
 
 
 def test_it_is_called_as_on_the_hub_and_hands_out_what_callers_need(
@@ -73,6 +73,22 @@ def test_it_is_called_as_on_the_hub_and_hands_out_what_callers_need(
     assert dict(info.chat_template.sources) == {"default": QWEN}
     assert dict(info.chat_template.special_tokens) == {"eos_token": "<|im_end|>"}
     assert info.sampling_defaults == types_pb2.SamplingParams(temperature=0.5, top_k=20, top_p=0.75)
+
+
+def test_a_download_is_served(
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    hub = Hub(MODEL, {file.name: file.read_bytes() for file in snapshot.iterdir()})
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with serving(hub) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        with (
+            GatewayProcess(model=MODEL, flags=["--kv-pages", "16"]) as gateway,
+            Client(gateway.address) as client,
+        ):
+            assert client.model_info().model.model_id == MODEL
+            assert f"quire: downloading {MODEL} from " in gateway.log()
+    assert set(hub.fetched) == set(hub.files)
 
 
 def test_the_defaults_are_not_applied_by_the_server(gateway: GatewayProcess, snapshot: Path) -> None:

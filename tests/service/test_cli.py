@@ -141,6 +141,16 @@ def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
 
 
 NO_TEMPLATE = "this model has no chat template: without --chat and --system it continues text"
+
+
+def test_the_help_says_where_a_draw_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "as the model's makers recommend (its generation_config.json), but for what the flags say" in said
+    assert "(default: the model's own, else 0)" in said
+
+
 USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -185,9 +195,11 @@ def test_special_tokens_are_added_to_text_and_not_to_what_a_template_wrote(
         (["x", "--system", "y", "--raw"], "--system goes with a message, not with --raw or --tokens"),
         (["--tokens", "1", "--system", "y"], "--system goes with a message, not with --raw or --tokens"),
         (["--tokens", "1", "--chat"], "--chat goes with a message, not with --tokens"),
+        (["\udcff"], "the prompt holds bytes that are not UTF-8"),
+        (["x", "--system", "\udcff"], "the prompt holds bytes that are not UTF-8"),
     ],
 )
-def test_chat_flags_that_say_nothing_are_refused(
+def test_a_prompt_that_makes_no_sense_is_refused(
     quire: Callable[..., int],
     executor: FakeExecutor,
     capsys: pytest.CaptureFixture[str],
