@@ -36,6 +36,10 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
 # Longest path of a Unix socket on Linux, without the final zero.
 _MAX_SOCKET_PATH_BYTES = 107
+# As the hub has them, and nothing that means another place in a path.
+_HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
+_REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
+_MAX_HUB_ID = 96
 _DAY_S = 86_400
 _YEAR_S = 365 * _DAY_S
 
@@ -71,13 +75,17 @@ def _setting(default: Any, help_text: str, **rule: Any) -> Any:
     return dataclasses.field(default=default, metadata={"rule": _Rule(help_text, **rule)})
 
 
+def is_hub_id(model: str) -> bool:
+    """Whether it names a model of the Hugging Face hub, and not a directory here."""
+    return len(model) <= _MAX_HUB_ID and bool(_HUB_ID.fullmatch(model)) and not Path(model).exists()
+
+
 def _is_model(value: str) -> bool:
-    return value in (SHIPPED_MODEL, WEIGHTLESS_MODEL) or (Path(value) / "config.json").is_file()
+    shipped = value in (SHIPPED_MODEL, WEIGHTLESS_MODEL)
+    return shipped or (Path(value) / "config.json").is_file() or is_hub_id(value)
 
 
 def _why_no_model(value: str) -> str:
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", value) and not Path(value).exists():
-        return f"it is not here: download it first, for example with: hf download {value} --local-dir DIR"
     matter = "it has no config.json" if Path(value).exists() else "it does not exist"
     return f"{matter}; must be {_MODELS}"
 
@@ -106,8 +114,15 @@ def _is_listen_address(value: str) -> bool:
     return ":" not in host or (host.startswith("[") and host.endswith("]"))
 
 
+def _is_revision(value: str) -> bool:
+    return len(value) <= _MAX_HUB_ID and bool(_REVISION.fullmatch(value))
+
+
 _FILE: Any = {"accepts": _is_file, "allowed": "must be a file"}
-_MODELS = f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, or a directory that holds config.json"
+_MODELS = (
+    f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, a directory that holds config.json,"
+    " or ORG/NAME on the Hugging Face hub"
+)
 _SWITCH: Any = {"choices": ("off", "on")}
 
 
@@ -117,10 +132,20 @@ class Config:
 
     model: str = _setting(
         SHIPPED_MODEL,
-        "the model to serve: the shipped adder, the weightless paged-attention, or a Hugging Face directory",
+        "the model to serve: the shipped adder, the weightless paged-attention, a Hugging Face directory, or"
+        " ORG/NAME on the Hugging Face hub, which is taken from the local cache or downloaded",
         accepts=_is_model,
         allowed=f"must be {_MODELS}",
         why_not=_why_no_model,
+    )
+    model_revision: str | None = _setting(
+        None,
+        "commit, branch or tag of a model of the hub; auto is its main branch",
+        accepts=_is_revision,
+        allowed=f"must be the name of a commit, branch or tag, or {_AUTO}",
+    )
+    model_download: str = _setting(
+        "on", "whether a model of the hub that is not in the local cache is downloaded", **_SWITCH
     )
     listen: str = _setting(
         "127.0.0.1:50051",
@@ -401,6 +426,11 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         _, source = values.get("default_lease_s", values.get("max_lease_s", (None, "default")))
         allowed = f"must be at most max_lease_s, which is {config.max_lease_s:.12g}"
         raise ConfigError("default_lease_s", source, config.default_lease_s, allowed)
+    if config.model_revision is not None and not is_hub_id(config.model):
+        _, source = values["model_revision"]
+        raise ConfigError(
+            "model_revision", source, config.model_revision, "goes with a model of the hub only"
+        )
     _check_doors(config, {name: source for name, (_, source) in values.items()})
     return config
 

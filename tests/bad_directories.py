@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.model_factory import TinyModel, make_model
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 VOCAB = TinyModel().vocab_size
@@ -223,12 +224,23 @@ def _shards_in_other_order(directory: Path) -> None:
     spare.rename(second)
 
 
+def _link_to_a_fifo(directory: Path) -> None:
+    os.mkfifo(directory / "blob")
+    link(WEIGHTS, "blob")(directory)
+
+
+def _pickled(name: str) -> Damage:
+    return lambda directory: (directory / WEIGHTS).rename(directory / name)
+
+
 _DEEP = 100_000
 _NESTED = "[" * _DEEP + "]" * _DEEP
 _CONFIG = r"/config\.json: "
 _FILE = r"/model\.safetensors: "
 _INDEX = r"/model\.safetensors\.index\.json: "
 _TOKENIZER = r"/tokenizer\.json: "
+_GENERATION = r"/generation_config\.json: "
+_TOKENIZER_CONFIG = r"/tokenizer_config\.json: "
 _CORRUPT = f"{_FILE}tensor {Q_PROJ} has a corrupt header entry"
 
 
@@ -309,6 +321,7 @@ KINDS_OF_FILES = [
     BadDirectory("a directory as the config", instead(CONFIG, Path.mkdir), f"{_CONFIG}is not a regular file"),
     BadDirectory("a FIFO as the config", fifo(CONFIG), f"{_CONFIG}is not a regular file"),
     BadDirectory("a FIFO as generation_config", fifo(GENERATION), r"/generation_config\.json: is not a reg"),
+    BadDirectory("a link to a FIFO as the weights", _link_to_a_fifo, f"{_FILE}is not a regular file"),
     BadDirectory("a FIFO as the tokenizer", fifo(TOKENIZER), f"{_TOKENIZER}is not a regular file"),
     BadDirectory("a FIFO as the weights", fifo(WEIGHTS), f"{_FILE}is not a regular file"),
     BadDirectory("a FIFO as the index", fifo(INDEX), f"{_INDEX}is not a regular file", sharded=True),
@@ -415,4 +428,59 @@ TOKENIZERS = [
     ),
 ]
 
-BAD_DIRECTORIES = [*SIZES, *SETTINGS, *KINDS_OF_FILES, *HEADERS, *SHARDS, *NUMBERS, *TOKENIZERS]
+PICKLES = [
+    BadDirectory(
+        f"only {name}", _pickled(name), rf"has its weights as pickles only \({name}\), which run code"
+    )
+    for name in ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "model.pt")
+]
+
+GENERATIONS = [
+    BadDirectory(
+        f"{name} of {value!r}",
+        write(GENERATION, json.dumps({name: value})),
+        f"{_GENERATION}{name}: must be",
+    )
+    for name, value in (
+        ("do_sample", "yes"), ("temperature", "hot"), ("temperature", -0.1), ("temperature", True),
+        ("temperature", 101), ("top_k", 1.5), ("top_k", -1), ("top_k", 1 << 32), ("top_p", 0), ("top_p", 2),
+        ("top_p", [0.5]), ("min_p", -1), ("repetition_penalty", 0), ("repetition_penalty", {}),
+    )
+]  # fmt: skip
+
+TEMPLATES = [
+    BadDirectory(
+        "a template of bytes", write(TEMPLATE, b"\xff{{ x }}"), r"/chat_template\.jinja: is not UTF-8"
+    ),
+    BadDirectory("a FIFO as the template", fifo(TEMPLATE), r"/chat_template\.jinja: is not a regular file"),
+    BadDirectory(
+        "half a tokenizer_config", write(TOKENIZER_CONFIG, "{"), f"{_TOKENIZER_CONFIG}is not sound JSON"
+    ),
+    *(
+        BadDirectory(
+            f"a chat_template of {value!r}",
+            write(TOKENIZER_CONFIG, json.dumps({"chat_template": value})),
+            f"{_TOKENIZER_CONFIG}chat_template: must be a text, or a list of texts with names",
+        )
+        for value in (
+            1,
+            {"a": "b"},
+            ["{{ x }}"],
+            [{"name": "a"}],
+            [{"name": "a", "template": "b"}] * 2,
+            "\ud800",
+        )
+    ),
+    *(
+        BadDirectory(
+            f"a bos_token of {value!r}",
+            write(TOKENIZER_CONFIG, json.dumps({"chat_template": "x", "bos_token": value})),
+            f"{_TOKENIZER_CONFIG}bos_token: must be a text, or an object",
+        )
+        for value in (1, {}, {"content": 2}, ["<s>"], "\ud800")
+    ),
+]
+
+TEXTS = [*TOKENIZERS, *GENERATIONS, *TEMPLATES]
+
+BAD_DIRECTORIES = [*SIZES, *SETTINGS, *KINDS_OF_FILES, *HEADERS, *SHARDS, *PICKLES, *NUMBERS, *TEXTS]

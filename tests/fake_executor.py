@@ -67,6 +67,8 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
         self.authorizations: set[str] = set()
         self.script: list[int] = []
         self.tokenizer_json = b""
+        self.chat_template: types_pb2.ChatTemplate | None = None
+        self.sampling_defaults: types_pb2.SamplingParams | None = None
         self.max_seq_len = 4096
         self.decode_delay_s = 0.0
         self.decoding = threading.Event()
@@ -167,6 +169,8 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
                     model_id="fake", vocab_size=VOCAB, max_seq_len=self.max_seq_len, eos_token_ids=[EOS]
                 ),
                 tokenizer_json=self.tokenizer_json if request.include_tokenizer else b"",
+                chat_template=self.chat_template if request.include_chat_template else None,
+                sampling_defaults=self.sampling_defaults,
             )
 
     def GetCapabilities(self, request: Any, context: Any) -> executor_pb2.GetCapabilitiesResponse:

@@ -26,7 +26,7 @@ from workers.server import Progress, WorkerServer
 EXIT_CONFIG = 78
 EXIT_FAILED = 1
 _HOP_SLACK_BYTES = 16 << 20
-# What a GetModelInfoResponse holds beside the tokenizer, generously.
+# What a GetModelInfoResponse holds beside tokenizer and chat template, generously.
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 _STOP_TIMEOUT_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -154,7 +154,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
         ),
         backend=config.model_backend or "auto",
         self_check=config.no_self_check != "on",
-        max_tokenizer_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
+        max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
         progress=lambda done, total: progress("weights", done, total),
     )
     useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)

@@ -170,7 +170,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             executor.capabilities(),
             executor.cache_metrics_snapshot(),
             pid=os.getpid(),
-            tokenizer_json=executor.tokenizer_json,
+            text=executor.text,
             max_batch_tokens=scheduler.max_batch_tokens,
             max_batch_items=scheduler.max_batch_items,
         )

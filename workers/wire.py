@@ -12,6 +12,8 @@ from quire.v1 import types_pb2, worker_pb2
 
 from workers.executors.info import Capabilities, ExecutorStatus, LoraAdapterMetrics, ModelDescription
 from workers.kv.table import PoolUsage
+from workers.models.generation_defaults import SamplingDefaults
+from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
     Abort,
@@ -196,15 +198,19 @@ def to_ready(
     pool: PoolUsage,
     *,
     pid: int,
-    tokenizer_json: bytes,
+    text: ModelText,
     max_batch_tokens: int,
     max_batch_items: int,
 ) -> worker_pb2.WorkerReady:
     """Describes a worker that can serve."""
+    template, defaults = text.chat_template, text.sampling_defaults
+    says_how = defaults != SamplingDefaults()
     return worker_pb2.WorkerReady(
         pid=pid,
         model=types_pb2.ModelDescription(**_fields(model)),
-        tokenizer_json=tokenizer_json,
+        tokenizer_json=text.tokenizer_json,
+        chat_template=types_pb2.ChatTemplate(**_fields(template)) if template is not None else None,
+        sampling_defaults=types_pb2.SamplingParams(**_fields(defaults)) if says_how else None,
         executor=types_pb2.ExecutorCapabilities(
             **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
         ),

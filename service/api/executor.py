@@ -86,8 +86,16 @@ class ExecutorApi:
     ) -> executor_pb2.GetModelInfoResponse:
         ready = self._state.first_ready
         tokenizer_json = ready.tokenizer_json if request.include_tokenizer else b""
-        self._state.answers.take_until_done(len(tokenizer_json), context)
-        return executor_pb2.GetModelInfoResponse(model=ready.model, tokenizer_json=tokenizer_json)
+        wants_template = request.include_chat_template and ready.HasField("chat_template")
+        chat_template = ready.chat_template if wants_template else None
+        template_bytes = 0 if chat_template is None else chat_template.ByteSize()
+        self._state.answers.take_until_done(len(tokenizer_json) + template_bytes, context)
+        return executor_pb2.GetModelInfoResponse(
+            model=ready.model,
+            tokenizer_json=tokenizer_json,
+            chat_template=chat_template,
+            sampling_defaults=ready.sampling_defaults if ready.HasField("sampling_defaults") else None,
+        )
 
     async def GetCapabilities(
         self, request: executor_pb2.GetCapabilitiesRequest, context: Context

@@ -18,19 +18,16 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from service.cli.channel import CONTROL_TIMEOUT_S, error_reason, open_channel, print_error
 from service.cli.detokenizer import Detokenizer
-from service.printable import escaped, stripped
+from service.cli.prompt import BadPrompt, check_prompt, prompt_ids
+from service.printable import stripped
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Tokenizer
 
 # How long a worker may take to load, and how often it is asked for.
 WORKER_PATIENCE_S = 60.0
 POLL_INTERVAL_S = 0.5
 _Answer = TypeVar("_Answer")
-
-
-class _BadPrompt(Exception):
-    """The prompt cannot be turned into tokens."""
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -40,13 +37,14 @@ def generate(options: argparse.Namespace) -> int:
     with open_channel(options) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         try:
+            check_prompt(options)
             info = _patiently(stub, lambda: _model_info(stub))
             able = stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest(), timeout=CONTROL_TIMEOUT_S)
             _generate(stub, info, able.executor.kv_capacity_tokens, options)
         except grpc.RpcError as error:
             print_error(error)
             return 1
-        except _BadPrompt as error:
+        except BadPrompt as error:
             print(f"quire: {error}", file=sys.stderr)
             return 2
     return 0
@@ -78,7 +76,7 @@ def _progress(stub: executor_pb2_grpc.ModelExecutorServiceStub) -> str:
 
 
 def _model_info(stub: executor_pb2_grpc.ModelExecutorServiceStub) -> executor_pb2.GetModelInfoResponse:
-    request = executor_pb2.GetModelInfoRequest(include_tokenizer=True)
+    request = executor_pb2.GetModelInfoRequest(include_tokenizer=True, include_chat_template=True)
     return stub.GetModelInfo(request, timeout=CONTROL_TIMEOUT_S)
 
 
@@ -89,8 +87,10 @@ def _generate(
     options: argparse.Namespace,
 ) -> None:
     tokenizer = _load_tokenizer(info)
-    prompt = _prompt_ids(tokenizer, options)
-    wanted = types_pb2.OutputOptions(sampling=_sampling(options), logprob=options.logprobs)
+    prompt = prompt_ids(tokenizer, info, options)
+    wanted = types_pb2.OutputOptions(
+        sampling=_sampling(info.sampling_defaults, options), logprob=options.logprobs
+    )
     # The last token is never appended, so one more than a sequence can have can be shown.
     room = max(1, capacity_tokens - len(prompt) + 1)
     screen = _Screen(tokenizer, prompt, with_logprobs=options.logprobs)
@@ -178,33 +178,14 @@ def _load_tokenizer(info: executor_pb2.GetModelInfoResponse) -> Tokenizer | None
     return Tokenizer.from_buffer(info.tokenizer_json)
 
 
-def _prompt_ids(tokenizer: Tokenizer | None, options: argparse.Namespace) -> list[int]:
-    if options.tokens is not None:
-        return list(options.tokens)
-    if tokenizer is None:
-        raise _BadPrompt("this model has no tokenizer: give token ids with --tokens 1,2,3")
-    encoded = tokenizer.encode(options.prompt)
-    _warn_of_unknown(tokenizer, encoded, options.prompt)
-    return list(encoded.ids)
-
-
-def _warn_of_unknown(tokenizer: Tokenizer, encoded: Encoding, text: str) -> None:
-    """Names on standard error what the tokenizer has no token of its own for."""
-    # Not every kind of model has one: with all bytes as tokens nothing is unknown.
-    name = getattr(tokenizer.model, "unk_token", None)
-    unknown_id = None if name is None else tokenizer.token_to_id(name)
-    places = [at for token_id, at in zip(encoded.ids, encoded.offsets, strict=True) if token_id == unknown_id]
-    unknown = dict.fromkeys(text[start:end] for start, end in places)
-    if unknown:
-        named = " ".join(escaped(part) for part in unknown)
-        print(f"quire: the model's tokenizer does not know: {named}", file=sys.stderr)
-
-
-def _sampling(options: argparse.Namespace) -> types_pb2.SamplingParams:
-    """Only what was given: the server checks the values, and an unset one has no effect."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+def _sampling(defaults: types_pb2.SamplingParams, options: argparse.Namespace) -> types_pb2.SamplingParams:
+    """What the model's makers recommend but for what was given: the server checks the values."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(defaults)
     try:
-        return types_pb2.SamplingParams(**given)
+        sampling.MergeFrom(types_pb2.SamplingParams(**given))
     except (ValueError, OverflowError):
-        raise _BadPrompt("--top-k and --seed must be whole numbers from 0") from None
+        raise BadPrompt("--top-k and --seed must be whole numbers from 0") from None
+    return sampling

@@ -7,6 +7,7 @@ when it runs, so that none waits for another's libraries; what is loaded here is
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import math
 import os
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from service.config import ConfigError, add_flags, load_config
+from service.config import ConfigError, add_flags, is_hub_id, load_config
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _Value = TypeVar("_Value")
@@ -63,6 +64,15 @@ def _token(parsed: argparse.Namespace) -> int:
 
 def _serve(parsed: argparse.Namespace) -> int:
     config = load_config(vars(parsed), os.environ)
+    if is_hub_id(config.model):
+        from service.cli.hub import HubError, find_model
+
+        try:
+            found = find_model(config.model, config.model_revision, download=config.model_download == "on")
+        except HubError as error:
+            print(f"quire: {error}", file=sys.stderr)
+            return 1
+        config = dataclasses.replace(config, model=str(found), model_revision=None)
 
     import asyncio
 
@@ -132,22 +142,20 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     generate = commands.add_parser(
         "generate",
         help="continue a prompt, token by token",
-        description="Continues a prompt: a Prefill and one Decode for each token.",
+        description="Continues a prompt: a Prefill and one Decode for each token. Tokens are drawn as the"
+        " model's makers recommend (its generation_config.json), but for what the flags say.",
     )
     _add_target(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
+    prompt.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="a message to answer, or the text to continue (see --raw)"
+    )
     prompt.add_argument("--tokens", type=_token_ids, metavar="1,2,3", help="token ids to continue, not text")
     generate.add_argument(
         "--max-tokens", type=_count, default=64, metavar="N", help="stop after N (default 64)"
     )
-    generate.add_argument("--temperature", type=_number, metavar="T", help="0: greedy (default)")
-    generate.add_argument(
-        "--top-k", type=_whole_number, metavar="K", help="draw from the K most likely tokens"
-    )
-    generate.add_argument("--top-p", type=_number, metavar="P", help="draw from the top probability mass P")
-    generate.add_argument("--min-p", type=_number, metavar="P", help="drop tokens below P of the most likely")
-    generate.add_argument("--seed", type=_whole_number, metavar="N", help="makes a draw repeatable")
+    _add_chat(generate)
+    _add_sampling(generate)
     generate.add_argument(
         "--logprobs", action="store_true", help="a line for each token: id, log-probability, text"
     )
@@ -162,6 +170,31 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "--roles", default="call", metavar="ROLE,...", help="of call, observe, administer (default call)"
     )
     return parser, commands.choices
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat",
+        action="store_true",
+        help="PROMPT is a message, written as the model's chat template says (default where it has one)",
+    )
+    form.add_argument("--raw", action="store_true", help="PROMPT is sent as it is")
+    parser.add_argument("--system", metavar="TEXT", help="a message of the system's before PROMPT")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The settings of a draw, by the names that the API has for them."""
+    own = "(default: the model's own)"
+    for name, kind, metavar, help_text in (
+        ("temperature", _number, "T", "0: greedy (default: the model's own, else 0)"),
+        ("top-k", _whole_number, "K", f"draw from the K most likely tokens, 0: all {own}"),
+        ("top-p", _number, "P", f"draw from the top probability mass P {own}"),
+        ("min-p", _number, "P", f"drop tokens below P of the most likely {own}"),
+        ("repetition-penalty", _number, "R", f"above 1: what was seen before is less likely {own}"),
+        ("seed", _whole_number, "N", "makes a draw repeatable"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=help_text)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.bad_directories import BAD_DIRECTORIES, BadDirectory, make_good
 
-# One of each kind: a size, JSON, a file that is none, shards, numbers, a tokenizer.
+# One of each kind: a size, JSON, a file that is none, shards, numbers, a tokenizer, pickles.
 CHOSEN = (
     "num_hidden_layers of 1e+06",
     "a nested config",
@@ -20,6 +20,7 @@ CHOSEN = (
     "a shard outside",
     "NaN in a weight",
     "the tokenizer of a larger model",
+    "only pytorch_model.bin",
 )
 
 

@@ -13,26 +13,18 @@ from pathlib import Path
 
 import grpc
 import pytest
-from quire.v1 import executor_pb2
+from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from service.cli import generate
 from service.cli.main import main
 from service.cli.status import Reading, render
 from service.doors.tokens import read_register
+from tests.chat_templates import QWEN, byte_tokenizer
 from tests.fake_executor import EOS, FakeExecutor, rich_status, serving
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def byte_tokenizer() -> Tokenizer:
-    """One token for each byte, as the base of every byte-level vocabulary."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 TOKENIZER = byte_tokenizer()
@@ -130,6 +122,112 @@ def test_generate_sends_only_the_sampling_that_was_given(
         assert (
             sampling.HasField("top_k") and not sampling.HasField("top_p") and not sampling.HasField("min_p")
         )
+
+
+def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
+    quire: Callable[..., int], executor: FakeExecutor
+) -> None:
+    own = types_pb2.SamplingParams(temperature=0.5, top_k=20, top_p=0.25, repetition_penalty=1.5)
+    executor.sampling_defaults = own
+    assert quire("generate", "x", "--max-tokens", "1") == 0
+    assert quire("generate", "x", "--max-tokens", "1", "--temperature", "0", "--seed", "3") == 0
+    assert quire("generate", "x", "--max-tokens", "1", "--top-k", "0", "--repetition-penalty", "1") == 0
+    plain, greedy, other = (request.output.sampling for request in executor.calls["Prefill"])
+    assert plain == own
+    own.temperature, own.seed = 0, 3
+    assert greedy == own
+    expected = types_pb2.SamplingParams(temperature=0.5, top_k=0, top_p=0.25, repetition_penalty=1)
+    assert other == expected
+
+
+NO_TEMPLATE = "this model has no chat template: without --chat and --system it continues text"
+
+
+def test_the_help_says_where_a_draw_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "as the model's makers recommend (its generation_config.json), but for what the flags say" in said
+    assert "(default: the model's own, else 0)" in said
+
+
+USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt"),
+    [
+        ([], USER.format("2 < 3?")),
+        (["--chat"], USER.format("2 < 3?")),
+        (["--system", "Be kind."], "<|im_start|>system\nBe kind.<|im_end|>\n" + USER.format("2 < 3?")),
+        (["--system", ""], "<|im_start|>system\n<|im_end|>\n" + USER.format("2 < 3?")),
+        (["--raw"], "2 < 3?"),
+    ],
+)
+def test_generate_writes_a_message_as_the_chat_template_says(
+    quire: Callable[..., int], executor: FakeExecutor, flags: list[str], prompt: str
+) -> None:
+    executor.chat_template = types_pb2.ChatTemplate(sources={"default": QWEN})
+    assert quire("generate", "2 < 3?", "--max-tokens", "1", *flags) == 0
+    assert list(executor.calls["Prefill"][0].token_ids) == ids(prompt)
+
+
+def test_special_tokens_are_added_to_text_and_not_to_what_a_template_wrote(
+    quire: Callable[..., int], executor: FakeExecutor
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    executor.tokenizer_json = tokenizer.to_str().encode()
+    executor.chat_template = types_pb2.ChatTemplate(
+        sources={"default": "{{ bos_token }}{{ messages[0].content }}"}, special_tokens={"bos_token": "<s>"}
+    )
+    for flags in (["--chat"], ["--raw"]):
+        assert quire("generate", "x", "--max-tokens", "1", *flags) == 0
+    assert [list(request.token_ids) for request in executor.calls["Prefill"]] == [[256, *ids("x")]] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["x", "--chat"], NO_TEMPLATE),
+        (["x", "--system", "y"], NO_TEMPLATE),
+        (["x", "--system", "y", "--raw"], "--system goes with a message, not with --raw or --tokens"),
+        (["--tokens", "1", "--system", "y"], "--system goes with a message, not with --raw or --tokens"),
+        (["--tokens", "1", "--chat"], "--chat goes with a message, not with --tokens"),
+        (["\udcff"], "the prompt holds bytes that are not UTF-8"),
+        (["x", "--system", "\udcff"], "the prompt holds bytes that are not UTF-8"),
+    ],
+)
+def test_a_prompt_that_makes_no_sense_is_refused(
+    quire: Callable[..., int],
+    executor: FakeExecutor,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    assert quire("generate", *arguments) == 2
+    assert capsys.readouterr() == ("", f"quire: {said}\n")
+    assert executor.calls["Prefill"] == []
+
+
+def test_a_template_that_refuses_is_told_in_a_line(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor.chat_template = types_pb2.ChatTemplate(sources={"default": "{{ raise_exception('no\x1b[2J') }}"})
+    assert quire("generate", "x") == 2
+    said = "quire: the model's chat template failed: no\\x1b[2J; --raw sends the text as it is\n"
+    assert capsys.readouterr() == ("", said)
+    assert quire("generate", "x", "--raw", "--max-tokens", "1") == 0
+
+
+def test_serve_of_a_model_that_is_nowhere_ends_with_a_line(tmp_path: Path) -> None:
+    environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    with run("serve", "--model", "org/name", "--listen", "127.0.0.1:0", **environment) as process:
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    where = f"is no directory here and is not in the cache {tmp_path / 'hub'}; HF_HUB_OFFLINE is set"
+    assert error == f"quire: org/name {where}\n"
 
 
 def test_a_failed_call_is_told_in_a_line_and_the_cache_released(
@@ -291,8 +389,9 @@ def split(row: str) -> list[str]:
     return [cell.replace("\0", " ") for cell in row.split()]
 
 
-def run(*arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}"}
+def run(*arguments: str, **settings: str) -> subprocess.Popen[str]:
+    path = f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}"
+    environment = {**os.environ, "PYTHONPATH": path, **settings}
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "service.cli.main", *arguments],
         stdout=subprocess.PIPE,

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import worker_pb2
 
-from service.config import Config, ConfigError, add_flags, load_config
+from service.config import Config, ConfigError, add_flags, is_hub_id, load_config
 
-MODELS = "must be adder, paged-attention, or a directory that holds config.json"
+MODELS = (
+    "must be adder, paged-attention, a directory that holds config.json, or ORG/NAME on the Hugging Face hub"
+)
 
 
 def parse(*arguments: str) -> dict[str, str | None]:
@@ -76,11 +78,9 @@ def test_auto_means_none_in_every_source(tmp_path: Path) -> None:
         ("--model", "/nowhere", f"it does not exist; {MODELS}"),
         ("--model", "/", f"it has no config.json; {MODELS}"),
         ("--model", "", f"it has no config.json; {MODELS}"),
-        (
-            "--model",
-            "Qwen/Qwen3",
-            "it is not here: download it first, for example with: hf download Qwen/Qwen3 --local-dir DIR",
-        ),
+        ("--model", "a/b/c", f"it does not exist; {MODELS}"),
+        ("--model", "../qwen3", f"it does not exist; {MODELS}"),
+        ("--model-download", "maybe", "must be one of off, on"),
     ],
 )
 def test_a_bad_flag_is_refused_with_what_is_allowed(flag: str, value: str, allowed: str) -> None:
@@ -90,6 +90,50 @@ def test_a_bad_flag_is_refused_with_what_is_allowed(flag: str, value: str, allow
     assert (error.setting, error.source) == (flag[2:].replace("-", "_"), flag)
     assert (error.value, error.allowed) == (value, allowed)
     assert all(part in str(error) for part in (error.setting, flag, repr(value), allowed))
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "a/b", "meta-llama/Llama_3.2", "0/" + "n" * 94])
+def test_a_model_of_the_hub_is_taken_by_its_id(model: str) -> None:
+    assert load_config(parse("--model", model, "--model-revision", "refs/pr/1"), {}).model == model
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["a", "a/", "/b", "a/b/c", "a/..", "../b", "./b", "a/b..c", "a--b/c", "a/b--c", "-a/b", "a/-b", "a/b-",
+     "a/b.", "a/b.git", "a/b\n", "a/b c", "a\\b",
+     "ä/b", "a/٣", "a/b?c", "a/b#c", "a/%2e", "~/b", "0/" + "n" * 95],
+)  # fmt: skip
+def test_what_might_mean_another_place_is_no_id(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be adder, paged-attention, a directory"):
+        load_config({"model": model}, {})
+
+
+def test_a_directory_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("org/name")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert not is_hub_id("org/name")
+    with pytest.raises(ConfigError, match=r"it has no config\.json"):
+        load_config({"model": "org/name"}, {})
+    (tmp_path / "org" / "name" / "config.json").touch()
+    assert load_config({"model": "org/name"}, {}).model == "org/name"
+    with pytest.raises(ConfigError, match=r"model_revision = 'main' .* goes with a model of the hub only"):
+        load_config({"model": "org/name", "model_revision": "main"}, {})
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/1", "a" * 40, "x"])
+def test_revisions(revision: str) -> None:
+    config = load_config({"model": "a/b", "model_revision": revision}, {})
+    assert config.model_revision == revision
+
+
+@pytest.mark.parametrize(
+    "revision",
+    ["", "..", "a/../b", "/a", "a/", "-a", "a//b", ".a", "a/.b", "a.", "a b", "a\n", "ä", "a" * 97],
+)
+def test_what_might_mean_another_place_is_no_revision(revision: str) -> None:
+    with pytest.raises(ConfigError, match="must be the name of a commit, branch or tag"):
+        load_config({"model": "a/b", "model_revision": revision}, {})
 
 
 @pytest.mark.parametrize("value", ["'2'", "2.0", "true", "[1]", "{a = 1}", "2020-01-01"])

@@ -79,14 +79,14 @@ def test_a_good_directory_loads(good: dict[bool, Path], sharded: bool) -> None:
     with bounded():
         executor = LlmExecutor.load(good[sharded], kv_pages=4)
         executor.warmup()
-    assert executor.tokenizer_json == (good[sharded] / TOKENIZER).read_bytes()
+    assert executor.text.tokenizer_json == (good[sharded] / TOKENIZER).read_bytes()
 
 
 def test_links_to_files_elsewhere_are_followed(tmp_path: Path, good: dict[bool, Path]) -> None:
     """As caches of downloaded models have them."""
     for file in good[False].iterdir():
         (tmp_path / file.name).symlink_to(file)
-    assert LlmExecutor.load(tmp_path, kv_pages=4).tokenizer_json
+    assert LlmExecutor.load(tmp_path, kv_pages=4).text.tokenizer_json
 
 
 def test_the_smallest_model_warms_up(tmp_path: Path, good: dict[bool, Path]) -> None:
@@ -112,5 +112,5 @@ def test_a_tokenizer_too_large_to_be_handed_out_is_left_out(
     directory = shutil.copytree(good[False], tmp_path / "model")
     sparse(TOKENIZER, size)(directory)
     with bounded():
-        assert LlmExecutor.load(directory, kv_pages=4, max_tokenizer_bytes=most).tokenizer_json == b""
+        assert LlmExecutor.load(directory, kv_pages=4, max_text_bytes=most).text.tokenizer_json == b""
     assert "too large to be handed out" in capsys.readouterr().out

@@ -32,6 +32,7 @@ from workers.executors.info import (
 )
 from workers.kv.table import PoolUsage
 from workers.models.backends import active_kernels
+from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
     Accept,
@@ -52,14 +53,14 @@ _SCORED, _WARM, _WARM_TOO = -1, -2, -3
 class ModelExecutor:
     """A model and the engine that runs it. The step loop of a worker drives `engine` itself.
 
-    `tokenizer_json`: the contents of the model's tokenizer.json; empty where there is none.
+    `text`: what its directory has for callers who work with text.
     """
 
     name: str
 
-    def __init__(self, model: ModelDescription, engine: Engine, tokenizer_json: bytes = b"") -> None:
+    def __init__(self, model: ModelDescription, engine: Engine, text: ModelText | None = None) -> None:
         self.engine = engine
-        self.tokenizer_json = tokenizer_json
+        self.text = text or ModelText()
         self._model = model
         self._capabilities = _capabilities(self.name, model, engine)
         self._op_ids = itertools.count(1)

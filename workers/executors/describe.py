@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -10,6 +12,9 @@ from workers.executors.info import DescribedConfig, ModelDescription
 from workers.kv.tensors import LayerKv
 
 PAGE_SIZE = 16
+
+# Where a snapshot of ORG/NAME lies in a cache of the Hugging Face hub; names have no two dashes in a row.
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 
 
 class KvShape(TypedDict):
@@ -28,6 +33,12 @@ def kv_layers(config: DescribedConfig) -> tuple[LayerKv, ...]:
 def kv_shape(config: DescribedConfig, dtype: torch.dtype) -> KvShape:
     """The shape of the pages of a model whose layers are alike."""
     return KvShape(layers=kv_layers(config), page_size=PAGE_SIZE, dtype=dtype)
+
+
+def model_id_of(directory: Path) -> str:
+    """What a model is called: as on the hub if it lies in a cache of that, else as its directory."""
+    found = _SNAPSHOT.fullmatch(directory.as_posix())
+    return found[1].replace("--", "/") if found is not None else directory.name
 
 
 def describe(

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from workers.executors.base import ModelExecutor
-from workers.executors.describe import PAGE_SIZE, describe
+from workers.executors.describe import PAGE_SIZE, describe, model_id_of
 from workers.executors.engine import Engine
 from workers.executors.loading import (
     AUTO,
@@ -26,7 +26,9 @@ from workers.kv.tensors import KvTensors
 from workers.models.backends import check_cuda_device, cuda_head_widths
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
-from workers.models.tokenizer import MAX_BYTES, read_tokenizer
+from workers.models.pickles import check_not_pickled
+from workers.models.text import read_text
+from workers.models.tokenizer import MAX_BYTES
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
@@ -62,7 +64,7 @@ class LlmExecutor(ModelExecutor):
         limits: StepLimits | None = None,
         backend: str = AUTO,
         self_check: bool = True,
-        max_tokenizer_bytes: int = MAX_BYTES,
+        max_text_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
         """Loads the weights and allocates the pool.
@@ -72,7 +74,7 @@ class LlmExecutor(ModelExecutor):
         limits: the largest step; on a GPU it decides what memory is left for the pool.
         backend: "native", "transformers" or "auto"; see `loading`.
         self_check: whether a model that the transformers library runs has to prove itself.
-        max_tokenizer_bytes: a larger tokenizer.json is left out.
+        max_text_bytes: tokenizer.json and the chat template are left out where they take more.
         progress: called with (done_bytes, total_bytes) while weights are read.
 
         Raises ModelError for a directory that cannot be served, KvSizingError for what does not fit.
@@ -86,9 +88,10 @@ class LlmExecutor(ModelExecutor):
         backend = choose_backend(directory, backend)
         if device.type == "cuda" and backend == NATIVE:
             _check_has_kernels(directory)
+        check_not_pickled(directory)
         # Before the weights, which take longer.
         vocab_size = read_vocab_size(directory, backend)
-        tokenizer_json = read_tokenizer(directory, vocab_size, max_tokenizer_bytes)
+        text = read_text(directory, vocab_size, max_text_bytes)
         try:
             loaded = load_served(directory, dtype, device, progress, backend=backend, self_check=self_check)
         except torch.OutOfMemoryError as error:
@@ -100,14 +103,14 @@ class LlmExecutor(ModelExecutor):
         kv, runner = _on_gpu(loaded, kv_pages, limits) if device.type == "cuda" else _on_cpu(loaded, kv_pages)
         model = describe(
             loaded.config,
-            directory.name,
+            model_id_of(directory),
             kv.dtype,
             loaded.num_parameters,
             loaded.weight_bytes,
             loaded.fingerprint,
             loaded.backend,
         )
-        return cls(model, Engine(KvTable(kv.num_pages, kv.page_size), kv, runner), tokenizer_json)
+        return cls(model, Engine(KvTable(kv.num_pages, kv.page_size), kv, runner), text)
 
 
 def _on_cpu(loaded: ServedModel, kv_pages: int | None) -> tuple[KvTensors, Runner]:

@@ -127,9 +127,13 @@ class AsyncClient(_AsyncCaller):
         )
         return AsyncSession(stream, close_timeout_s, self._priority)
 
-    async def model_info(self, *, include_tokenizer: bool = False) -> executor_pb2.GetModelInfoResponse:
-        """Describes the model; with tokenizer.json if asked for."""
-        request = executor_pb2.GetModelInfoRequest(include_tokenizer=include_tokenizer)
+    async def model_info(
+        self, *, include_tokenizer: bool = False, include_chat_template: bool = False
+    ) -> executor_pb2.GetModelInfoResponse:
+        """Describes the model; with tokenizer.json and the chat template if asked for."""
+        request = executor_pb2.GetModelInfoRequest(
+            include_tokenizer=include_tokenizer, include_chat_template=include_chat_template
+        )
         return await self._call(_methods.GET_MODEL_INFO, request)
 
     async def status(self) -> executor_pb2.GetStatusResponse:

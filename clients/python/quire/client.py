@@ -122,9 +122,13 @@ class Client(_Caller):
         )
         return Session(stream, close_timeout_s, self._priority)
 
-    def model_info(self, *, include_tokenizer: bool = False) -> executor_pb2.GetModelInfoResponse:
-        """Describes the model; with tokenizer.json if asked for."""
-        request = executor_pb2.GetModelInfoRequest(include_tokenizer=include_tokenizer)
+    def model_info(
+        self, *, include_tokenizer: bool = False, include_chat_template: bool = False
+    ) -> executor_pb2.GetModelInfoResponse:
+        """Describes the model; with tokenizer.json and the chat template if asked for."""
+        request = executor_pb2.GetModelInfoRequest(
+            include_tokenizer=include_tokenizer, include_chat_template=include_chat_template
+        )
         return self._call(_methods.GET_MODEL_INFO, request)
 
     def status(self) -> executor_pb2.GetStatusResponse:

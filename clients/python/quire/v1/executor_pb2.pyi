@@ -375,18 +375,24 @@ class SessionResult(_message.Message):
     def __init__(self, tag: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., prefill: _Optional[_Union[PrefillResponse, _Mapping]] = ..., decode: _Optional[_Union[DecodeResponse, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyResponse, _Mapping]] = ..., forward: _Optional[_Union[ForwardResponse, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillResponse, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeResponse, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardResponse, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheResponse, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVResponse, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheResponse, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheResponse, _Mapping]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
-    __slots__ = ("include_tokenizer",)
+    __slots__ = ("include_tokenizer", "include_chat_template")
     INCLUDE_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     include_tokenizer: bool
-    def __init__(self, include_tokenizer: _Optional[bool] = ...) -> None: ...
+    include_chat_template: bool
+    def __init__(self, include_tokenizer: _Optional[bool] = ..., include_chat_template: _Optional[bool] = ...) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "tokenizer_json")
+    __slots__ = ("model", "tokenizer_json", "chat_template", "sampling_defaults")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     model: _types_pb2.ModelDescription
     tokenizer_json: bytes
-    def __init__(self, model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ...) -> None: ...
+    chat_template: _types_pb2.ChatTemplate
+    sampling_defaults: _types_pb2.SamplingParams
+    def __init__(self, model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[_Union[_types_pb2.ChatTemplate, _Mapping]] = ..., sampling_defaults: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()

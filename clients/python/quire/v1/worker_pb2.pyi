@@ -233,18 +233,22 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("pid", "model", "tokenizer_json", "executor", "pages_total")
+    __slots__ = ("pid", "model", "tokenizer_json", "executor", "pages_total", "chat_template", "sampling_defaults")
     PID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     pid: int
     model: _types_pb2.ModelDescription
     tokenizer_json: bytes
     executor: _types_pb2.ExecutorCapabilities
     pages_total: int
-    def __init__(self, pid: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pages_total: _Optional[int] = ...) -> None: ...
+    chat_template: _types_pb2.ChatTemplate
+    sampling_defaults: _types_pb2.SamplingParams
+    def __init__(self, pid: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pages_total: _Optional[int] = ..., chat_template: _Optional[_Union[_types_pb2.ChatTemplate, _Mapping]] = ..., sampling_defaults: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class WorkerSnapshot(_message.Message):
     __slots__ = ("pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "pool_intact", "lora_adapters", "step_number", "step_expected_ns")

@@ -1,0 +1,190 @@
+"""Finds the files of a model that is named as on the Hugging Face hub: in the local cache, else on the hub.
+
+What is in the cache and whole is taken as it is: nobody is asked whether there is something newer. Of a model
+on the hub only what it is served from is fetched: settings, tokenizer, templates, and weights as safetensors.
+Never pickles, and never code. Environment variables of the hub's own library count: HF_HOME, HF_HUB_CACHE,
+HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from service.printable import escaped
+
+# Read when the library is first imported: others are told which model is wanted, and nothing of who wants it.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+_CONFIG = "config.json"
+_SMALL = (
+    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# An index needs about 100 bytes a tensor.
+_MAX_INDEX_BYTES = 32 << 20
+_MAX_REASON_CHARACTERS = 300
+_WANTS_TOKEN = (401, 403)
+
+
+class HubError(Exception):
+    """A model cannot be had. The message is one line, which says why and what to do."""
+
+
+def find_model(hub_id: str, revision: str | None, *, download: bool) -> Path:
+    """The directory that holds a model: in the local cache, after a download if it is not there.
+
+    Args:
+        hub_id: ORG/NAME, checked.
+        revision: A commit, branch or tag, checked; None: the main branch.
+        download: Whether it may be downloaded. Progress goes to standard error.
+
+    Raises:
+        HubError: It is not there, and cannot be downloaded or may not be.
+    """
+    from huggingface_hub import constants
+
+    cached = _in_cache(hub_id, revision)
+    missing = _CONFIG if cached is None else _first_missing(cached)
+    if cached is not None and missing is None:
+        return cached
+    if not download or constants.is_offline_mode():
+        why_not = "HF_HUB_OFFLINE is set" if download else "model_download is off"
+        where = f"in the cache {constants.HF_HUB_CACHE}"
+        absent = f"is not {where}" if cached is None else f"is not whole {where}, {missing} is missing"
+        raise HubError(f"{_named(hub_id, revision)} is no directory here and {absent}; {why_not}")
+    try:
+        return _download(hub_id, revision)
+    except Exception as error:
+        # Beside its own errors, the library lets those of its HTTP client through.
+        raise _explained(error, hub_id, revision) from error
+
+
+def _in_cache(hub_id: str, revision: str | None) -> Path | None:
+    """The snapshot in the local cache, which may lack weights; None if there is none, or small files lack."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=list(_SMALL))
+        )
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _first_missing(directory: Path) -> str | None:
+    """The first file that a model needs and the directory lacks. Raises HubError for a bad index."""
+    needed = [_CONFIG]
+    if (directory / _WEIGHTS).is_file() or not (directory / _INDEX).is_file():
+        needed.append(_WEIGHTS)
+    else:
+        needed += _shards(directory / _INDEX)
+    return next((name for name in needed if not (directory / name).is_file()), None)
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names. Raises HubError."""
+    try:
+        with index.open("rb") as file:
+            names = set(json.loads(file.read(_MAX_INDEX_BYTES))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise HubError(f"{index}: is no index of weights") from None
+    for name in names:
+        # It lies beside the index, and is what it should be: an index may say anything.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise HubError(f"{index}: must name safetensors beside it, got {escaped(repr(name))[:100]}")
+    return sorted(names)
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    """Fetches what the cache lacks of a model. Raises HubError, and whatever the library does."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    _check_can_be_served(hub_id, sizes)
+    # By the revision's name, so that the cache knows it by that; the rest is of the same commit.
+    directory = Path(hf_hub_download(hub_id, _CONFIG, revision=revision)).parent
+    index = () if _WEIGHTS in sizes else (_INDEX,)
+    for name in (*_SMALL[1:], *index):
+        if name in sizes:
+            hf_hub_download(hub_id, name, revision=directory.name)
+    weights = _shards(directory / _INDEX) if index else [_WEIGHTS]
+    total_bytes = sum(sizes.get(name, 0) for name in weights)
+    _tell(f"downloading {_named(hub_id, revision)} from {_host()}: {total_bytes / 1e6:,.0f} MB")
+    for name in weights:
+        hf_hub_download(hub_id, name, revision=directory.name, tqdm_class=_progress())
+    return directory
+
+
+def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
+    """Raises HubError for files that are no model which can be served, before any of them is fetched."""
+    if _CONFIG not in sizes:
+        raise HubError(f"{hub_id} cannot be served: it has no {_CONFIG}")
+    if _WEIGHTS in sizes or _INDEX in sizes:
+        return
+    if any(name.endswith(_PICKLES) for name in sizes):
+        raise HubError(
+            f"{hub_id} cannot be served: its weights are pickles only, which run code when they are loaded;"
+            " look for a --model-revision with safetensors, such as refs/pr/N, or for another model"
+        )
+    raise HubError(f"{hub_id} cannot be served: it has neither {_WEIGHTS} nor {_INDEX}")
+
+
+def _explained(error: Exception, hub_id: str, revision: str | None) -> HubError:
+    """What a failed download means for whoever asked for it."""
+    from huggingface_hub import errors
+
+    named, host = _named(hub_id, revision), _host()
+    match error:
+        case HubError():
+            return error
+        case errors.GatedRepoError():
+            said = f"is gated: accept its terms on {host}, and set HF_TOKEN to a token of yours"
+        case errors.RepositoryNotFoundError():
+            said = (
+                f"is no directory here, and not on {host}; or it is private: then set HF_TOKEN to a token"
+                " that may read it"
+            )
+        case errors.RevisionNotFoundError():
+            said = f"is not on {host}: the model has no such revision"
+        case errors.HfHubHTTPError():
+            said = f"cannot be downloaded: {host} answered {error.response.status_code}"
+            if error.response.status_code in _WANTS_TOKEN:
+                said += ", so HF_TOKEN must be a token that may read it"
+        case OSError(strerror=str(why)):  # no room on the disk, say
+            said = f"cannot be downloaded: {error.filename or ''} {why}"
+        case _:
+            why = escaped(str(error).partition("\n")[0])[:_MAX_REASON_CHARACTERS] or type(error).__name__
+            said = f"is not whole in the cache, and cannot be downloaded from {host}: {why}"
+    return HubError(f"{named} {said}")
+
+
+def _named(hub_id: str, revision: str | None) -> str:
+    return hub_id if revision is None else f"{hub_id} at {revision}"
+
+
+def _host() -> str:
+    from huggingface_hub import constants
+
+    return escaped(urlsplit(constants.ENDPOINT).netloc or constants.ENDPOINT)
+
+
+def _progress() -> Any:
+    """How the library shows a file's progress: its own bars on a terminal, elsewhere lines."""
+    if sys.stderr.isatty():
+        return None
+    from service.cli.progress_lines import ProgressLines
+
+    return ProgressLines
+
+
+def _tell(text: str) -> None:
+    print(f"quire: {text}", file=sys.stderr, flush=True)

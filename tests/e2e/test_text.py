@@ -1,0 +1,134 @@
+"""A model of the hub, by its id through the real gateway to people: what it hands out, and a chat with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+from quire import Client
+from quire.v1 import executor_pb2, types_pb2
+from transformers import PreTrainedTokenizerFast
+
+from service.cli.main import main
+from tests.chat_templates import QWEN, byte_tokenizer
+from tests.gateway_process import GatewayProcess
+from tests.hub_server import COMMIT, Hub, serving
+from tests.model_factory import TinyModel, hf_greedy, make_model
+
+MODEL = "org/tiny-model"
+QUESTION = "What is 2 < 3?"
+DRAWS = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.75}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=byte_tokenizer(), eos_token="<|im_end|>", chat_template=QWEN
+    )
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    return made
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """The model in a cache of the hub, whose files are links to blobs."""
+    cache = tmp_path_factory.mktemp("cache") / "models--org--tiny-model"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(COMMIT)
+    blobs, snapshot = cache / "blobs", cache / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    make_model(blobs, TinyModel(vocab_size=300, max_shard_bytes=100_000))
+    tokenizer.save_pretrained(blobs)
+    settings = {"eos_token_id": [tokenizer.eos_token_id], **DRAWS}
+    (blobs / "generation_config.json").write_text(json.dumps(settings))
+    for number, file in enumerate(sorted(blobs.iterdir())):
+        blob = file.rename(blobs / f"{number:064x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+    return snapshot
+
+
+@pytest.fixture(scope="module")
+def gateway(snapshot: Path) -> Iterator[GatewayProcess]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_HUB_CACHE", str(snapshot.parents[2]))
+        environment.setenv("HF_HUB_OFFLINE", "1")
+        gateway = GatewayProcess(model=MODEL, flags=["--dtype", "float32", "--kv-pages", "64"])
+    with gateway:
+        yield gateway
+
+
+def test_it_is_called_as_on_the_hub_and_hands_out_what_callers_need(
+    gateway: GatewayProcess, snapshot: Path
+) -> None:
+    with Client(gateway.address) as client:
+        info = client.model_info(include_tokenizer=True, include_chat_template=True)
+        assert client.model_info() == executor_pb2.GetModelInfoResponse(
+            model=info.model, sampling_defaults=info.sampling_defaults
+        )
+    assert info.model.model_id == MODEL
+    assert info.tokenizer_json == (snapshot / "tokenizer.json").read_bytes()
+    assert dict(info.chat_template.sources) == {"default": QWEN}
+    assert dict(info.chat_template.special_tokens) == {"eos_token": "<|im_end|>"}
+    assert info.sampling_defaults == types_pb2.SamplingParams(temperature=0.5, top_k=20, top_p=0.75)
+
+
+def test_a_download_is_served(
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    hub = Hub(MODEL, {file.name: file.read_bytes() for file in snapshot.iterdir()})
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with serving(hub) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        with (
+            GatewayProcess(model=MODEL, flags=["--kv-pages", "16"]) as gateway,
+            Client(gateway.address) as client,
+        ):
+            assert client.model_info().model.model_id == MODEL
+            assert f"quire: downloading {MODEL} from " in gateway.log()
+    assert set(hub.fetched) == set(hub.files)
+
+
+def test_the_defaults_are_not_applied_by_the_server(gateway: GatewayProcess, snapshot: Path) -> None:
+    prompt = [1, 2, 3]
+    with Client(gateway.address) as client, client.prefill(prompt) as cache:
+        assert [cache.output.token_id] == hf_greedy(snapshot, prompt, 1)
+
+
+@pytest.mark.parametrize("system", [None, "Be kind \u20ac."])
+def test_a_chat_is_the_one_of_transformers(
+    gateway: GatewayProcess,
+    snapshot: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    capsys: pytest.CaptureFixture[str],
+    system: str | None,
+) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    flags = ["--temperature", "0", "--max-tokens", "16", "--logprobs"]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+        flags += ["--system", system]
+    prompt = cast(
+        list[int], tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    )
+    expected = hf_greedy(snapshot, prompt, 16)
+    if tokenizer.eos_token_id in expected:
+        del expected[expected.index(tokenizer.eos_token_id) :]
+    assert main(["generate", "--target", gateway.address, QUESTION, *flags]) == 0
+    shown = [int(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert shown == expected and len(shown) > 4
+
+
+def test_what_is_recommended_can_be_asked_for(
+    gateway: GatewayProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two draws with one seed are the same, and another than the greedy one."""
+    command = ["generate", "--target", gateway.address, QUESTION, "--max-tokens", "16", "--logprobs"]
+    drawn = []
+    for flags in (["--seed", "1"], ["--seed", "1"], ["--temperature", "0"]):
+        assert main([*command, *flags]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1] != drawn[2]
+    gateway.assert_pools_are_whole()

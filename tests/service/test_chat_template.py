@@ -1,0 +1,198 @@
+"""Chat templates say what they say in transformers, and a hostile one only that it is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import types_pb2
+from transformers import PreTrainedTokenizerFast
+
+from service.cli import chat_template
+from service.cli.chat_template import TemplateError, render_chat
+from service.cli.template_process import render
+from tests.chat_templates import TEMPLATES, byte_tokenizer
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+ORACLE = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **SPECIAL)  # type: ignore[no-untyped-call]
+PLENTY = 1 << 20
+
+CONTENTS = st.text(max_size=30) | st.sampled_from(
+    [
+        "  <b>&'\"  ",
+        "<think>\nso\n</think>\n\nyes",
+        "{{ bos_token }}{% raw %}",
+        "\n\n",
+        "\u00e9\u20ac\U0001f600",
+    ]
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, str]]:
+    """A system message or none, then users and assistants in turns or not."""
+    roles = ["system"] if draw(st.booleans()) else []
+    if draw(st.booleans()):
+        roles += ["user", "assistant"] * draw(st.integers(0, 3)) + ["user"]
+    else:
+        any_role = st.sampled_from(["user", "assistant", "tool", "system"])
+        roles += draw(st.lists(any_role, min_size=1, max_size=8))
+    return [{"role": role, "content": draw(CONTENTS)} for role in roles]
+
+
+def expected(source: str, messages: list[dict[str, str]]) -> str:
+    text = ORACLE.apply_chat_template(
+        messages, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def told(write: Callable[[], str]) -> tuple[bool, str]:
+    """Whether it succeeds, and the text or why not."""
+    try:
+        return True, write()
+    except jinja2.TemplateError as error:
+        return False, str(error)
+
+
+def names(messages: list[dict[str, str]]) -> dict[str, Any]:
+    return {**SPECIAL, "messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(messages=conversations())
+def test_a_template_says_what_it_says_in_transformers(name: str, messages: list[dict[str, str]]) -> None:
+    source = TEMPLATES[name]
+    assert told(lambda: render(source, names(messages), PLENTY)) == told(lambda: expected(source, messages))
+
+
+def template(source: str) -> types_pb2.ChatTemplate:
+    return types_pb2.ChatTemplate(sources={"default": source}, special_tokens=SPECIAL)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_it_does_so_in_its_process(name: str) -> None:
+    messages = [{"role": "system", "content": "Be \u20ac."}, {"role": "user", "content": "<b>\n{{ x }}"}]
+    assert render_chat(template(TEMPLATES[name]), messages) == expected(TEMPLATES[name], messages)
+
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('no \x1b[31m such role') }}", r"failed: no \\x1b\[31m such role"),
+        ("{{ messages[0]['content'].foo.bar }}", "failed: .*has no attribute 'foo'"),
+        ("{% for x in %}", "failed: line 1: Expected"),
+        ("\n{% frobnicate %}", "failed: line 2: Encountered unknown tag 'frobnicate'"),
+        ("{% include 'x' %}", "failed: no loader for this environment"),
+        ("{{ 1 // 0 }}", "failed: "),
+    ],
+)
+def test_a_template_that_fails_is_told_in_a_line(source: str, said: str) -> None:
+    with pytest.raises(TemplateError, match=said) as caught:
+        render_chat(template(source), USER)
+    assert str(caught.value).isprintable()
+
+
+# None of them may get at Python, at what is around it, or change what it was given.
+REACHING = [
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''['__class__'] }}{{ ''['__class__'].__mro__ }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ messages|attr('__class__')|attr('__mro__') }}",
+    "{{ self.__init__.__globals__['os'].environ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__func__.__globals__['sys'].modules }}",
+    "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{% set ns = namespace(__class__=1) %}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='x') }}",
+]
+
+
+@pytest.mark.parametrize("source", REACHING)
+def test_a_template_reaches_nothing_but_its_names(source: str) -> None:
+    try:
+        text = render_chat(template(source), USER)
+    except TemplateError as error:
+        text = str(error)
+    # What a template may not see is nothing to it, or ends it.
+    assert text == "" or re.search("unsafe|undefined|no attribute|underscore", text)
+
+
+def test_the_process_has_none_of_the_callers_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_TOKEN", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert "secret" not in chat_template._environment().values()
+    assert set(chat_template._environment()) - set(os.environ) <= {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
+
+
+def test_the_process_runs_nothing_of_the_directory_it_is_started_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("json", "jinja2", "service"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
+    assert render_chat(template("{{ messages[0].content }}"), USER) == "hi"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% for i in range(99) %}{{ m(n - 1) if n }}{% endfor %}{% endmacro %}{{ m(90) }}",
+        "{{ (9 ** (9 ** 9)) is even }}",
+        "{% for a in range(99999) %}{% set x = ((messages | string) * 999) | sort %}{% endfor %}",
+    ],
+)
+def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 1)
+    with pytest.raises(TemplateError, match="computed for more than 1 s"):
+        render_chat(template(source), USER)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "wrote more than 1000000 characters"),
+        ("{{ 'a' * 1000001 }}", "wrote more than 1000000 characters"),
+        ("{{ 'a' * 10 ** 12 }}", "needs too much memory"),
+        ("{{ '%1000000000000d' % 1 }}", "failed: "),
+        ("{{ 'a' | center(10 ** 12) }}", "needs too much memory"),
+        ("{% set a = ['a' * 10 ** 8] * 99 %}{% set b = a | join %}", "needs too much memory"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "failed|ended its process"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_refused(
+    monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1_000_000)
+    with pytest.raises(TemplateError, match=said) as caught:
+        render_chat(template(source), USER)
+    assert len(str(caught.value)) < 400
+
+
+def test_what_just_fits_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1_000_000)
+    assert render_chat(template("{{ '\u20ac' * 1000000 }}"), USER) == "\u20ac" * 1_000_000
+
+
+def test_templates_for_other_uses_are_named() -> None:
+    others = types_pb2.ChatTemplate(sources={"tool_use": "x", "rag\n": "y"})
+    with pytest.raises(TemplateError, match=r"named rag\\x0a, tool_use, and none for plain chat"):
+        render_chat(others, USER)

@@ -1,0 +1,253 @@
+"""Models of the hub: found in a local cache, downloaded whole and nothing else, or told in a line why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import COMMIT, Hub, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "org/model"
+# Where nothing listens: who asks all the same is told in an instant.
+NOBODY = "http://127.0.0.1:1"
+
+SMALL = {
+    "config.json": b'{"model_type": "qwen3"}',
+    "generation_config.json": b'{"do_sample": true}',
+    "tokenizer.json": b'{"version": "1.0"}',
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+}
+WEIGHTS = {"model.safetensors": bytes(range(256)) * 400}
+SHARDS = {
+    "model.safetensors.index.json": b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}',
+    "one.safetensors": b"1" * 1000,
+    "two.safetensors": b"2" * 1000,
+}
+# What lies beside a model on the hub, and is not fetched.
+OTHERS = {
+    "README.md": b"#",
+    "pytorch_model.bin": b"pickle",
+    "modeling_custom.py": b"import os",
+    "consolidated.safetensors": b"twice",
+    "onnx/model.safetensors": b"other",
+    "original/config.json": b"{}",
+}
+
+Find = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def find(tmp_path: Path) -> Find:
+    """Looks for the model in a process of its own, since the hub's library reads its environment once.
+
+    Returns where it is, or an empty string; and what was printed.
+    """
+    script = """
+import json, sys
+from service.cli.hub import HubError, find_model
+revision, download = json.loads(sys.argv[1])
+try:
+    print(find_model("org/model", revision, download=download))
+except HubError as error:
+    print(f"quire: {error}", file=sys.stderr)
+"""
+
+    home = str(tmp_path / "home")
+
+    def run(*, revision: str | None = None, download: bool = True, **environment: str) -> tuple[str, str]:
+        path = f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}"
+        # Not those of whoever runs the tests.
+        base = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        done = subprocess.run(
+            [sys.executable, "-c", script, json.dumps([revision, download])],
+            env=base | {"PYTHONPATH": path, "HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert "Traceback" not in done.stderr
+        return done.stdout.strip(), done.stderr
+
+    return run
+
+
+def make_cache(cache: Path, files: dict[str, bytes], commit: str = COMMIT, ref: str = "main") -> Path:
+    """A cache of the hub with one snapshot, as its library lays it out, of links. Returns the snapshot."""
+    model = cache / "models--org--model"
+    snapshot = model / "snapshots" / commit
+    (model / "blobs").mkdir(parents=True, exist_ok=True)
+    snapshot.mkdir(parents=True)
+    for number, (name, content) in enumerate(files.items()):
+        (model / "blobs" / f"{commit}{number}").write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/{commit}{number}")
+    (model / "refs").mkdir(exist_ok=True)
+    (model / "refs" / ref).write_text(commit)
+    return snapshot
+
+
+# Without a network.
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, SHARDS])
+def test_what_is_in_the_cache_is_found_without_asking_anybody(
+    tmp_path: Path, find: Find, weights: dict[str, bytes]
+) -> None:
+    snapshot = make_cache(tmp_path / "home" / "hub", SMALL | weights)
+    with serving(Hub(MODEL, {})) as endpoint:
+        assert find(HF_ENDPOINT=endpoint) == (str(snapshot), "")
+    assert find(HF_HUB_OFFLINE="1") == (str(snapshot), "")
+    assert find(download=False) == (str(snapshot), "")
+    assert find(revision=COMMIT) == (str(snapshot), "")
+
+
+def test_the_cache_may_be_elsewhere_and_have_revisions(tmp_path: Path, find: Find) -> None:
+    make_cache(tmp_path / "cache", SMALL | WEIGHTS)
+    other = make_cache(tmp_path / "cache", SMALL | WEIGHTS, commit="b" * 40, ref="v2")
+    assert find(revision="v2", HF_HUB_CACHE=str(tmp_path / "cache"))[0] == str(other)
+    assert find(revision="b" * 40, HF_HUB_CACHE=str(tmp_path / "cache"))[0] == str(other)
+
+
+@pytest.mark.parametrize(
+    ("download", "environment", "why"),
+    [(True, {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"), (False, {}, "model_download is off")],
+)
+def test_what_is_not_there_and_may_not_be_fetched_is_told(
+    tmp_path: Path, find: Find, download: bool, environment: dict[str, str], why: str
+) -> None:
+    cache = tmp_path / "home" / "hub"
+    found, said = find(download=download, **environment)
+    assert (found, said) == (
+        "",
+        f"quire: {MODEL} is no directory here and is not in the cache {cache}; {why}\n",
+    )
+    snapshot = make_cache(cache, SMALL | SHARDS)
+    (snapshot / "two.safetensors").unlink()
+    found, said = find(download=download, **environment)
+    assert found == "" and f"is not whole in the cache {cache}, two.safetensors is missing; {why}" in said
+    (snapshot / "one.safetensors").resolve().unlink()
+    assert "one.safetensors is missing" in find(download=download, **environment)[1], "a link to nothing"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [b"[]", b"{", b'{"weight_map": {"a": "../x.safetensors"}}', b'{"weight_map": {"a": "pytorch_model.bin"}}',
+     b'{"weight_map": {"a": 1}}', b'{"weight_map": {"a": ["x"]}}', b"[" * 100_000],
+)  # fmt: skip
+def test_an_index_that_is_none_is_refused(tmp_path: Path, find: Find, index: bytes) -> None:
+    make_cache(tmp_path / "home" / "hub", SMALL | {"model.safetensors.index.json": index})
+    found, said = find()
+    assert found == "" and "model.safetensors.index.json: " in said and said.count("\n") == 1
+
+
+def test_nobody_there(find: Find) -> None:
+    found, said = find()
+    assert found == ""
+    assert said.startswith(
+        f"quire: {MODEL} is not whole in the cache, and cannot be downloaded from 127.0.0.1:1"
+    )
+
+
+# Over the network.
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, SHARDS])
+def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, bytes]) -> None:
+    hub = Hub(MODEL, SMALL | weights | OTHERS)
+    with serving(hub) as endpoint:
+        found, said = find(HF_ENDPOINT=endpoint)
+        files = {path.name: path.read_bytes() for path in Path(found).iterdir()}
+        assert files == SMALL | weights
+        assert sorted(hub.fetched) == sorted(SMALL | weights), "each once"
+        assert f"quire: downloading {MODEL} from 127.0.0.1:" in said
+        told = [line for line in said.splitlines() if line.endswith(": 100%")]
+        assert told == [f"quire: {name}: 100%" for name in weights if name.endswith(".safetensors")]
+        assert Path(found).name == COMMIT
+    # It is in the cache now, under the names by which it was asked for.
+    assert find() == (found, "")
+    assert find(revision=COMMIT, HF_HUB_OFFLINE="1") == (found, "")
+
+
+def test_a_partial_copy_is_completed(tmp_path: Path, find: Find) -> None:
+    make_cache(tmp_path / "home" / "hub", {"config.json": SMALL["config.json"]})
+    hub = Hub(MODEL, SMALL | WEIGHTS)
+    with serving(hub) as endpoint:
+        found, _ = find(HF_ENDPOINT=endpoint)
+    assert {path.name for path in Path(found).iterdir()} == set(SMALL | WEIGHTS)
+    assert "config.json" not in hub.fetched
+
+
+def test_a_broken_transfer_is_resumed(find: Find) -> None:
+    hub = Hub(MODEL, SMALL | WEIGHTS, breaks=2, break_after=40_000)
+    with serving(hub) as endpoint:
+        found, _ = find(HF_ENDPOINT=endpoint)
+    assert (Path(found) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
+    assert hub.fetched.count("model.safetensors") == 3
+
+
+def test_a_transfer_that_always_breaks_leaves_nothing_half(find: Find) -> None:
+    hub = Hub(MODEL, SMALL | WEIGHTS, breaks=1000, break_after=0)
+    with serving(hub) as endpoint:
+        found, said = find(HF_ENDPOINT=endpoint)
+        assert found == "" and "cannot be downloaded from 127.0.0.1" in said.splitlines()[-1]
+        assert find(HF_HUB_OFFLINE="1")[0] == "", "what is there is not taken for whole"
+        hub.breaks = 0
+        found, _ = find(HF_ENDPOINT=endpoint)
+    assert (Path(found) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        ((404, "RepoNotFound"), "is no directory here, and not on 127.0.0.1:"),
+        ((401, "RepoNotFound"), "is no directory here, and not on 127.0.0.1:"),
+        ((401, ""), "answered 401, so HF_TOKEN must be a token that may read it"),
+        ((403, "GatedRepo"), "is gated: accept its terms on 127.0.0.1:"),
+        ((404, "RevisionNotFound"), "the model has no such revision"),
+        ((410, ""), "answered 410"),
+    ],
+)
+def test_a_refusal_is_told_in_a_line(find: Find, refusal: tuple[int, str], said: str) -> None:
+    with serving(Hub(MODEL, SMALL | WEIGHTS, refusal=refusal)) as endpoint:
+        found, lines = find(HF_ENDPOINT=endpoint)
+    assert found == "" and lines.startswith(f"quire: {MODEL}") and lines.count("\n") == 1
+    assert said in lines
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (SMALL | {"pytorch_model.bin": b"p"}, "its weights are pickles only, which run code"),
+        (SMALL | {"consolidated.00.pth": b"p"}, "its weights are pickles only, which run code"),
+        (SMALL | {"model.gguf": b"g"}, "it has neither model.safetensors nor model.safetensors.index.json"),
+        (WEIGHTS, "it has no config.json"),
+    ],
+)
+def test_what_cannot_be_served_is_not_fetched(find: Find, files: dict[str, bytes], said: str) -> None:
+    hub = Hub(MODEL, files)
+    with serving(hub) as endpoint:
+        found, lines = find(HF_ENDPOINT=endpoint)
+    assert found == "" and said in lines and lines.count("\n") == 1
+    assert hub.fetched == []
+
+
+def test_a_revision_that_is_not_there(find: Find) -> None:
+    with serving(Hub(MODEL, SMALL | WEIGHTS)) as endpoint:
+        found, said = find(revision="v9", HF_ENDPOINT=endpoint)
+    assert found == "" and f"{MODEL} at v9 is not on" in said
+
+
+def test_a_token_is_shown_to_the_hub_and_to_nobody_else(find: Find) -> None:
+    hub = Hub(MODEL, SMALL | WEIGHTS)
+    with serving(hub) as endpoint:
+        _, said = find(HF_ENDPOINT=endpoint, HF_TOKEN="hf_secret")
+    assert hub.authorizations == {"Bearer hf_secret"}
+    assert all(MODEL in request for request in hub.requests), "nothing but the model is asked for"
+    assert "secret" not in said

@@ -1,0 +1,152 @@
+"""What a directory has for callers who work with text: templates, special tokens, and how to draw."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import types_pb2
+from transformers import PreTrainedTokenizerFast
+
+from service.api.validation import RequestLimits, check_output
+from tests.chat_templates import TEMPLATES, byte_tokenizer
+from workers.executors.describe import model_id_of
+from workers.models.chat_template import MAX_BYTES, ChatTemplate, read_chat_template
+from workers.models.errors import ModelError
+from workers.models.generation_defaults import SamplingDefaults, read_sampling_defaults
+from workers.models.text import read_text
+
+PLENTY = 1 << 40
+
+
+def write(directory: Path, **files: Any) -> Path:
+    """Files by their names without suffixes, of JSON but for texts."""
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / f"{name}{'.jinja' if isinstance(content, str) else '.json'}").write_text(text)
+    return directory
+
+
+# Templates.
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_is_found_where_transformers_writes_it(tmp_path: Path, name: str) -> None:
+    source = TEMPLATES[name]
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>", chat_template=source
+    )
+    tokenizer.save_pretrained(tmp_path / "file")
+    tokenizer.save_pretrained(tmp_path / "setting", save_jinja_files=False)
+    assert (tmp_path / "file" / "chat_template.jinja").exists()
+    assert not (tmp_path / "setting" / "chat_template.jinja").exists()
+    expected = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
+    for directory in ("file", "setting"):
+        assert read_chat_template(tmp_path / directory, PLENTY) == expected
+
+
+def test_several_templates_have_names(tmp_path: Path) -> None:
+    listed = [{"name": name, "template": name.upper()} for name in ("default", "tool_use")]
+    token = {"content": "<s>", "lstrip": False, "__type": "AddedToken"}
+    write(tmp_path, tokenizer_config={"chat_template": listed, "bos_token": token, "eos_token": None})
+    expected = ChatTemplate({"default": "DEFAULT", "tool_use": "TOOL_USE"}, {"bos_token": "<s>"})
+    assert read_chat_template(tmp_path, PLENTY) == expected
+
+
+def test_the_file_wins_over_the_setting(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": "setting"}, chat_template="file")
+    template = read_chat_template(tmp_path, PLENTY)
+    assert template is not None and template.sources == {"default": "file"}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"chat_template": None}, {"chat_template": ""}, {"bos_token": "<s>"}]
+)
+def test_no_template(tmp_path: Path, settings: dict[str, Any]) -> None:
+    assert read_chat_template(tmp_path, PLENTY) is None
+    assert read_chat_template(write(tmp_path, tokenizer_config=settings), PLENTY) is None
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_template_too_large_to_be_handed_out_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], in_file: bool
+) -> None:
+    long = "x" * (MAX_BYTES + 1)
+    write(tmp_path, **({"chat_template": long} if in_file else {"tokenizer_config": {"chat_template": long}}))
+    assert read_chat_template(tmp_path, PLENTY) is None
+    assert "the chat template is too large to be handed out" in capsys.readouterr().out
+
+
+def test_template_and_tokenizer_share_the_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, chat_template="t" * 400, tokenizer={"model": {"vocab": {"v" * 400: 0}}})
+    tokenizer_bytes = (tmp_path / "tokenizer.json").stat().st_size
+    whole = read_text(tmp_path, 1, 407 + tokenizer_bytes)
+    assert whole.chat_template is not None and len(whole.tokenizer_json) == tokenizer_bytes
+    assert capsys.readouterr().out == ""
+    cut = read_text(tmp_path, 1, 406 + tokenizer_bytes)
+    assert cut.chat_template is not None and cut.tokenizer_json == b""
+    assert read_text(tmp_path, 1, 300).chat_template is None
+    assert "too large" in capsys.readouterr().out
+
+
+# How the model's makers draw.
+
+
+def test_sampling_defaults(tmp_path: Path) -> None:
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults()
+    drawn = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0}
+    others = {"repetition_penalty": 1.05, "eos_token_id": [1, 2], "max_length": 20}
+    write(tmp_path, generation_config=drawn | others)
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults(0.6, 20, 0.95, 0.0, 1.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9}, SamplingDefaults()),
+        ({"do_sample": False, "top_k": 5, "repetition_penalty": 2}, SamplingDefaults(repetition_penalty=2.0)),
+        ({"do_sample": True}, SamplingDefaults(temperature=1.0)),
+        ({"do_sample": True, "temperature": None, "top_k": 64}, SamplingDefaults(temperature=1.0, top_k=64)),
+        ({"do_sample": True, "temperature": 0}, SamplingDefaults(temperature=0.0)),
+    ],
+)
+def test_a_draw_is_as_in_transformers(
+    tmp_path: Path, settings: dict[str, Any], expected: SamplingDefaults
+) -> None:
+    assert read_sampling_defaults(write(tmp_path, generation_config=settings)) == expected
+
+
+_JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers())
+_NAMES = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(_NAMES, _JSON)))
+def test_what_is_told_can_be_asked_for(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]
+) -> None:
+    directory = write(tmp_path_factory.mktemp("model"), generation_config=settings)
+    defaults, error = SamplingDefaults(), ""
+    try:
+        defaults = read_sampling_defaults(directory)
+    except ModelError as refusal:
+        error = str(refusal)
+    told = {name: value for name in _NAMES[1:] if (value := getattr(defaults, name)) is not None}
+    sampling = types_pb2.SamplingParams(**told)
+    check_output(types_pb2.OutputOptions(sampling=sampling), RequestLimits(1 << 10, 1 << 20), 1)
+    refused = rf"({'|'.join(_NAMES)}): must be|is not sound JSON: (NaN|-?Infinity)"
+    assert not error or re.search(rf"/generation_config\.json: ({refused})", error)
+
+
+# Names.
+
+
+def test_a_model_in_a_cache_of_the_hub_is_called_by_its_id() -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert model_id_of(Path(f"/c/hub/models--Qwen--Qwen3-0.6B/snapshots/{commit}")) == "Qwen/Qwen3-0.6B"
+    assert model_id_of(Path(f"/c/hub/models--gpt2/snapshots/{commit}")) == "gpt2"
+    assert model_id_of(Path("/models/qwen3")) == "qwen3"
