@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from quire.v1 import executor_pb2
 
@@ -16,6 +17,19 @@ _PATIENCE_S = 60
 
 class GatewayProcess(gateway_process.GatewayProcess):
     """A `quire serve` on a free port, and what tests ask of its pools."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        workers: int = 1,
+        flags: Sequence[str] = (),
+        root: Path = ROOT,
+        self_check: bool = False,
+    ) -> None:
+        """Without `self_check` workers start seconds earlier; that has tests of its own."""
+        flags = [*flags] if self_check else [*flags, "--no-self-check"]
+        super().__init__(model=model, workers=workers, flags=flags, root=root)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Polls. Fails after a minute, with the log."""

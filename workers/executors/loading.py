@@ -10,18 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import torch
 
 from workers.executors.describe import kv_layers
 from workers.executors.info import DescribedConfig
 from workers.kv.tensors import LayerKv
-from workers.models.files import parse_object, read_whole
+from workers.models.config import ModelConfig
+from workers.models.errors import UnsupportedError
 from workers.models.model import Model
-from workers.models.registry import FAMILIES
-from workers.models.weights import load_model
+from workers.models.weights import chosen_dtype, load_model
+
+_log = structlog.get_logger(__name__)
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
-_MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +49,24 @@ class ServedModel:
 
 
 def choose_backend(directory: Path, asked: str) -> str:
-    """The backend that runs a directory: with "auto" native code where there is some for its family.
+    """The backend that runs a directory: with "auto" native code, where there is some for all it asks for.
 
     Raises:
-        ModelError: There is no config.json that can be read.
+        ModelError: There is no config.json that can be read, or a setting of it makes no sense.
     """
     if asked != AUTO:
         return asked
-    file = directory / "config.json"
-    family = parse_object(read_whole(file, _MAX_CONFIG_BYTES), file).get("model_type")
-    # What names no family is refused by name, with the families that are known.
-    return NATIVE if not isinstance(family, str) or family in FAMILIES else TRANSFORMERS
+    try:
+        ModelConfig.from_directory(directory)
+    except UnsupportedError as error:
+        _log.info("the transformers backend runs this model, native code cannot", why=str(error))
+        return TRANSFORMERS
+    return NATIVE
 
 
 def read_vocab_size(directory: Path, backend: str) -> int:
     """The size of the vocabulary, from the config alone. Raises ModelError."""
     if backend == NATIVE:
-        from workers.models.config import ModelConfig  # noqa: PLC0415 - as below
-
         return ModelConfig.from_directory(directory).vocab_size
     # The library takes seconds to import, for nothing where native code runs.
     from workers.models.library.settings import read_settings  # noqa: PLC0415
@@ -87,6 +89,8 @@ def load_served(
     """
     if backend == TRANSFORMERS:
         return _load_library(directory, dtype, device, progress, self_check=self_check)
+    if self_check:
+        _prove_native(directory, dtype, device)
     loaded = load_model(directory, dtype, device, progress, pack=True)
     return ServedModel(
         model=loaded.decoder,
@@ -100,6 +104,21 @@ def load_served(
         weight_bytes=loaded.weight_bytes,
         graphable=True,
     )
+
+
+def _prove_native(directory: Path, dtype: str, device: torch.device) -> None:
+    """Raises ModelError if native code computes something else for this config than the library."""
+    try:
+        # The library takes seconds to import.
+        from workers.models.native_proof import prove_native  # noqa: PLC0415
+    except ImportError:
+        _log.warning("the model is not checked: the transformers library is not installed")
+        return
+    error = prove_native(
+        directory, ModelConfig.from_directory(directory), chosen_dtype(directory, dtype), device
+    )
+    if error is not None:
+        _log.info("native code agrees with the transformers library", relative_error=f"{error:.1e}")
 
 
 def _load_library(

@@ -21,7 +21,7 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.files import is_there, parse_object, read_whole
 from workers.models.layer_settings import ExpertsConfig, read_experts, read_layer_types, sparse_layers
 from workers.models.registry import WRAPPERS, Family, family_of, rotated_layers
-from workers.models.rope_settings import read_ropes, rotary_dim
+from workers.models.rope_settings import longest_text, read_ropes, rotary_dim
 from workers.models.values import boolean, integer, number, optional_number, token_ids
 
 CONFIG_FILE = "config.json"
@@ -184,7 +184,7 @@ class ModelConfig:
             num_key_value_heads=integer(settings, "num_key_value_heads", heads),
             head_dim=head_dim,
             rotary_dim=rotary_dim(settings, family, head_dim),
-            max_position_embeddings=integer(settings, "max_position_embeddings"),
+            max_position_embeddings=longest_text(settings),
             rms_norm_eps=number(settings, "rms_norm_eps", 1e-6),
             tie_word_embeddings=boolean(settings, "tie_word_embeddings", default=False),
             layers=layers,
@@ -273,7 +273,7 @@ def _read(file: Path, read: Callable[[dict[str, object]], T]) -> T:
     try:
         return read(settings)
     except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None
+        raise type(error)(f"{file}: {error}") from None
     except RecursionError:  # from quoting a value that is nested as deeply as can just be parsed
         raise ModelError(f"{file}: is nested too deeply") from None
 

@@ -32,6 +32,14 @@ class Target:
     shape: tuple[int, ...]
     offset: float = 0.0
 
+    def fill(self, part: torch.Tensor, first: int | None = None) -> torch.Tensor:
+        """Write a checkpoint's tensor, or its rows from the `first` on; returns what was written to."""
+        filled = self.tensor if first is None else self.tensor[first : first + part.shape[0]]
+        filled.copy_(part)
+        if self.offset:
+            filled.add_(self.offset)
+        return filled
+
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Target:
         """One that the checkpoint has in the same shape."""

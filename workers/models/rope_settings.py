@@ -59,6 +59,23 @@ def rotary_dim(settings: Mapping[str, object], family: Family, head_dim: int) ->
     return turned
 
 
+def longest_text(settings: Mapping[str, object]) -> int:
+    """The longest text that can be served, in tokens. Raises ModelError.
+
+    With longrope the library turns all of a text otherwise when it grows beyond the original length; keys
+    that lie in pages are turned already, so it ends there.
+    """
+    longest = integer(settings, "max_position_embeddings")
+    parameters = settings.get("rope_scaling") or settings.get("rope_parameters")
+    if not isinstance(parameters, Mapping) or parameters.get("rope_type", parameters.get("type")) not in (
+        "longrope",
+        *_OLD_TYPES,
+    ):
+        return longest
+    original = integer(settings, "original_max_position_embeddings", longest)
+    return min(longest, integer(parameters, "original_max_position_embeddings", original))
+
+
 def _object(value: object, name: str) -> Mapping[str, object]:
     """An object, empty where it is absent or null. Raises ModelError."""
     if value is not None and not isinstance(value, Mapping):
@@ -70,6 +87,7 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
     """One rotary embedding, whose base is named beside its parameters in the old spelling."""
     check_rope_keys(parameters)
     longest = integer(settings, "max_position_embeddings")
+    served = longest_text(settings)
     original = integer(settings, "original_max_position_embeddings", longest)
     theta = number(parameters, "rope_theta", number(settings, theta_name, 10_000.0))
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
@@ -93,7 +111,7 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
             mscale=optional_number(parameters, "mscale"),
             mscale_all_dim=optional_number(parameters, "mscale_all_dim"),
             truncate=boolean(parameters, "truncate", default=True),
-            max_position_embeddings=longest if rope_type in ("dynamic", "longrope") else 0,
+            max_position_embeddings=served if rope_type in ("dynamic", "longrope") else 0,
             short_factor=positive_numbers(parameters, "short_factor"),
             long_factor=positive_numbers(parameters, "long_factor"),
         )

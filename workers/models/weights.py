@@ -99,6 +99,12 @@ def load_model(
     return LoadedModel(decoder, config, digest, num_parameters, weight_bytes)
 
 
+def chosen_dtype(directory: Path, dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype that `load_model` would load a directory in. Raises ModelError."""
+    config = ModelConfig.from_directory(directory)
+    return _choose_dtype(dtype, config, _of_text(checkpoint.read_entries(directory), config))
+
+
 @torch.inference_mode()
 def _load_weights(decoder: Decoder, entries: Mapping[str, Entry], progress: Progress | None) -> None:
     """Fill the parameters of a decoder from entries that were found to fit.
@@ -111,14 +117,11 @@ def _load_weights(decoder: Decoder, entries: Mapping[str, Entry], progress: Prog
     done_bytes = 0
     # In the order of the files, so that a disk reads forwards.
     for name in sorted(targets, key=lambda name: (entries[name].file.name, entries[name].begin)):
-        target, entry = targets[name].tensor, entries[name]
+        target, entry = targets[name], entries[name]
         for first, part in checkpoint.read_parts(entry):
             # A part of a tensor that is repeated, such as a norm of all heads, is all of it.
-            whole = part.dim() != target.dim()
-            filled = target if whole else target[first : first + part.shape[0]]
-            filled.copy_(part)
-            if targets[name].offset:
-                filled.add_(targets[name].offset)
+            whole = part.dim() != target.tensor.dim()
+            filled = target.fill(part, None if whole else first)
             done_bytes += part.nbytes
             del part  # it maps the file
             _check_finite(filled, entry)
