@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kernels.linear import linear
+from kernels.paged_attention import paged_attention
 from tests.families import MODELS, settings_of
 from tests.model_factory import make_family_model
 from workers.executors.llm import LlmExecutor
@@ -21,6 +22,7 @@ from workers.models.errors import ModelError
 from workers.models.layers import Attention
 from workers.models.linear import Linear, Target
 from workers.models.native_proof import prove_native
+from workers.models.rope_settings import read_ropes
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -54,9 +56,10 @@ def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     """An argument of attention is forgotten."""
 
     def forget(patch: pytest.MonkeyPatch) -> None:
-        right = layers.paged_attention
         patch.setattr(
-            layers, "paged_attention", lambda *args, **options: right(*args, **(options | {name: None}))
+            layers,
+            "paged_attention",
+            lambda *args, **options: paged_attention(*args, **(options | {name: None})),
         )
 
     return forget
@@ -86,12 +89,11 @@ def with_layers(**fields: Any) -> Callable[[ModelConfig], Any]:
 
 
 def twice_the_base(patch: pytest.MonkeyPatch) -> None:
-    right = config.read_ropes
     patch.setattr(
         config,
         "read_ropes",
         lambda *args: {
-            kind: dataclasses.replace(rope, theta=2 * rope.theta) for kind, rope in right(*args).items()
+            kind: dataclasses.replace(rope, theta=2 * rope.theta) for kind, rope in read_ropes(*args).items()
         },
     )
 
@@ -108,9 +110,7 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "another scale of attention": ("granite", change(attention_scale=0.25)),
     "layers turned that should not be": (
         "smollm3",
-        change(
-            layers=lambda made: tuple(dataclasses.replace(x, rope=made.layers[0].rope) for x in made.layers)
-        ),
+        change(layers=lambda made: with_layers(rope=made.layers[0].rope)(made)),
     ),
     "layers not turned": ("llama", change(layers=with_layers(rope=None))),
     "another rotary base": ("llama", twice_the_base),
@@ -134,7 +134,7 @@ def test_a_mistake_is_noticed(mistake: str, tmp_path: Path, monkeypatch: pytest.
 def test_a_config_that_the_library_reads_differently_is_refused(tmp_path: Path) -> None:
     make_family_model(tmp_path, *settings_of("mistral"))
     read = ModelConfig.from_directory(tmp_path)
-    with pytest.raises(ModelError, match="rms_norm_eps is read as 0.1, and as 1e-06 by the transformers"):
+    with pytest.raises(ModelError, match=r"rms_norm_eps is read as 0\.1, and as 1e-06 by the transformers"):
         prove_native(tmp_path, dataclasses.replace(read, rms_norm_eps=0.1), torch.float32, CPU)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from pathlib import Path
+from typing import cast
 
 import structlog
 import torch
@@ -62,7 +63,8 @@ def prove_native(
 
 def _text_part(settings: LibrarySettings) -> LibrarySettings:
     text = settings.config.get_text_config(decoder=True)
-    return dataclasses.replace(settings, config=text, model_class=MODEL_FOR_CAUSAL_LM_MAPPING[type(text)])
+    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(text)])
+    return dataclasses.replace(settings, config=text, model_class=model_class)
 
 
 def _check_same_config(directory: Path, ours: ModelConfig, settings: LibrarySettings) -> None:
