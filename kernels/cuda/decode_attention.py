@@ -269,9 +269,9 @@ def compile_specs() -> list[CompileSpec]:
     shapes += [("bf16", 128, 128, False, None, ""), ("bf16", 128, 128, True, 4096, "")]
     shapes += [("fp16", 128, 128, True, None, "")]
     shapes += [("fp32", width, width, True, None, "") for width in (64, 128, 256)]
+    shapes += [("bf16", 64, 64, False, 128, "sinks"), ("bf16", 128, 128, True, None, "alibi_slopes")]
     for dtype in ("bf16", "fp32"):
         shapes += [(dtype, 192, 128, True, None, ""), (dtype, 256, 256, True, 4096, "softcap_log2")]
-        shapes += [(dtype, 64, 64, False, 128, "sinks"), (dtype, 128, 128, True, None, "alibi_slopes")]
     return [_compile_spec(*shape) for shape in shapes]
 
 

@@ -185,20 +185,20 @@ MUTATIONS = [
         "kernels.attention_reference",
         "if scoring.softcap is not None:",
         "if False:",
-        f"{REFERENCE}[softcap-24-16-dtype0]",
+        f"{REFERENCE}[dtype0-24-16-softcap]",
     ),
     Mutation(
         "keys that are far away count more in the reference",
         "kernels.attention_reference",
         "torch.arange(length, device=own.device) - own[..., None]  # [B, Q, L]",
         "own[..., None] - torch.arange(length, device=own.device)",
-        f"{REFERENCE}[alibi_slopes-24-16-dtype0]",
+        f"{REFERENCE}[dtype0-24-16-alibi_slopes]",
     ),
     Mutation(
         "sinks take no share in the reference",
         "kernels.attention_reference",
         "torch.cat([scores, sinks], -1).softmax(-1)",
         "scores.softmax(-1)",
-        f"{REFERENCE}[sinks-24-16-dtype0]",
+        f"{REFERENCE}[dtype0-24-16-sinks]",
     ),
 ]
