@@ -8,6 +8,8 @@ TESTS = "tests/kernels/cuda"
 DECODE = f"{TESTS}/test_decode_attention_cuda.py"
 PREFILL = f"{TESTS}/test_prefill_attention_cuda.py"
 MIXED = f"{TESTS}/test_paged_attention_cuda.py"
+# Of these widths torch attends, with compiled kernels for the CPU or without.
+REFERENCE = "tests/kernels/test_paged_attention.py::test_keys_and_values_of_different_widths"
 
 MUTATIONS = [
     Mutation(
@@ -177,5 +179,26 @@ MUTATIONS = [
         "KV_HEADS * V, V, F, MASKED)",
         "KV_HEADS * D, V, F, MASKED)",
         f"{PREFILL}::test_keys_and_values_of_different_widths[bf16-24-16]",
+    ),
+    Mutation(
+        "the reference does not cap scores",
+        "kernels.attention_reference",
+        "if scoring.softcap is not None:",
+        "if False:",
+        f"{REFERENCE}[dtype0-24-16-softcap]",
+    ),
+    Mutation(
+        "keys that are far away count more in the reference",
+        "kernels.attention_reference",
+        "torch.arange(length, device=own.device) - own[..., None]  # [B, Q, L]",
+        "own[..., None] - torch.arange(length, device=own.device)",
+        f"{REFERENCE}[dtype0-24-16-alibi_slopes]",
+    ),
+    Mutation(
+        "sinks take no share in the reference",
+        "kernels.attention_reference",
+        "torch.cat([scores, sinks], -1).softmax(-1)",
+        "scores.softmax(-1)",
+        f"{REFERENCE}[dtype0-24-16-sinks]",
     ),
 ]

@@ -1,0 +1,50 @@
+"""Deliberate mistakes in the compiled attention are noticed, as those in the Triton kernels are.
+
+All of them are made in one copy, which is built once: none is in code that the tests of another reach.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import library
+from tests.kernels.cuda.test_mutations import NOTICED, ROOT, run_tests
+
+TESTS = "tests/kernels/test_paged_attention_cpu.py"
+# By the feature whose tests have to fail: what the source says, and what it is made to say.
+MISTAKES = {
+    "softcap": ("hyperbolic_tangent(products * scale) * softcap", "products * scale * softcap"),
+    "sinks": ("a.sinks == nullptr ? 0.0f", "highest == highest ? 0.0f"),
+    "alibi_slopes": ("products * scale + slope", "products * scale - slope"),
+}
+SOURCE = "kernels/cpu/attention_scores.h"
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a copy of `kernels` that has all mistakes, and is built by the tests that use it."""
+    root = tmp_path_factory.mktemp("mistaken")
+    ignored = shutil.ignore_patterns("__pycache__", "build")
+    shutil.copytree(ROOT / "kernels", root / "kernels", ignore=ignored)
+    source = root / SOURCE
+    text = source.read_text(encoding="utf-8")
+    for old, new in MISTAKES.values():
+        assert text.count(old) == 1, "the text to replace must occur exactly once"
+        text = text.replace(old, new)
+    source.write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.mark.timeout(240)
+def test_each_is_noticed_and_nothing_else_is(mistaken: Path) -> None:
+    if library.instruction_set() is None or shutil.which("g++") is None:
+        pytest.skip("no compiled kernels here")
+    plain = run_tests(mistaken, f"{TESTS}::test_decodes_of_every_length_around_a_page")
+    assert plain.returncode == pytest.ExitCode.OK and "passed" in plain.stdout, plain.stdout + plain.stderr
+    for feature in MISTAKES:
+        outcome = run_tests(mistaken, f"{TESTS}::test_features[dtype0-{feature}-None]")
+        assert outcome.returncode in NOTICED, f"{feature}: {outcome.stdout}{outcome.stderr}"
+        assert "not computed by the kernel" not in outcome.stdout
