@@ -50,15 +50,12 @@ def find_model(hub_id: str, revision: str | None, *, download: bool) -> Path:
     """
     from huggingface_hub import constants
 
-    cached = _in_cache(hub_id, revision)
-    missing = _CONFIG if cached is None else _first_missing(cached)
-    if cached is not None and missing is None:
+    cached, matter = _look_in_cache(hub_id, revision)
+    if cached is not None:
         return cached
     if not download or constants.is_offline_mode():
         why_not = "HF_HUB_OFFLINE is set" if download else "model_download is off"
-        where = f"in the cache {constants.HF_HUB_CACHE}"
-        absent = f"is not {where}" if cached is None else f"is not whole {where}, {missing} is missing"
-        raise HubError(f"{_named(hub_id, revision)} is no directory here and {absent}; {why_not}")
+        raise HubError(f"{_named(hub_id, revision)} is no directory here and {matter}; {why_not}")
     try:
         return _download(hub_id, revision)
     except Exception as error:
@@ -66,17 +63,23 @@ def find_model(hub_id: str, revision: str | None, *, download: bool) -> Path:
         raise _explained(error, hub_id, revision) from error
 
 
-def _in_cache(hub_id: str, revision: str | None) -> Path | None:
-    """The snapshot in the local cache, which may lack weights; None if there is none, or small files lack."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def _look_in_cache(hub_id: str, revision: str | None) -> tuple[Path | None, str]:
+    """The snapshot in the local cache if it is whole; else what is the matter. Raises HubError."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
+    where = f"in the cache {constants.HF_HUB_CACHE}"
     try:
-        return Path(
-            snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=list(_SMALL))
+        # Without their weights, whose names are not known yet.
+        found = snapshot_download(
+            hub_id, revision=revision, local_files_only=True, allow_patterns=list(_SMALL)
         )
+    except IncompleteSnapshotError:
+        return None, f"is not whole {where}, some of its settings are missing"
     except LocalEntryNotFoundError:
-        return None
+        return None, f"is not {where}"
+    missing = _first_missing(Path(found))
+    return (Path(found), "") if missing is None else (None, f"is not whole {where}, {missing} is missing")
 
 
 def _first_missing(directory: Path) -> str | None:

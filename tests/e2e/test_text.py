@@ -80,6 +80,9 @@ def test_a_download_is_served(
 ) -> None:
     hub = Hub(MODEL, {file.name: file.read_bytes() for file in snapshot.iterdir()})
     monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
     with serving(hub) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with (

@@ -58,6 +58,7 @@ try:
     print(find_model("org/model", revision, download=download))
 except HubError as error:
     print(f"quire: {error}", file=sys.stderr)
+assert not {"torch", "transformers"} & set(sys.modules)
 """
 
     home = str(tmp_path / "home")
@@ -65,7 +66,8 @@ except HubError as error:
     def run(*, revision: str | None = None, download: bool = True, **environment: str) -> tuple[str, str]:
         path = f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}"
         # Not those of whoever runs the tests.
-        base = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        others = ("HF_", "TRANSFORMERS_", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+        base = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         done = subprocess.run(
             [sys.executable, "-c", script, json.dumps([revision, download])],
             env=base | {"PYTHONPATH": path, "HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
@@ -134,6 +136,21 @@ def test_what_is_not_there_and_may_not_be_fetched_is_told(
     assert found == "" and f"is not whole in the cache {cache}, two.safetensors is missing; {why}" in said
     (snapshot / "one.safetensors").resolve().unlink()
     assert "one.safetensors is missing" in find(download=download, **environment)[1], "a link to nothing"
+
+
+def test_settings_that_are_known_to_be_missing_are_fetched_or_told(tmp_path: Path, find: Find) -> None:
+    snapshot = make_cache(tmp_path / "home" / "hub", SMALL | WEIGHTS)
+    listing = {name: {"size": len(data), "blob_id": "0"} for name, data in (SMALL | WEIGHTS).items()}
+    trees = snapshot.parents[1] / "trees"
+    trees.mkdir()
+    (trees / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": listing}))
+    assert find(HF_HUB_OFFLINE="1") == (str(snapshot), "")
+    (snapshot / "tokenizer_config.json").unlink()
+    assert "is not whole in the cache" in find(HF_HUB_OFFLINE="1")[1]
+    hub = Hub(MODEL, SMALL | WEIGHTS)
+    with serving(hub) as endpoint:
+        assert find(HF_ENDPOINT=endpoint)[0] == str(snapshot)
+    assert hub.fetched == ["tokenizer_config.json"]
 
 
 @pytest.mark.parametrize(
