@@ -1,4 +1,4 @@
-"""A family without code of our own, through a real gateway: what callers get is what transformers generates."""
+"""Families without code of our own, through a real gateway: callers get what transformers generates."""
 
 from __future__ import annotations
 
@@ -41,5 +41,7 @@ def _generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(COUNT):
-            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            tokens.append(
+                int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
+            )
     return tokens[len(prompt) :]

@@ -7,6 +7,7 @@ from files whose headers were checked, so that the weights are in memory once, a
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,8 @@ _PARAMETERS_PER_TENSOR, _MORE_PARAMETERS = 8, 256
 _NAMES_SHOWN = 3
 # Less is a checkpoint in which tensors are missing: loading says which.
 _MORE_NUMBERS = 2
+# So often while loading, freed memory is given back.
+_TRIM_BYTES = 128 << 20
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
@@ -264,6 +267,8 @@ def _load(
 
     def done(nbytes: int) -> None:
         nonlocal done_bytes
+        if done_bytes // _TRIM_BYTES < (done_bytes + nbytes) // _TRIM_BYTES:
+            _give_back_freed_memory()
         done_bytes += nbytes
         if progress is not None and done_bytes < total_bytes:
             progress(done_bytes, total_bytes)
@@ -288,12 +293,19 @@ def _load(
     return module
 
 
+def _give_back_freed_memory() -> None:
+    """Tensors of a few megabytes leave holes that the allocator keeps: up to half of the weights were seen."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc only
+    if trim is not None:
+        trim(0)
+
+
 def _is_computed(name: str, entry: Entry) -> bool:
     return name.endswith(_COMPUTED) or (name.endswith(_MASKS) and len(entry.shape) == 4)
 
 
 def _check_loaded(directory: Path, settings: LibrarySettings, info: Mapping[str, Any]) -> None:
-    """Raises ModelError unless each tensor of the files has its parameter, and each parameter its tensor."""
+    """Raises ModelError unless each tensor of the files has a parameter, and each parameter a tensor."""
     model = f"this {settings.config.model_type} model"
     if info["mismatched_keys"]:
         name, found, asked = min(info["mismatched_keys"], key=str)
