@@ -1,4 +1,4 @@
-"""A family without code of our own, through a real gateway: callers get what transformers generates."""
+"""Families without code of our own, through a real gateway: callers get what transformers generates."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def _marked_mask(
     """
     text = config.get_text_config(decoder=True)
     length = min(getattr(text, "max_position_embeddings", None) or _MASK_POSITIONS, _MASK_POSITIONS)  # M
-    keys = torch.arange(length)  # [M]
+    keys = torch.arange(length, device=device)  # [M]
     last = _seen(mask_function, length - 1, keys)
     window = int(last.sum())
     found = _NO_WINDOW if window == length else window
@@ -239,8 +239,9 @@ def _marked_mask(
 
 def _seen(mask_function: Callable[..., Any], query: int, keys: torch.Tensor) -> torch.Tensor:
     """Which keys [M] a query sees, as [M] bool."""
-    zero = torch.tensor(0)
-    return torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(len(keys)).bool()
+    zero = torch.zeros((), dtype=torch.int64, device=keys.device)
+    seen = mask_function(zero, zero, zero + query, keys)
+    return torch.as_tensor(seen, device=keys.device).expand(len(keys)).bool()
 
 
 # Both names have the same attention. Without a mask function of the name, the library makes no masks.

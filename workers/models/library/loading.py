@@ -8,9 +8,7 @@ from files whose headers were checked, so that the weights are in memory once, a
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from workers.models import checkpoint
 from workers.models.checkpoint import Entry
 from workers.models.errors import ModelError
 from workers.models.library.errors import library_errors
+from workers.models.library.file_tensors import one_by_one, tensors_to_read
 from workers.models.library.library_model import LibraryModel, build
 from workers.models.library.over_pages import over_pages
 from workers.models.library.settings import LibrarySettings, read_settings
@@ -32,15 +31,11 @@ from workers.models.library.settings import LibrarySettings, read_settings
 Progress = Callable[[int, int], None]
 
 _AUTO = "auto"
-# In some checkpoints, and computed by the library: rotations; and causal masks, of four dimensions.
-_COMPUTED = (".rotary_emb.inv_freq", ".masked_bias")
-_MASKS = (".attn.bias", ".attention.bias")
 # The library splits a tensor of a file into a few parameters at most.
 _PARAMETERS_PER_TENSOR, _MORE_PARAMETERS = 8, 256
 _NAMES_SHOWN = 3
 # Less is a checkpoint in which tensors are missing: loading says which.
 _MORE_NUMBERS = 2
-_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,48 +204,6 @@ def _measure(
     return sum(parameter.nbytes for parameter in module.parameters()) + buffers, numbers
 
 
-class _FileTensor:
-    """A tensor of a checkpoint, read when the library slices it."""
-
-    def __init__(self, entry: Entry, done: Callable[[int], None]) -> None:
-        self._entry = entry
-        self._done = done
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """A part of the tensor, of memory of its own. Raises ModelError if it cannot be read."""
-        entry = self._entry
-        if entry.dtype not in checkpoint.DTYPES:
-            known = ", ".join(checkpoint.DTYPES)
-            raise ModelError(f"{entry.file}: tensor {entry.name} must be one of {known}, got {entry.dtype}")
-        whole = torch.empty(entry.shape, dtype=checkpoint.DTYPES[entry.dtype])
-        for first, part in checkpoint.read_parts(entry):
-            (whole[first : first + len(part)] if entry.shape else whole).copy_(part)
-            self._done(part.nbytes)
-            del part  # it maps the file
-        return whole[index]
-
-    def get_shape(self) -> list[int]:
-        """As of a slice of safetensors."""
-        return list(self._entry.shape)
-
-    def get_dtype(self) -> str:
-        """As of a slice of safetensors."""
-        return self._entry.dtype
-
-
-@contextmanager
-def _one_by_one() -> Iterator[None]:
-    """The library reads a tensor when it places it, rather than all of them ahead: weights are held once."""
-    before = os.environ.get(_ONE_BY_ONE)
-    os.environ[_ONE_BY_ONE] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_ONE_BY_ONE]
-        if before is not None:
-            os.environ[_ONE_BY_ONE] = before
-
-
 def _load(
     directory: Path,
     settings: LibrarySettings,
@@ -260,18 +213,8 @@ def _load(
 ) -> PreTrainedModel:
     """The model with its weights, in the machine's memory. Raises ModelError for tensors that do not fit."""
     total_bytes = sum(entry.nbytes for entry in entries.values())
-    done_bytes = 0
-
-    def done(nbytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += nbytes
-        if progress is not None and done_bytes < total_bytes:
-            progress(done_bytes, total_bytes)
-
-    tensors = {
-        name: _FileTensor(entry, done) for name, entry in entries.items() if not _is_computed(name, entry)
-    }
-    with library_errors("load the weights"), _one_by_one():
+    tensors = tensors_to_read(entries, total_bytes, progress)
+    with library_errors("load the weights"), one_by_one():
         load: Any = settings.model_class.from_pretrained
         module, info = load(
             None,
@@ -288,12 +231,8 @@ def _load(
     return module
 
 
-def _is_computed(name: str, entry: Entry) -> bool:
-    return name.endswith(_COMPUTED) or (name.endswith(_MASKS) and len(entry.shape) == 4)
-
-
 def _check_loaded(directory: Path, settings: LibrarySettings, info: Mapping[str, Any]) -> None:
-    """Raises ModelError unless each tensor of the files has its parameter, and each parameter its tensor."""
+    """Raises ModelError unless each tensor of the files has a parameter, and each parameter a tensor."""
     model = f"this {settings.config.model_type} model"
     if info["mismatched_keys"]:
         name, found, asked = min(info["mismatched_keys"], key=str)

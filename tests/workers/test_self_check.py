@@ -1,0 +1,132 @@
+"""The self-check: what is right passes, and what is wrong by little is refused with the number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.model_factory import TinyModel, hf_logits, make_model
+from tests.workers.test_library_model import VOCAB, tiny_model
+from workers.executors.describe import kv_layers
+from workers.models.decoder import Decoder
+from workers.models.errors import ModelError
+from workers.models.library.attention import LayerCall
+from workers.models.library.gathered_model import GatheredModel
+from workers.models.library.packed_model import PackedModel
+from workers.models.library.settings import read_settings
+from workers.models.library.small_copy import small_copy
+from workers.models.self_check import prove, tolerance
+from workers.models.weights import load_model
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+Plain = Callable[[torch.Tensor], torch.Tensor]
+
+
+def check_library(
+    model: PackedModel | GatheredModel, plain: Plain | None = None, max_seq_len: int = 256
+) -> float:
+    return prove(
+        model,
+        model.layers,
+        plain or model.plain_logits,
+        what="this model",
+        vocab_size=VOCAB,
+        max_seq_len=max_seq_len,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+@pytest.mark.parametrize("max_seq_len", [2, 17, 256])
+def test_what_is_right_passes_however_short_its_texts(max_seq_len: int) -> None:
+    assert check_library(PackedModel(tiny_model("gemma2")), max_seq_len=max_seq_len) < 1e-5
+
+
+def test_a_window_that_is_not_seen_is_refused() -> None:
+    model = PackedModel(tiny_model("mistral"))
+    model._calls = tuple(LayerCall(call.kv, None) for call in model._calls)
+    with pytest.raises(
+        ModelError, match=r"this model: over pages it differs .* by \d\.\de[-+]\d+, .* 1\.0e-04"
+    ):
+        check_library(model)
+
+
+def test_slopes_that_are_left_out_are_refused() -> None:
+    right, wrong = tiny_model("bloom"), tiny_model("bloom")
+    for block in wrong.get_submodule("transformer.h").children():
+        attention: Any = block.get_submodule("self_attention")
+        attention.beta = 0.0  # what multiplies them
+    with pytest.raises(ModelError, match="differs"):
+        check_library(GatheredModel(wrong), GatheredModel(right).plain_logits)
+
+
+def test_what_is_not_a_number_is_refused() -> None:
+    model = PackedModel(tiny_model("gpt2"))
+    with pytest.raises(ModelError, match="by nan"):
+        check_library(model, lambda tokens: torch.full((len(tokens), VOCAB), torch.nan))
+
+
+# Native code, against transformers: what a wrong tensor name or setting would do.
+
+
+def check_native(decoder: Decoder, directory: Path) -> float:
+    return prove(
+        decoder,
+        kv_layers(decoder.config),
+        lambda tokens: hf_logits(directory, tokens.tolist()),
+        what="this model",
+        vocab_size=decoder.config.vocab_size,
+        max_seq_len=decoder.config.max_position_embeddings,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+def swap_norms(decoder: Decoder) -> None:
+    layer = decoder.layers[1]
+    assert layer.qk_norm is not None
+    decoder.layers[1] = dataclasses.replace(layer, qk_norm=layer.qk_norm.flip(0))
+
+
+def another_base(decoder: Decoder) -> None:
+    rope = dataclasses.replace(decoder.config.rope, theta=decoder.config.rope.theta * 1.1)
+    decoder.config = dataclasses.replace(decoder.config, rope=rope)
+
+
+def drop_bias(decoder: Decoder) -> None:
+    decoder.layers[0] = dataclasses.replace(decoder.layers[0], qkv_bias=None)
+
+
+@pytest.mark.parametrize("fault", [None, swap_norms, another_base, drop_bias])
+def test_faults_in_native_code_are_refused(fault: Callable[[Decoder], None] | None, tmp_path: Path) -> None:
+    directory = make_model(tmp_path, TinyModel(extra={"attention_bias": True}))
+    decoder = load_model(directory).decoder
+    if fault is None:
+        assert check_native(decoder, directory) < 1e-5
+        return
+    fault(decoder)
+    with pytest.raises(ModelError, match="it would answer wrongly"):
+        check_native(decoder, directory)
+
+
+def test_half_precision_has_room_for_rounding_only() -> None:
+    assert tolerance(torch.float32) == 1e-4
+    assert tolerance(torch.bfloat16) == 8 * 2**-7 and tolerance(torch.float16) == 8 * 2**-10
+
+
+def test_a_small_copy_has_a_layer_of_each_kind(tmp_path: Path) -> None:
+    kinds = ["sliding_attention"] * 4 + ["full_attention"] + ["sliding_attention"] * 5
+    more = {"num_hidden_layers": 10, "layer_types": kinds, "intermediate_size": 500, "sliding_window": 100}
+    tiny_model("gemma3_text", **more).save_pretrained(tmp_path)
+    made = small_copy(read_settings(tmp_path))
+    assert made is not None
+    config = made.config
+    assert config.layer_types == kinds[:5] and config.intermediate_size < 100 and config.hidden_size == 64
+    assert PackedModel(made).sliding_windows == (8, 8, 8, 8, None)
