@@ -153,7 +153,7 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
             cuda_graphs=config.cuda_graphs != "off",
         ),
         backend=config.model_backend or "auto",
-        self_check=config.no_self_check != "on",
+        self_check=config.no_self_check != "on" and not config.model_was_proved,
         max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
         progress=lambda done, total: progress("weights", done, total),
     )

@@ -142,6 +142,7 @@ class Supervisor:
         config.worker_id = slot.worker_id
         config.model = self._model
         config.device_index = slot.index
+        config.model_was_proved = self._model_fingerprint is not None
         cores = max(1, (os.cpu_count() or 1) // self._config.workers)
         config.threads = self._config.threads_per_worker or cores
         return config
