@@ -19,7 +19,7 @@ from workers.kv.tensors import LayerKv
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
 from workers.models.model import Model
-from workers.models.weights import chosen_dtype, load_model
+from workers.models.weights import LoadPlan, load_planned, plan_load
 
 _log = structlog.get_logger(__name__)
 
@@ -89,9 +89,10 @@ def load_served(
     """
     if backend == TRANSFORMERS:
         return _load_library(directory, dtype, device, progress, self_check=self_check)
+    plan = plan_load(directory, dtype, device)
     if self_check:
-        _prove_native(directory, dtype, device)
-    loaded = load_model(directory, dtype, device, progress, pack=True)
+        _prove_native(directory, plan)
+    loaded = load_planned(plan, progress, pack=True)
     return ServedModel(
         model=loaded.decoder,
         backend=NATIVE,
@@ -106,7 +107,7 @@ def load_served(
     )
 
 
-def _prove_native(directory: Path, dtype: str, device: torch.device) -> None:
+def _prove_native(directory: Path, plan: LoadPlan) -> None:
     """Raises ModelError if native code computes something else for this config than the library."""
     try:
         # The library takes seconds to import.
@@ -114,9 +115,7 @@ def _prove_native(directory: Path, dtype: str, device: torch.device) -> None:
     except ImportError:
         _log.warning("the model is not checked: the transformers library is not installed")
         return
-    error = prove_native(
-        directory, ModelConfig.from_directory(directory), chosen_dtype(directory, dtype), device
-    )
+    error = prove_native(directory, plan.config, plan.dtype, plan.device)
     if error is not None:
         _log.info("native code agrees with the transformers library", relative_error=f"{error:.1e}")
 

@@ -56,6 +56,27 @@ class LoadedModel:
     weight_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What will be loaded: the headers of the files fit the config, and there is room for the weights.
+
+    Attributes:
+        config: Of the model.
+        dtype: Of the parameters.
+        device: Where they go.
+        entries: The tensors of the files, by their names in a model of text alone.
+        num_parameters: See `LoadedModel`.
+        weight_bytes: See `LoadedModel`.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    entries: Mapping[str, Entry]
+    num_parameters: int
+    weight_bytes: int
+
+
 def load_model(
     directory: Path | str,
     dtype: torch.dtype | str = AUTO,
@@ -64,45 +85,57 @@ def load_model(
     *,
     pack: bool = False,
 ) -> LoadedModel:
-    """Load config.json and the safetensors of a directory.
+    """Load config.json and the safetensors of a directory: see `plan_load` and `load_planned`."""
+    return load_planned(plan_load(directory, dtype, device), progress, pack=pack)
+
+
+def plan_load(
+    directory: Path | str, dtype: torch.dtype | str = AUTO, device: torch.device | str = "cpu"
+) -> LoadPlan:
+    """Look at a directory without reading its weights.
 
     Args:
         directory: A Hugging Face model directory.
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the one the config names, else
             that of the embedding in the files.
         device: Where the parameters go.
-        progress: Told how far the load is.
-        pack: Lay the weights out for the matrix library, where that is faster; see `Decoder.pack`.
 
     Raises:
         ModelError: The directory does not hold a model that is supported and whole; the message names the
             file and the setting or tensor.
         KvSizingError: The weights do not fit into memory.
     """
-    directory = Path(directory)
+    directory, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(directory)
     entries = _of_text(checkpoint.read_entries(directory), config)
     chosen = _choose_dtype(dtype, config, entries)
-    planned = build_decoder(config, chosen, "meta").targets()
-    _check_entries(config, directory, planned, entries)
-    weight_bytes = sum(target.tensor.nbytes for target in planned.values())
-    on_gpu = torch.device(device).type == "cuda"
-    free_bytes = torch.cuda.mem_get_info(device)[0] if on_gpu else available_bytes()
+    targets = build_decoder(config, chosen, "meta").targets()
+    _check_entries(config, directory, targets, entries)
+    weight_bytes = sum(target.tensor.nbytes for target in targets.values())
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     check_weights_fit(str(directory), weight_bytes, free_bytes)
-    decoder = build_decoder(config, chosen, device)
-    _load_weights(decoder, entries, progress)
+    num_parameters = sum(math.prod(target.shape) for target in targets.values())
+    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes)
+
+
+def load_planned(plan: LoadPlan, progress: Progress | None = None, *, pack: bool = False) -> LoadedModel:
+    """Load what was planned.
+
+    Args:
+        plan: What.
+        progress: Told how far the load is.
+        pack: Lay the weights out for the matrix library, where that is faster; see `Decoder.pack`.
+
+    Raises:
+        ModelError: A tensor cannot be read, or holds what is not a finite number.
+    """
+    decoder = build_decoder(plan.config, plan.dtype, plan.device)
+    _load_weights(decoder, plan.entries, progress)
     # The config as parsed: two spellings of one model have one fingerprint.
-    digest = checkpoint.fingerprint(entries, repr(config))
+    digest = checkpoint.fingerprint(plan.entries, repr(plan.config))
     if pack:
-        decoder.pack(_embedding_in_file(decoder, entries[_EMBEDDING]))
-    num_parameters = sum(math.prod(target.shape) for target in planned.values())
-    return LoadedModel(decoder, config, digest, num_parameters, weight_bytes)
-
-
-def chosen_dtype(directory: Path, dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype that `load_model` would load a directory in. Raises ModelError."""
-    config = ModelConfig.from_directory(directory)
-    return _choose_dtype(dtype, config, _of_text(checkpoint.read_entries(directory), config))
+        decoder.pack(_embedding_in_file(decoder, plan.entries[_EMBEDDING]))
+    return LoadedModel(decoder, plan.config, digest, plan.num_parameters, plan.weight_bytes)
 
 
 @torch.inference_mode()
