@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.cuda import advance
+from kernels.cuda import advance, decode_attention, prefill_attention
 from kernels.cuda.compile_spec import SHARED_BYTES, Variant
 from kernels.cuda.prefill_attention import config_for
+from kernels.paged_attention import CUDA_WIDTH_PAIRS, CUDA_WIDTHS
 from tests.kernels.cuda.compile_gate import Report
 
 ROOT = Path(__file__).parents[3]
@@ -75,6 +76,13 @@ def test_faults_are_found() -> None:
     for name, fault in expected.items():
         assert fault in found[name], name
     assert found["well"] == ""
+
+
+def test_widths_that_are_let_through_are_compiled() -> None:
+    allowed = {(width, width) for width in CUDA_WIDTHS} | set(CUDA_WIDTH_PAIRS)
+    for kernel in (decode_attention, prefill_attention):
+        constexprs = [spec.constexprs for spec in kernel.compile_specs()]
+        assert {(each["D"], each["V"]) for each in constexprs} == allowed
 
 
 @pytest.mark.parametrize("options", [{"num_warps": 8, "num_stages": 1}, {"num_warps": 4, "num_stages": 3}])
