@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.cuda.gated_activation import gated_activation
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.rope_kv_write import rope_kv_write
-from kernels.cuda.gated_activation import gated_activation
+from kernels.gated_activation import gated_activation_reference
 from kernels.rope import RopeSpec, rope_table
 from kernels.rope_kv_write import rope_kv_write_reference
-from kernels.gated_activation import gated_activation_reference
 from tests.gpu.paged_case import PagedCase, make_case
 from tests.gpu.sizes import sized
 from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings
