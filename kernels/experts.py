@@ -97,10 +97,11 @@ def experts_reference(
 ) -> torch.Tensor:
     """The experts in plain torch; see `experts`. No weight is packed."""
     outputs = x.new_zeros(*expert_ids.shape, x.shape[1])  # [T, k, C]
-    for expert in expert_ids.unique().tolist():
+    for expert in range(len(gate_up)):
         token, choice = torch.where(expert_ids == expert)
-        inner = gated_activation_reference(functional.linear(x[token], gate_up[expert]), activation)
-        outputs[token, choice] = functional.linear(inner, down[expert])
+        if len(token):
+            inner = gated_activation_reference(functional.linear(x[token], gate_up[expert]), activation)
+            outputs[token, choice] = functional.linear(inner, down[expert])
     return _weighted_sum(outputs, expert_weights)
 
 
@@ -135,6 +136,7 @@ def experts(
     if x.is_cuda:
         from kernels.cuda import experts as cuda
 
+        assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
         return cuda.experts(x, gate_up, down, expert_ids, expert_weights, activation)
     outputs = x.new_empty(expert_ids.numel(), x.shape[1])  # [T * k, C]
     # Pairs of a token and one of its choices, numbered as in `outputs`, by expert.
@@ -142,8 +144,11 @@ def experts(
     counts = expert_ids.flatten().bincount(minlength=len(gate_up)).tolist()
     if len(counts) > len(gate_up):
         raise IndexError(f"expert_ids: must be below {len(gate_up)}, got {len(counts) - 1}")
-    for expert, of_expert in enumerate(pairs.split(counts)):
-        if len(of_expert):
+    end = 0
+    for expert, count in enumerate(counts):
+        begin, end = end, end + count
+        if count:
+            of_expert = pairs[begin:end]  # [n]
             rows = x.index_select(0, of_expert // expert_ids.shape[1])  # [n, C]
             inner = gated_activation(linear(rows, gate_up[expert]), activation)  # [n, I]
             outputs.index_copy_(0, of_expert, linear(inner, down[expert]))

@@ -73,6 +73,8 @@ def turn_heads(
     column = R + tl.arange(0, W)[None, :]  # [1, W]
     turned, kept = head * D + pair, head * D + column
     is_turned, is_kept = is_head & (pair < half), is_head & (column < D)
+    nothing = tl.zeros([B, 1], tl.float32)
+    first, second, rest = nothing, nothing, nothing  # as long as there are no elements
     total = tl.zeros([B], tl.float32)
     if R > 0:
         first = tl.load(row + turned, mask=is_turned, other=0.0)  # [B, E]

@@ -38,7 +38,7 @@ def activated64(gate: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
         return x * torch.sigmoid(x)
     if activation == "gelu":
-        return x / 2 * torch.special.erfc(-x / math.sqrt(2))
+        return x / 2 * torch.erfc(-x / math.sqrt(2))
     # (1 + tanh(y)) / 2 as a sigmoid, which is exact where the tangent is almost -1.
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
