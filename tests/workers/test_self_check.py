@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model_factory import TinyModel, hf_logits, make_model
 from tests.workers.test_library_model import VOCAB, tiny_model
-from workers.executors.describe import kv_layers
-from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
 from workers.models.library.attention import LayerCall
 from workers.models.library.gathered_model import GatheredModel
@@ -21,7 +17,6 @@ from workers.models.library.packed_model import PackedModel
 from workers.models.library.settings import read_settings
 from workers.models.library.small_copy import small_copy
 from workers.models.self_check import prove, tolerance
-from workers.models.weights import load_model
 
 torch.set_num_threads(1)
 
@@ -71,49 +66,6 @@ def test_what_is_not_a_number_is_refused() -> None:
     model = PackedModel(tiny_model("gpt2"))
     with pytest.raises(ModelError, match="by nan"):
         check_library(model, lambda tokens: torch.full((len(tokens), VOCAB), torch.nan))
-
-
-# Native code, against transformers: what a wrong tensor name or setting would do.
-
-
-def check_native(decoder: Decoder, directory: Path) -> float:
-    return prove(
-        decoder,
-        kv_layers(decoder.config),
-        lambda tokens: hf_logits(directory, tokens.tolist()),
-        what="this model",
-        vocab_size=decoder.config.vocab_size,
-        max_seq_len=decoder.config.max_position_embeddings,
-        dtype=torch.float32,
-        device=CPU,
-    )
-
-
-def swap_norms(decoder: Decoder) -> None:
-    layer = decoder.layers[1]
-    assert layer.qk_norm is not None
-    decoder.layers[1] = dataclasses.replace(layer, qk_norm=layer.qk_norm.flip(0))
-
-
-def another_base(decoder: Decoder) -> None:
-    rope = dataclasses.replace(decoder.config.rope, theta=decoder.config.rope.theta * 1.1)
-    decoder.config = dataclasses.replace(decoder.config, rope=rope)
-
-
-def drop_bias(decoder: Decoder) -> None:
-    decoder.layers[0] = dataclasses.replace(decoder.layers[0], qkv_bias=None)
-
-
-@pytest.mark.parametrize("fault", [None, swap_norms, another_base, drop_bias])
-def test_faults_in_native_code_are_refused(fault: Callable[[Decoder], None] | None, tmp_path: Path) -> None:
-    directory = make_model(tmp_path, TinyModel(extra={"attention_bias": True}))
-    decoder = load_model(directory).decoder
-    if fault is None:
-        assert check_native(decoder, directory) < 1e-5
-        return
-    fault(decoder)
-    with pytest.raises(ModelError, match="it would answer wrongly"):
-        check_native(decoder, directory)
 
 
 def test_half_precision_has_room_for_rounding_only() -> None:
