@@ -15,15 +15,16 @@ from workers.operations import GREEDY
 class ExecutorPeer(Peer):
     """Greedy, without log-probabilities. Sequences have prompts of their own, so that they share no pages."""
 
-    def __init__(self, config: PeerConfig) -> None:
+    def __init__(self, config: PeerConfig, **settings: Any) -> None:
+        """`settings`: further arguments of `LlmExecutor.load`."""
         torch.set_num_threads(config.threads)
         self._vocab_size = config.shape.vocab_size
         # Another checkout may have the older name.
         pages = next(
             name for name in inspect.signature(LlmExecutor.load).parameters if name.startswith("kv_")
         )
-        settings = {pages: config.kv_pages}
-        self._executor = LlmExecutor.load(config.model_dir(), **settings)  # type: ignore[arg-type]
+        settings[pages] = config.kv_pages
+        self._executor = LlmExecutor.load(config.model_dir(), **settings)
         self._executor.warmup()
         self._context_tokens = 0
         self._first: list[int] = []
