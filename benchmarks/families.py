@@ -1,9 +1,9 @@
 """Decoding of other families than the one of the benchmark: native code, the library over pages, the library.
 
 `python -m benchmarks.families` makes a model of each shape with random bfloat16 weights, and lets three
-competitors take turns in one process: native code, the transformers backend, and the library's own loop on its
-DynamicCache. One sequence, eight, and thirty-two in a step, 128 tokens each before the first. Minutes; prints
-a table.
+competitors take turns in one process: native code, the transformers backend, and the library's own loop on
+its DynamicCache. One sequence, eight, and thirty-two in a step, 128 tokens each before the first. Minutes;
+prints a table.
 """
 
 from __future__ import annotations
