@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,8 +305,14 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], why: 
     assert re.search(why, said) and "\n" not in said
 
 
-def test_code_of_a_directory_is_not_run(tmp_path: Path) -> None:
-    """It says where its code is; the library's own is used, and nothing is asked for."""
+def test_code_of_a_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says where its code is; the library's own is used, and nothing is asked of a network."""
+
+    def refuse(*_: object) -> None:
+        raise SystemExit("a network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     directory = directory_of("cohere", tmp_path)
     (directory / "code.py").write_text("raise SystemExit('it ran')")
     file = directory / "config.json"

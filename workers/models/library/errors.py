@@ -21,7 +21,7 @@ def library_errors(doing: str) -> Iterator[None]:
         doing: What is tried, for the message: "build the model".
 
     Raises:
-        ModelError: For any exception but our own, and those of memory and depth.
+        ModelError: For any exception but our own, and those of memory, of depth and of a lost device.
     """
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -29,7 +29,7 @@ def library_errors(doing: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except (ModelError, MemoryError, RecursionError, torch.OutOfMemoryError):
+    except (ModelError, MemoryError, RecursionError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
