@@ -1,7 +1,7 @@
 """Which code runs a model directory, and what an executor has to know of the model it gets.
 
 "native": this project's own decoder. "transformers": the transformers library's code over our pages, for all
-others. A model of the latter proves itself before it serves.
+others. A model proves itself before it serves, whichever runs it.
 """
 
 from __future__ import annotations
