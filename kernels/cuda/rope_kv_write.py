@@ -39,21 +39,13 @@ def weighted(part, inverse, weight):
 
 
 @triton.jit
-def store_heads(query, keys, values, head, offsets, mask, is_written, HEADS: tl.constexpr, D: tl.constexpr):
-    """Store a part [B, E] of a token's heads: query heads to its queries, key heads to its slot, if any."""
-    tl.store(query + offsets, values, mask=mask & (head < HEADS))
-    is_key = mask & (head >= HEADS) & is_written
-    tl.store(keys + (offsets - HEADS * D), values, mask=is_key)
-
-
-@triton.jit
 def turn_heads(
     queries,  # [H, D] of the token, written
-    keys,  # [K, D] of its slot, written
+    k_pages,
     row,  # of qkv
     qk_norm,
     cos_sin,  # [R] of the token
-    is_written,  # whether there is a slot
+    slot,  # of the token
     block,
     eps,
     NORM: tl.constexpr,
@@ -90,17 +82,25 @@ def turn_heads(
             first = weighted(first, inverse, scale)
             scale = tl.load(qk_norm + turned + half, mask=is_turned, other=0.0)
             second = weighted(second, inverse, scale)
-        cos = tl.load(cos_sin + pair, mask=pair < half, other=0.0)  # [1, E]
-        sin = tl.load(cos_sin + half + pair, mask=pair < half, other=0.0)
+        angles = cos_sin + pair
+        cos = tl.load(angles, mask=pair < half, other=0.0)  # [1, E]
+        sin = tl.load(angles + half, mask=pair < half, other=0.0)
         a, b = first.to(tl.float32), second.to(tl.float32)
         turned_first = (a * cos - b * sin).to(first.dtype)
         turned_second = (b * cos + a * sin).to(first.dtype)
-        store_heads(queries, keys, turned_first, head, turned, is_turned, is_written, HEADS, D)
-        store_heads(queries, keys, turned_second, head, turned + half, is_turned, is_written, HEADS, D)
+        is_query = is_turned & (head < HEADS)
+        tl.store(queries + turned, turned_first, mask=is_query)
+        tl.store(queries + turned + half, turned_second, mask=is_query)
+        is_key = is_turned & (head >= HEADS) & (slot >= 0)
+        keys = k_pages + slot * (KV_HEADS * D)
+        tl.store(keys + (turned - HEADS * D), turned_first, mask=is_key)
+        tl.store(keys + (turned - HEADS * D) + half, turned_second, mask=is_key)
     if R < D:
         if NORM:
             rest = weighted(rest, inverse, tl.load(qk_norm + kept, mask=is_kept, other=0.0))
-        store_heads(queries, keys, rest, head, kept, is_kept, is_written, HEADS, D)
+        tl.store(queries + kept, rest, mask=is_kept & (head < HEADS))
+        keys = k_pages + slot * (KV_HEADS * D)
+        tl.store(keys + (kept - HEADS * D), rest, mask=is_kept & (head >= HEADS) & (slot >= 0))
 
 
 @triton.jit
@@ -136,10 +136,9 @@ def rope_kv_write_kernel(
 
     if block < rotating:
         queries = query + token * (HEADS * D)
-        keys = k_pages + slot * (KV_HEADS * D)
         angles = cos_sin + token * cos_sin_stride
         turn_heads(
-            queries, keys, row, qk_norm, angles, slot >= 0, block, eps, NORM, HEADS, KV_HEADS, D, R, E, W, B
+            queries, k_pages, row, qk_norm, angles, slot, block, eps, NORM, HEADS, KV_HEADS, D, R, E, W, B
         )
     else:
         # Values of a token are contiguous on both sides.

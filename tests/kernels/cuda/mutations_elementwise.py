@@ -83,8 +83,8 @@ MUTATIONS = [
     Mutation(
         "keys of padded tokens are written",
         "kernels.cuda.rope_kv_write",
-        "keys = k_pages + slot * (KV_HEADS * D)",
-        "slot = tl.maximum(slot, 1)\n        keys = k_pages + slot * (KV_HEADS * D)",
+        "is_key = is_turned & (head >= HEADS) & (slot >= 0)",
+        "slot = tl.maximum(slot, 1)\n        is_key = is_turned & (head >= HEADS)",
         f"{ROPE_KV_WRITE}::test_writes_the_named_slots_and_nothing_else",
     ),
     Mutation(
