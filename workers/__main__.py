@@ -66,6 +66,16 @@ def _configure_logging(config: WorkerConfig) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
         logger_factory=structlog.PrintLoggerFactory(background_log()),  # type: ignore[arg-type]  # a stream
     )
+    ours = logging.getLogger("workers")
+    ours.setLevel(config.log_level.upper())
+    ours.addHandler(_ToOurLog())
+
+
+class _ToOurLog(logging.Handler):
+    """Lines of modules that do without structlog: machines with a GPU may lack it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        structlog.get_logger(record.name).log(record.levelno, record.getMessage())
 
 
 def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:

@@ -6,11 +6,11 @@ others. A model proves itself before it serves, whichever runs it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
 import torch
 
 from workers.executors.describe import kv_layers
@@ -21,7 +21,7 @@ from workers.models.errors import UnsupportedError
 from workers.models.model import Model
 from workers.models.weights import LoadPlan, load_planned, plan_load
 
-_log = structlog.get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
 
@@ -59,7 +59,7 @@ def choose_backend(directory: Path, asked: str) -> str:
     try:
         ModelConfig.from_directory(directory)
     except UnsupportedError as error:
-        _log.info("the transformers backend runs this model, native code cannot", why=str(error))
+        _log.info("the transformers backend runs this model, since native code cannot: %s", error)
         return TRANSFORMERS
     return NATIVE
 
@@ -117,7 +117,7 @@ def _prove_native(directory: Path, plan: LoadPlan) -> None:
         return
     error = prove_native(directory, plan.config, plan.dtype, plan.device)
     if error is not None:
-        _log.info("native code agrees with the transformers library", relative_error=f"{error:.1e}")
+        _log.info("native code agrees with the transformers library, within %.1e", error)
 
 
 def _load_library(

@@ -5,6 +5,7 @@ A template is a program of whoever made the model. To the server it is text.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from workers.models.errors import ModelError
 from workers.models.files import is_there, open_regular, parse_object, read_whole
+
+_log = logging.getLogger(__name__)
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -127,8 +130,9 @@ def _is_text(value: object) -> bool:
 
 
 def _warn(place: Path, size_bytes: int, max_bytes: int) -> None:
-    import structlog  # noqa: PLC0415 - here, since machines with a GPU may lack it
-
-    structlog.get_logger(__name__).warning(
-        "the chat template is too large to be handed out", file=str(place), bytes=size_bytes, most=max_bytes
+    _log.warning(
+        "the chat template in %s is too large to be handed out: it has %d bytes, %d are allowed",
+        place,
+        size_bytes,
+        max_bytes,
     )

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from pathlib import Path
 from typing import cast
 
-import structlog
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -27,7 +27,7 @@ from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.library.small_copy import small_copy
 from workers.models.self_check import prove
 
-_log = structlog.get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 # What says how a model is used, and not what it computes.
 _NOT_COMPUTED = ("eos_token_ids", "bos_token_id", "dtype", "wrapper")

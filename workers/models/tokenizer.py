@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from workers.models.errors import ModelError
 from workers.models.files import is_there, open_regular, parse_object, read_whole
+
+_log = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -30,10 +33,8 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> bytes:
     with open_regular(file) as opened:
         size_bytes = os.fstat(opened.fileno()).st_size
     if size_bytes > max_bytes:
-        import structlog  # noqa: PLC0415 - here, since machines with a GPU may lack it
-
-        structlog.get_logger(__name__).warning(
-            "tokenizer.json is too large to be handed out", file=str(file), bytes=size_bytes, most=max_bytes
+        _log.warning(
+            "%s is too large to be handed out: it has %d bytes, %d are allowed", file, size_bytes, max_bytes
         )
         return b""
     content = read_whole(file, max_bytes)

@@ -12,6 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,13 +50,38 @@ def test_names_are_distinct_and_tests_pass_without_mistakes() -> None:
     assert outcome.returncode == pytest.ExitCode.OK, outcome.stdout
 
 
-@pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.name)
-def test_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    source = tmp_path.joinpath(*mutation.module.split(".")).with_suffix(".py")
+def try_mutation(mutation: Mutation, root: Path) -> subprocess.CompletedProcess[str]:
+    """Make the mistake in a copy below `root`, and run its tests."""
+    shutil.copytree(ROOT / "kernels", root / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    source = root.joinpath(*mutation.module.split(".")).with_suffix(".py")
     text = source.read_text(encoding="utf-8")
     assert text.count(mutation.old) == 1, "the text to replace must occur exactly once"
     source.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-    outcome = run_tests(tmp_path, mutation.test)
+    return run_tests(root, mutation.test)
+
+
+Outcomes = Mapping[str, "Future[subprocess.CompletedProcess[str]]"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
+    """What is tried, by its name. Every core tries one: each takes seconds to import what it needs."""
+    chosen = [item.callspec.params["mutation"] for item in request.session.items if _is_a_try(item)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        roots = (tmp_path_factory.mktemp("mistake") for _ in chosen)
+        yield {
+            mutation.name: pool.submit(try_mutation, mutation, root)
+            for mutation, root in zip(chosen, roots, strict=True)
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+def _is_a_try(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and item.originalname == "test_is_noticed"
+
+
+@pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.name)
+def test_is_noticed(mutation: Mutation, outcomes: Outcomes) -> None:
+    outcome = outcomes[mutation.name].result()
     assert outcome.returncode in NOTICED, f"{outcome.returncode}: {outcome.stdout}{outcome.stderr}"
     assert "InterpreterError" not in outcome.stdout, "the mutation does not run, so it shows nothing"

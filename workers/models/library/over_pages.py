@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import structlog
+import logging
+
 from transformers import PreTrainedModel
 
 from workers.models.errors import ModelError
@@ -11,7 +12,7 @@ from workers.models.library.gathered_model import GatheredModel
 from workers.models.library.library_model import LibraryModel
 from workers.models.library.packed_model import PackedModel
 
-_log = structlog.get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def over_pages(module: PreTrainedModel) -> LibraryModel:
@@ -30,5 +31,5 @@ def over_pages(module: PreTrainedModel) -> LibraryModel:
             model = GatheredModel(module)
     except ModelError as error:
         raise ModelError(f"the model cannot run over pages: {why_not}; and {error}") from None
-    _log.info("each text of a step runs by itself, which is slow", why=why_not)
+    _log.info("each text of a step runs by itself, which is slow: %s", why_not)
     return model

@@ -6,9 +6,9 @@ which shows what is wrong with this one, on this device.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-import structlog
 import torch
 
 from workers.models.library.errors import library_errors
@@ -18,7 +18,7 @@ from workers.models.library.settings import LibrarySettings
 from workers.models.library.small_copy import small_copy
 from workers.models.self_check import prove
 
-_log = structlog.get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def prove_copy(directory: Path, settings: LibrarySettings) -> float | None:
