@@ -19,6 +19,19 @@ else:
     settings.load_profile("quire")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test ARGS=--thorough`: also what takes minutes more and seldom tells more."""
+    parser.addoption("--thorough", action="store_true", help="try every mistake and every family end to end")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked as thorough, unless it is asked for."""
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
 @pytest.fixture(autouse=True)
 def _own_draws(request: pytest.FixtureRequest) -> None:
     """Seed what draws without a generator by the test's name: the same draws whatever has run before."""

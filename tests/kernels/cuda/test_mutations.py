@@ -15,8 +15,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.kernels.cuda.mutation import Mutation
 
@@ -66,7 +68,11 @@ Outcomes = Mapping[str, "Future[subprocess.CompletedProcess[str]]"]
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     """What is tried, by its name. Every core tries one: each takes seconds to import what it needs."""
-    chosen = [item.callspec.params["mutation"] for item in request.session.items if _is_a_try(item)]
+    chosen: list[Mutation] = [
+        cast(Mutation, item.callspec.params["mutation"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_is_noticed"
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         roots = (tmp_path_factory.mktemp("mistake") for _ in chosen)
         yield {
@@ -76,11 +82,15 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pool.shutdown(cancel_futures=True)
 
 
-def _is_a_try(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and item.originalname == "test_is_noticed"
+def tries() -> list[ParameterSet]:
+    """Every third in each run, all of them with --thorough: each takes seconds."""
+    return [
+        pytest.param(mutation, id=mutation.name, marks=() if number % 3 == 0 else pytest.mark.thorough)
+        for number, mutation in enumerate(mutations())
+    ]
 
 
-@pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", tries())
 def test_is_noticed(mutation: Mutation, outcomes: Outcomes) -> None:
     outcome = outcomes[mutation.name].result()
     assert outcome.returncode in NOTICED, f"{outcome.returncode}: {outcome.stdout}{outcome.stderr}"
