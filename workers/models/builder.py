@@ -6,8 +6,8 @@ Dimension letters: C hidden width; H query heads; K key-value heads; D head widt
 from __future__ import annotations
 
 import torch
-from kernels.experts import ExpertWeights
 
+from kernels.experts import ExpertWeights
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.experts import Experts

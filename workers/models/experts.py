@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+
 from kernels.experts import ExpertWeights, experts, pack_experts, route
 from kernels.gated_activation import Activation
-
 from kernels.linear import linear
 from workers.models.layer_settings import ExpertsConfig
 from workers.models.layers import Step

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from kernels.gated_activation import Activation, gated_activation
 
+from kernels.gated_activation import Activation, gated_activation
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import RopeSpec
