@@ -32,6 +32,8 @@ _LONGROPE = {
     "long_factor": [2.0 + 0.3 * pair for pair in range(6)],
     "partial_rotary_factor": 0.75,
 }
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 5_000.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 20_000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 7}
 _QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
@@ -63,6 +65,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [1, 0, 1, 1]},
     ),
     "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": _DEFAULT_ROPE},
+        },
+    ),
     "granite": (
         "granite",
         {

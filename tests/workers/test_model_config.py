@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config
 
 from kernels.rope import RopeSpec
 from tests.model_factory import TinyModel, hf_config
@@ -124,6 +124,20 @@ def test_old_rope_scaling(key: str) -> None:
     assert rope is not None
     assert (rope.rope_type, rope.theta, rope.factor) == ("yarn", 1e6, 4.0)
     assert rope.original_max_position_embeddings == 32768
+
+
+def test_what_the_old_spelling_says_of_rope_is_of_the_full_layers_of_olmo3(tmp_path: Path) -> None:
+    """As in transformers, where `rope_theta` too is of them alone."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    said = OLD | {"model_type": "olmo3", "rope_theta": 1e6, "rope_scaling": yarn, "head_dim": 64}
+    left_out = ("max_window_layers", "use_sliding_window", "sliding_window")
+    said = {name: value for name, value in said.items() if name not in left_out}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = ModelConfig.from_directory(tmp_path)
+    assert config == ModelConfig.from_settings(AutoConfig.from_pretrained(tmp_path).to_dict())
+    *sliding, full = [layer.rope for layer in config.layers[:4]]
+    assert full is not None and (full.rope_type, full.theta) == ("yarn", 1e6)
+    assert sliding == [RopeSpec(theta=5e5)] * 3
 
 
 def test_trained_length_of_rope_defaults_to_the_longest() -> None:

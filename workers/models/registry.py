@@ -298,6 +298,23 @@ FAMILIES: dict[str, Family] = {
         norms=POST_NORMS,
         wide_norms=True,
     ),
+    "olmo3": Family(
+        # In the old spelling the library takes `rope_theta` for the full layers alone.
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 5e5,
+        },
+        reads=_names("sliding_window layer_types"),
+        qkv_bias=None,
+        output_bias=None,
+        qk_norm="row",
+        norms=POST_NORMS,
+        wide_norms=True,
+        layer_types=_full_every(4),
+        rope_by_type=True,
+    ),
     "granite": Family(
         reads=_names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),
         defaults={
