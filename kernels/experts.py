@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
-from kernels.linear import linear, pack_weight
+from kernels.linear import can_pack, linear, pack_weight
 
 # One matrix an expert: [E, O, I], or E tensors [O, I], which may be packed.
 ExpertWeights = torch.Tensor | Sequence[torch.Tensor]
@@ -70,7 +70,7 @@ def route(
     return expert_ids, expert_weights.to(dtype or logits.dtype)
 
 
-def pack_experts(weight: ExpertWeights) -> list[torch.Tensor]:
+def pack_experts(weight: ExpertWeights) -> ExpertWeights:
     """Lay the matrices of all experts out for the matrix library of the CPU, as `kernels.linear.pack_weight`.
 
     Args:
@@ -78,9 +78,11 @@ def pack_experts(weight: ExpertWeights) -> list[torch.Tensor]:
             freed before the next one is packed; one tensor stays whole until the caller drops it.
 
     Returns:
-        E tensors [O, I] for `experts`, the given list itself if it was one. Where packing does not apply they
-        are the given matrices, or views of the given tensor.
+        E tensors [O, I] for `experts`, the given list itself if it was one. Where packing does not apply,
+        what was given: on a GPU the one tensor that its kernel takes.
     """
+    if not can_pack(weight[0]):
+        return weight
     packed = weight if isinstance(weight, list) else list(weight)
     for expert in range(len(packed)):
         packed[expert] = pack_weight(packed[expert])

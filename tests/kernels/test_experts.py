@@ -126,6 +126,12 @@ def test_a_list_is_packed_in_place() -> None:
     assert [each.is_mkldnn for each in packed] == [can_pack(each) for each in gate_up]
 
 
+def test_what_is_not_packed_stays_one_tensor() -> None:
+    """As on a GPU, whose kernel takes no list."""
+    for weight in (*matrices(3, 16, 32, torch.float32), torch.empty(3, 8, 8, device="meta")):
+        assert pack_experts(weight) is weight
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_routes_bitwise_as_qwen3_moe(normalize: bool, dtype: torch.dtype) -> None:
