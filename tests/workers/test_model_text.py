@@ -150,3 +150,10 @@ def test_a_model_in_a_cache_of_the_hub_is_called_by_its_id() -> None:
     assert model_id_of(Path(f"/c/hub/models--Qwen--Qwen3-0.6B/snapshots/{commit}")) == "Qwen/Qwen3-0.6B"
     assert model_id_of(Path(f"/c/hub/models--gpt2/snapshots/{commit}")) == "gpt2"
     assert model_id_of(Path("/models/qwen3")) == "qwen3"
+
+
+def test_the_working_directory_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen3" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "qwen3" / "inner")
+    assert model_id_of(Path()) == "inner"
+    assert model_id_of(Path("..")) == "qwen3"

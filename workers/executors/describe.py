@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TypedDict
@@ -37,6 +38,7 @@ def kv_shape(config: DescribedConfig, dtype: torch.dtype) -> KvShape:
 
 def model_id_of(directory: Path) -> str:
     """What a model is called: as on the hub if it lies in a cache of that, else as its directory."""
+    directory = Path(os.path.abspath(directory))  # noqa: PTH100 - "." has a name, and a link keeps its own
     found = _SNAPSHOT.fullmatch(directory.as_posix())
     return found[1].replace("--", "/") if found is not None else directory.name
 
