@@ -173,12 +173,12 @@ class Config:
     model_backend: str = _setting(
         _AUTO,
         "whose code computes the model: this server's own, or the transformers library's over the same pages;"
-        " auto takes native for the families that it knows",
+        " auto takes native where it understands all of the config",
         choices=(_AUTO, "native", "transformers"),
     )
     no_self_check: str = _setting(
         "off",
-        "serve a model of the transformers backend without comparing it with its plain forward",
+        "serve a model without comparing it with the transformers library's plain forward",
         **_SWITCH,
     )
     kv_pages: int | None = _setting(

@@ -73,7 +73,7 @@ class LlmExecutor(ModelExecutor):
         kv_pages: pages of 16 tokens; None sizes the pool from free memory.
         limits: the largest step; on a GPU it decides what memory is left for the pool.
         backend: "native", "transformers" or "auto"; see `loading`.
-        self_check: whether a model that the transformers library runs has to prove itself.
+        self_check: whether a model has to prove itself, whoever runs it.
         max_text_bytes: tokenizer.json and the chat template are left out where they take more.
         progress: called with (done_bytes, total_bytes) while weights are read.
 

@@ -20,7 +20,7 @@ from workers.models.config_keys import check_keys
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.files import is_there, parse_object, read_whole
 from workers.models.layer_settings import ExpertsConfig, read_experts, read_layer_types, sparse_layers
-from workers.models.registry import WRAPPERS, Family, family_of, rotated_layers
+from workers.models.registry import SLIDING, WRAPPERS, Family, family_of, rotated_layers
 from workers.models.rope_settings import longest_text, read_ropes, rotary_dim
 from workers.models.values import boolean, integer, number, optional_number, token_ids
 
@@ -231,7 +231,7 @@ def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig
     sparse = sparse_layers(settings, family, count)
     return tuple(
         LayerConfig(
-            window=window if layer_type == "sliding_attention" else None,
+            window=window if layer_type == SLIDING else None,
             rope=ropes[layer_type] if rotated else None,
             sparse=is_sparse,
         )

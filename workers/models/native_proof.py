@@ -75,7 +75,7 @@ def _check_same_config(directory: Path, ours: ModelConfig, settings: LibrarySett
         if field.name not in _NOT_COMPUTED and found != expected:
             raise ModelError(
                 f"{directory}: {field.name} is read as {found!r}, and as {expected!r} by the transformers"
-                " library: it would answer wrongly"
+                " library: it would answer wrongly; with model_backend = transformers the library runs it"
             )
 
 
