@@ -22,7 +22,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import wire
 from workers.executors.base import ModelExecutor
-from workers.models.backends import NOT_COMPILED
+from workers.models.active_kernels import NOT_COMPILED
 from workers.operations import Command, IntegrityReport, Result
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop

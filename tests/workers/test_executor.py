@@ -260,9 +260,9 @@ def test_no_pages_are_refused_as_a_setting() -> None:
 
 
 def test_capabilities_say_where_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.models.backends.kernel_name", lambda: None)
+    monkeypatch.setattr("workers.models.active_kernels.kernel_name", lambda: None)
     assert "cpu-not-compiled" in PagedAttentionExecutor.create(kv_pages=1).capabilities().kernels
-    monkeypatch.setattr("workers.models.backends.kernel_name", lambda: "cpu-avx2")
+    monkeypatch.setattr("workers.models.active_kernels.kernel_name", lambda: "cpu-avx2")
     assert "cpu-not-compiled" not in PagedAttentionExecutor.create(kv_pages=1).capabilities().kernels
 
 

@@ -23,7 +23,7 @@ def stop(_executor: ModelExecutor) -> Scheduler:
 async def test_slow_kernels_are_said_once(
     monkeypatch: pytest.MonkeyPatch, compiled: str | None, warnings: int
 ) -> None:
-    monkeypatch.setattr("workers.models.backends.kernel_name", lambda: compiled)
+    monkeypatch.setattr("workers.models.active_kernels.kernel_name", lambda: compiled)
     with capture_logs() as logs:
         worker = WorkerServer(lambda _: PagedAttentionExecutor.create(kv_pages=1), stop)
         worker.start()

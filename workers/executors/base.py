@@ -31,7 +31,7 @@ from workers.executors.info import (
     ModelDescription,
 )
 from workers.kv.table import PoolUsage
-from workers.models.backends import active_kernels
+from workers.models.active_kernels import active_kernels
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,

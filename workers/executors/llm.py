@@ -23,7 +23,7 @@ from workers.executors.loading import (
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
-from workers.models.backends import check_cuda_device, cuda_head_widths
+from workers.models.active_kernels import check_cuda_device, cuda_head_widths
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.pickles import check_not_pickled

@@ -1,4 +1,4 @@
-"""Which implementations of the kernels are in use, by name."""
+"""Which implementations of the kernels are in use, by name; and which models they are there for on a GPU."""
 
 from __future__ import annotations
 
