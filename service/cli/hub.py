@@ -78,6 +78,8 @@ def _look_in_cache(hub_id: str, revision: str | None) -> tuple[Path | None, str]
         return None, f"is not whole {where}, some of its settings are missing"
     except LocalEntryNotFoundError:
         return None, f"is not {where}"
+    except OSError as error:
+        return None, f"cannot be read {where}: {error.strerror}"
     missing = _first_missing(Path(found))
     return (Path(found), "") if missing is None else (None, f"is not whole {where}, {missing} is missing")
 

@@ -138,6 +138,14 @@ def test_what_is_not_there_and_may_not_be_fetched_is_told(
     assert "one.safetensors is missing" in find(download=download, **environment)[1], "a link to nothing"
 
 
+def test_a_cache_that_cannot_be_read_is_told(tmp_path: Path, find: Find) -> None:
+    main = make_cache(tmp_path / "home" / "hub", SMALL | WEIGHTS).parents[1] / "refs" / "main"
+    main.unlink()
+    main.mkdir()
+    found, said = find(download=False)
+    assert found == "" and "cannot be read in the cache" in said and said.count("\n") == 1
+
+
 def test_settings_that_are_known_to_be_missing_are_fetched_or_told(tmp_path: Path, find: Find) -> None:
     snapshot = make_cache(tmp_path / "home" / "hub", SMALL | WEIGHTS)
     listing = {name: {"size": len(data), "blob_id": "0"} for name, data in (SMALL | WEIGHTS).items()}
