@@ -182,7 +182,7 @@ def _of_text(entries: Mapping[str, Entry], config: ModelConfig) -> dict[str, Ent
     if config.wrapper is None:
         return dict(entries)
     wrapper = WRAPPERS[config.wrapper]
-    found = {}
+    found: dict[str, Entry] = {}
     for name, entry in entries.items():
         if not name.startswith(wrapper.left_out):
             before, after = next((pair for pair in wrapper.renamed if name.startswith(pair[0])), ("", ""))
