@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,26 @@ def test_a_text_part_that_is_no_object_is_refused(tmp_path: Path, text_config: o
         LlmExecutor.load(tmp_path, kv_pages=4, backend=TRANSFORMERS)
 
 
-def test_widths_of_nothing_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"intermediate_size": 0},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": -1},
+        {"head_dim": -1},
+        {"pad_token_id": 1000},
+        {"hidden_act": "\x1b[2J"},
+    ],
+    ids=str,
+)
+def test_what_the_library_stumbles_over_is_refused_in_one_line(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
     make_family_model(tmp_path, *settings_of("gemma"))
-    change_config(tmp_path, intermediate_size=0)
-    with pytest.raises(ModelError):
+    change_config(tmp_path, **settings)
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))) as refused:
         LlmExecutor.load(tmp_path, kv_pages=4, backend=TRANSFORMERS)
+    assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("truncate", [True, False, None])
