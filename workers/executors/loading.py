@@ -17,7 +17,7 @@ from workers.executors.describe import kv_layers
 from workers.executors.info import DescribedConfig
 from workers.kv.tensors import LayerKv
 from workers.models.config import ModelConfig
-from workers.models.errors import UnsupportedError
+from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import Model
 from workers.models.weights import LoadPlan, load_planned, plan_load
 
@@ -87,8 +87,23 @@ def load_served(
 
     Raises ModelError and KvSizingError, the former also if the model does not compute what it should.
     """
-    if backend == TRANSFORMERS:
-        return _load_library(directory, dtype, device, progress, self_check=self_check)
+    try:
+        if backend == TRANSFORMERS:
+            return _load_library(directory, dtype, device, progress, self_check=self_check)
+        return _load_native(directory, dtype, device, progress, self_check=self_check)
+    except ModelError as error:
+        # What the transformers library said names no file.
+        raise error if str(directory) in str(error) else ModelError(f"{directory}: {error}") from error
+
+
+def _load_native(
+    directory: Path,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None,
+    *,
+    self_check: bool,
+) -> ServedModel:
     plan = plan_load(directory, dtype, device)
     if self_check:
         _prove_native(directory, plan)

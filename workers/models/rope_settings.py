@@ -110,7 +110,8 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
             attention_factor=optional_number(parameters, "attention_factor"),
             mscale=optional_number(parameters, "mscale"),
             mscale_all_dim=optional_number(parameters, "mscale_all_dim"),
-            truncate=boolean(parameters, "truncate", default=True),
+            # The library takes null for false here.
+            truncate=boolean(parameters, "truncate", default="truncate" not in parameters),
             max_position_embeddings=served if rope_type in ("dynamic", "longrope") else 0,
             short_factor=positive_numbers(parameters, "short_factor"),
             long_factor=positive_numbers(parameters, "long_factor"),

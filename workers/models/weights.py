@@ -109,8 +109,10 @@ def plan_load(
     config = ModelConfig.from_directory(directory)
     entries = _of_text(checkpoint.read_entries(directory), config)
     chosen = _choose_dtype(dtype, config, entries)
+    _check_number_of_experts(config, directory, entries)
     targets = build_decoder(config, chosen, "meta").targets()
     _check_entries(config, directory, targets, entries)
+    _check_tied_head(config, entries)
     weight_bytes = sum(target.tensor.nbytes for target in targets.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     check_weights_fit(str(directory), weight_bytes, free_bytes)
@@ -173,15 +175,21 @@ def _check_finite(part: torch.Tensor, entry: Entry) -> None:
 
 
 def _of_text(entries: Mapping[str, Entry], config: ModelConfig) -> dict[str, Entry]:
-    """The tensors of the text part, by the names that they have in a model of text alone."""
+    """The tensors of the text part, by the names that they have in a model of text alone.
+
+    Raises ModelError for two that would have one name.
+    """
     if config.wrapper is None:
         return dict(entries)
     wrapper = WRAPPERS[config.wrapper]
-    found = {}
+    found: dict[str, Entry] = {}
     for name, entry in entries.items():
         if not name.startswith(wrapper.left_out):
             before, after = next((pair for pair in wrapper.renamed if name.startswith(pair[0])), ("", ""))
-            found[after + name.removeprefix(before)] = entry
+            renamed = after + name.removeprefix(before)
+            if renamed in found:
+                raise ModelError(f"{entry.file}: tensor {name} is also there as {found[renamed].name}")
+            found[renamed] = entry
     return found
 
 
@@ -208,6 +216,38 @@ def _choose_dtype(dtype: torch.dtype | str, config: ModelConfig, entries: Mappin
     if name not in allowed:
         raise ModelError(f"dtype: must be {AUTO} or one of {', '.join(sorted(allowed))}, got {name!r}")
     return allowed[name]
+
+
+def _check_number_of_experts(config: ModelConfig, directory: Path, entries: Mapping[str, Entry]) -> None:
+    """Raises ModelError for more experts than there are tensors, before a target is made for each."""
+    count = config.experts.count if config.experts is not None else 0
+    experts = count * sum(layer.sparse for layer in config.layers)
+    if experts > len(entries):
+        raise ModelError(
+            f"{directory}: the config asks for {experts} experts, the files hold {len(entries)} tensors"
+        )
+
+
+def _check_tied_head(config: ModelConfig, entries: Mapping[str, Entry]) -> None:
+    """Raises ModelError for a head that is not the embedding, where the config says that the two are one.
+
+    The library would take the head of the file, against the config.
+    """
+    head, embedding = entries.get(_HEAD), entries[_EMBEDDING]
+    if head is None or not config.tie_word_embeddings:
+        return
+    # Of one shape and dtype, they come in the same parts. NaN, which differs from itself, is found later.
+    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
+        torch.equal(one.nan_to_num(), other.nan_to_num())
+        for (_, one), (_, other) in zip(
+            checkpoint.read_parts(head), checkpoint.read_parts(embedding), strict=True
+        )
+    )
+    if not same:
+        raise ModelError(
+            f"{head.file}: tensor {_HEAD} differs from {_EMBEDDING}, and tie_word_embeddings says that they"
+            " are one"
+        )
 
 
 def _check_entries(

@@ -224,7 +224,8 @@ def _marked_mask(
     The function says of positions which of them see which; so a mask that differs only in long texts is seen.
     """
     text = config.get_text_config(decoder=True)
-    length = min(getattr(text, "max_position_embeddings", None) or _MASK_POSITIONS, _MASK_POSITIONS)  # M
+    longest = getattr(text, "max_position_embeddings", None) or _MASK_POSITIONS
+    length = min(longest, _MASK_POSITIONS)  # M
     keys = torch.arange(length, device=device)  # [M]
     last = _seen(mask_function, length - 1, keys)
     window = int(last.sum())
@@ -233,6 +234,10 @@ def _marked_mask(
     for query in {*range(0, length, step), *range(min(length, 8)), length - 2, length - 1} - {-1}:
         expected = (keys <= query) & (keys > query - window)
         if not torch.equal(_seen(mask_function, query, keys), expected):
+            found = _ODD_MASK
+    # The last position sees all before it, or the window is larger than what was looked at.
+    for first in range(0, longest, length) if found == _NO_WINDOW and longest > length else ():
+        if not _seen(mask_function, longest - 1, (keys + first).clamp(max=longest - 1)).all():
             found = _ODD_MASK
     return torch.full((1, 1, 1, 1), _MASK_MARK + found, dtype=torch.int64, device=device)
 

@@ -30,6 +30,13 @@ class PackedModel(LibraryModel):
         super().__init__(module)
         if not self._takes_positions:
             raise ModelError(f"{self.name} takes no positions, so its texts cannot be packed")
+        text = module.config.get_text_config(decoder=True)
+        if (
+            getattr(text, "attn_temperature_tuning", False)
+            and text.max_position_embeddings >= text.floor_scale
+        ):
+            # It does so by the place of a token in the row; before floor_scale that changes nothing.
+            raise ModelError(f"{self.name} scales queries by a position that it counts itself")
         self._calls = self._ask()
         self._call_attention(PAGED)
 

@@ -70,7 +70,9 @@ def read_settings(directory: Path) -> LibrarySettings:
     file = directory / _CONFIG_FILE
     settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
     try:
-        return _parse(directory, settings)
+        # A config may have any value under any name, and what reads it raises whatever comes of that.
+        with library_errors("read the config"):
+            return _parse(directory, settings)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     except RecursionError:
@@ -91,9 +93,10 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
         for name, value in settings.items()
         if not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
     }
-    with library_errors("read the config"):
-        config = CONFIG_MAPPING[model_type].from_dict(settings)
-        text = config.get_text_config(decoder=True)
+    config = CONFIG_MAPPING[model_type].from_dict(settings)
+    text = config.get_text_config(decoder=True)
+    if not isinstance(text, PreTrainedConfig):
+        raise ModelError(f"text_config: must be an object, got {text!r}")
     if config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
         raise ModelError(
             f"model_type: {model_type} is an encoder with a decoder, and only decoders are served"

@@ -11,6 +11,7 @@ import copy
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -31,15 +32,15 @@ _GAIN = 1.5
 def small_copy(settings: LibrarySettings) -> PreTrainedModel | None:
     """The copy, on the CPU; None where even that would take gigabytes. Raises ModelError."""
     config = copy.deepcopy(settings.config)
-    _shrink(config.get_text_config(decoder=True))
     with library_errors("build a small copy of the model to check"):
+        _shrink(config.get_text_config(decoder=True))
         with torch.device("meta"), no_init_weights():
             planned = build(settings.model_class, config, torch.float32)
         tensors = (*planned.parameters(), *planned.buffers())
         if sum(tensor.nbytes for tensor in tensors) > _MOST_BYTES:
             return None
         model = build(settings.model_class, config, torch.float32)
-    _randomise(model)
+        _randomise(model)
     return model
 
 
@@ -55,7 +56,10 @@ def _shrink(text: PreTrainedConfig) -> None:
         setattr(text, name, value[:kept])
     text.vocab_size = min(text.vocab_size, VOCAB_SIZE)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(text, name, None)
+        try:
+            setattr(text, name, None)
+        except StrictDataclassFieldValidationError:  # some families have to have one
+            setattr(text, name, 0)
     if isinstance(getattr(text, "sliding_window", None), int):
         text.sliding_window = min(text.sliding_window, _WINDOW)
     for name in (*vars(text), *text.attribute_map):

@@ -1,0 +1,168 @@
+"""Directories that look sound and are not: refused in one line, or answered as the library answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kernels.rope import rope_frequencies
+from tests.families import settings_of
+from tests.model_factory import make_family_model
+from tests.workers.test_library_model import tiny_config
+from workers.executors.llm import LlmExecutor
+from workers.executors.loading import NATIVE, TRANSFORMERS
+from workers.models.config import ModelConfig
+from workers.models.errors import ModelError
+from workers.models.library.gathered_model import GatheredModel
+from workers.models.library.over_pages import over_pages
+from workers.models.library.packed_model import PackedModel
+from workers.models.library.proof import prove_copy
+from workers.models.library.settings import read_settings
+
+torch.set_num_threads(1)
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+NORM = "norm.weight"
+
+
+def untrained(config: PreTrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def one_file(directory: Path, changes: dict[str, torch.Tensor]) -> None:
+    """The tensors of a sharded model in one file, with others beside them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in directory.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    for file in directory.glob("model*"):
+        file.unlink()
+    save_file(tensors | changes, directory / "model.safetensors")
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_tied_head_in_the_files_has_to_be_the_embedding(tmp_path: Path, repeated: bool) -> None:
+    make_family_model(tmp_path, *settings_of("llama3"))
+    shards = (load_file(shard) for shard in tmp_path.glob("*.safetensors"))
+    embedding = next(shard[EMBEDDING] for shard in shards if EMBEDDING in shard)
+    one_file(tmp_path, {HEAD: embedding.clone() if repeated else embedding.flip(0).contiguous()})
+    if repeated:
+        LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
+    else:
+        with pytest.raises(ModelError, match=f"tensor {HEAD} differs from {EMBEDDING}"):
+            LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
+
+
+@pytest.mark.parametrize("count", [1 << 12, 1 << 24])
+def test_experts_that_the_files_do_not_bear_out_are_refused_before_they_are_counted_out(
+    tmp_path: Path, count: int
+) -> None:
+    make_family_model(tmp_path, *settings_of("qwen3_moe"))
+    change_config(tmp_path, num_experts=count, num_local_experts=count)
+    with pytest.raises(ModelError, match=r"asks for \d+ experts, the files hold"):
+        LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
+
+
+@pytest.mark.parametrize("family", ["cwm", "modernbert-decoder"])
+def test_families_that_must_have_a_padding_token_prove_themselves(tmp_path: Path, family: str) -> None:
+    untrained(tiny_config(family)).save_pretrained(tmp_path)
+    error = prove_copy(tmp_path, read_settings(tmp_path))
+    assert error is not None and error < 1e-5
+
+
+@pytest.mark.parametrize("text_config", [False, 7, [], [{}]])
+def test_a_text_part_that_is_no_object_is_refused(tmp_path: Path, text_config: object) -> None:
+    make_family_model(tmp_path, *settings_of("granite"))
+    change_config(tmp_path, text_config=text_config)
+    with pytest.raises(ModelError, match=r"config\.json: .*text_config"):
+        LlmExecutor.load(tmp_path, kv_pages=4, backend=TRANSFORMERS)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"intermediate_size": 0},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": -1},
+        {"head_dim": -1},
+        {"pad_token_id": 1000},
+        {"hidden_act": "\x1b[2J"},
+    ],
+    ids=str,
+)
+def test_what_the_library_stumbles_over_is_refused_in_one_line(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    make_family_model(tmp_path, *settings_of("gemma"))
+    change_config(tmp_path, **settings)
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))) as refused:
+        LlmExecutor.load(tmp_path, kv_pages=4, backend=TRANSFORMERS)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("truncate", [True, False, None])
+def test_a_null_is_no_truncation_of_yarn(truncate: bool | None) -> None:
+    """In positions that the self-check does not reach it would turn keys by a tenth of a radian."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 40000}
+    settings = settings_of("llama")[1] | {
+        "model_type": "llama",
+        "rope_parameters": yarn | {"truncate": truncate},
+    }
+    ours = ModelConfig.from_settings(settings)
+    theirs = tiny_config(
+        "llama", rope_parameters=dict(settings["rope_parameters"]), max_position_embeddings=512
+    )
+    rope = ours.layers[0].rope
+    assert rope is not None
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    torch.testing.assert_close(rope_frequencies(rope, ours.head_dim)[0], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "limit", "kind"),
+    [
+        ("mistral", {"sliding_window": 200_000}, GatheredModel),
+        ("mistral", {"sliding_window": 1 << 17}, GatheredModel),
+        ("mistral", {"sliding_window": 1 << 18}, PackedModel),
+        ("mistral", {"sliding_window": 1000}, PackedModel),
+        ("llama4_text", {"attention_chunk_size": 1 << 17, "attn_temperature_tuning": False}, GatheredModel),
+    ],
+)
+def test_a_window_beyond_the_positions_looked_at_is_not_taken_for_none(
+    family: str, limit: dict[str, Any], kind: type
+) -> None:
+    config = tiny_config(family, max_position_embeddings=1 << 18, **limit)
+    assert type(over_pages(untrained(config))) is kind
+
+
+def test_a_tensor_under_two_names_of_a_wrapper_is_refused(tmp_path: Path) -> None:
+    make_family_model(tmp_path, *settings_of("gemma3"))
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    one_file(tmp_path, {f"model.language_model.{NORM}": torch.ones(64)})
+    with pytest.raises(ModelError, match=f"tensor model.*{NORM} is also there as model"):
+        LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
+
+
+@pytest.mark.parametrize(("floor_scale", "kind"), [(100, GatheredModel), (300, PackedModel)])
+def test_a_model_that_counts_positions_itself_is_packed_only_where_that_does_not_matter(
+    floor_scale: int, kind: type
+) -> None:
+    """Llama 4 scales queries from position `floor_scale` on, by their place in the row."""
+    config = tiny_config(
+        "llama4_text", floor_scale=floor_scale, attn_temperature_tuning=True, max_position_embeddings=256
+    )
+    assert type(over_pages(untrained(config))) is kind
