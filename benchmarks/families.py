@@ -21,6 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import machine
+from benchmarks.peers.base import prompts
 from benchmarks.peers.executor_peer import ExecutorPeer
 from benchmarks.peers.transformers_peer import TransformersPeer
 
@@ -64,6 +65,16 @@ class _Config:
         return self.directory
 
 
+class _DifferentTexts(TransformersPeer):
+    """Its sequences are copies of one prompt: here each goes on with a token, and so experts, of its own."""
+
+    def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
+        tokens = super().prepare_decode(batch, context_tokens)
+        self._first = torch.tensor(prompts(self._vocab_size, batch, 1))  # [B, 1]
+        self._next = self._first
+        return tokens
+
+
 def _make(name: str, directory: Path) -> Path:
     config = AutoConfig.for_model(name, **_SIZES, **_MODELS[name])
     torch.manual_seed(0)
@@ -75,7 +86,7 @@ def _measure(config: Any, rounds: int) -> None:
     makers: dict[str, Callable[[], Any]] = {
         "native": lambda: ExecutorPeer(config, backend="native"),
         "over pages": lambda: ExecutorPeer(config, backend="transformers"),
-        _PLAIN: lambda: TransformersPeer(config),
+        _PLAIN: lambda: _DifferentTexts(config),
     }
     peers = {name: make() for name, make in makers.items()}
     for batch in _BATCHES:
@@ -98,6 +109,7 @@ def _measure(config: Any, rounds: int) -> None:
 def main() -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.families", description=__doc__)
+    parser.add_argument("--only", choices=sorted(_MODELS), help="one shape")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each competitor")
     options = parser.parse_args()
     print(machine.describe(), file=sys.stderr)
@@ -106,7 +118,7 @@ def main() -> int:
         f"| shape | batch | {' | '.join(f'{name}, ms a step' for name in names)} |\n|---|---:|---:|---:|---:|"
     )
     with tempfile.TemporaryDirectory() as scratch:
-        for name in _MODELS:
+        for name in [options.only] if options.only else _MODELS:
             directory = _make(name, Path(scratch) / name)
             _measure(_Config(directory, torch.get_num_threads(), _SIZES["vocab_size"]), options.rounds)
     return 0

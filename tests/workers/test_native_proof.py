@@ -13,10 +13,11 @@ import torch
 
 from kernels.linear import linear
 from kernels.paged_attention import paged_attention
+from kernels.rope import rope_frequencies
 from tests.families import MODELS, settings_of
 from tests.model_factory import make_family_model
 from workers.executors.llm import LlmExecutor
-from workers.models import builder, config, layers
+from workers.models import builder, config, layers, native_proof
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.layers import Attention
@@ -136,6 +137,21 @@ def test_a_config_that_the_library_reads_differently_is_refused(tmp_path: Path) 
     read = ModelConfig.from_directory(tmp_path)
     with pytest.raises(ModelError, match=r"rms_norm_eps is read as 0\.1, and as 1e-06 by the transformers"):
         prove_native(tmp_path, dataclasses.replace(read, rms_norm_eps=0.1), torch.float32, CPU)
+
+
+def test_a_slow_pair_that_turns_otherwise_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the short texts of the check it would hardly show."""
+    make_family_model(tmp_path, *settings_of("llama3"))
+    assert prove(tmp_path) is not None
+
+    def slower(*arguments: Any) -> tuple[torch.Tensor, float]:
+        frequencies, factor = rope_frequencies(*arguments)
+        frequencies[-1] *= 1.01
+        return frequencies, factor
+
+    monkeypatch.setattr(native_proof, "rope_frequencies", slower)
+    with pytest.raises(ModelError, match=r"the frequencies of RopeSpec.* are not those of the transformers"):
+        prove(tmp_path)
 
 
 def test_a_worker_refuses_a_model_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

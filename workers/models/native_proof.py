@@ -18,6 +18,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from kernels.rope import rope_frequencies
 from workers.kv.tensors import LayerKv
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
@@ -55,6 +56,7 @@ def prove_native(
     if module is None:
         _log.warning("even a small copy of the model is large, so native code is not checked")
         return None
+    _check_same_frequencies(directory, config, module)
     error = _prove_copy(directory, module, torch.float32, torch.device("cpu"))
     if dtype != torch.float32 or device.type != "cpu":
         _prove_copy(directory, module, dtype, device)
@@ -76,6 +78,25 @@ def _check_same_config(directory: Path, ours: ModelConfig, settings: LibrarySett
             raise ModelError(
                 f"{directory}: {field.name} is read as {found!r}, and as {expected!r} by the transformers"
                 " library: it would answer wrongly; with model_backend = transformers the library runs it"
+            )
+
+
+def _check_same_frequencies(directory: Path, config: ModelConfig, module: PreTrainedModel) -> None:
+    """Raises ModelError for a rotary embedding that the library's model does not have.
+
+    The texts of the check are short: how slow pairs turn hardly shows in them.
+    """
+    theirs = [
+        buffer
+        for name, buffer in module.named_buffers()
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+    ]
+    for rope in {layer.rope for layer in config.layers if layer.rope is not None}:
+        ours, _ = rope_frequencies(rope, config.rotary_dim)  # [R / 2]
+        if not any(len(ours) == len(one) and torch.allclose(ours, one, rtol=1e-5, atol=0) for one in theirs):
+            raise ModelError(
+                f"{directory}: the frequencies of {rope} are not those of the transformers library:"
+                " it would answer wrongly"
             )
 
 
