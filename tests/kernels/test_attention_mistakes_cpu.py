@@ -38,6 +38,7 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_each_is_noticed_and_nothing_else_is(mistaken: Path) -> None:
     if library.instruction_set() is None or shutil.which("g++") is None:
