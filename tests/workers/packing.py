@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import AttentionBatch, ForwardInputs
+from workers.models.model import Model
 
 
 @dataclass
@@ -78,3 +80,39 @@ def poison(kv: KvTensors) -> None:
     for layer in range(kv.num_layers):
         for pages in kv.layer(layer):
             pages.fill_(float("nan"))
+
+
+def logits_in_chunks(
+    model: Model, texts: Sequence[list[int]], kv: KvTensors, packer: HandPacker, dice: random.Random
+) -> list[torch.Tensor]:
+    """Let texts grow by random chunks in shared batches; the logits of every row, [len(text), V] each."""
+    sequences = [HandSequence() for _ in texts]
+    rows: list[list[torch.Tensor]] = [[] for _ in texts]
+    while any(sequence.length < len(text) for sequence, text in zip(sequences, texts, strict=True)):
+        items, owners = [], []
+        for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
+            size = min(dice.choice((0, 1, 1, 3, 16, 29)), len(text) - sequence.length)
+            if size:
+                items.append(Item(sequence, text[sequence.length : sequence.length + size], range(size)))
+                owners += [index] * size
+        if items:
+            logits = model.logits(model.forward(packer.pack(items), kv))
+            for owner, row in zip(owners, logits, strict=True):
+                rows[owner].append(row)
+    return [torch.stack(found) for found in rows]
+
+
+def greedy_tokens(
+    model: Model, prompts: Sequence[list[int]], kv: KvTensors, packer: HandPacker, count: int
+) -> list[list[int]]:
+    """The next `count` tokens of each prompt that the model finds most likely, in shared batches."""
+    sequences = [HandSequence() for _ in prompts]
+    chosen: list[list[int]] = [[] for _ in prompts]
+    fed = list(prompts)
+    for _ in range(count):
+        items = [Item(sequence, tokens) for sequence, tokens in zip(sequences, fed, strict=True)]
+        best = model.logits(model.forward(packer.pack(items), kv)).argmax(-1).tolist()
+        for text, token in zip(chosen, best, strict=True):
+            text.append(token)
+        fed = [[token] for token in best]
+    return chosen

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.model_factory import TinyModel, hf_greedy, hf_logits, make_model
-from tests.workers.packing import HandPacker, HandSequence, Item, poison
+from tests.workers.packing import HandPacker, HandSequence, Item, greedy_tokens, logits_in_chunks, poison
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.config import ModelConfig
 from workers.models.weights import load_model
@@ -116,22 +116,9 @@ def test_mixed_batches_of_random_chunks(name: str, tmp_path: Path) -> None:
     texts = [
         random_tokens(spec.seed + i, length, spec.vocab_size) for i, length in enumerate((1, 17, 50, 75))
     ]
-    sequences = [HandSequence() for _ in texts]
-    rows: list[list[torch.Tensor]] = [[] for _ in texts]
-    while any(sequence.length < len(text) for sequence, text in zip(sequences, texts, strict=True)):
-        items, owners = [], []
-        for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
-            size = min(dice.choice((0, 1, 1, 3, 16, 29)), len(text) - sequence.length)
-            if size:
-                tokens = text[sequence.length : sequence.length + size]
-                items.append(Item(sequence, tokens, range(size)))
-                owners += [index] * size
-        if items:
-            logits = decoder.logits(decoder.forward(packer.pack(items), kv))
-            for owner, row in zip(owners, logits, strict=True):
-                rows[owner].append(row)
-    for text, found in zip(texts, rows, strict=True):
-        assert_same_logits(torch.stack(found), hf_logits(directory, text), len(text))
+    grown = logits_in_chunks(decoder, texts, kv, packer, dice)
+    for text, found in zip(texts, grown, strict=True):
+        assert_same_logits(found, hf_logits(directory, text), len(text))
 
 
 @pytest.mark.parametrize("name", ["gqa2_tied", "gqa4_sharded", "sliding"])
@@ -140,15 +127,7 @@ def test_64_greedy_tokens_are_identical(name: str, tmp_path: Path) -> None:
     decoder = load_model(directory).decoder
     kv, packer = new_kv(decoder.config), new_packer(1)
     prompts = [random_tokens(3, 5), random_tokens(4, 33)]
-    sequences = [HandSequence() for _ in prompts]
-    fed = prompts
-    chosen: list[list[int]] = [[] for _ in prompts]
-    for _ in range(64):
-        items = [Item(sequence, tokens) for sequence, tokens in zip(sequences, fed, strict=True)]
-        best = decoder.logits(decoder.forward(packer.pack(items), kv)).argmax(-1).tolist()
-        for text, token in zip(chosen, best, strict=True):
-            text.append(token)
-        fed = [[token] for token in best]
+    chosen = greedy_tokens(decoder, prompts, kv, packer, 64)
     for prompt, text in zip(prompts, chosen, strict=True):
         assert text == hf_greedy(directory, prompt, 64)
     assert len({*chosen[0], *chosen[1]}) > 8, "a model that repeats one token would prove little"

@@ -13,7 +13,7 @@ from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneratio
 
 from tests.families import MODELS, settings_of
 from tests.model_factory import hf_greedy, hf_logits, make_family_model
-from tests.workers.packing import HandPacker, HandSequence, Item, poison
+from tests.workers.packing import HandPacker, HandSequence, Item, greedy_tokens, logits_in_chunks, poison
 from workers.executors.describe import kv_shape
 from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
@@ -61,22 +61,10 @@ def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
     decoder = load_model(directory).decoder
     kv, packer, dice = new_kv(decoder.config), new_packer(1), random.Random(name)
     whole = texts(2, (1, 33, 70))
-    sequences = [HandSequence() for _ in whole]
-    rows: list[list[torch.Tensor]] = [[] for _ in whole]
-    while any(sequence.length < len(text) for sequence, text in zip(sequences, whole, strict=True)):
-        items, owners = [], []
-        for index, (sequence, text) in enumerate(zip(sequences, whole, strict=True)):
-            size = min(dice.choice((0, 1, 1, 3, 16, 29)), len(text) - sequence.length)
-            if size:
-                items.append(Item(sequence, text[sequence.length : sequence.length + size], range(size)))
-                owners += [index] * size
-        if items:
-            logits = decoder.logits(decoder.forward(packer.pack(items), kv))
-            for owner, row in zip(owners, logits, strict=True):
-                rows[owner].append(row)
-    for text, found in zip(whole, rows, strict=True):
+    grown = logits_in_chunks(decoder, whole, kv, packer, dice)
+    for text, found in zip(whole, grown, strict=True):
         expected = hf_logits(directory, text)
-        error = (torch.stack(found) - expected).abs().max() / expected.abs().max()
+        error = (found - expected).abs().max() / expected.abs().max()
         assert error < RELATIVE_ERROR
 
 
@@ -85,15 +73,7 @@ def test_64_greedy_tokens_are_identical(made: tuple[str, Path]) -> None:
     decoder = load_model(directory).decoder
     kv, packer = new_kv(decoder.config), new_packer(3)
     prompts = texts(4, (5, 40))
-    sequences = [HandSequence() for _ in prompts]
-    chosen: list[list[int]] = [[] for _ in prompts]
-    fed = prompts
-    for _ in range(64):
-        items = [Item(sequence, tokens) for sequence, tokens in zip(sequences, fed, strict=True)]
-        best = decoder.logits(decoder.forward(packer.pack(items), kv)).argmax(-1).tolist()
-        for text, token in zip(chosen, best, strict=True):
-            text.append(token)
-        fed = [[token] for token in best]
+    chosen = greedy_tokens(decoder, prompts, kv, packer, 64)
     for prompt, text in zip(prompts, chosen, strict=True):
         assert text == hf_greedy(directory, prompt, 64)
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.workers.packing import HandPacker, HandSequence, Item, poison
+from tests.workers.packing import HandPacker, logits_in_chunks, poison
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
 from workers.models.library.gathered_model import GatheredModel
@@ -143,23 +143,11 @@ def worst_error(model: LibraryModel, seed: int = 0) -> float:
     dice = random.Random(seed)
     packer = HandPacker(PAGE_SIZE, dice.sample(range(1, PAGES), PAGES - 1))
     texts = [[dice.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 50, 70)]
-    sequences = [HandSequence() for _ in texts]
-    rows: list[list[torch.Tensor]] = [[] for _ in texts]
-    while any(sequence.length < len(text) for sequence, text in zip(sequences, texts, strict=True)):
-        items, owners = [], []
-        for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
-            size = min(dice.choice((0, 1, 1, 3, 16, 29)), len(text) - sequence.length)
-            if size:
-                items.append(Item(sequence, text[sequence.length : sequence.length + size], range(size)))
-                owners += [index] * size
-        if items:
-            logits = model.logits(model.forward(packer.pack(items), kv))
-            for owner, row in zip(owners, logits, strict=True):
-                rows[owner].append(row)
+    grown = logits_in_chunks(model, texts, kv, packer, dice)
     errors = []
-    for text, found in zip(texts, rows, strict=True):
+    for text, found in zip(texts, grown, strict=True):
         expected = model.plain_logits(torch.tensor(text))
-        errors.append(((torch.stack(found) - expected).abs().max() / expected.abs().max()).item())
+        errors.append(((found - expected).abs().max() / expected.abs().max()).item())
     return max(errors)
 
 

@@ -35,6 +35,10 @@ _MAX_DIMENSIONS = 8
 _SAMPLE_BYTES = 1024
 
 
+# Asks for the dtype that a model is stored in.
+AUTO = "auto"
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a checkpoint.
@@ -54,6 +58,38 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+
+
+def choose_dtype(asked: torch.dtype | str, named: str | None, stored: str | None) -> torch.dtype:
+    """The dtype to load in.
+
+    Args:
+        asked: A torch dtype or its name; AUTO: the one that is named, else the one that is stored.
+        named: By the config.
+        stored: Of a tensor, as a header spells it.
+
+    Raises:
+        ModelError: There is no such dtype for weights.
+    """
+    allowed = {_name_of(known): known for known in DTYPES.values()}
+    name = asked if isinstance(asked, str) else _name_of(asked)
+    if name == AUTO:
+        name = named or _name_of(DTYPES.get(stored or "", torch.float32))
+    if name not in allowed:
+        raise ModelError(f"dtype: must be {AUTO} or one of {', '.join(sorted(allowed))}, got {name!r}")
+    return allowed[name]
+
+
+def check_finite(tensor: torch.Tensor, where: str) -> None:
+    """Raises ModelError, saying where, for NaN and infinity: one of them in a weight is in every answer."""
+    # A sum is finite only if its terms are, and takes a tenth of the time of looking at each of them; the
+    # other way round it may overflow.
+    if not math.isfinite(tensor.sum().item()) and not tensor.isfinite().all():
+        raise ModelError(f"{where} is not finite as {_name_of(tensor.dtype)}")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def map_tensor(entry: Entry) -> torch.Tensor:

@@ -18,7 +18,7 @@ from kernels.linear import can_pack
 from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
 from workers.models.builder import build_decoder
-from workers.models.checkpoint import Entry
+from workers.models.checkpoint import AUTO, Entry
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
@@ -27,8 +27,6 @@ from workers.models.registry import WRAPPERS
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the files, after every part; the last call has both equal."""
-
-AUTO = "auto"
 
 # In some checkpoints, and computed here: not an error, not loaded.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
@@ -108,7 +106,8 @@ def plan_load(
     directory, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(directory)
     entries = _of_text(checkpoint.read_entries(directory), config)
-    chosen = _choose_dtype(dtype, config, entries)
+    stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
+    chosen = checkpoint.choose_dtype(dtype, config.dtype, stored)
     _check_number_of_experts(config, directory, entries)
     targets = build_decoder(config, chosen, "meta").targets()
     _check_entries(config, directory, targets, entries)
@@ -159,19 +158,9 @@ def _load_weights(decoder: Decoder, entries: Mapping[str, Entry], progress: Prog
             filled = target.fill(part, None if whole else first)
             done_bytes += part.nbytes
             del part  # it maps the file
-            _check_finite(filled, entry)
+            checkpoint.check_finite(filled, f"{entry.file}: tensor {entry.name}")
             if progress is not None:
                 progress(done_bytes, total_bytes)
-
-
-def _check_finite(part: torch.Tensor, entry: Entry) -> None:
-    """Raises ModelError for NaN and infinity: one of them in a weight is in every answer."""
-    # A sum is finite only if its terms are, and takes a tenth of the time of looking at each of them; the
-    # other way round it may overflow.
-    if not math.isfinite(part.sum().item()) and not part.isfinite().all():
-        raise ModelError(
-            f"{entry.file}: tensor {entry.name} is not finite as {str(part.dtype).removeprefix('torch.')}"
-        )
 
 
 def _of_text(entries: Mapping[str, Entry], config: ModelConfig) -> dict[str, Entry]:
@@ -198,24 +187,6 @@ def _embedding_in_file(decoder: Decoder, entry: Entry) -> torch.Tensor | None:
     usable = can_pack(decoder.embedding) and checkpoint.DTYPES[entry.dtype] is decoder.dtype
     # A tensor of the format need not lie on a multiple of its element size.
     return checkpoint.map_tensor(entry) if usable and entry.begin % decoder.dtype.itemsize == 0 else None
-
-
-def _choose_dtype(dtype: torch.dtype | str, config: ModelConfig, entries: Mapping[str, Entry]) -> torch.dtype:
-    """The dtype to load in. Raises ModelError."""
-    allowed = {str(known).removeprefix("torch."): known for known in checkpoint.DTYPES.values()}
-    if isinstance(dtype, torch.dtype):
-        name = str(dtype).removeprefix("torch.")
-    elif dtype != AUTO:
-        name = dtype
-    elif config.dtype is not None:
-        name = config.dtype
-    else:
-        embedding = entries.get(_EMBEDDING)
-        stored = checkpoint.DTYPES.get(embedding.dtype) if embedding is not None else None
-        name = str(stored).removeprefix("torch.") if stored is not None else "float32"
-    if name not in allowed:
-        raise ModelError(f"dtype: must be {AUTO} or one of {', '.join(sorted(allowed))}, got {name!r}")
-    return allowed[name]
 
 
 def _check_number_of_experts(config: ModelConfig, directory: Path, entries: Mapping[str, Entry]) -> None:

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
-from workers.models.checkpoint import Entry
+from workers.models.checkpoint import AUTO, Entry
 from workers.models.errors import ModelError
 from workers.models.library.errors import library_errors
 from workers.models.library.file_tensors import one_by_one, tensors_to_read
@@ -30,7 +30,6 @@ from workers.models.library.settings import LibrarySettings, read_settings
 
 Progress = Callable[[int, int], None]
 
-_AUTO = "auto"
 # The library splits a tensor of a file into a few parameters at most.
 _PARAMETERS_PER_TENSOR, _MORE_PARAMETERS = 8, 256
 _NAMES_SHOWN = 3
@@ -84,7 +83,7 @@ class LoadPlan:
 
 
 def plan_library_model(
-    directory: Path | str, dtype: torch.dtype | str = _AUTO, device: torch.device | str = "cpu"
+    directory: Path | str, dtype: torch.dtype | str = AUTO, device: torch.device | str = "cpu"
 ) -> LoadPlan:
     """Look at config.json and the headers of the safetensors of a directory.
 
@@ -155,19 +154,9 @@ def _choose_dtype(
     dtype: torch.dtype | str, settings: LibrarySettings, entries: Mapping[str, Entry]
 ) -> torch.dtype:
     """The dtype to load in. Raises ModelError."""
-    allowed = {str(known).removeprefix("torch."): known for known in checkpoint.DTYPES.values()}
-    text = settings.config.get_text_config(decoder=True)
-    named = text.dtype or settings.config.dtype
-    if isinstance(dtype, torch.dtype) or dtype != _AUTO:
-        name = str(dtype).removeprefix("torch.")
-    elif named is not None:
-        name = str(named).removeprefix("torch.")
-    else:
-        stored = (checkpoint.DTYPES.get(entry.dtype) for entry in entries.values())
-        name = str(next(filter(None, stored), torch.float32)).removeprefix("torch.")
-    if name not in allowed:
-        raise ModelError(f"dtype: must be {_AUTO} or one of {', '.join(sorted(allowed))}, got {name!r}")
-    return allowed[name]
+    named = settings.config.get_text_config(decoder=True).dtype or settings.config.dtype
+    stored = next((entry.dtype for entry in entries.values() if entry.dtype in checkpoint.DTYPES), None)
+    return checkpoint.choose_dtype(dtype, str(named).removeprefix("torch.") if named else None, stored)
 
 
 def _measure(
@@ -254,10 +243,7 @@ def _names(names: set[str]) -> str:
 
 
 def _check_finite(directory: Path, module: PreTrainedModel) -> None:
-    """Raises ModelError for NaN and infinity: one of them in a weight is in every answer."""
+    """Raises ModelError for a weight that is not finite."""
     with torch.inference_mode():
         for name, parameter in module.named_parameters():
-            # A sum is finite only if its terms are, and takes a tenth of the time of looking at each of them.
-            if not math.isfinite(parameter.sum().item()) and not parameter.isfinite().all():
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                raise ModelError(f"{directory}: tensor {name} is not finite as {dtype}")
+            checkpoint.check_finite(parameter, f"{directory}: tensor {name}")
