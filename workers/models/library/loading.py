@@ -65,7 +65,7 @@ class LoadedLibraryModel:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
+class LibraryPlan:
     """A directory that was looked at, of which nothing is in memory yet.
 
     Attributes:
@@ -84,7 +84,7 @@ class LoadPlan:
 
 def plan_library_model(
     directory: Path | str, dtype: torch.dtype | str = AUTO, device: torch.device | str = "cpu"
-) -> LoadPlan:
+) -> LibraryPlan:
     """Look at config.json and the headers of the safetensors of a directory.
 
     Args:
@@ -106,10 +106,10 @@ def plan_library_model(
     check_weights_fit(str(directory), weight_bytes, available_bytes())
     if device.type == "cuda":
         check_weights_fit(str(directory), weight_bytes, torch.cuda.mem_get_info(device)[0])
-    return LoadPlan(directory, settings, entries, chosen, device, weight_bytes, num_parameters)
+    return LibraryPlan(directory, settings, entries, chosen, device, weight_bytes, num_parameters)
 
 
-def load_library_model(plan: LoadPlan, progress: Progress | None = None) -> LoadedLibraryModel:
+def load_library_model(plan: LibraryPlan, progress: Progress | None = None) -> LoadedLibraryModel:
     """Load the weights of a plan. Nothing is fetched, and no code of the directory is run.
 
     Args:
