@@ -1,34 +1,41 @@
-"""The token journal: what each cache holds, whatever becomes of the KV.
+"""The journal: what makes records outlive the gateway.
 
-A record is written after the append was computed and before it is answered, so an answered append is in the
-journal and one that is not in the journal was never answered. The journal knows tokens and lengths; it does
-not know workers' processes, pages or callers.
+It does not know what records mean (`service/caches/ledger.py` does), nor workers, callers or KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from service.caches.records import Record
 
+# Told whether the records are as durable as the journal promises (True), or none of them is (False).
+OnCommitted = Callable[[bool], None]
 
-class JournalConflict(Exception):
-    """A record does not fit what the journal holds: the sequence's owner has a bug."""
+
+class JournalUnusable(Exception):
+    """What is there cannot be read or written, or is another gateway's. The message is for the operator."""
 
 
 class Journal(Protocol):
-    """Where records go. `append` returns once they are as durable as the journal promises."""
+    """Where records go. All methods are called on the event loop, and none of them waits for a disk."""
 
-    def append(self, records: Sequence[Record]) -> None:
-        """Applies records in order. Raises JournalConflict, applying none of the conflicting one."""
+    def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
+        """Makes records durable together, after all that were given before.
 
-    def token_ids(self, cache_id: str) -> Sequence[int]:
-        """The tokens of a cache, as a copy. Raises KeyError for an unknown one."""
-
-    def __len__(self) -> int:
-        """How many caches there are."""
+        `on_committed` is called once, on the event loop; maybe before this returns.
+        """
 
     @property
-    def size_bytes(self) -> int:
-        """What the journal takes, against which a budget is held."""
+    def wants_compaction(self) -> bool:
+        """Whether most of what it holds is not needed any more, so that restating the rest would pay."""
+
+    def begin_compaction(self) -> int:
+        """A mark: whatever is committed from now on comes after it."""
+
+    def end_compaction(self, mark: int) -> None:
+        """All that came before the mark has been restated or released: it can be dropped."""
+
+    def close(self) -> None:
+        """Waits until everything given is durable, or has failed, for a bounded time; lets go of the files."""

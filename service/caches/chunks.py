@@ -90,9 +90,20 @@ class ChunkedTokens:
         self.chunks = [] if chunks is None else chunks
         self.length = length
 
-    def copy(self) -> array[int]:
-        """All tokens, as a copy."""
+    def copy(self, start: int = 0) -> array[int]:
+        """The tokens from `start` on, as a copy. `start` is the begin of a chunk, or none is left."""
         copied = array("I")
         for chunk in self.chunks:
-            copied.extend(chunk.token_ids)
+            if start <= 0:
+                copied.extend(chunk.token_ids)
+            start -= len(chunk.token_ids)
         return copied
+
+    def shared_len(self, other: ChunkedTokens) -> int:
+        """How many of the first tokens are in chunks that are the other's, too."""
+        shared = 0
+        for own, theirs in zip(self.chunks, other.chunks, strict=False):
+            if own is not theirs:
+                break
+            shared += len(own.token_ids)
+        return shared
