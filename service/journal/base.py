@@ -38,4 +38,4 @@ class Journal(Protocol):
         """All that came before the mark has been restated or released: it can be dropped."""
 
     def close(self) -> None:
-        """Waits until everything given is durable, or has failed, for a bounded time; lets go of the files."""
+        """Waits, for a bounded time, until everything given is durable or has failed; lets go of the files."""
