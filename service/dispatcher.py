@@ -1,28 +1,31 @@
 """The thin asyncio shell around the state machine: clocks, futures, the journal, and the workers' streams.
 
-Requests go into `CacheTable`, its effects are carried out in order: commands to workers, records to the
-journal, replies to the callers that wait. Nothing is decided here.
+Requests go into `CacheTable`, and its effects are carried out: commands to workers first, then the records of
+the turn go to the journal together, and replies to the callers that wait. What was written comes back as an
+input once it is durable, or once it is certain that it will not be. Nothing is decided here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from service.caches.effects import Command, CommandFailed, Event, Reply, Send, Write
+from service.caches.effects import Claim, Command, CommandFailed, Effect, Event, Reply, Send, Write
 from service.caches.placement import WorkerView
-from service.caches.records import CacheForked, CacheReleased, Record
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request, Result
 from service.caches.table import CacheTable
 from service.caches.tenants import Tenant
 from service.errors import InternalError, QuireError, WorkerFault
-from service.journal.base import Journal, JournalConflict
+from service.journal.base import Journal
 from service.logging import get_logger
 
 _log = get_logger(__name__)
 _EXPIRY_INTERVAL_S = 1.0
+# How often parked operations are looked at.
+_TICK_S = 0.05
 # Caches released before others get a word in: a few milliseconds' worth.
 _EXPIRED_AT_ONCE = 256
 
@@ -64,9 +67,8 @@ class Dispatcher:
         self._journal = journal
         self._send = send
         self._waiting: dict[int, tuple[OnOutcome, int]] = {}
-        # Caches that the journal knows less of than the table: until released, nothing of them is answered.
-        self._unwritten: set[str] = set()
         self._callers = itertools.count(1)
+        self._carrying_out = False
 
     # Callers.
 
@@ -100,7 +102,6 @@ class Dispatcher:
         can be cancelled.
         """
         now_s = self._clock_s()
-        self._caches.journal_bytes = self._journal.size_bytes
         tickets = []
         for index, request in enumerate(requests):
             ticket = self._caches.submit(request, now_s, caller, tenant)
@@ -145,8 +146,8 @@ class Dispatcher:
 
     @property
     def journal_bytes(self) -> int:
-        """What the journal takes."""
-        return self._journal.size_bytes
+        """What is remembered of all caches."""
+        return self._caches.journal_bytes
 
     def expire(self, at_most: int | None = None) -> int:
         """Releases caches whose lease ran out and that nobody is using. Returns how many."""
@@ -154,28 +155,54 @@ class Dispatcher:
         self._carry_out()
         return expired
 
-    async def expire_leases(self) -> None:
-        """Releases caches whose lease ran out, until cancelled."""
+    async def keep_time(self) -> None:
+        """Releases caches whose lease ran out, and looks after what waits, until cancelled."""
+        slept_s = 0.0
         while True:
-            await asyncio.sleep(_EXPIRY_INTERVAL_S)
-            expired = 0
-            while released := self.expire(_EXPIRED_AT_ONCE):
-                expired += released
-                await asyncio.sleep(0)
-            if expired:
-                _log.info("leases ran out", caches=expired)
+            await asyncio.sleep(_TICK_S)
+            slept_s += _TICK_S
+            if self._caches.num_parked:
+                self._caches.tick(self._clock_s())
+                self._carry_out()
+            if slept_s >= _EXPIRY_INTERVAL_S:
+                slept_s = 0.0
+                await self._expire_all()
+                if not self._caches.journal_works:
+                    # An empty one: whether it can be written again.
+                    self._commit(())
+
+    async def _expire_all(self) -> None:
+        expired = 0
+        while released := self.expire(_EXPIRED_AT_ONCE):
+            expired += released
+            await asyncio.sleep(0)
+        if expired:
+            _log.info("leases ran out", caches=expired)
 
     # Workers.
 
-    def worker_ready(self, worker: WorkerView) -> None:
-        """A worker can take caches."""
-        self._caches.worker_ready(worker)
+    def claims(self, holdings: Mapping[int, int]) -> list[Claim]:
+        """What of the sequences that a worker holds is wanted."""
+        return self._caches.claims(holdings)
+
+    def worker_ready(self, worker: WorkerView, kept: Mapping[int, int] | None = None) -> None:
+        """A worker can take caches, and has so many tokens of these already."""
+        self._caches.worker_ready(worker, self._clock_s(), kept)
         self._carry_out()
 
-    def worker_lost(self, worker_id: str, epoch: int) -> None:
-        """A worker is gone: everyone who waits for it is answered."""
-        self._caches.worker_lost(worker_id, epoch, self._clock_s())
+    def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool = True) -> None:
+        """A worker is gone: what it computed is computed elsewhere."""
+        self._caches.worker_lost(worker_id, epoch, self._clock_s(), crashed=crashed)
         self._carry_out()
+
+    def worker_draining(self, worker_id: str, epoch: int) -> None:
+        """A worker is to be replaced: nothing begins there any more."""
+        self._caches.worker_draining(worker_id, epoch, self._clock_s())
+        self._carry_out()
+
+    def is_drained(self, worker_id: str, epoch: int) -> bool:
+        """Whether nothing is computed on a worker any more."""
+        return self._caches.is_drained(worker_id, epoch)
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
         """A worker has fallen silent, or has been heard again."""
@@ -196,30 +223,39 @@ class Dispatcher:
     # Effects.
 
     def _carry_out(self) -> None:
-        for effect in self._caches.take_effects():
+        if self._carrying_out:
+            # Called back by what is carried out: the loop below goes on with it.
+            return
+        self._carrying_out = True
+        try:
+            while effects := self._caches.take_effects():
+                self._take_turn(effects)
+        finally:
+            self._carrying_out = False
+
+    def _take_turn(self, effects: Sequence[Effect]) -> None:
+        """Commands go out first, so that workers compute while the journal is written."""
+        for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect.worker_id, effect.epoch, effect.command)
-            elif isinstance(effect, Reply):
-                self._reply(effect.ticket, self._checked(effect.outcome))
-            elif isinstance(effect, Write):
-                self._write(effect.record)
+        writes = [effect for effect in effects if isinstance(effect, Write)]
+        if writes:
+            self._commit(writes)
+        for effect in effects:
+            if isinstance(effect, Reply):
+                self._reply(effect.ticket, effect.outcome)
 
-    def _write(self, record: Record) -> None:
-        try:
-            self._journal.append((record,))
-        except JournalConflict:
-            _log.exception("the journal refused a record")
-            self._unwritten.add(record.cache_id)
-        if isinstance(record, CacheForked) and record.parent in self._unwritten:
-            self._unwritten.add(record.cache_id)
-        elif isinstance(record, CacheReleased):
-            self._unwritten.discard(record.cache_id)
+    def _commit(self, writes: Sequence[Write]) -> None:
+        records = [record for write in writes for record in write.records]
+        tickets = [write.ticket for write in writes]
+        self._journal.commit(records, functools.partial(self._on_committed, tickets))
 
-    def _checked(self, outcome: Outcome) -> Outcome:
-        """An answer that rests on what could not be written is none."""
-        if self._unwritten and not self._unwritten.isdisjoint(_cache_ids(outcome)):
-            return InternalError()
-        return outcome
+    def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
+        if durable:
+            self._caches.committed(tickets, self._clock_s())
+        else:
+            self._caches.write_failed(tickets, self._clock_s())
+        self._carry_out()
 
     def _reply(self, ticket: int, outcome: Outcome) -> None:
         if isinstance(outcome, InternalError) and outcome.__cause__ is not None:
@@ -241,8 +277,11 @@ def _cache_ids(outcome: Outcome) -> list[str]:
 
 def _unseen(request: Request, outcome: Outcome | None) -> list[str]:
     """The caches that only this outcome tells of. With a request id one can be asked for again."""
-    is_secret = isinstance(request, Append) and not (request.cache_id or request.request_id)
-    if outcome is None or isinstance(outcome, QuireError) or not (is_secret or isinstance(request, Fork)):
+    if isinstance(request, Append):
+        is_secret = not (request.cache_id or request.request_id)
+    else:
+        is_secret = isinstance(request, Fork) and not request.request_id
+    if outcome is None or isinstance(outcome, QuireError) or not is_secret:
         return []
     return _cache_ids(outcome)
 

@@ -22,10 +22,11 @@
     ├── NoWorker               UNAVAILABLE          NO_WORKER
     ├── Draining               UNAVAILABLE          DRAINING
     ├── WorkerLost             UNAVAILABLE          WORKER_LOST
-    ├── CacheLost              UNAVAILABLE          CACHE_LOST
+    ├── JournalUnavailable     UNAVAILABLE          JOURNAL_UNAVAILABLE
     ├── DeadlinePassed         DEADLINE_EXCEEDED    DEADLINE_PASSED
     ├── MessageTimeout         DEADLINE_EXCEEDED    MESSAGE_TIMEOUT
     ├── WorkerFault            INTERNAL             WORKER_FAULT
+    ├── SequenceQuarantined    INTERNAL             SEQUENCE_QUARANTINED
     └── InternalError          INTERNAL             INTERNAL
 
 Messages are written for the caller and hold only what the caller sent or may know. RetryInfo is attached only
@@ -152,6 +153,7 @@ class KvExhausted(QuireError):
     reason = "KV_EXHAUSTED"
 
     def __init__(self, needed: int, available: int) -> None:
+        self.pages_needed, self.pages_available = needed, available
         super().__init__(
             f"{needed} KV pages are needed, {available} are available: release or truncate caches",
             metadata={"pages_needed": str(needed), "pages_available": str(available)},
@@ -322,26 +324,23 @@ class Draining(QuireError):
 
 
 class WorkerLost(QuireError):
-    """The worker died before the call created anything. Trying again can succeed at once."""
+    """Workers died again and again while they computed it. Trying again can succeed at once."""
 
     code = "UNAVAILABLE"
     reason = "WORKER_LOST"
 
     def __init__(self) -> None:
-        super().__init__("the worker died during the call; nothing was applied", retry_after_s=0.1)
+        super().__init__("workers died during the call; nothing was applied", retry_after_s=0.1)
 
 
-class CacheLost(QuireError):
-    """The worker that held the cache died. Trying again cannot help: release it and prefill anew."""
+class JournalUnavailable(QuireError):
+    """The journal cannot be written: a full disk, say. Trying again can help once that is mended."""
 
     code = "UNAVAILABLE"
-    reason = "CACHE_LOST"
+    reason = "JOURNAL_UNAVAILABLE"
 
-    def __init__(self, seq_len: int) -> None:
-        super().__init__(
-            "the worker that held this cache died; the call was not applied",
-            metadata={"seq_len": str(seq_len)},
-        )
+    def __init__(self) -> None:
+        super().__init__("the journal cannot be written; nothing was applied", retry_after_s=1.0)
 
 
 class DeadlinePassed(QuireError):
@@ -375,6 +374,16 @@ class WorkerFault(QuireError):
 
     def __init__(self) -> None:
         super().__init__("the step failed in the worker; nothing was applied")
+
+
+class SequenceQuarantined(QuireError):
+    """Workers died of this cache's tokens: it is not computed any more, and may only be released."""
+
+    code = "INTERNAL"
+    reason = "SEQUENCE_QUARANTINED"
+
+    def __init__(self) -> None:
+        super().__init__("workers died while they computed this sequence; it is not computed any more")
 
 
 class InternalError(QuireError):

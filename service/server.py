@@ -116,7 +116,7 @@ class Gateway:
     async def _run_all(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(), name="pool")
-            group.create_task(self.dispatcher.expire_leases(), name="leases")
+            group.create_task(self.dispatcher.keep_time(), name="time")
             if self.doors is not None:
                 group.create_task(self.doors.watch(), name="doors")
             group.create_task(self.state.watch.run(), name="watch")

@@ -6,6 +6,8 @@ never written to: who appends to it or cuts it gets a copy.
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from array import array
 from collections.abc import Sequence
 
@@ -99,6 +101,21 @@ class ChunkedTokens:
             start -= len(chunk.token_ids)
         return copied
 
+    def digest(self, length: int) -> bytes:
+        """Of the first `length` tokens: blake2b of 16 bytes over little-endian uint32, as in workers."""
+        hashed = hashlib.blake2b(digest_size=16)
+        for chunk in self.chunks:
+            hashed.update(_little_endian(chunk.token_ids[:length]))
+            length -= min(length, len(chunk.token_ids))
+            if not length:
+                break
+        return hashed.digest()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another sequence has the same first tokens."""
+        return bool(self.chunks) and self.chunks[0].holders > 1
+
     def shared_len(self, other: ChunkedTokens) -> int:
         """How many of the first tokens are in chunks that are the other's, too."""
         shared = 0
@@ -107,3 +124,10 @@ class ChunkedTokens:
                 break
             shared += len(own.token_ids)
         return shared
+
+
+def _little_endian(token_ids: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        token_ids = token_ids[:]
+        token_ids.byteswap()
+    return token_ids.tobytes()

@@ -90,9 +90,13 @@ class Send:
 
 @plain
 class Write:
-    """A record for the journal. The Reply that follows it may be sent only once it is written."""
+    """Records of an operation for the journal, which are to become durable together.
 
-    record: Record
+    The table is told of their end (`committed` or `write_failed`); only then they are true, and answered.
+    """
+
+    ticket: int
+    records: Sequence[Record]
 
 
 @plain
@@ -139,3 +143,15 @@ class CommandFailed:
 
 
 Event = ForwardDone | CommandDone | CommandFailed
+
+
+# What a gateway and a worker that it finds say of sequences.
+
+
+@plain
+class Claim:
+    """A sequence is wanted as it is, cut to `length` tokens, if `digest` is that of those tokens."""
+
+    number: int
+    length: int
+    digest: bytes

@@ -1,73 +1,79 @@
-"""The records that the table keeps: one CacheEntry a cache, one Operation a request on its way."""
+"""What the table keeps: a CacheEntry for each cache, an Operation for each request, an Attempt for each try."""
 
 from __future__ import annotations
 
 import enum
-import hashlib
-from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from service.caches.admission import Ahead
+from service.caches.ledger import CacheState, fingerprint
 from service.caches.placement import WorkerView
-from service.caches.requests import Append, Handle, Kind, Request
+from service.caches.records import LastAppend, Record
+from service.caches.requests import Append, Handle, Kind, Request, Result
 from service.caches.tenants import Tenant
 
-_SHORT_TOKENS = 32
 # By so much a caller's clock may be before ours when its deadline ends a call.
 _CLOCKS_S = 0.02
 
 
-class KvState(enum.Enum):
-    """Where a cache's KV is. A closed cache is in no table any more."""
+class Phase(enum.Enum):
+    """How far an operation has come."""
 
-    RESIDENT = enum.auto()
-    LOST = enum.auto()
+    # Others of its cache are before it.
+    WAITING = enum.auto()
+    # Its turn has come, and it cannot be computed yet: `need` says why.
+    PARKED = enum.auto()
+    # A worker computes what the cache has already, and that worker has not.
+    REPLAYING = enum.auto()
+    # A worker computes what was asked for.
+    COMPUTING = enum.auto()
+    # Its records are with the journal. It can no longer be taken back.
+    COMMITTING = enum.auto()
+
+
+class Need(enum.Enum):
+    """What a parked operation waits for."""
+
+    WORKER = enum.auto()
+    # For pages of the worker that its cache is on.
+    ROOM = enum.auto()
+    # Workers have died under it: it has to be the only such one on a worker, so that it is known who did it.
+    SOLITUDE = enum.auto()
+    # A cache that shares its first tokens is being replayed, whose pages it can use then.
+    RELATIVE = enum.auto()
 
 
 @dataclass(slots=True)
-class AppliedAppend:
-    """The last append of a cache, kept to recognise and answer its repetition."""
+class StoredAnswer:
+    """The answer of a cache's last append, kept to answer its repetition."""
 
-    base: int
-    tokens: object  # a fingerprint of the tokens
-    kept: int
     rows: int
-    accept: int
     output: object
-    # None: the answer or its options are too large to keep, and it would be computed again.
-    answer: object | None
+    answer: object
 
-    @classmethod
-    def of(cls, append: Append, base: int, kept: int, answer: object) -> AppliedAppend:
-        """Remembers an applied append. Keeps neither its tokens nor anything large alive."""
-        return cls(
-            base=base,
-            tokens=fingerprint(append.token_ids),
-            kept=kept,
-            rows=append.rows,
-            accept=append.accept,
-            output=append.output if append.keeps_answer else None,
-            answer=answer if append.keeps_answer else None,
-        )
-
-    def is_repeated_by(self, append: Append, position: int) -> bool:
-        """Whether `append` at `position` would do what was done already."""
-        return (
-            position == self.base
-            and append.accept == self.accept
-            and fingerprint(append.token_ids) == self.tokens
-        )
-
-    def answers(self, append: Append) -> object | None:
-        """The stored answer, if the repetition asks for the very same output."""
-        return self.answer if append.rows == self.rows and append.output == self.output else None
+    def answers(self, append: Append) -> bool:
+        """Whether the repetition asks for the very same output."""
+        return append.rows == self.rows and append.output == self.output
 
 
 @dataclass(slots=True)
+class Attempt:
+    """One forward that a worker was asked for on behalf of an operation."""
+
+    op_id: int
+    worker: WorkerView
+    # What it is to its worker, and what was ahead of it.
+    ahead: Ahead
+    # Counted in the worker's pages_queued.
+    pages: int
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
 class Operation:
-    """A request on its way. The ticket is also the op id of the command that answers it."""
+    """A request on its way."""
 
     ticket: int
     request: Request
@@ -75,24 +81,33 @@ class Operation:
     # Whose it is; workers let callers take turns. Means nothing to the state machine.
     caller: int
     submitted_s: float = 0.0
-    # False: its caller has gone.
+    # False: its caller has gone, or never was.
     is_answered: bool = True
+    phase: Phase = Phase.WAITING
+    need: Need | None = None
+    # While it needs room: pages on that worker, and how many there were.
+    pages_needed: int = 0
+    pages_available: int = 0
     # Tokens the cache had when the append began.
     base: int = 0
     # The number of a temporary copy on which the last answer is computed again; applies nothing.
     copy_number: int | None = None
-    # What a fork is making.
-    children: list[CacheEntry] = field(default_factory=list)
+    attempt: Attempt | None = None
+    # Attempts that came to nothing through no fault of the caller's.
+    failures: int = 0
+    # Computed again for it, because the KV was not there.
+    replayed_tokens: int = 0
     # When its caller wants it at the latest. None: there is no such time.
     deadline_s: float | None = None
-    # What it is to its worker, and what was ahead of it, once it has been sent.
-    ahead: Ahead | None = None
-    # Counted in the worker's pages_queued.
-    pages: int = 0
+    # With the journal, and what its caller is told when they are durable.
+    records: Sequence[Record] = ()
+    outcome: Result | None = None
     # Counted as what the journal will take for it, until that is there or will not be.
     size_bytes: int = 0
     # Counted in the tenant's tokens until they are in the cache.
     tokens: int = 0
+    # Caches that it is about to make, counted as if they were there.
+    caches: int = 0
 
     def is_late(self, now_s: float) -> bool:
         """Whether its deadline is there."""
@@ -106,32 +121,51 @@ class Operation:
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """One cache. `number` is its name towards the worker."""
+    """One cache: what its records leave (`state`), and what is true of it only while the gateway runs."""
 
-    cache_id: str
-    number: int
-    worker: WorkerView
+    # Of the ledger; until it is created there, a draft of it.
+    state: CacheState
     # Whose it is: to others it does not exist.
     tenant: Tenant
-    salt: bytes
-    seed: int
-    lease_s: float
     expires_at_s: float
-    state: KvState = KvState.RESIDENT
-    length: int = 0
-    # Tokens before this index are prompt to the frequency and presence penalties.
-    prompt_len: int = 0
+    # Where its KV is, and how many of its tokens are there at least. None: nowhere.
+    home: WorkerView | None = None
+    kv_len: int = 0
+    placed_s: float = 0.0
+    used_s: float = 0.0
+    # Grows whenever its KV is placed anew.
+    ownership: int = 0
+    # For workers that died while they computed it: see `blame.py`.
+    strikes: int = 0
+    quarantined: bool = False
     # False until what creates it was applied: no caller knows the id yet.
     visible: bool = False
     # Grows in the order in which caches became visible.
     order: int = 0
     # Keeps no cache: gone after its one append.
     ephemeral: bool = False
-    # Key of the creation, to recognise its repetition.
-    request_id: str = ""
-    last_append: AppliedAppend | None = None
+    # Its release is with the journal, on behalf of a fork: nothing begins on it.
+    closing: bool = False
+    answer: StoredAnswer | None = None
     running: Operation | None = None
     waiting: deque[Operation] = field(default_factory=deque)
+    # Of its tokens, in the tenant's.
+    _counted: int = 0
+
+    @property
+    def number(self) -> int:
+        """Its name towards workers, and in records."""
+        return self.state.number
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has."""
+        return self.state.tokens.length
+
+    @property
+    def last(self) -> LastAppend | None:
+        """The append that made it as long as it is."""
+        return self.state.last
 
     @property
     def busy(self) -> bool:
@@ -141,13 +175,14 @@ class CacheEntry:
     @property
     def handle(self) -> Handle:
         """What a caller learns of the cache."""
-        worker = self.worker
-        return Handle(self.cache_id, self.length, worker.epoch, worker.worker_id, self.expires_at_s)
+        worker_id = "" if self.home is None else self.home.worker_id
+        return Handle(self.state.cache_id, self.length, self.ownership, worker_id, self.expires_at_s)
 
-    def resize(self, length: int) -> None:
-        """Sets the length, which the tenant's tokens follow."""
-        self.tenant.tokens += length - self.length
-        self.length = length
+    def count(self, length: int | None = None) -> None:
+        """Brings the tenant's tokens up to date with its length, or with the given one."""
+        now = self.length if length is None else length
+        self.tenant.tokens += now - self._counted
+        self._counted = now
 
     def operations(self) -> Iterator[Operation]:
         """The running one, then those that wait, in order."""
@@ -157,11 +192,13 @@ class CacheEntry:
 
     def prompt_len_after(self, append: Append) -> int:
         """The prompt boundary with `append` applied: a prefill makes everything so far prompt."""
-        return self.length + len(append.token_ids) if append.kind is Kind.PREFILL else self.prompt_len
+        if append.kind is Kind.PREFILL:
+            return self.length + len(append.token_ids)
+        return self.state.prompt_len
 
 
-def fingerprint(token_ids: Sequence[int]) -> object:
-    """Equal for equal tokens only, and small: long prompts are not kept alive by it."""
-    if len(token_ids) <= _SHORT_TOKENS:
-        return tuple(token_ids)
-    return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16).digest()
+def is_repeated(last: LastAppend, append: Append, position: int) -> bool:
+    """Whether `append` at `position` would do what the last one has done already."""
+    return (
+        position == last.base and append.accept == last.accept and fingerprint(append.token_ids) == last.asked
+    )

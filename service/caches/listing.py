@@ -38,9 +38,9 @@ class Listing:
         if len(own.orders) > 2 * entry.tenant.caches + _FEW:
             there = [self._entries[cache_id] for cache_id in own.cache_ids if cache_id in self._entries]
             own.orders = [entry.order for entry in there]
-            own.cache_ids = [entry.cache_id for entry in there]
+            own.cache_ids = [entry.state.cache_id for entry in there]
         own.orders.append(entry.order)
-        own.cache_ids.append(entry.cache_id)
+        own.cache_ids.append(entry.state.cache_id)
 
     def after(self, order: int, tenant: Tenant) -> Iterator[CacheEntry]:
         """A tenant's caches of a higher order, in order."""

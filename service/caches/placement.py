@@ -37,6 +37,8 @@ class WorkerView:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     # It is silent: nothing new goes there as long as there is another.
     suspect: bool = False
+    # It is about to be replaced: nothing begins there any more.
+    draining: bool = False
 
     @property
     def headroom(self) -> int:
@@ -118,15 +120,21 @@ class Placement:
         """Whether this incarnation is ready."""
         return self._workers.get(worker.worker_id) is worker
 
+    @property
+    def open_workers(self) -> list[WorkerView]:
+        """Those that take sequences."""
+        return [worker for worker in self if not worker.draining]
+
     def choose(self, token_ids: Sequence[int], salt: bytes = b"") -> WorkerView:
-        """The worker for a new sequence that starts with `token_ids`. Raises NoWorker if there is none.
+        """The worker for a sequence that starts with `token_ids`. Raises NoWorker if there is none.
 
         Only sequences of the same salt share their beginnings. It may be full: then the worker refuses, which
         says exactly how many pages are missing.
         """
-        if not self._workers:
+        there = self.open_workers
+        if not there:
             raise NoWorker
-        heard = [w for w in self if not w.suspect] or list(self)
+        heard = [w for w in there if not w.suspect] or there
         worker = self._holder_with_room(token_ids, salt)
         if worker is None or worker not in heard:
             # One that could never take it is no choice as long as there is another.

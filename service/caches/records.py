@@ -135,3 +135,10 @@ Record = (
     | CacheReleased
     | CacheRestated
 )
+
+
+def numbers_of(record: Record) -> Sequence[int]:
+    """The caches that a record changes."""
+    if isinstance(record, CacheForked):
+        return [child.number for child in record.children]
+    return (record.number,)

@@ -76,6 +76,8 @@ class Fork:
     cache_id: str
     count: int
     release: Sequence[str] = ()
+    # Key under which a repetition is recognised. Empty: none.
+    request_id: str = ""
 
 
 @plain
@@ -84,6 +86,8 @@ class Truncate:
 
     cache_id: str
     new_len: int
+    # The length it is believed to have. None: whatever it has.
+    position: int | None = None
 
 
 @plain
@@ -101,12 +105,22 @@ class Renew:
     lease_s: float | None = None
 
 
-Request = Append | Fork | Truncate | Release | Renew
+@plain
+class Restore:
+    """Bring a cache's KV to a worker, where it is not on one. Asked by nobody: what a loss leaves to do."""
+
+    cache_id: str
+
+
+Request = Append | Fork | Truncate | Release | Renew | Restore
 
 
 @plain
 class Handle:
-    """What a caller learns of a cache. `expires_at_s` is on the state machine's clock; inf: never."""
+    """What a caller learns of a cache. `expires_at_s` is on the state machine's clock; inf: never.
+
+    `epoch` grows whenever the KV is placed anew. `worker_id` is empty while it is nowhere.
+    """
 
     cache_id: str
     seq_len: int
@@ -126,6 +140,8 @@ class Appended:
     handle: Handle | None
     answer: object
     kept: int
+    # Computed once more, because the KV was not there.
+    replayed_tokens: int = 0
 
 
 @plain

@@ -1,16 +1,18 @@
 """The state machine of every cache: fencing, idempotence, order, leases. READ FIRST in the gateway.
 
-No I/O and no clock: requests, workers' answers, workers' deaths and the time come in as calls; commands for
-workers, journal records and replies go out through `take_effects()`, in the order they have to happen. So it
-can be driven by a seeded simulator, and `check_invariants()` can be called at any moment.
+No I/O and no clock: requests, workers' answers and deaths, the journal's answers and the time come in as calls;
+commands for workers, records for the journal and replies go out through `take_effects()`. So it can be driven
+by a seeded simulator, and `check_invariants()` can be called at any moment.
 
-A cache is RESIDENT (its KV is in a worker) or LOST (that worker died). One operation of a cache runs at a
-time; the others wait in order, whatever they are. An operation is checked when its turn comes, against the
-length that the ones before it left. Its tokens count once the worker has computed them: then the record goes
-to the journal, then the reply to the caller. A worker's copy is subordinate: each forward says its position,
-and the worker cuts a longer copy to it.
+What is true of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
+operation of a cache runs at a time; the others wait in order, whatever they are:
 
-It does not know tokens (the journal does), pages or processes (the workers and the pool do).
+    WAITING -> [PARKED, REPLAYING, COMPUTING: what needs a worker; `computing.py`] -> COMMITTING -> answered
+
+An operation is checked when its turn comes, against the length that the ones before it left. What it changes
+goes to the journal as records; once they are durable they are applied, and its caller is answered. If they
+cannot be written, nothing has happened. Where the KV is (`residence.py`) is no part of this: a cache without
+KV is computed again when it is next needed, so no loss of a worker changes what a cache is.
 """
 
 from __future__ import annotations
@@ -18,37 +20,38 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.caches.admission import TIME_SHARES, Ahead, Leaving
+from service.caches.catalog import Catalog, reused_request_id
+from service.caches.computing import Computing, bug
 from service.caches.effects import (
-    AbortForward,
+    Claim,
     Command,
-    CommandDone,
-    CommandFailed,
     Effect,
     Event,
     ForkSequence,
     ForwardDone,
-    ForwardSequence,
-    ReleaseSequences,
     Reply,
     Send,
     TruncateSequence,
     Write,
 )
-from service.caches.entries import AppliedAppend, CacheEntry, KvState, Operation
-from service.caches.listing import Listing
-from service.caches.pace import Pace, sleep_s
+from service.caches.entries import CacheEntry, Operation, Phase, StoredAnswer, is_repeated
+from service.caches.ledger import CacheState, Ledger, RecordConflict, fingerprint
+from service.caches.pace import Pace
 from service.caches.placement import Placement, WorkerView
 from service.caches.records import (
     CacheCreated,
     CacheForked,
     CacheReleased,
     CacheTruncated,
+    Child,
+    LeaseRenewed,
     Record,
     TokensAppended,
+    numbers_of,
 )
 from service.caches.requests import (
     Append,
@@ -61,27 +64,23 @@ from service.caches.requests import (
     Released,
     Renew,
     Request,
+    Restore,
     Result,
     Truncate,
 )
+from service.caches.residence import Residence
 from service.caches.tenants import Tenant
 from service.errors import (
     CacheLimit,
-    CacheLost,
     CacheNotFound,
-    DeadlinePassed,
     Draining,
-    InternalError,
-    InvalidArgument,
     JournalFull,
-    KvExhausted,
-    Overloaded,
+    JournalUnavailable,
+    NoWorker,
     PositionMismatch,
     QueueFull,
     QuireError,
-    SequenceTooLong,
     TruncateBeyondEnd,
-    WorkerLost,
 )
 
 # Operations that may wait behind one another on one cache.
@@ -92,6 +91,9 @@ _TOKEN_BYTES = 4
 _CACHE_BYTES = 664
 # For each token of its parent a fork takes this part of a byte: pointers to what they share.
 _TOKENS_PER_SHARED_BYTE = 32
+# After a loss the caches that were used so lately are computed again before anyone asks, a few at a time.
+_RESTORE_WITHIN_S = 60.0
+_RESTORES_PER_WORKER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,36 +121,97 @@ class CacheTable:
     ) -> None:
         self.limits = limits
         self.draining = False
-        # What the journal takes; the dispatcher keeps it, and it counts what is under way here beside it.
-        self.journal_bytes = 0
+        # False: the journal could not be written. Nothing is computed that could not be kept.
+        self.journal_works = True
+        self.ledger = Ledger()
         self._new_cache_id = new_cache_id
         self._new_seed = new_seed
-        self._entries: dict[str, CacheEntry] = {}
-        self._listing = Listing(self._entries)
+        self._catalog = Catalog()
         # Those that nobody can see yet, or that keep no cache, are among them.
         self._held = 0
-        self._by_request_id: dict[tuple[Tenant, str], CacheEntry] = {}
         self._anonymous = Tenant()
         self._operations: dict[int, Operation] = {}
         self._queued_bytes = 0
-        self._placement = Placement()
         self._effects: list[Effect] = []
         self._last_number = 0
         self._pace = Pace()
         # When the present input came.
         self._now_s = 0.0
+        self._placement = Placement()
+        self._residence = Residence(self._send, self._number)
+        self._computing = Computing(
+            self._placement, self._residence, self, self._send, self._number, limits.max_wait_s
+        )
+        # No worker has ever been ready: whoever comes now had better come again.
+        self._was_ready = False
+        self._to_restore: deque[CacheEntry] = deque()
+        self._restoring = 0
+
+    # Before it begins.
+
+    def recover(
+        self,
+        records: Iterable[tuple[Record, float]],
+        *,
+        now_s: float,
+        wall_s: float,
+        tenant_of: Callable[[str], Tenant],
+    ) -> None:
+        """Takes over what a journal has kept: each record, and when it was written on the wall's clock.
+
+        Raises RecordConflict if they cannot be all there are.
+        """
+        written_s: dict[int, float] = {}
+        for record, at_s in records:
+            self.ledger.apply(record)
+            for number in numbers_of(record):
+                written_s[number] = at_s
+        for state in sorted(self.ledger, key=lambda state: state.number):
+            tenant = tenant_of(state.tenant) if state.tenant else self._anonymous
+            # A clock that was set back must not make leases longer than they are.
+            age_s = min(max(0.0, wall_s - written_s[state.number]), state.lease_s)
+            entry = self._new_entry(state, tenant)
+            entry.expires_at_s = now_s + state.lease_s - age_s
+            entry.ownership = state.ownership
+            self._publish(entry)
+            entry.count()
+            self._last_number = max(self._last_number, state.number)
+
+    def claims(self, holdings: Mapping[int, int]) -> list[Claim]:
+        """What of the sequences that a worker holds is wanted, cut to what the caches are."""
+        claims = []
+        for number, held_len in holdings.items():
+            state = self.ledger.get(number)
+            length = 0 if state is None else min(held_len, state.length)
+            if state is not None and length:
+                claims.append(Claim(number, length, state.tokens.digest(length)))
+        return claims
 
     # Workers come, answer and go.
 
-    def worker_ready(self, worker: WorkerView) -> None:
-        """A worker can take caches. An earlier incarnation must have been reported lost."""
+    def worker_ready(self, worker: WorkerView, now_s: float, kept: Mapping[int, int] | None = None) -> None:
+        """A worker can take caches, and has so many tokens of these already, by number.
+
+        An earlier incarnation must have been reported lost.
+        """
+        self._begin(now_s)
+        self._was_ready = True
         self._placement.add(worker)
+        for number, kv_len in (kept or {}).items():
+            entry = self._catalog.numbered(number)
+            if entry is not None and entry.home is None:
+                self._residence.settle(entry, worker, now_s, kv_len)
+        self._computing.workers_changed()
+        self._end()
 
     def worker_capacity(self, worker_id: str, epoch: int, pages_available: int) -> None:
         """A worker said how many pages it has left."""
         worker = self._placement.find(worker_id, epoch)
         if worker is not None:
+            if pages_available > worker.pages_available:
+                self._computing.workers_changed()
             worker.pages_available = pages_available
+            self._end()
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
         """Whether a worker is silent: new caches then go elsewhere; those it has wait for it."""
@@ -156,38 +219,37 @@ class CacheTable:
         if worker is not None:
             worker.suspect = suspect
 
-    def worker_answered(self, event: Event, now_s: float) -> None:
-        """A worker answered a command. Nothing happens if the operation is gone."""
-        self._now_s = now_s
-        operation = self._operations.get(event.op_id)
-        if operation is None:
-            return
-        match event:
-            case ForwardDone():
-                self._forward_done(operation, event)
-            case CommandDone():
-                self._command_done(operation)
-            case CommandFailed():
-                self._command_failed(operation, event)
-        self._advance(operation.entry)
-
-    def worker_lost(self, worker_id: str, epoch: int, now_s: float) -> None:
-        """A worker is gone, and all KV in it. Everyone who waits for it is answered."""
-        self._now_s = now_s
+    def worker_draining(self, worker_id: str, epoch: int, now_s: float) -> None:
+        """A worker is to be replaced: what it computes it may finish, and nothing else begins there."""
+        self._begin(now_s)
         worker = self._placement.find(worker_id, epoch)
-        if worker is None:
-            return
-        self._placement.remove(worker)
-        for entry in self._entries.values():
-            if entry.worker is worker:
-                entry.state = KvState.LOST
-        for operation in list(self._operations.values()):
-            entry = operation.entry
-            if entry.worker is worker and entry.running is operation:
-                entry.state = KvState.LOST
-                self._finish(operation, _lost(entry))
-                # Those behind it have answers of their own: a release needs no KV.
-                self._advance(entry)
+        if worker is not None:
+            worker.draining = True
+            idle = [entry for entry in self._residence.held(worker) if not entry.busy]
+            for entry in idle:
+                self._residence.unsettle(entry)
+            self._restore_later(idle)
+        self._end()
+
+    def is_drained(self, worker_id: str, epoch: int) -> bool:
+        """Whether nothing is computed on a worker any more."""
+        worker = self._placement.find(worker_id, epoch)
+        return worker is None or not any(self._computing.under_way(worker))
+
+    def worker_answered(self, event: Event, now_s: float) -> None:
+        """A worker answered a command. Nothing happens if that is not waited for any more."""
+        self._begin(now_s)
+        self._computing.worker_answered(event)
+        self._end()
+
+    def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
+        """A worker is gone, and all KV in it. `crashed`: by itself, as far as is known."""
+        self._begin(now_s)
+        worker = self._placement.find(worker_id, epoch)
+        if worker is not None:
+            self._placement.remove(worker)
+            self._restore_later(self._computing.worker_lost(worker, crashed=crashed))
+        self._end()
 
     # Callers ask.
 
@@ -197,67 +259,105 @@ class CacheTable:
         `caller` is handed on to the worker, where callers take turns. 0: a caller of its own. Caches of other
         tenants than `tenant` do not exist to it; None: of those who are nobody in particular.
         """
-        self._now_s = now_s
+        self._begin(now_s)
         tenant = tenant or self._anonymous
         ticket = self._number()
-        if isinstance(request, Release) and self._find(request.cache_id, tenant) is None:
-            self._effects.append(Reply(ticket, Released(released=False)))
-            return ticket
         try:
+            at_once = self._answer_at_once(request, tenant)
+            if at_once is not None:
+                self._effects.append(Reply(ticket, at_once))
+                return ticket
             size_bytes = self._admit(request, tenant)
-            entry = self._entry_for(request, tenant, caller or -ticket)
+            entry = self._entry_for(request, tenant)
         except QuireError as error:
             self._effects.append(Reply(ticket, error.untraced()))
             return ticket
         operation = Operation(ticket, request, entry, caller, now_s, size_bytes=size_bytes)
         if isinstance(request, Append) and request.timeout_s is not None:
             operation.deadline_s = now_s + request.timeout_s
-        self._operations[ticket] = operation
-        self._queued_bytes += size_bytes
-        tenant.in_flight += 1
-        entry.waiting.append(operation)
+        self._enter(operation)
         self._touch(entry)
         self._advance(entry)
+        self._end()
         return ticket
 
     def cancel(self, ticket: int, now_s: float) -> None:
         """The caller has gone: its operation is dropped, what it did is undone, and no Reply follows.
 
-        A release that waits for its turn is carried out all the same.
+        What is with the journal, and a release, are carried out all the same.
         """
-        self._now_s = now_s
+        self._begin(now_s)
         operation = self._operations.get(ticket)
         if operation is None:
             return
-        if isinstance(operation.request, Release):
-            operation.is_answered = False
+        operation.is_answered = False
+        if operation.phase is Phase.COMMITTING or isinstance(operation.request, Release):
             return
-        if operation.entry.running is operation:
-            self._undo(operation)
-        self._retire(operation, answered=False)
+        self._computing.stop(operation)
+        self._retire(operation)
         self._advance(operation.entry)
+        self._end()
 
     def expire(self, now_s: float, at_most: int | None = None) -> int:
         """Releases caches whose lease ran out and that nobody is using. Returns how many."""
-        self._now_s = now_s
-        ran_out = (e for e in self._entries.values() if e.expires_at_s <= now_s and not e.busy)
+        self._begin(now_s)
+        ran_out = (e for e in self._catalog if e.expires_at_s <= now_s and not e.busy)
         expired = list(itertools.islice(ran_out, at_most))
         for entry in expired:
-            self._close(entry)
+            self._release(entry)
+        self._end()
         return len(expired)
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed. To be called often while operations are parked."""
+        self._begin(now_s)
+        self._computing.tick()
+        self._end()
+
+    # The journal answers.
+
+    def committed(self, tickets: Sequence[int], now_s: float) -> None:
+        """What these operations wrote is durable."""
+        self._begin(now_s)
+        self.journal_works = True
+        for ticket in tickets:
+            if ticket:
+                self._committed(self._operations[ticket])
+        self._end()
+
+    def write_failed(self, tickets: Sequence[int], now_s: float) -> None:
+        """What these operations wrote is not durable, and never will be."""
+        self._begin(now_s)
+        self.journal_works = False
+        for ticket in tickets:
+            if ticket:
+                self._not_committed(self._operations[ticket])
+        self._end()
+
+    # What there is.
 
     def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
         """A tenant's caches, oldest first, each with a number that only grows: those above `after`."""
-        for entry in self._listing.after(after, tenant or self._anonymous):
+        for entry in self._catalog.after(after, tenant or self._anonymous):
             yield entry.order, entry.handle
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._catalog)
 
     @property
     def operations_in_flight(self) -> int:
         """Operations waiting or running."""
         return len(self._operations)
+
+    @property
+    def num_parked(self) -> int:
+        """Operations that wait for a worker, or for room on one."""
+        return self._computing.num_parked
+
+    @property
+    def journal_bytes(self) -> int:
+        """What is remembered of all caches."""
+        return self.ledger.size_bytes
 
     def take_effects(self) -> list[Effect]:
         """Everything to be done since the last call, in order. The caller owns the list."""
@@ -266,11 +366,20 @@ class CacheTable:
 
     # Admission.
 
+    def _answer_at_once(self, request: Request, tenant: Tenant) -> Result | None:
+        """The answer to what needs no cache to be there."""
+        if isinstance(request, Release) and self._catalog.find(request.cache_id, tenant) is None:
+            return Released(released=False)
+        if isinstance(request, Fork) and self._catalog.find(request.cache_id, tenant) is None:
+            # It may have released its parent.
+            return self._catalog.forked_by(request, tenant)
+        return None
+
     def _admit(self, request: Request, tenant: Tenant) -> int:
         """Returns the bytes that the journal will take for it, about.
 
-        Raises Draining, QuotaExceeded, QueueFull or JournalFull. What frees a cache, or keeps it, is always
-        let in.
+        Raises Draining, QuotaExceeded, QueueFull, JournalUnavailable or JournalFull. What frees a cache, or
+        keeps it, is always let in.
         """
         if isinstance(request, Release | Renew):
             return 0
@@ -283,6 +392,8 @@ class CacheTable:
             raise QueueFull(math.ceil(most / 2), self._pace.wait_s(queued))
         if queued >= most:
             raise QueueFull(most, self._pace.wait_s(queued))
+        if not self.journal_works and not (isinstance(request, Append) and request.is_scoring):
+            raise JournalUnavailable
         size_bytes = self._journal_bytes_of(request, tenant)
         full = self.journal_bytes + self._queued_bytes + size_bytes > self.limits.max_journal_bytes
         if full and not isinstance(request, Truncate):
@@ -296,24 +407,20 @@ class CacheTable:
                 creates = not request.cache_id and not request.is_scoring
                 return _TOKEN_BYTES * len(request.token_ids) + _CACHE_BYTES * creates
             case Fork():
-                parent = self._find(request.cache_id, tenant)
+                parent = self._catalog.find(request.cache_id, tenant)
                 shared = 0 if parent is None else parent.length // _TOKENS_PER_SHARED_BYTE
                 return request.count * (_CACHE_BYTES + shared)
         return 0
 
-    def _find(self, cache_id: str, tenant: Tenant) -> CacheEntry | None:
-        entry = self._entries.get(cache_id)
-        return entry if entry is not None and entry.tenant is tenant else None
-
-    def _entry_for(self, request: Request, tenant: Tenant, queue: int) -> CacheEntry:
+    def _entry_for(self, request: Request, tenant: Tenant) -> CacheEntry:
         """The cache a request is about: a known one, or a new one that nobody can see yet."""
         if isinstance(request, Append) and not request.cache_id:
-            repeated = self._by_request_id.get((tenant, request.request_id))
-            if repeated is None or repeated.state is KvState.LOST:
-                return self._create(request, tenant, queue)
+            repeated = self._catalog.made_by(request.request_id, tenant)
+            if repeated is None:
+                return self._create(request, tenant)
             entry = repeated
         else:
-            known = self._find(request.cache_id, tenant)
+            known = self._catalog.find(request.cache_id, tenant)
             if known is None:
                 raise CacheNotFound
             entry = known
@@ -321,21 +428,25 @@ class CacheTable:
             raise QueueFull(MAX_WAITING_PER_CACHE, self._pace.wait_s(len(entry.waiting)))
         return entry
 
-    def _create(self, append: Append, tenant: Tenant, queue: int) -> CacheEntry:
+    def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
         if not append.is_scoring:
             self._require_room(1)
         tenant.require(caches=1, tokens=len(append.token_ids))
-        salt = tenant.salt(append.cache_salt)
-        worker = self._placement.choose(append.token_ids, salt)
-        if append.timeout_s is not None:
-            _require_time(worker.load.look(append, queue), append.timeout_s)
-        self._placement.computes(append.token_ids, worker, salt)
+        if not self._was_ready:
+            raise NoWorker
         lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
-        entry = self._new_entry(worker, min(lease_s, self.limits.max_lease_s), tenant, salt)
+        state = CacheState(
+            number=self._number(),
+            cache_id=self._new_cache_id(),
+            tenant=tenant.name,
+            salt=tenant.salt(append.cache_salt),
+            seed=self._new_seed(),
+            lease_s=min(lease_s, self.limits.max_lease_s),
+            request_id="" if append.is_scoring else append.request_id,
+        )
+        entry = self._new_entry(state, tenant)
         entry.ephemeral = append.is_scoring
-        if append.request_id and not entry.ephemeral:
-            entry.request_id = append.request_id
-            self._by_request_id[tenant, append.request_id] = entry
+        self._catalog.begin(entry)
         return entry
 
     def _require_room(self, caches: int) -> None:
@@ -343,26 +454,23 @@ class CacheTable:
         if self._held + caches > self.limits.max_caches:
             raise CacheLimit(self.limits.max_caches)
 
-    def _new_entry(self, worker: WorkerView, lease_s: float, tenant: Tenant, salt: bytes) -> CacheEntry:
-        worker.sequences += 1
+    def _new_entry(self, state: CacheState, tenant: Tenant) -> CacheEntry:
         self._held += 1
         tenant.caches += 1
-        return CacheEntry(
-            cache_id=self._new_cache_id(),
-            number=self._number(),
-            worker=worker,
-            tenant=tenant,
-            salt=salt,
-            seed=self._new_seed(),
-            lease_s=lease_s,
-            expires_at_s=self._now_s + lease_s,
-        )
+        return CacheEntry(state, tenant, expires_at_s=self._now_s + state.lease_s, used_s=self._now_s)
 
     # An operation starts.
 
+    def _enter(self, operation: Operation) -> None:
+        """It waits for its turn."""
+        self._operations[operation.ticket] = operation
+        self._queued_bytes += operation.size_bytes
+        operation.entry.tenant.in_flight += 1
+        operation.entry.waiting.append(operation)
+
     def _advance(self, entry: CacheEntry) -> None:
         """Starts the next operation, if none runs; drops an entry whose creation came to nothing."""
-        while entry.running is None and entry.waiting:
+        while entry.running is None and entry.waiting and not entry.closing:
             operation = entry.waiting.popleft()
             entry.running = operation
             try:
@@ -371,9 +479,14 @@ class CacheTable:
                 self._finish(operation, error)
             except Exception as error:
                 # A bug of ours, which must not leave the cache waiting for an operation that never began.
-                self._finish(operation, _bug(error))
-        if not entry.visible and not entry.busy:
+                self._finish(operation, bug(error))
+        if entry.busy:
+            return
+        if not entry.visible:
             self._discard(entry)
+        elif entry.home is not None and entry.home.draining:
+            self._residence.unsettle(entry)
+            self._restore_later((entry,))
 
     def _start(self, operation: Operation) -> None:
         entry, request = operation.entry, operation.request
@@ -385,298 +498,382 @@ class CacheTable:
             case Fork():
                 self._start_fork(operation, request)
             case Release():
-                self._close(entry)
+                self._commit(operation, (CacheReleased(entry.number),), Released(released=True))
             case Renew():
-                if request.lease_s is not None:
-                    entry.lease_s = min(request.lease_s, self.limits.max_lease_s)
-                self._touch(entry)
-                self._finish(operation, Handles((entry.handle,)))
+                lease_s = entry.state.lease_s if request.lease_s is None else request.lease_s
+                renewed = LeaseRenewed(entry.number, min(lease_s, self.limits.max_lease_s))
+                self._commit(operation, (renewed,))
+            case Restore():
+                operation.base = entry.length
+                self._computing.start(operation)
 
     def _start_append(self, operation: Operation, append: Append) -> None:
-        entry, last = operation.entry, operation.entry.last_append
+        entry, last = operation.entry, operation.entry.last
         creates_again = entry.visible and not append.cache_id
         position = 0 if creates_again else append.position
-        if last is not None and position is not None and last.is_repeated_by(append, position):
-            self._answer_again(operation, append, last)
+        if last is not None and position is not None and is_repeated(last, append, position):
+            if entry.answer is not None and entry.answer.answers(append):
+                # From memory: no worker is needed for it.
+                self._finish(operation, Appended(entry.handle, entry.answer.answer, last.kept))
+                return
+            operation.base, operation.copy_number = last.base, self._number()
+            self._computing.start(operation)
             return
-        _require_kv(entry)
         if position is not None and (creates_again or position != entry.length):
             if creates_again and last is not None and position == last.base:
-                raise InvalidArgument(
-                    "REQUEST_ID_REUSED", "request_id", "the request_id belongs to another request"
-                )
+                raise reused_request_id()
             raise PositionMismatch(position, entry.length)
-        wanted = entry.length + len(append.token_ids)
-        if wanted > entry.worker.capacity_tokens:
-            raise SequenceTooLong(wanted, entry.worker.capacity_tokens)
         entry.tenant.require(tokens=len(append.token_ids))
-        ahead = entry.worker.load.look(append, operation.queue)
-        timeout_s = self._start_within_s(operation, ahead)
-        operation.base = entry.length
-        operation.tokens = len(append.token_ids)
+        operation.base, operation.tokens = entry.length, len(append.token_ids)
         entry.tenant.tokens += operation.tokens
-        operation.pages = entry.worker.pages_for(len(append.token_ids))
-        entry.worker.pages_queued += operation.pages
-        self._send_forward(operation, append, entry.number, ahead, timeout_s)
-
-    def _answer_again(self, operation: Operation, append: Append, last: AppliedAppend) -> None:
-        """Answers a repeated append without applying it: from memory, or computed on a copy of the cache."""
-        entry = operation.entry
-        stored = last.answers(append)
-        if stored is not None:
-            # From memory: so also when the KV is lost.
-            self._finish(operation, Appended(entry.handle, stored, last.kept))
-            return
-        _require_kv(entry)
-        ahead = entry.worker.load.look(append, operation.queue)
-        timeout_s = self._start_within_s(operation, ahead)
-        operation.base = last.base
-        operation.copy_number = self._number()
-        self._send(entry, ForkSequence(self._number(), entry.number, (operation.copy_number,)))
-        self._send_forward(operation, append, operation.copy_number, ahead, timeout_s)
-
-    def _start_within_s(self, operation: Operation, ahead: Ahead) -> float:
-        """By when its worker has to begin. Raises Overloaded or DeadlinePassed if it cannot be in time."""
-        wait_s = operation.submitted_s + self.limits.max_wait_s - self._now_s
-        if operation.deadline_s is None:
-            # Short work is hardly ever kept from its turn for so long, and need not be looked at.
-            if ahead.is_long:
-                _require_turn(ahead, wait_s)
-            return wait_s
-        left_s = operation.deadline_s - self._now_s
-        _require_time(ahead, left_s)
-        return min(ahead.start_within_s(left_s), wait_s)
-
-    def _send_forward(
-        self, operation: Operation, append: Append, number: int, ahead: Ahead, timeout_s: float
-    ) -> None:
-        entry, repeats = operation.entry, operation.copy_number is not None
-        operation.ahead = ahead
-        entry.worker.load.enter(ahead, self._now_s)
-        command = ForwardSequence(
-            op_id=operation.ticket,
-            number=number,
-            position=operation.base,
-            append=append,
-            seed=entry.seed,
-            prompt_len=entry.prompt_len if repeats else entry.prompt_len_after(append),
-            caller=operation.caller,
-            keep_all=repeats,
-            ephemeral=repeats or entry.ephemeral,
-            salt=entry.salt,
-            timeout_s=timeout_s,
-        )
-        self._send(entry, command)
+        self._computing.start(operation)
 
     def _start_truncate(self, operation: Operation, request: Truncate) -> None:
         entry = operation.entry
-        _require_kv(entry)
+        # Cut already, it would be cut to the same length again.
+        repeats = request.new_len == entry.length
+        if request.position not in (None, entry.length) and not repeats:
+            raise PositionMismatch(request.position or 0, entry.length)
         if request.new_len > entry.length:
             raise TruncateBeyondEnd(request.new_len, entry.length)
-        if request.new_len == entry.length:
+        if repeats:
             self._finish(operation, Handles((entry.handle,)))
             return
-        self._send(entry, TruncateSequence(operation.ticket, entry.number, request.new_len))
+        self._commit(operation, (CacheTruncated(entry.number, request.new_len),))
 
     def _start_fork(self, operation: Operation, request: Fork) -> None:
-        entry = operation.entry
-        _require_kv(entry)
+        entry, tenant = operation.entry, operation.entry.tenant
+        made = self._catalog.forked_by(request, tenant)
+        if made is not None:
+            self._finish(operation, made)
+            return
         self._require_room(request.count)
         tokens = request.count * entry.length
-        entry.tenant.require(caches=request.count, tokens=tokens)
-        operation.children = [
-            self._new_entry(entry.worker, entry.lease_s, entry.tenant, entry.salt)
-            for _ in range(request.count)
-        ]
-        operation.tokens = tokens
-        entry.tenant.tokens += tokens
-        if entry.length == 0:
-            # The worker need not know an empty sequence: it may have rolled back the append that began it.
-            self._finish_fork(operation, request)
-            return
-        numbers = tuple(child.number for child in operation.children)
-        self._send(entry, ForkSequence(operation.ticket, entry.number, numbers))
+        tenant.require(caches=request.count, tokens=tokens)
+        operation.caches, operation.tokens = request.count, tokens
+        self._held += request.count
+        tenant.caches += request.count
+        tenant.tokens += tokens
+        children = tuple(
+            Child(self._number(), self._new_cache_id(), self._new_seed()) for _ in range(request.count)
+        )
+        records: list[Record] = []
+        if children:
+            records.append(CacheForked(entry.number, children, request.request_id))
+        records += [CacheReleased(e.number) for e in self._start_closing(operation, request)]
+        self._commit(operation, records)
 
-    # A worker has answered it.
+    def _start_closing(self, operation: Operation, request: Fork) -> Iterator[CacheEntry]:
+        """The caches that a fork releases: what runs there is stopped, and nothing begins any more."""
+        for cache_id in dict.fromkeys(request.release):
+            entry = self._catalog.find(cache_id, operation.entry.tenant)
+            if entry is None or entry.closing:
+                continue
+            running = entry.running
+            if running is not None and running is not operation:
+                if running.phase is not Phase.COMMITTING:
+                    self._back_to_the_start(running)
+                elif isinstance(running.request, Release):
+                    continue
+            entry.closing = True
+            yield entry
 
-    def _forward_done(self, operation: Operation, done: ForwardDone) -> None:
+    def _back_to_the_start(self, operation: Operation) -> None:
+        """Stops what runs, so that it is the next to run. It may find that its cache has gone."""
+        entry = operation.entry
+        self._computing.stop(operation)
+        entry.tenant.tokens -= operation.tokens
+        operation.tokens, operation.copy_number = 0, None
+        operation.phase, operation.need = Phase.WAITING, None
+        entry.running = None
+        entry.waiting.appendleft(operation)
+
+    # It has been computed, or will not be: what `computing` says.
+
+    def computed(self, operation: Operation, done: ForwardDone | None) -> None:
+        """See `Outcomes`."""
         entry, append = operation.entry, operation.request
-        assert isinstance(append, Append)
-        self._pace.completed(self._now_s)
-        self._touch(entry)
-        if entry.ephemeral:
-            self._finish(operation, Appended(None, done.answer, done.kept))
-        elif operation.copy_number is not None:
-            assert entry.last_append is not None
-            self._finish(operation, Appended(entry.handle, done.answer, entry.last_append.kept))
-        else:
-            self._apply_append(operation, append, done)
-            self._finish(operation, Appended(entry.handle, done.answer, done.kept))
-
-    def _command_done(self, operation: Operation) -> None:
-        entry, request = operation.entry, operation.request
-        self._touch(entry)
-        if isinstance(request, Truncate):
-            self._apply_truncate(entry, request.new_len)
+        if done is None or not isinstance(append, Append):
             self._finish(operation, Handles((entry.handle,)))
+        elif entry.ephemeral:
+            self._pace.completed(self._now_s)
+            self._finish(operation, Appended(None, done.answer, done.kept, operation.replayed_tokens))
+        elif operation.copy_number is not None:
+            assert entry.last is not None
+            self._touch(entry)
+            replayed = operation.replayed_tokens
+            self._finish(operation, Appended(entry.handle, done.answer, entry.last.kept, replayed))
         else:
-            assert isinstance(request, Fork)
-            self._finish_fork(operation, request)
-
-    def _command_failed(self, operation: Operation, failed: CommandFailed) -> None:
-        entry, error = operation.entry, failed.error
-        if failed.kv_missing and entry.visible:
-            entry.state = KvState.LOST
-            error = CacheLost(entry.length)
-        if isinstance(error, DeadlinePassed):
-            error = self._too_late(operation)
-        if isinstance(error, KvExhausted):
-            error.retry_after_s = self._pace.wait_s(len(self._operations))
-        if operation.copy_number is not None:
-            # A forward that never began has not released its copy.
-            self._send(entry, ReleaseSequences(self._number(), (operation.copy_number,)))
-        self._finish(operation, error)
-
-    def _too_late(self, operation: Operation) -> QuireError:
-        """What an append is told whose turn came too late, or not soon enough to be done in time."""
-        if operation.deadline_s is not None and self._now_s >= operation.deadline_s:
-            return DeadlinePassed()
-        waited_s = self._now_s - operation.submitted_s
-        return Overloaded(waited_s, waited_s, sleep_s(waited_s))
-
-    def _apply_append(self, operation: Operation, append: Append, done: ForwardDone) -> None:
-        entry, base = operation.entry, operation.base
-        if not entry.visible:
-            self._publish(entry)
-            self._write(CacheCreated(entry.cache_id, entry.seed, entry.lease_s))
-        entry.prompt_len = entry.prompt_len_after(append)
-        entry.resize(base + done.kept)
-        entry.last_append = AppliedAppend.of(append, base, done.kept, done.answer)
-        kept = append.token_ids[: done.kept]
-        self._write(TokensAppended(entry.cache_id, base, kept, entry.prompt_len, entry.worker.epoch))
-
-    def _apply_truncate(self, entry: CacheEntry, new_len: int) -> None:
-        if new_len == entry.length:
+            self._pace.completed(self._now_s)
+            self._commit_append(operation, append, done)
             return
-        entry.resize(new_len)
-        entry.prompt_len = min(entry.prompt_len, new_len)
-        entry.last_append = None
-        self._write(CacheTruncated(entry.cache_id, new_len))
+        self._advance(entry)
 
-    def _finish_fork(self, operation: Operation, request: Fork) -> None:
-        parent, children = operation.entry, operation.children
-        operation.children = []
-        for child in children:
-            child.resize(parent.length)
-            child.prompt_len = parent.prompt_len
-            # From now, and not from when the fork began.
-            child.lease_s, child.expires_at_s = parent.lease_s, parent.expires_at_s
-            self._publish(child)
-            self._write(CacheForked(child.cache_id, parent.cache_id, child.seed, child.lease_s))
+    def not_computed(self, operation: Operation, error: QuireError) -> None:
+        """See `Outcomes`."""
+        self._finish(operation, error)
+        self._advance(operation.entry)
+
+    def _commit_append(self, operation: Operation, append: Append, done: ForwardDone) -> None:
+        entry, state = operation.entry, operation.entry.state
+        records: list[Record] = []
+        if not entry.visible:
+            records.append(
+                CacheCreated(
+                    state.number,
+                    state.cache_id,
+                    state.tenant,
+                    state.salt,
+                    state.seed,
+                    state.lease_s,
+                    state.request_id,
+                )
+            )
+        kept_all = done.kept == len(append.token_ids)
+        records.append(
+            TokensAppended(
+                entry.number,
+                operation.base,
+                append.token_ids[: done.kept],
+                entry.prompt_len_after(append),
+                entry.ownership,
+                append.accept,
+                b"" if kept_all else fingerprint(append.token_ids),
+            )
+        )
+        # The answer waits in it; the handle is made when there is one.
+        self._commit(operation, records, Appended(None, done.answer, done.kept, operation.replayed_tokens))
+
+    # With the journal.
+
+    def _commit(self, operation: Operation, records: Sequence[Record], outcome: Result | None = None) -> None:
+        operation.phase, operation.need = Phase.COMMITTING, None
+        operation.records, operation.outcome = records, outcome
+        self._effects.append(Write(operation.ticket, records))
+
+    def _committed(self, operation: Operation) -> None:
+        entry, request = operation.entry, operation.request
+        try:
+            for record in operation.records:
+                self.ledger.apply(record)
+        except RecordConflict as error:
+            # A bug of ours: what was checked when it began is not so any more.
+            self._finish(operation, bug(error))
+            self._advance(entry)
+            return
+        self._touch(entry)
+        match request:
+            case Append():
+                self._apply_append(operation, request)
+            case Truncate():
+                self._apply_truncate(operation, request)
+            case Fork():
+                self._apply_fork(operation, request)
+            case Release():
+                self._close(entry)
+            case _:
+                self._finish(operation, Handles((entry.handle,)))
+        self._advance(entry)
+
+    def _not_committed(self, operation: Operation) -> None:
+        entry, request = operation.entry, operation.request
+        if isinstance(request, Append) and entry.home is not None and entry.visible:
+            # The worker has what the cache does not.
+            self._send(entry.home, TruncateSequence(self._number(), entry.number, operation.base))
+        self._finish(operation, JournalUnavailable())
+        self._advance(entry)
+        for closing in self._released_by(operation):
+            closing.closing = False
+            self._advance(closing)
+
+    def _released_by(self, operation: Operation) -> list[CacheEntry]:
+        """The caches, but for its own, that its records release."""
+        if not isinstance(operation.request, Fork):
+            return []
+        released = [record for record in operation.records if isinstance(record, CacheReleased)]
+        found = [self._catalog.numbered(record.number) for record in released]
+        return [entry for entry in found if entry is not None]
+
+    def _apply_append(self, operation: Operation, append: Append) -> None:
+        entry, outcome = operation.entry, operation.outcome
+        assert isinstance(outcome, Appended)
+        if not entry.visible:
+            state = self.ledger.get(entry.number)
+            assert state is not None
+            entry.state = state
+            self._publish(entry)
+        entry.answer = None
+        if append.keeps_answer:
+            entry.answer = StoredAnswer(append.rows, append.output, outcome.answer)
+        if entry.home is not None:
+            entry.kv_len = entry.length
+        unseen = not (operation.is_answered or append.cache_id or append.request_id)
+        self._finish(operation, Appended(entry.handle, outcome.answer, outcome.kept, outcome.replayed_tokens))
+        entry.count()
+        if unseen:
+            self._release(entry)
+
+    def _apply_truncate(self, operation: Operation, request: Truncate) -> None:
+        entry = operation.entry
+        entry.count()
+        entry.answer = None
+        if entry.home is not None and entry.kv_len > request.new_len:
+            entry.kv_len = request.new_len
+            self._send(entry.home, TruncateSequence(self._number(), entry.number, request.new_len))
+        self._finish(operation, Handles((entry.handle,)))
+
+    def _apply_fork(self, operation: Operation, request: Fork) -> None:
+        parent = operation.entry
+        forked = [record for record in operation.records if isinstance(record, CacheForked)]
+        numbers = [child.number for record in forked for child in record.children]
+        released = self._released_by(operation)
+        self._finish_reserving(operation)
+        children = [self._born(number, parent) for number in numbers]
+        if children and parent.home is not None and parent.kv_len:
+            self._send(parent.home, ForkSequence(self._number(), parent.number, tuple(numbers)))
+            for child in children:
+                self._residence.settle(child, parent.home, self._now_s, parent.kv_len)
+                child.ownership = 1
+        unseen = not (operation.is_answered or request.request_id)
         self._finish(operation, Handles(tuple(child.handle for child in children)))
-        for cache_id in request.release:
-            released = self._find(cache_id, parent.tenant)
-            if released is not None:
-                self._close(released)
+        for entry in released:
+            self._close(entry)
+        for child in children if unseen else ():
+            self._release(child)
+
+    def _born(self, number: int, parent: CacheEntry) -> CacheEntry:
+        state = self.ledger.get(number)
+        assert state is not None
+        child = self._new_entry(state, parent.tenant)
+        self._publish(child)
+        child.count()
+        return child
 
     def _publish(self, entry: CacheEntry) -> None:
         """From now on callers know the cache by its id."""
         entry.visible = True
         entry.order = self._number()
-        self._entries[entry.cache_id] = entry
-        self._listing.add(entry)
+        self._catalog.add(entry)
 
     # An operation ends.
 
     def _finish(self, operation: Operation, outcome: Result | QuireError) -> None:
-        self._retire(operation, answered=not isinstance(outcome, QuireError))
         entry, request = operation.entry, operation.request
         if isinstance(outcome, QuireError):
             outcome.untraced()
-            if isinstance(request, Append) and not entry.visible:
-                self._placement.not_computed(request.token_ids, entry.worker, entry.salt)
+            if isinstance(request, Append) and not entry.visible and entry.home is not None:
+                self._placement.not_computed(request.token_ids, entry.home, entry.state.salt)
+        self._retire(operation)
         if operation.is_answered:
             self._effects.append(Reply(operation.ticket, outcome))
 
-    def _retire(self, operation: Operation, *, answered: bool) -> None:
-        """Takes an operation out of every table. Children that were not published are gone with it."""
+    def _retire(self, operation: Operation) -> None:
+        """Takes an operation out of every table."""
         entry = operation.entry
+        self._computing.stop(operation)
         del self._operations[operation.ticket]
-        if operation.ahead is not None:
-            end = Leaving.ANSWERED
-            if not answered:
-                end = Leaving.LATE if operation.is_late(self._now_s) else Leaving.TAKEN_BACK
-            entry.worker.load.leave(operation.ahead, self._now_s, end)
-        entry.worker.pages_queued -= operation.pages
-        entry.worker.sequences -= len(operation.children)
-        self._held -= len(operation.children)
+        self._finish_reserving(operation)
         self._queued_bytes -= operation.size_bytes
-        entry.tenant.caches -= len(operation.children)
-        entry.tenant.tokens -= operation.tokens
         entry.tenant.in_flight -= 1
+        if isinstance(operation.request, Restore):
+            self._restoring -= 1
         if entry.running is operation:
             entry.running = None
         else:
             entry.waiting.remove(operation)
 
-    def _undo(self, operation: Operation) -> None:
-        """Takes back what a running operation has done, or is about to do, on the worker."""
-        entry = operation.entry
-        match operation.request:
-            case Truncate(new_len=new_len):
-                # The pages are gone already: a truncation that has started is carried out.
-                self._apply_truncate(entry, new_len)
-            case Fork():
-                numbers = tuple(child.number for child in operation.children)
-                self._send(entry, ReleaseSequences(self._number(), numbers))
-            case Append():
-                self._send(entry, AbortForward(self._number(), operation.ticket))
-                if operation.copy_number is not None:
-                    self._send(entry, ReleaseSequences(self._number(), (operation.copy_number,)))
-                elif entry.visible:
-                    # An answer may be on its way: the worker's copy is then longer than it should be.
-                    self._send(entry, TruncateSequence(self._number(), entry.number, operation.base))
+    def _finish_reserving(self, operation: Operation) -> None:
+        """What it was about to make is there, or will not be."""
+        tenant = operation.entry.tenant
+        self._held -= operation.caches
+        tenant.caches -= operation.caches
+        tenant.tokens -= operation.tokens
+        operation.caches = operation.tokens = 0
 
     # The end of a cache.
 
+    def _release(self, entry: CacheEntry) -> None:
+        """Releases a cache for nobody: its lease ran out, or its maker had gone before he knew it."""
+        operation = Operation(
+            self._number(), Release(entry.state.cache_id), entry, 0, self._now_s, is_answered=False
+        )
+        self._enter(operation)
+        self._advance(entry)
+
     def _close(self, entry: CacheEntry) -> None:
-        """Forgets a cache at once. Operations on it end; the release that asked for it is told so."""
+        """A cache is released. Operations on it end; the release that asked for it is told so."""
         running = entry.running
-        if running is not None and not isinstance(running.request, Truncate):
-            self._undo(running)
-        del self._entries[entry.cache_id]
-        self._write(CacheReleased(entry.cache_id))
         for operation in list(entry.operations()):
             if isinstance(operation.request, Release):
                 self._finish(operation, Released(released=operation is running))
             else:
-                self._finish(operation, CacheNotFound())
+                self._finish(operation, self._gone(operation))
         self._discard(entry)
 
+    def _gone(self, operation: Operation) -> Result | QuireError:
+        """What an operation is told that finds its cache released."""
+        try:
+            made = None
+            if isinstance(operation.request, Fork):
+                made = self._catalog.forked_by(operation.request, operation.entry.tenant)
+        except QuireError as error:
+            return error
+        return CacheNotFound() if made is None else made
+
     def _discard(self, entry: CacheEntry) -> None:
-        """Frees what the worker holds of an entry that is in no table any more."""
-        key = (entry.tenant, entry.request_id)
-        if self._by_request_id.get(key) is entry:
-            del self._by_request_id[key]
-        entry.worker.sequences -= 1
+        """Frees what is held of an entry that is in no table any more."""
+        self._catalog.remove(entry)
+        self._residence.unsettle(entry)
         self._held -= 1
         entry.tenant.caches -= 1
-        entry.resize(0)
-        self._send(entry, ReleaseSequences(self._number(), (entry.number,)))
+        entry.count(0)
+
+    # KV that is gone is computed again before anyone asks.
+
+    def _restore_later(self, entries: Sequence[CacheEntry]) -> None:
+        """The caches are without a home; the last was used last."""
+        lately = [e for e in entries if e.visible and self._now_s - e.used_s < _RESTORE_WITHIN_S]
+        self._to_restore.extendleft(lately)
+
+    def _restore_some(self) -> None:
+        while self._to_restore:
+            there = self._placement.open_workers
+            if self._restoring >= _RESTORES_PER_WORKER * len(there):
+                return
+            entry = self._to_restore.popleft()
+            is_wanted = self._catalog.numbered(entry.number) is entry and not entry.quarantined
+            # Not where it would take what others need.
+            if not is_wanted or entry.home is not None or entry.busy or entry.strikes:
+                continue
+            if all(worker.headroom < 2 * worker.pages_for(entry.length) for worker in there):
+                continue
+            operation = Operation(
+                self._number(), Restore(entry.state.cache_id), entry, 0, self._now_s, is_answered=False
+            )
+            self._restoring += 1
+            self._enter(operation)
+            self._advance(entry)
 
     # Small things.
 
-    def _send(self, entry: CacheEntry, command: Command) -> None:
-        """Sends to the worker of an entry, unless that incarnation is gone and its KV with it."""
-        worker = entry.worker
+    def _begin(self, now_s: float) -> None:
+        """An input comes."""
+        self._now_s = self._computing.now_s = now_s
+
+    def _end(self) -> None:
+        """An input has been dealt with: what it lets go on goes on."""
+        self._computing.go_on()
+        self._restore_some()
+
+    def _send(self, worker: WorkerView, command: Command) -> None:
+        """Sends to a worker, unless that incarnation is gone and its KV with it."""
         if self._placement.has(worker):
             self._effects.append(Send(worker.worker_id, worker.epoch, command))
 
-    def _write(self, record: Record) -> None:
-        self._effects.append(Write(record))
-
     def _touch(self, entry: CacheEntry) -> None:
-        entry.expires_at_s = self._now_s + entry.lease_s
+        entry.expires_at_s = self._now_s + entry.state.lease_s
+        entry.used_s = self._now_s
+        self._residence.used(entry)
 
     def _number(self) -> int:
         self._last_number += 1
@@ -686,70 +883,32 @@ class CacheTable:
         """Raises AssertionError if the tables contradict each other."""
         operations = self._operations
         assert self._queued_bytes == sum(o.size_bytes for o in operations.values())
-        unseen = {id(o.entry) for o in operations.values() if not o.entry.visible}
-        forked = sum(len(o.children) for o in operations.values())
-        assert self._held == len(self._entries) + len(unseen) + forked
+        unseen = {o.entry.number: o.entry for o in operations.values() if not o.entry.visible}
+        forked = sum(o.caches for o in operations.values())
+        assert self._held == len(self._catalog) + len(unseen) + forked
+        assert self._restoring == sum(isinstance(o.request, Restore) for o in operations.values())
         for ticket, operation in operations.items():
             entry = operation.entry
             assert operation.ticket == ticket
             assert sum(o is operation for o in entry.operations()) == 1, "it runs or waits, exactly once"
-            assert entry.running is not None, "an operation waits only behind another"
-        for cache_id, entry in self._entries.items():
-            assert entry.visible and entry.cache_id == cache_id and not entry.ephemeral
+            assert (entry.running is operation) is (operation.phase is not Phase.WAITING)
+            assert entry.running is not None or entry.closing, "an operation waits only behind another"
+        self._catalog.check()
+        entries = {entry.number: entry for entry in self._catalog} | unseen
+        assert len(self.ledger) == len(self._catalog)
+        for entry in self._catalog:
+            assert self.ledger.get(entry.number) is entry.state, "what is kept is kept once"
             assert all(operations.get(o.ticket) is o for o in entry.operations())
-            assert entry.state is KvState.RESIDENT or not entry.busy, "a lost cache has no operations"
-            alive = self._placement.has(entry.worker)
-            assert entry.state is KvState.LOST or alive, "a resident cache's worker is alive"
-        for worker in self._placement:
-            its = [o for o in operations.values() if o.entry.worker is worker]
-            assert worker.pages_queued == sum(o.pages for o in its)
-            worker.load.check([o.ahead for o in its if o.ahead is not None])
-            hidden = {o.entry.number for o in its if not o.entry.visible}
-            children = sum(len(o.children) for o in its)
-            shown = sum(1 for e in self._entries.values() if e.worker is worker)
-            assert worker.sequences == shown + len(hidden) + children
-        self._check_tenants()
+            assert entry.kv_len <= entry.length and (entry.home is not None or not entry.kv_len)
+            assert entry.ownership >= entry.state.ownership
+        self._residence.check(entries)
+        self._computing.check(operations)
+        self._check_tenants(entries)
 
-    def _check_tenants(self) -> None:
-        hidden = {o.entry.number: o.entry for o in self._operations.values() if not o.entry.visible}
-        entries = [*self._entries.values(), *hidden.values()]
-        for tenant in {e.tenant for e in entries} | {self._anonymous}:
+    def _check_tenants(self, entries: Mapping[int, CacheEntry]) -> None:
+        for tenant in {entry.tenant for entry in entries.values()} | {self._anonymous}:
             its = [o for o in self._operations.values() if o.entry.tenant is tenant]
-            caches = [e for e in entries if e.tenant is tenant]
+            caches = [entry for entry in entries.values() if entry.tenant is tenant]
             assert tenant.in_flight == len(its)
-            assert tenant.caches == len(caches) + sum(len(o.children) for o in its)
+            assert tenant.caches == len(caches) + sum(o.caches for o in its)
             assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)
-
-
-def _require_time(ahead: Ahead, left_s: float) -> None:
-    """Raises Overloaded or DeadlinePassed if it cannot be done in time: at once, and before any work."""
-    if left_s <= 0:
-        raise DeadlinePassed
-    expected_s, may_take_s = ahead.expected_s(), left_s * TIME_SHARES[ahead.priority]
-    if expected_s > may_take_s:
-        raise Overloaded(expected_s, may_take_s, sleep_s(expected_s - may_take_s))
-
-
-def _require_turn(ahead: Ahead, wait_s: float) -> None:
-    """Raises Overloaded if its turn would not come so soon. Its own work may take as long as it takes."""
-    expected_s = ahead.expected_s() - ahead.own_s()
-    if expected_s > wait_s:
-        raise Overloaded(expected_s, max(wait_s, 0.0), sleep_s(expected_s - wait_s))
-
-
-def _bug(error: Exception) -> InternalError:
-    """What its caller is told. Made here, since a frame of the error's traceback must not refer to it."""
-    internal = InternalError()
-    internal.__cause__ = error
-    return internal
-
-
-def _lost(entry: CacheEntry) -> QuireError:
-    """What those are told who wait for KV that is gone."""
-    return CacheLost(entry.length) if entry.visible else WorkerLost()
-
-
-def _require_kv(entry: CacheEntry) -> None:
-    """Raises CacheLost or WorkerLost if the KV is gone."""
-    if entry.state is KvState.LOST:
-        raise _lost(entry)

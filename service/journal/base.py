@@ -38,4 +38,4 @@ class Journal(Protocol):
         """All that came before the mark has been restated or released: it can be dropped."""
 
     def close(self) -> None:
-        """Waits, for a bounded time, until everything given is durable or has failed; lets go of the files."""
+        """Waits, for a bounded time, until all that was given is durable or has failed; lets go of the files."""
