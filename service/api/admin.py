@@ -1,0 +1,78 @@
+"""AdminService: what operators ask of a running server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from quire.v1 import admin_pb2, executor_pb2
+
+from service.api import validation
+from service.api.server_state import ServerState
+from service.config import Config
+from service.errors import InvalidArgument
+from service.pool.rotation import Rotation
+
+_POLL_S = 0.02
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def is_offered(config: Config) -> bool:
+    """Whether only those can ask who may: there are doors, or nobody but this machine can connect."""
+    has_doors = bool(config.tokens or config.tls_client_ca)
+    host = config.listen.rpartition(":")[0].strip("[]")
+    return has_doors or config.listen.startswith("unix:") or host in ("localhost", "::1") or _is_loopback(host)
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.")
+
+
+class AdminApi:
+    """Implements the service. Each wait ends with its caller's deadline, or with the server."""
+
+    def __init__(
+        self, state: ServerState, rotation: Rotation, config: Config, stop: Callable[[bool], None]
+    ) -> None:
+        """`stop` begins to end the server; it is told whether to leave the workers to the next one."""
+        self._state = state
+        self._rotation = rotation
+        self._config = config
+        self._stop = stop
+
+    async def Warmup(self, request: Message, _context: Context) -> admin_pb2.WarmupResponse:
+        """Waits for workers."""
+        assert isinstance(request, admin_pb2.WarmupRequest)
+        wanted = request.workers or len(self._state.slots)
+        if wanted > len(self._state.slots):
+            raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {len(self._state.slots)} workers")
+        while (ready := self._ready()) < wanted:
+            await asyncio.sleep(_POLL_S)
+        return admin_pb2.WarmupResponse(workers_ready=ready)
+
+    async def Drain(self, request: Message, _context: Context) -> admin_pb2.DrainResponse:
+        """Replaces workers."""
+        assert isinstance(request, admin_pb2.DrainRequest)
+        grace_s = self._config.drain_grace_s
+        if request.HasField("grace"):
+            grace_s = validation.duration_seconds(request.grace, "grace")
+        replaced = await self._rotation.replace(request.worker_id, grace_s)
+        response = admin_pb2.DrainResponse()
+        for worker in replaced:
+            response.workers.add(
+                worker_id=worker.worker_id, old_pid=worker.old_pid, new_pid=worker.new_pid
+            )
+        return response
+
+    async def Shutdown(self, request: Message, _context: Context) -> admin_pb2.ShutdownResponse:
+        """Begins to end."""
+        assert isinstance(request, admin_pb2.ShutdownRequest)
+        self._stop(request.leave_workers)
+        return admin_pb2.ShutdownResponse()
+
+    def _ready(self) -> int:
+        ready = executor_pb2.WORKER_STATE_READY
+        return sum(1 for slot in self._state.slots if slot.state == ready)
