@@ -27,9 +27,8 @@ class Journal(Protocol):
         `on_committed` is called once, on the event loop; maybe before this returns.
         """
 
-    @property
-    def wants_compaction(self) -> bool:
-        """Whether most of what it holds is not needed any more, so that restating the rest would pay."""
+    def wants_compaction(self, live_bytes: int) -> bool:
+        """Whether most of what it holds is not needed any more, so that restating what is live would pay."""
 
     def begin_compaction(self) -> int:
         """A mark: whatever is committed from now on comes after it."""
@@ -38,4 +37,4 @@ class Journal(Protocol):
         """All that came before the mark has been restated or released: it can be dropped."""
 
     def close(self) -> None:
-        """Waits until everything given is durable, or has failed, for a bounded time; lets go of the files."""
+        """Waits until everything given is durable, or has failed, for a bounded time; lets go of files."""
