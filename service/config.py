@@ -300,9 +300,20 @@ class Config:
         minimum=0.1,
         maximum=_DAY_S,
     )
+    journal: str = _setting(
+        _AUTO,
+        "where caches are written down; auto is sqlite, in the data directory, if there is one",
+        choices=(_AUTO, "sqlite", "memory"),
+    )
+    journal_sync: str = _setting(
+        "normal",
+        "what an answer waits for: normal outlives a crash of the gateway, full that of the machine",
+        choices=("normal", "full"),
+    )
     data_dir: str | None = _setting(
         None,
-        "where a gateway keeps its workers' sockets; auto is quire in the user's state directory",
+        "where caches are written down, and workers found again; auto is a directory for each address in the"
+        " user's state directory, and none for a port that is chosen anew each time",
         accepts=bool,
         allowed=f"must be a directory, or {_AUTO}",
     )

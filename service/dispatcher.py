@@ -26,6 +26,8 @@ _log = get_logger(__name__)
 _EXPIRY_INTERVAL_S = 1.0
 # How often parked operations are looked at.
 _TICK_S = 0.05
+# A disk that takes longer for a commit had better be left alone.
+_JOURNAL_STALL_S = 5.0
 # Caches released before others get a word in: a few milliseconds' worth.
 _EXPIRED_AT_ONCE = 256
 
@@ -167,6 +169,9 @@ class Dispatcher:
             if slept_s >= _EXPIRY_INTERVAL_S:
                 slept_s = 0.0
                 await self._expire_all()
+                if self._journal.oldest_waiting_s > _JOURNAL_STALL_S:
+                    self._caches.journal_stalls()
+                    continue
                 if not self._caches.journal_works:
                     # An empty one: whether it can be written again.
                     self._commit(())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -24,19 +23,26 @@ def is_offered(config: Config) -> bool:
     """Whether only those can ask who may: there are doors, or nobody but this machine can connect."""
     has_doors = bool(config.tokens or config.tls_client_ca)
     host = config.listen.rpartition(":")[0].strip("[]")
-    return has_doors or config.listen.startswith("unix:") or host in ("localhost", "::1") or _is_loopback(host)
+    return (
+        has_doors or config.listen.startswith("unix:") or host in ("localhost", "::1") or _is_loopback(host)
+    )
 
 
 def _is_loopback(host: str) -> bool:
     return host.startswith("127.")
 
 
+class Stop(Protocol):
+    """Begins to end the server."""
+
+    def __call__(self, *, leave_workers: bool) -> None:
+        """`leave_workers`: to the next gateway on the same data directory."""
+
+
 class AdminApi:
     """Implements the service. Each wait ends with its caller's deadline, or with the server."""
 
-    def __init__(
-        self, state: ServerState, rotation: Rotation, config: Config, stop: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, state: ServerState, rotation: Rotation, config: Config, stop: Stop) -> None:
         """`stop` begins to end the server; it is told whether to leave the workers to the next one."""
         self._state = state
         self._rotation = rotation
@@ -48,7 +54,9 @@ class AdminApi:
         assert isinstance(request, admin_pb2.WarmupRequest)
         wanted = request.workers or len(self._state.slots)
         if wanted > len(self._state.slots):
-            raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {len(self._state.slots)} workers")
+            raise InvalidArgument(
+                "TOO_MANY_WORKERS", "workers", f"there are {len(self._state.slots)} workers"
+            )
         while (ready := self._ready()) < wanted:
             await asyncio.sleep(_POLL_S)
         return admin_pb2.WarmupResponse(workers_ready=ready)
@@ -58,19 +66,17 @@ class AdminApi:
         assert isinstance(request, admin_pb2.DrainRequest)
         grace_s = self._config.drain_grace_s
         if request.HasField("grace"):
-            grace_s = validation.duration_seconds(request.grace, "grace")
+            grace_s = validation.grace_seconds(request.grace)
         replaced = await self._rotation.replace(request.worker_id, grace_s)
         response = admin_pb2.DrainResponse()
         for worker in replaced:
-            response.workers.add(
-                worker_id=worker.worker_id, old_pid=worker.old_pid, new_pid=worker.new_pid
-            )
+            response.workers.add(worker_id=worker.worker_id, old_pid=worker.old_pid, new_pid=worker.new_pid)
         return response
 
     async def Shutdown(self, request: Message, _context: Context) -> admin_pb2.ShutdownResponse:
         """Begins to end."""
         assert isinstance(request, admin_pb2.ShutdownRequest)
-        self._stop(request.leave_workers)
+        self._stop(leave_workers=request.leave_workers)
         return admin_pb2.ShutdownResponse()
 
     def _ready(self) -> int:

@@ -21,7 +21,7 @@ import itertools
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from service.caches.catalog import Catalog, reused_request_id
@@ -142,6 +142,8 @@ class CacheTable:
         self._computing = Computing(
             self._placement, self._residence, self, self._send, self._number, limits.max_wait_s
         )
+        # While it recovers: when a cache's last record was written.
+        self._written_s: dict[int, float] = {}
         # No worker has ever been ready: whoever comes now had better come again.
         self._was_ready = False
         self._to_restore: deque[CacheEntry] = deque()
@@ -149,33 +151,31 @@ class CacheTable:
 
     # Before it begins.
 
-    def recover(
-        self,
-        records: Iterable[tuple[Record, float]],
-        *,
-        now_s: float,
-        wall_s: float,
-        tenant_of: Callable[[str], Tenant],
-    ) -> None:
-        """Takes over what a journal has kept: each record, and when it was written on the wall's clock.
+    def recovering(self, record: Record, wall_s: float) -> None:
+        """A record that the journal has kept, and when it was written. Raises RecordConflict."""
+        self.ledger.apply(record)
+        for number in numbers_of(record):
+            self._written_s[number] = wall_s
 
-        Raises RecordConflict if they cannot be all there are.
-        """
-        written_s: dict[int, float] = {}
-        for record, at_s in records:
-            self.ledger.apply(record)
-            for number in numbers_of(record):
-                written_s[number] = at_s
+    def recovering_run(self, run: TokensAppended, wall_s: float) -> None:
+        """Appends of one token each that followed one another, as one record. Raises RecordConflict."""
+        self.ledger.apply_run(run)
+        self._written_s[run.number] = wall_s
+
+    def recovered(self, *, now_s: float, wall_s: float, tenant_of: Callable[[str], Tenant]) -> None:
+        """That were all records: the caches are those of before. Leases have gone on meanwhile."""
+        self._now_s = now_s
         for state in sorted(self.ledger, key=lambda state: state.number):
-            tenant = tenant_of(state.tenant) if state.tenant else self._anonymous
+            entry = self._new_entry(state, tenant_of(state.tenant) if state.tenant else self._anonymous)
             # A clock that was set back must not make leases longer than they are.
-            age_s = min(max(0.0, wall_s - written_s[state.number]), state.lease_s)
-            entry = self._new_entry(state, tenant)
-            entry.expires_at_s = now_s + state.lease_s - age_s
+            age_s = max(0.0, wall_s - self._written_s[state.number])
+            entry.expires_at_s = now_s + max(0.0, state.lease_s - age_s)
+            entry.used_s = now_s - age_s
             entry.ownership = state.ownership
+            self._last_number = max(self._last_number, state.number)
             self._publish(entry)
             entry.count()
-            self._last_number = max(self._last_number, state.number)
+        self._written_s.clear()
 
     def claims(self, holdings: Mapping[int, int]) -> list[Claim]:
         """What of the sequences that a worker holds is wanted, cut to what the caches are."""
@@ -324,6 +324,10 @@ class CacheTable:
             if ticket:
                 self._committed(self._operations[ticket])
         self._end()
+
+    def journal_stalls(self) -> None:
+        """What was given to the journal waits for too long: nothing more begins until it is written."""
+        self.journal_works = False
 
     def write_failed(self, tickets: Sequence[int], now_s: float) -> None:
         """What these operations wrote is not durable, and never will be."""

@@ -40,7 +40,15 @@ _CHECK_TIMEOUT_S = 10.0
 class Supervisor:
     """Owner of the slots and of what runs in them."""
 
-    def __init__(self, config: Config, model: str, launcher: Launcher, listener: WorkerListener) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: str,
+        launcher: Launcher,
+        listener: WorkerListener,
+        expected_model: str | None = None,
+    ) -> None:
+        """`expected_model`: the fingerprint of that whose caches there are; another one cannot be served."""
         self._config = config
         self._model = model
         self._launcher = launcher
@@ -49,6 +57,8 @@ class Supervisor:
         self._live: dict[str, Incarnation] = {}
         self._last_epoch = 0
         self._was_ready: set[str] = set()
+        self._failure: PoolFailed | None = None
+        self._expected_model = expected_model
         # Of the first worker that was ready: all others must serve the same model.
         self._model_fingerprint: str | None = None
 
@@ -62,6 +72,12 @@ class Supervisor:
         incarnation = self._live.get(worker_id)
         if incarnation is not None and incarnation.epoch == epoch:
             incarnation.link.send(wire.to_message(command))
+
+    def retire(self, worker_id: str, epoch: int) -> None:
+        """Ends an incarnation, for another to take its place."""
+        incarnation = self._live.get(worker_id)
+        if incarnation is not None and incarnation.epoch == epoch:
+            incarnation.refuse("it is replaced, as an operator wants")
 
     async def refresh_snapshots(self, *, check_integrity: bool = False) -> None:
         """Brings the slots' snapshots up to date with everything sent so far, within a bounded time.
@@ -129,6 +145,8 @@ class Supervisor:
             self._forget(incarnation)
             await incarnation.link.close()
             status = await processes.end(grace_s=grace_s)
+        if self._failure is not None:
+            raise self._failure
         if status == EXIT_CONFIG and slot.worker_id not in self._was_ready:
             raise PoolFailed("the worker refused its configuration; its last log line says why")
 
@@ -166,6 +184,13 @@ class Supervisor:
     def _admit(self, incarnation: Incarnation, ready: worker_pb2.WorkerReady) -> None:
         """Lets a worker serve, unless the files of the model have been replaced since the first one was."""
         slot, fingerprint = incarnation.slot, ready.model.fingerprint
+        if self._expected_model not in (None, fingerprint):
+            self._failure = PoolFailed(
+                f"the journal has caches of another model ({self._expected_model}) than {self._model}"
+                f" ({fingerprint}): serve that one, give another data_dir, or move the journal away"
+            )
+            incarnation.refuse(str(self._failure))
+            return
         if self._model_fingerprint is None:
             self._model_fingerprint = fingerprint
         if fingerprint != self._model_fingerprint:

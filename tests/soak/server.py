@@ -48,7 +48,7 @@ class Server:
         """Starts a gateway, which need not answer yet."""
         self.starts += 1
         with self._log_path.open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own program
+            self._process = subprocess.Popen(
                 self._command,
                 stdout=log,
                 stderr=log,
