@@ -138,7 +138,10 @@ class Gateway:
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, self.server)
         names = [EXECUTOR_SERVICE, health.SERVICE_NAME]
         if admin.is_offered(self.config):
-            operators = admin.AdminApi(self.state, self.rotation, self.config, self.stop)
+            operators = cast(
+                admin_pb2_grpc.AdminServiceServicer,
+                admin.AdminApi(self.state, self.rotation, self.config, self.stop),
+            )
             admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
             names.append(ADMIN_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
@@ -328,4 +331,3 @@ def _stop_on_signals(gateway: Gateway) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    return stop

@@ -23,13 +23,8 @@ def is_offered(config: Config) -> bool:
     """Whether only those can ask who may: there are doors, or nobody but this machine can connect."""
     has_doors = bool(config.tokens or config.tls_client_ca)
     host = config.listen.rpartition(":")[0].strip("[]")
-    return (
-        has_doors or config.listen.startswith("unix:") or host in ("localhost", "::1") or _is_loopback(host)
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.")
+    is_local = config.listen.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+    return has_doors or is_local
 
 
 class Stop(Protocol):
@@ -52,14 +47,13 @@ class AdminApi:
     async def Warmup(self, request: Message, _context: Context) -> admin_pb2.WarmupResponse:
         """Waits for workers."""
         assert isinstance(request, admin_pb2.WarmupRequest)
-        wanted = request.workers or len(self._state.slots)
-        if wanted > len(self._state.slots):
-            raise InvalidArgument(
-                "TOO_MANY_WORKERS", "workers", f"there are {len(self._state.slots)} workers"
-            )
-        while (ready := self._ready()) < wanted:
+        there = len(self._state.slots)
+        if request.workers > there:
+            raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {there} workers")
+        # Polled: an event for it would be for the sake of one moment.
+        while self._ready() < (request.workers or there):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-        return admin_pb2.WarmupResponse(workers_ready=ready)
+        return admin_pb2.WarmupResponse(workers_ready=self._ready())
 
     async def Drain(self, request: Message, _context: Context) -> admin_pb2.DrainResponse:
         """Replaces workers."""

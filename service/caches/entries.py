@@ -1,4 +1,4 @@
-"""What the table keeps: a CacheEntry for each cache, an Operation for each request, an Attempt for each try."""
+"""What the table keeps: a CacheEntry a cache, an Operation a request, an Attempt for each try of it."""
 
 from __future__ import annotations
 

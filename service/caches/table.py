@@ -1,8 +1,8 @@
 """The state machine of every cache: fencing, idempotence, order, leases. READ FIRST in the gateway.
 
-No I/O and no clock: requests, workers' answers and deaths, the journal's answers and the time come in as calls;
-commands for workers, records for the journal and replies go out through `take_effects()`. So it can be driven
-by a seeded simulator, and `check_invariants()` can be called at any moment.
+No I/O and no clock: requests, what workers and the journal answer, workers' deaths and the time come in as
+calls; commands for workers, records for the journal and replies go out through `take_effects()`. So it can be
+driven by a seeded simulator, and `check_invariants()` can be called at any moment.
 
 What is true of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
 operation of a cache runs at a time; the others wait in order, whatever they are:

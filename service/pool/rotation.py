@@ -67,9 +67,10 @@ class Rotation:
             _log.info("replacing a worker", worker_id=slot.worker_id, epoch=epoch)
             self._drains.worker_draining(slot.worker_id, epoch)
             until_s = self._clock_s() + grace_s
-            while not self._drains.is_drained(slot.worker_id, epoch) and self._clock_s() < until_s:
+            # Polled: events for it would cost each answer something, for the sake of one moment.
+            while not self._drains.is_drained(slot.worker_id, epoch) and self._clock_s() < until_s:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
             self._pool.retire(slot.worker_id, epoch)
-            while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:
+            while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
             return Replaced(slot.worker_id, pid, slot.pid)
