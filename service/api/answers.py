@@ -41,6 +41,7 @@ def decode(result: Appended, into: _OneOutput) -> None:
     if done.outputs:
         into.output.CopyFrom(done.outputs[0])
     into.timing.CopyFrom(done.timing)
+    into.replayed_tokens = result.replayed_tokens
 
 
 def prefill(
@@ -58,6 +59,7 @@ def verify(result: Appended, into: executor_pb2.ForwardVerifyResponse) -> None:
     into.outputs.extend(done.outputs)
     into.accepted = result.kept - 1
     into.timing.CopyFrom(done.timing)
+    into.replayed_tokens = result.replayed_tokens
 
 
 def score(result: Appended, into: executor_pb2.ForwardResponse) -> None:

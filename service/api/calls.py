@@ -127,12 +127,13 @@ def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
 
 def _fork(request: executor_pb2.ForkCacheRequest, *_: object) -> Fork:
     validation.check_fork(request)
-    return Fork(request.cache_id, request.count, tuple(request.release))
+    return Fork(request.cache_id, request.count, tuple(request.release), request.request_id)
 
 
 def _truncate(request: executor_pb2.TruncateKVRequest, *_: object) -> Truncate:
     validation.check_cache_id(request.cache_id)
-    return Truncate(request.cache_id, request.new_len)
+    position = request.position if request.HasField("position") else None
+    return Truncate(request.cache_id, request.new_len, position)
 
 
 def _release(request: executor_pb2.ReleaseCacheRequest, *_: object) -> Release:

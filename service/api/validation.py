@@ -220,18 +220,23 @@ def check_creation(request: executor_pb2.PrefillRequest) -> None:
     """What only a prefill says. Raises Unsupported for an adapter: no executor has any yet."""
     if request.adapter_id:
         raise Unsupported("this executor has no LoRA adapters", metadata={"field": "adapter_id"})
-    if not is_request_id(request.request_id):
-        raise InvalidArgument(
-            "BAD_REQUEST_ID",
-            "request_id",
-            f"at most {MAX_REQUEST_ID_CHARS} characters are allowed, of printable ASCII",
-        )
+    check_request_id(request.request_id)
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidArgument(
             "BAD_CACHE_SALT", "cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters are allowed"
         )
     if request.cache_salt and request.cache_id:
         raise InvalidArgument("BAD_CACHE_SALT", "cache_salt", "a cache has the salt it was made with")
+
+
+def check_request_id(text: str) -> None:
+    """The request id can be kept and written down."""
+    if not is_request_id(text):
+        raise InvalidArgument(
+            "BAD_REQUEST_ID",
+            "request_id",
+            f"at most {MAX_REQUEST_ID_CHARS} characters are allowed, of printable ASCII",
+        )
 
 
 def is_request_id(text: str) -> bool:
@@ -276,6 +281,7 @@ def _seconds(message: duration_pb2.Duration) -> float:
 def check_fork(request: executor_pb2.ForkCacheRequest) -> None:
     """A fork's fields."""
     check_cache_id(request.cache_id)
+    check_request_id(request.request_id)
     if request.count > MAX_FORK_COUNT:
         raise InvalidArgument("BAD_COUNT", "count", f"at most {MAX_FORK_COUNT} copies can be made")
     if len(request.release) > MAX_FORK_RELEASE:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from quire.aio import AsyncCache, AsyncClient, AsyncSession
     from quire.client import Cache, Client, Session
     from quire.errors import (
-        CacheLost,
         CacheNotFound,
         Cancelled,
         DeadlineExceeded,
@@ -51,7 +50,6 @@ _HOME = {
     "quire.aio": ("AsyncCache", "AsyncClient", "AsyncSession"),
     "quire.client": ("Cache", "Client", "Session"),
     "quire.errors": (
-        "CacheLost",
         "CacheNotFound",
         "Cancelled",
         "DeadlineExceeded",
@@ -87,7 +85,6 @@ __all__ = [
     "AsyncClient",
     "AsyncSession",
     "Cache",
-    "CacheLost",
     "CacheNotFound",
     "Cancelled",
     "Client",

@@ -18,10 +18,10 @@ DEFAULT_MAX_REQUEST_BYTES = 16 << 20
 DEFAULT_MAX_RESPONSE_BYTES = 64 << 20
 
 # Calls that may be sent twice: readers, those that `position` or a request id fences, and those whose repeat
-# changes nothing. ForkCache and UnifiedForward are not among them, as a repeat would make caches anew.
+# changes nothing. UnifiedForward is not among them, as a repeat would make caches anew.
 _RETRIED = (
-    "Prefill", "BatchPrefill", "Decode", "BatchDecode", "ForwardVerify", "Forward", "TruncateKV",
-    "ReleaseCache", "ListCaches", "RenewCache", "GetModelInfo", "GetCapabilities", "GetStatus",
+    "Prefill", "BatchPrefill", "Decode", "BatchDecode", "ForwardVerify", "Forward", "ForkCache",
+    "TruncateKV", "ReleaseCache", "ListCaches", "RenewCache", "GetModelInfo", "GetCapabilities", "GetStatus",
     "GetCacheMetrics", "GetLoraMetrics",
 )  # fmt: skip
 _SERVICE_CONFIG = json.dumps(
@@ -103,19 +103,22 @@ def prefill_request(
         output=output,
         lease=duration(lease_s),
         adapter_id=adapter_id,
-        request_id=request_id or _OWN_REQUEST_ID + uuid.uuid4().hex,
+        request_id=request_id or _new_request_id(),
         cache_salt=cache_salt,
     )
 
 
+def _new_request_id() -> str:
+    return _OWN_REQUEST_ID + uuid.uuid4().hex
+
+
 def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str]:
     """Ids of the caches that a call has made and that only its answer tells of."""
-    if isinstance(request, executor_pb2.PrefillRequest):
-        # With a request id of its own choice, a caller can ask for the cache again.
-        is_secret = not request.cache_id and request.request_id.startswith(_OWN_REQUEST_ID)
-        handles = [result.prefill.kv_cache] if is_secret and result.HasField("prefill") else []
-    else:
-        handles = list(result.fork_cache.kv_caches)
+    assert isinstance(request, executor_pb2.PrefillRequest | executor_pb2.ForkCacheRequest)
+    if not request.request_id.startswith(_OWN_REQUEST_ID):
+        # It extends a cache, or the caller has chosen the request id and can ask for the caches again.
+        return []
+    handles = [result.prefill.kv_cache] if result.HasField("prefill") else result.fork_cache.kv_caches
     return [handle.cache_id for handle in handles]
 
 
@@ -135,6 +138,8 @@ class CacheState:
         self.output = prefilled.output
         # Tokens of the prompt that need not be computed.
         self.reused_tokens = prefilled.reused_tokens
+        # Tokens that had to be computed again for the last append, since their KV was gone.
+        self.replayed_tokens = prefilled.replayed_tokens
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.cache_id} of {self.seq_len} tokens>"
@@ -156,15 +161,28 @@ class CacheState:
             cache_id=self.cache_id, token_ids=token_ids, position=self.seq_len, output=output, accept=accept
         )
 
+    def _truncate_request(self, new_len: int) -> executor_pb2.TruncateKVRequest:
+        # To the length that is known: what was given up, and may have been applied, is to go.
+        position = None if new_len == self.seq_len else self.seq_len
+        return executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
+
+    def _fork_request(self, count: int, request_id: str) -> executor_pb2.ForkCacheRequest:
+        """Always with a request id, so that a retry finds the copies it made before."""
+        return executor_pb2.ForkCacheRequest(
+            cache_id=self.cache_id, count=count, request_id=request_id or _new_request_id()
+        )
+
     def _appended(
         self, response: executor_pb2.PrefillResponse | executor_pb2.DecodeResponse
     ) -> types_pb2.StepOutput:
         self.seq_len = response.kv_cache.seq_len
+        self.replayed_tokens = response.replayed_tokens
         self.output = response.output
         return response.output
 
     def _verified(self, response: executor_pb2.ForwardVerifyResponse) -> Verified:
         self.seq_len = response.kv_cache.seq_len
+        self.replayed_tokens = response.replayed_tokens
         self.output = response.outputs[response.accepted]
         return Verified(tuple(response.outputs), response.accepted)
 

@@ -169,7 +169,7 @@ class AsyncSession(_AsyncCaller):
     Caches that are made here make their calls here; `adopt` moves one to another session or back to the
     client. Calls raise what the client's raise, with three differences. None is retried. A stream that breaks
     raises SessionEnded from every call of it. And a call that was given up (cancelled, or its time limit
-    passed) may still be applied: an append can be repeated, and `truncate` undoes it.
+    passed) may still be applied: an append can be repeated, and `truncate` to `seq_len` undoes it.
     """
 
     def __init__(
@@ -238,14 +238,18 @@ class AsyncCache(CacheState):
         return self._verified(await self._call(_methods.FORWARD_VERIFY, request))
 
     async def truncate(self, new_len: int) -> None:
-        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next append."""
-        request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len)
+        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next append.
+
+        To `seq_len`: takes back an append that was given up and may have been applied. Shorter: raises
+        PositionMismatch if the cache has another length than is known here.
+        """
+        request = self._truncate_request(new_len)
         response = await self._call(_methods.TRUNCATE_KV, request)
         self.seq_len = response.kv_cache.seq_len
 
-    async def fork(self, count: int = 1) -> list[AsyncCache]:
-        """Makes copies that share pages with this cache. The caller releases them. Never retried."""
-        request = executor_pb2.ForkCacheRequest(cache_id=self.cache_id, count=count)
+    async def fork(self, count: int = 1, *, request_id: str = "") -> list[AsyncCache]:
+        """Makes copies that share pages with this cache. The caller releases them."""
+        request = self._fork_request(count, request_id)
         response = await self._call(_methods.FORK_CACHE, request)
         return [AsyncCache(self._call, copy) for copy in self._forked(response)]
 

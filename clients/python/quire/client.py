@@ -164,7 +164,7 @@ class Session(_Caller):
     Caches that are made here make their calls here; `adopt` moves one to another session or back to the
     client. Calls raise what the client's raise, with three differences. None is retried. A stream that breaks
     raises SessionEnded from every call of it. And a call that was given up (its time limit passed) may still
-    be applied: an append can be repeated, and `truncate` undoes it.
+    be applied: an append can be repeated, and `truncate` to `seq_len` undoes it.
     """
 
     def __init__(self, stream: SessionStream, close_timeout_s: float, priority: types_pb2.Priority) -> None:
@@ -227,13 +227,17 @@ class Cache(CacheState):
         return self._verified(self._call(_methods.FORWARD_VERIFY, request))
 
     def truncate(self, new_len: int) -> None:
-        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next append."""
-        request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len)
+        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next append.
+
+        To `seq_len`: takes back an append that was given up and may have been applied. Shorter: raises
+        PositionMismatch if the cache has another length than is known here.
+        """
+        request = self._truncate_request(new_len)
         self.seq_len = self._call(_methods.TRUNCATE_KV, request).kv_cache.seq_len
 
-    def fork(self, count: int = 1) -> list[Cache]:
-        """Makes copies that share pages with this cache. The caller releases them. Never retried."""
-        request = executor_pb2.ForkCacheRequest(cache_id=self.cache_id, count=count)
+    def fork(self, count: int = 1, *, request_id: str = "") -> list[Cache]:
+        """Makes copies that share pages with this cache. The caller releases them."""
+        request = self._fork_request(count, request_id)
         response = self._call(_methods.FORK_CACHE, request)
         return [Cache(self._call, copy) for copy in self._forked(response)]
 

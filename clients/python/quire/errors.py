@@ -8,7 +8,6 @@
     ├── OutOfRange            OUT_OF_RANGE
     ├── ResourceExhausted     RESOURCE_EXHAUSTED
     ├── Unavailable           UNAVAILABLE, after the retries
-    │   ├── CacheLost         the worker with the cache died: release it and prefill anew
     │   └── SessionEnded      the session is closed or broken: what ended it is the __cause__
     ├── Unauthenticated       UNAUTHENTICATED
     ├── PermissionDenied      PERMISSION_DENIED: the token has not the role
@@ -87,11 +86,7 @@ class ResourceExhausted(QuireError):
 
 
 class Unavailable(QuireError):
-    """The server, or every worker of it, cannot be reached."""
-
-
-class CacheLost(Unavailable):
-    """The worker that held the cache died."""
+    """The server cannot be reached, or has no worker, or cannot write its journal. Caches stay."""
 
 
 class SessionEnded(Unavailable):
@@ -122,10 +117,7 @@ class InternalError(QuireError):
     """The server failed, or answered in a way that this client does not know."""
 
 
-_BY_REASON: Mapping[str, type[QuireError]] = {
-    "POSITION_MISMATCH": PositionMismatch,
-    "CACHE_LOST": CacheLost,
-}
+_BY_REASON: Mapping[str, type[QuireError]] = {"POSITION_MISMATCH": PositionMismatch}
 _BY_CODE: Mapping[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: CacheNotFound,

@@ -59,16 +59,18 @@ class PrefillRequest(_message.Message):
     def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("kv_cache", "output", "reused_tokens", "timing")
+    __slots__ = ("kv_cache", "output", "reused_tokens", "timing", "replayed_tokens")
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     kv_cache: _types_pb2.KvCacheHandle
     output: _types_pb2.StepOutput
     reused_tokens: int
     timing: _types_pb2.StepTiming
-    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+    replayed_tokens: int
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
 
 class BatchPrefillRequest(_message.Message):
     __slots__ = ("items",)
@@ -105,14 +107,16 @@ class DecodeRequest(_message.Message):
     def __init__(self, cache_id: _Optional[str] = ..., token_id: _Optional[int] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("kv_cache", "output", "timing")
+    __slots__ = ("kv_cache", "output", "timing", "replayed_tokens")
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     kv_cache: _types_pb2.KvCacheHandle
     output: _types_pb2.StepOutput
     timing: _types_pb2.StepTiming
-    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+    replayed_tokens: int
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
 
 class BatchDecodeRequest(_message.Message):
     __slots__ = ("items",)
@@ -151,16 +155,18 @@ class ForwardVerifyRequest(_message.Message):
     def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ForwardVerifyResponse(_message.Message):
-    __slots__ = ("kv_cache", "outputs", "accepted", "timing")
+    __slots__ = ("kv_cache", "outputs", "accepted", "timing", "replayed_tokens")
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     kv_cache: _types_pb2.KvCacheHandle
     outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
     accepted: int
     timing: _types_pb2.StepTiming
-    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., accepted: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+    replayed_tokens: int
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., accepted: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
 
 class UnifiedForwardRequest(_message.Message):
     __slots__ = ("items",)
@@ -199,16 +205,18 @@ class UnifiedForwardResult(_message.Message):
     def __init__(self, response: _Optional[_Union[UnifiedForwardItemResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class UnifiedForwardItemResponse(_message.Message):
-    __slots__ = ("kv_cache", "output", "reused_tokens", "timing")
+    __slots__ = ("kv_cache", "output", "reused_tokens", "timing", "replayed_tokens")
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     kv_cache: _types_pb2.KvCacheHandle
     output: _types_pb2.StepOutput
     reused_tokens: int
     timing: _types_pb2.StepTiming
-    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+    replayed_tokens: int
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
     __slots__ = ("token_ids", "output", "priority")
@@ -231,14 +239,16 @@ class ForwardResponse(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
 
 class ForkCacheRequest(_message.Message):
-    __slots__ = ("cache_id", "count", "release")
+    __slots__ = ("cache_id", "count", "release", "request_id")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     count: int
     release: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, cache_id: _Optional[str] = ..., count: _Optional[int] = ..., release: _Optional[_Iterable[str]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, cache_id: _Optional[str] = ..., count: _Optional[int] = ..., release: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ForkCacheResponse(_message.Message):
     __slots__ = ("kv_caches",)
@@ -247,12 +257,14 @@ class ForkCacheResponse(_message.Message):
     def __init__(self, kv_caches: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ...) -> None: ...
 
 class TruncateKVRequest(_message.Message):
-    __slots__ = ("cache_id", "new_len")
+    __slots__ = ("cache_id", "new_len", "position")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     NEW_LEN_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     new_len: int
-    def __init__(self, cache_id: _Optional[str] = ..., new_len: _Optional[int] = ...) -> None: ...
+    position: int
+    def __init__(self, cache_id: _Optional[str] = ..., new_len: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
 class TruncateKVResponse(_message.Message):
     __slots__ = ("kv_cache",)
