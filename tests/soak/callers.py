@@ -117,7 +117,8 @@ class Caller:
         right = self._rng.randint(0, 3)
         tokens = text[length : length + 1 + right]
         if self._rng.random() < 0.5:
-            tokens = [*tokens, text[length + 1 + right] ^ 1]
+            wrong = text[length + 1 + right]
+            tokens = [*tokens, wrong - 1 if wrong else 1]
         request = pb.ForwardVerifyRequest(
             cache_id=cache_id, token_ids=tokens, position=length, accept=types_pb2.VERIFY_ACCEPT_GREEDY
         )

@@ -28,6 +28,9 @@ GATEWAY_RATES = {
     "gateway: answered": 0.0008,
 }
 _POLL_S = 0.02
+# So many faults come before the last one has healed.
+_UNHEALED_SHARE = 0.15
+_LONGEST_WAIT_S = 20.0
 
 
 class Injector:
@@ -53,7 +56,7 @@ class Injector:
         watch = asyncio.create_task(self._watch())
         try:
             while not stop.is_set():
-                await asyncio.sleep(self._rng.uniform(0.2, 1.8) * self._interval_s)
+                await self._some_work()
                 shares, kinds = zip(*self._kinds, strict=True)
                 await self._rng.choices(kinds, shares)[0]()
         finally:
@@ -62,6 +65,15 @@ class Injector:
             await asyncio.gather(watch, return_exceptions=True)
             if self._server.has_ended:
                 self._server.start()
+
+    async def _some_work(self) -> None:
+        """Until callers have come on for a while; now and then a fault hits a server that has not healed."""
+        before, began_s = self._tally.tokens, time.monotonic()
+        await asyncio.sleep(self._rng.uniform(0.2, 1.8) * self._interval_s)
+        if self._rng.random() > _UNHEALED_SHARE:
+            wanted = before + self._rng.randint(1, 80)
+            while self._tally.tokens < wanted and time.monotonic() - began_s < _LONGEST_WAIT_S:
+                await asyncio.sleep(_POLL_S)
 
     async def _watch(self) -> None:
         """Starts the gateway again when it has ended, and notes ends at marked points."""

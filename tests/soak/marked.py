@@ -1,21 +1,23 @@
 """Runs a gateway or a worker that ends at marked points, as by a crash just there.
 
-`python -m tests.soak.marked serve ...` is `quire serve`, and `python -m tests.soak.marked worker ...` is what it
-starts as workers. QUIRE_SOAK has, as JSON, how likely each point is to be the end, and the file in which that
-is noted. The program itself knows nothing of this: what it calls at these points is wrapped here.
+`python -m tests.soak.marked serve ...` is `quire serve`, whose workers are `python -m tests.soak.marked worker
+...`. SOAK_MARKS has, as JSON, how likely each point is to be the end, and the file in which that is noted. The
+program itself knows nothing of this: what it calls at these points is wrapped here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-_SETTINGS = json.loads(os.environ.get("QUIRE_SOAK", "{}"))
+_SETTINGS = json.loads(os.environ.get("SOAK_MARKS", "{}"))
 _RATES: dict[str, float] = _SETTINGS.get("rates", {})
 _RANDOM = random.Random(f"{_SETTINGS.get('seed')} {os.getpid()}")
 # Not in its first moments: it is to do some work in each life.
@@ -26,7 +28,7 @@ _STATUS = 86
 def _pass(point: str) -> None:
     """Comes by a point, and may end there."""
     if time.monotonic() > _FROM_S and _RANDOM.random() < _RATES.get(point, 0.0):
-        with open(_SETTINGS["log"], "ab", buffering=0) as log:
+        with Path(_SETTINGS["log"]).open("ab", buffering=0) as log:
             log.write(json.dumps([time.time(), point]).encode() + b"\n")
         os._exit(_STATUS)
 
@@ -49,21 +51,19 @@ def _mark(owner: Any, name: str, before: str = "", after: str = "") -> None:
 def _serve() -> int:
     from service.cli import main as cli
     from service.dispatcher import Dispatcher
-    from service.pool import local
-
     _mark(Dispatcher, "start", before="gateway: asked")
     _mark(Dispatcher, "worker_answered", before="gateway: computed, not written")
     _mark(Dispatcher, "_commit", after="gateway: given to the journal")
     _mark(Dispatcher, "_on_committed", before="gateway: written, not answered")
     _mark(Dispatcher, "_reply", after="gateway: answered")
-    start = local.asyncio.create_subprocess_exec
+    start = asyncio.create_subprocess_exec
 
     async def start_marked(*command: str, **settings: Any) -> Any:
         at = command.index("workers")
         marked = (*command[:at], "tests.soak.marked", "worker", *command[at + 1 :])
         return await start(*marked, **settings)
 
-    local.asyncio.create_subprocess_exec = start_marked
+    asyncio.create_subprocess_exec = start_marked  # type: ignore[assignment]
     return cli.main()
 
 

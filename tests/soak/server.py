@@ -53,7 +53,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                env=environment(ROOT) | {"QUIRE_SOAK": json.dumps(self._settings)},
+                env=environment(ROOT) | {"SOAK_MARKS": json.dumps(self._settings)},
             )
 
     @property
