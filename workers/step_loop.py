@@ -19,9 +19,11 @@ import structlog
 from workers.coalescing import CoalescingWindow
 from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing
+from workers.keeping import keep_claimed, take_stock
 from workers.kv.page_pool import OutOfPages
 from workers.operations import (
     Abort,
+    Adopt,
     CheckIntegrity,
     Command,
     Done,
@@ -32,6 +34,7 @@ from workers.operations import (
     IntegrityReport,
     Release,
     Result,
+    StartOver,
     Truncate,
 )
 from workers.runners.base import DeviceLostError
@@ -100,7 +103,10 @@ class StepLoop:
             if any(isinstance(command, Forward) for command in commands or ()):
                 self._window.message(time.monotonic_ns())
             for command in commands or ():
-                self._carry_out(command)
+                if isinstance(command, StartOver):
+                    self._start_over(command)
+                else:
+                    self._carry_out(command)
             wait_ns = 0
             # A prefill does not wait for decodes, unless it was told to run beside them.
             may_wait = not self._scheduler.has_long or self._scheduler.protects_decodes
@@ -114,6 +120,16 @@ class StepLoop:
                 commands = None
             if self._stopping.is_set():
                 return
+
+    def _start_over(self, command: StartOver) -> None:
+        """Nothing of what was asked before is gone on with, or answered. What fails here ends the worker."""
+        for entry in self._scheduler.clear():
+            if entry.running is not None:
+                self._engine.roll_back(entry.running)
+        # A walk without owner leaves the table by itself.
+        self._walk, self._walking_for, self._to_walk_for = None, [], []
+        self._answered, self._window = [], CoalescingWindow()
+        self._results = [take_stock(self._engine, command.stream)]
 
     def _carry_out(self, command: Command) -> None:
         try:
@@ -135,6 +151,9 @@ class StepLoop:
                         self._window.forget(sequence)
                 case CheckIntegrity():
                     self._check(command)
+                    return
+                case Adopt():
+                    self._results.append(keep_claimed(self._engine, command))
                     return
             self._results.append(Done(command.op_id))
         except KvMissing as error:
