@@ -2,7 +2,7 @@
 
 The port is bound first, so a second server on it fails at once. Health says SERVING from the moment a worker
 has come through a real forward until draining begins. A first SIGTERM or SIGINT drains, a second one stops at
-once.
+once; SIGUSR2 is a SIGTERM that leaves the workers for the next gateway.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import errno
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ from service.doors.transport import server_options
 from service.journal.memory import MemoryJournal
 from service.logging import drain_log, get_logger
 from service.memory import MemoryReturner
-from service.pool.base import PoolFailed, WorkerSlot
+from service.pool.base import Claim, PoolFailed, WorkerSlot
 from service.pool.local import LocalLauncher
 from service.pool.supervisor import Supervisor
 
@@ -66,7 +66,8 @@ class Gateway:
             max_caches=config.max_caches,
             max_journal_bytes=config.max_journal_bytes,
         )
-        self.pool = Supervisor(config, _model_argument(config.model), LocalLauncher(config.data_dir), self)
+        launcher = LocalLauncher(config.data_dir, config.orphan_grace_s)
+        self.pool = Supervisor(config, _model_argument(config.model), launcher, self)
         self.dispatcher = Dispatcher(CacheTable(limits), MemoryJournal(), self.pool.send)
         self.state = ServerState(config)
         self.state.slots = self.pool.slots
@@ -142,7 +143,11 @@ class Gateway:
 
     # WorkerListener.
 
-    def worker_ready(self, slot: WorkerSlot) -> None:
+    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
+        """None: caches do not outlive a gateway yet."""
+        return ()
+
+    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
         """Tells the parts of a worker that can serve."""
         assert slot.ready is not None
         self.state.worker_became_ready(slot.ready)
@@ -204,7 +209,7 @@ async def serve(config: Config) -> int:
         return 1
     listen = f"{config.listen.rpartition(':')[0]}:{port}" if port > 1 else config.listen
     _log.info("listening", listen=listen, model=config.model, workers=config.workers)
-    stop = _stop_on_signals()
+    stop = _stop_on_signals(gateway.pool)
     workers = asyncio.create_task(gateway.run_workers(), name="workers")
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({workers, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -261,18 +266,26 @@ def _report_failure(workers: asyncio.Task[None]) -> int:
     return 1
 
 
-def _stop_on_signals() -> asyncio.Event:
-    """The first SIGTERM or SIGINT sets the event; the second ends the process, and with it the workers."""
+def _stop_on_signals(pool: Supervisor) -> asyncio.Event:
+    """The first SIGTERM, SIGINT or SIGUSR2 sets the event; the second ends the process.
+
+    With it the workers end, but with SIGUSR2: then the next gateway can have them.
+    """
     stop = asyncio.Event()
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
+        leaves = number == signal.SIGUSR2
         if stop.is_set():
             _log.warning("stopping at once")
+            if not leaves:
+                pool.kill()
             drain_log()
             signal.raise_signal(signal.SIGKILL)
+        if leaves:
+            pool.leave()
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        loop.add_signal_handler(number, on_signal, number)
     return stop

@@ -41,4 +41,6 @@ def keep_claimed(engine: Engine, command: Adopt) -> Adopted:
 
 def token_digest(token_ids: TokenList) -> bytes:
     """The digest of tokens as little-endian uint32, by which gateway and worker compare them."""
-    return blake2b(token_ids.as_array().astype("<u4", copy=False), digest_size=DIGEST_BYTES).digest()
+    return blake2b(
+        token_ids.as_array().astype("<u4", copy=False).tobytes(), digest_size=DIGEST_BYTES
+    ).digest()

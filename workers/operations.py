@@ -196,13 +196,6 @@ class CheckIntegrity:
 
 
 @dataclass(frozen=True, slots=True)
-class StartOver:
-    """Another stream begins, or none: roll back every forward, answer nothing asked before, say what is held."""
-
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
 class Claim:
     """What the gateway knows of a sequence: its first `length` tokens, and their digest (`keeping`)."""
 
@@ -219,7 +212,17 @@ class Adopt:
     claims: Sequence[Claim]
 
 
-Command = Forward | Fork | Truncate | Release | Abort | CheckIntegrity | StartOver | Adopt
+Command = Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """Another stream begins, or none: roll back every forward, answer nothing asked before, say what is held.
+
+    No command of a gateway's: it comes between those of one and of the next.
+    """
+
+    stream: int
 
 
 class FailureReason(enum.Enum):

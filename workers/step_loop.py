@@ -56,7 +56,7 @@ class StepLoop:
         self._engine = engine
         self._scheduler = scheduler
         self._emit = emit
-        self._inbox: queue.SimpleQueue[Sequence[Command] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence[Command | StartOver] | None] = queue.SimpleQueue()
         self._results: list[Result] = []
         # Sequences whose callers the running step has answered, and who may come back with the next token.
         self._answered: list[int] = []
@@ -69,7 +69,7 @@ class StepLoop:
 
     # Called by other threads.
 
-    def submit(self, commands: Sequence[Command]) -> None:
+    def submit(self, commands: Sequence[Command | StartOver]) -> None:
         """Queues commands that take effect in this order. Those of one call are seen together."""
         self._inbox.put(commands)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,11 +29,29 @@ class WorkerSlot:
     snapshot: worker_pb2.WorkerSnapshot = field(default_factory=worker_pb2.WorkerSnapshot)
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What is known of a sequence that a worker holds: its first `length` tokens.
+
+    `digest` is BLAKE2b, 16 bytes, over them as little-endian uint32.
+    """
+
+    number: int
+    length: int
+    digest: bytes
+
+
 class WorkerListener(Protocol):
     """Who is told what becomes of workers. Called on the event loop; must not block."""
 
-    def worker_ready(self, slot: WorkerSlot) -> None:
-        """A worker came through its first forward: `slot.ready` and `slot.epoch` are set."""
+    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
+        """Which of the sequences that a worker of an earlier gateway holds (their lengths) are wanted.
+
+        It drops all others, and of these what is longer. Asked before `worker_ready`.
+        """
+
+    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
+        """A worker can serve: `slot.ready` and `slot.epoch` are set. Its sequences are `kept`, with their lengths."""
 
     def worker_lost(self, worker_id: str, epoch: int) -> None:
         """A worker that had been ready is gone. Nothing more comes from that epoch."""
