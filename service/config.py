@@ -302,15 +302,15 @@ class Config:
     )
     orphan_grace_s: float = _setting(
         60.0,
-        "how long workers outlive a gateway that was killed, so that the next one with this data_dir and these"
-        " settings has them as they are; 0 ends them with it",
+        "how long workers outlive a gateway that was killed, so that the next one with this data_dir and"
+        " these settings has them as they are; 0 ends them with it",
         minimum=0,
         maximum=_DAY_S,
     )
     data_dir: str | None = _setting(
         None,
-        "where a gateway keeps its workers' sockets and what the next one has to know of them; auto is quire in"
-        " the user's state directory",
+        "where a gateway keeps its workers' sockets and what the next one has to know of them; auto is quire"
+        " in the user's state directory",
         accepts=bool,
         allowed=f"must be a directory, or {_AUTO}",
     )

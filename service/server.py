@@ -143,11 +143,11 @@ class Gateway:
 
     # WorkerListener.
 
-    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
+    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:  # noqa: ARG002 - the protocol's
         """None: caches do not outlive a gateway yet."""
         return ()
 
-    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
+    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:  # noqa: ARG002 - as above
         """Tells the parts of a worker that can serve."""
         assert slot.ready is not None
         self.state.worker_became_ready(slot.ready)

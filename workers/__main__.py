@@ -1,4 +1,4 @@
-"""Entry point of a worker process: `python -m workers`. Started by the gateway, and ends with it, or soon after."""
+"""Entry point of a worker process: `python -m workers`. The gateway starts it, and it does not outlive it long."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def main() -> int:
     _configure_logging(config)
     structlog.contextvars.bind_contextvars(worker_id=config.worker_id, pid=os.getpid())
     # Ctrl-C reaches the whole process group; the gateway drains first and then ends its workers.
-    # A service manager's SIGTERM reaches all processes of the service, as may the SIGUSR2 by which it leaves us.
+    # A service manager's SIGTERM reaches all processes of the service; so may the SIGUSR2 that leaves us.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     leash = None

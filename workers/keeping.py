@@ -1,4 +1,4 @@
-"""What a worker holds when another gateway comes, and which of it stays: a gateway knows the tokens of its caches.
+"""What a worker holds when another gateway comes, and what of it stays: that gateway knows its tokens.
 
 It runs on the thread of the step loop, before the new gateway is served.
 """

@@ -1,7 +1,7 @@
 """How long a worker lives without a gateway.
 
-While no stream is open the kernel's own timer runs; when it is over, it ends the process: whatever its threads do
-then, and also if it was stopped and has just been continued.
+While no stream is open the kernel's own timer runs; when it is over, it ends the process: whatever its
+threads do then, and also if it was stopped and has just been continued.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 _BEAT_S = 0.25
-# A beat that is later than this tells that the process did not run: stopped, or kept from it by one of its threads.
+# A beat that is later than this tells that the process did not run: it was stopped, or a thread kept it.
 _LATE_S = 1.0
 # A timer of 0 is none.
 _AT_ONCE_S = 0.001
@@ -24,10 +24,10 @@ def arm(seconds: float) -> None:
 
 
 class Leash:
-    """Counts from its beginning, and from each loss of the stream, until there is another one. Times in seconds.
+    """Counts from its beginning, and from each loss of the stream, until there is another one.
 
-    Who did not run when the stream was lost cannot tell when that was: then it counts from when it last ran, the
-    earliest moment it can have been. So no orphan runs for longer than the grace.
+    Who did not run when the stream was lost cannot tell when that was: then it counts from when it last ran,
+    the earliest moment it can have been. So no orphan runs for longer than the grace. Times in seconds.
     """
 
     def __init__(

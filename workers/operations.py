@@ -279,7 +279,7 @@ class IntegrityReport:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """The answer to `StartOver`: (sequence, length) of all that are held. What comes after it is the stream's."""
+    """The answer to `StartOver`: (sequence, length) of all that are held. The stream's own answers follow."""
 
     stream: int
     sequences: Sequence[tuple[int, int]]

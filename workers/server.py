@@ -4,8 +4,8 @@ The asyncio thread serves the stream; the compute thread loads the model and run
 one message are handed over together, results come back once per step, and whatever has queued up while a
 message was written goes into the next one.
 
-With a leash the worker outlives its stream for a while, with all sequences. Another stream takes over from the one
-before it: it begins when the step loop has said what is held, and what was computed until then is nobody's.
+With a leash the worker outlives its stream for a while, with all sequences. Another stream takes over from
+the one before it: it begins when the step loop has said what is held; what was computed until then is nobody's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PROGRESS_INTERVAL_S = 0.2
 # A gateway that stops ends its workers within this: nobody need be told then that it is gone.
 _ORPHAN_LOG_S = 1.0
 # The call's metadata that shows who may connect.
-SECRET_KEY = "quire-worker-secret"
+SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
 
 Progress = Callable[[str, int, int], None]
 MakeExecutor = Callable[[Progress], ModelExecutor]
@@ -61,7 +61,7 @@ class _Stream:
 
 
 class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
-    """Owns the compute thread and the queue of events. Serves one stream: that of the gateway with the secret.
+    """Owns the compute thread and the queue of events. Serves one stream, of a gateway that has the secret.
 
     Without a `leash` it ends with its stream.
     """

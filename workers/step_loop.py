@@ -141,26 +141,31 @@ class StepLoop:
                 case Abort():
                     self._abort(command)
                     return
-                case Fork():
-                    self._engine.fork(command.sequence, command.children)
-                case Truncate():
-                    self._engine.truncate(command.sequence, command.new_len)
-                case Release():
-                    for sequence in command.sequences:
-                        self._engine.release(sequence)
-                        self._window.forget(sequence)
                 case CheckIntegrity():
                     self._check(command)
                     return
                 case Adopt():
                     self._results.append(keep_claimed(self._engine, command))
                     return
+                case _:
+                    self._change(command)
             self._results.append(Done(command.op_id))
         except KvMissing as error:
             self._results.append(Failed(command.op_id, FailureReason.KV_MISSING, str(error)))
         except Exception as error:
             _log.exception("a command failed")
             self._results.append(Failed(command.op_id, FailureReason.FAULT, repr(error)))
+
+    def _change(self, command: Fork | Truncate | Release) -> None:
+        match command:
+            case Fork():
+                self._engine.fork(command.sequence, command.children)
+            case Truncate():
+                self._engine.truncate(command.sequence, command.new_len)
+            case Release():
+                for sequence in command.sequences:
+                    self._engine.release(sequence)
+                    self._window.forget(sequence)
 
     def _abort(self, command: Abort) -> None:
         """Drops a forward that is queued or between two of its chunks; it gets no answer."""

@@ -67,7 +67,9 @@ _REASONS = {
 }
 
 
-def to_command(message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY) -> Command:
+def to_command(  # noqa: PLR0911 - one for each command
+    message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY
+) -> Command:
     """Decodes a command. Raises ValueError for one that is not known; snapshots are the server's own.
 
     So it does for a mask of more tokens than `vocab_size`, before it reads them.

@@ -51,7 +51,7 @@ class WorkerListener(Protocol):
         """
 
     def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
-        """A worker can serve: `slot.ready` and `slot.epoch` are set. Its sequences are `kept`, with their lengths."""
+        """A worker can serve: `slot.ready` and `slot.epoch` are set. `kept`: its sequences, with lengths."""
 
     def worker_lost(self, worker_id: str, epoch: int) -> None:
         """A worker that had been ready is gone. Nothing more comes from that epoch."""

@@ -100,7 +100,7 @@ class Incarnation:
         self.link.send(worker_pb2.WorkerCommand(op_id=op_id, adopt=command))
 
     def kept(self, event: worker_pb2.WorkerEvent) -> tuple[worker_pb2.WorkerReady, dict[int, int]] | None:
-        """What it said when it could serve, and what it has kept, with the lengths. None: it was not asked."""
+        """What it said when it could serve, and what it has kept, with lengths. None: it was not asked."""
         if self._claimed is None or self._claimed[0] != event.op_id:
             return None
         _, ready, lengths = self._claimed

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from service.pool.registry import Entry
 
-# By it a worker is told to end. SIGTERM it ignores: that reaches all processes of a service, before the drain.
+# By it a worker is told to end. It ignores SIGTERM, which reaches all processes of a service at once.
 END_SIGNAL = signal.SIGUSR1
 _START_FIELD = 19  # Of those in /proc/PID/stat that follow the name.
 
@@ -29,7 +29,7 @@ class Forgets(Protocol):
 
 
 def can_watch() -> bool:
-    """Whether processes that are not our children can be watched here: on Linux, where it is not forbidden."""
+    """Whether processes that are not our children can be watched: on Linux, where it is not forbidden."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):

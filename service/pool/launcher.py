@@ -59,10 +59,10 @@ class Launcher(Protocol):
         """The highest that was ever given here. Known once `adopt` was called."""
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, Adopted]:
-        """Takes over what gateways before this one have left: by worker_id, one for each of `configs` at most.
+        """Takes over what gateways before this one have left: by worker_id, at most one for each config.
 
-        Called once, before anything is started. Whoever would compute something else than its config says, or
-        is wanted no more, is ended. Raises nothing.
+        Called once, before anything is started. Whoever would compute something else than its config says,
+        or is wanted no more, is ended. Raises nothing.
         """
 
     async def start(self, config: worker_pb2.WorkerConfig, epoch: int) -> WorkerProcesses:

@@ -1,7 +1,7 @@
-"""Workers as processes on this machine: our children, or those of a gateway before this one in the same data directory.
+"""Workers as processes on this machine: our children, or those of an earlier gateway on this data directory.
 
-With a grace they outlive the gateway for that long, and are written down for the next one. Without, or where that
-cannot be, they end with it.
+With a grace they outlive the gateway for that long, and are written down for the next one. Without, or where
+that cannot be, they end with it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Which workers a gateway has running, written down for the one after it: `workers/` in the data directory.
 
-    worker-0-17.json   one incarnation: its process, where it listens, the secret to show, what it was started with
+    worker-0-17.json   one incarnation: its process, its socket, the secret to show, what it was started with
     worker-0-17.sock   its socket, if the path is not too long for one
     epoch              the highest epoch that was ever given here
 
-Nothing that lies there is trusted before it was looked at: what cannot be read, or was not written by this user
-for himself, is removed. It does not know processes, but by what it has written of them.
+Nothing that lies there is trusted before it was looked at: what cannot be read, or was not written by this
+user for himself, is removed. It knows nothing of processes but what was written of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Entry:
     worker_id: str
     epoch: int
     pid: int
-    # By these two a process is known from later ones with its number, also after the machine has started anew.
+    # By these two a process is known from later ones with its number, also when the machine was started anew.
     boot_id: str
     start_ticks: int
     # Where it listens: a path.
@@ -149,7 +149,7 @@ class Registry:
             return 0
 
     def note_epoch(self, epoch: int) -> None:
-        """Writes down that an epoch is given, so that it lasts: journals may tell of it. Blocks on the disk."""
+        """Writes down that an epoch is given, so that it lasts. Blocks on the disk."""
         self._replace("epoch", str(epoch), lasting=True)
 
     def _replace(self, name: str, content: str, *, lasting: bool = False) -> None:
@@ -183,10 +183,10 @@ def _read_entry(path: Path) -> Entry:
     entry = Entry(**fields)
     if not (0 < entry.epoch < _MAX_EPOCH and 1 < entry.pid < _MAX_PID):
         raise ValueError("a number is out of range")
-    names = (path.name, os.path.basename(os.fsdecode(os.fsencode(entry.socket))))
-    if names != (f"{entry.name}.json", f"{entry.name}.sock") or "\0" in entry.socket:
+    if (path.name, Path(entry.socket).name) != (f"{entry.name}.json", f"{entry.name}.sock"):
         raise ValueError("it is not what it is called")
-    bytes.fromhex(entry.secret)
+    if b"\0" in os.fsencode(entry.socket) or not (entry.secret.isalnum() and entry.secret.isascii()):
+        raise ValueError("its socket or its secret is none")
     return entry
 
 

@@ -1,8 +1,8 @@
 """Keeps the wanted number of workers running.
 
-Each slot has one task: start an incarnation, wait until it is ready, watch it, clean up, start the next. The first
-may be one that an earlier gateway has left. An incarnation that is at its end is killed before another takes its
-place, so that nothing of it can answer later. Where workers run is the launcher's.
+Each slot has one task: start an incarnation, wait until it is ready, watch it, clean up, start the next. The
+first may be one that an earlier gateway has left. An incarnation that is at its end is killed before another
+takes its place, so that nothing of it can answer later. Where workers run is the launcher's.
 """
 
 from __future__ import annotations
