@@ -310,6 +310,13 @@ class Config:
         "what an answer waits for: normal outlives a crash of the gateway, full that of the machine",
         choices=("normal", "full"),
     )
+    orphan_grace_s: float = _setting(
+        60.0,
+        "how long workers outlive a gateway that was killed, so that the next one with this data_dir and"
+        " these settings has them as they are; 0 ends them with it",
+        minimum=0,
+        maximum=_DAY_S,
+    )
     data_dir: str | None = _setting(
         None,
         "where caches are written down, and workers found again; auto is a directory for each address in the"

@@ -2,7 +2,7 @@
 
 The port is bound first, so a second server on it fails at once. Health says SERVING from the moment a worker
 has come through a real forward until draining begins. A first SIGTERM or SIGINT drains, a second one stops at
-once.
+once; SIGUSR2 is a SIGTERM that leaves the workers for the next gateway.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import errno
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from service.api.interceptor import CallInterceptor
 from service.api.parsing import MessageLimits
 from service.api.reflection import add_reflection
 from service.api.server_state import ServerState
-from service.caches.effects import Event
+from service.caches.effects import Claim, Event
 from service.caches.placement import WorkerView
 from service.caches.table import CacheTable, Limits
 from service.caches.tenants import Tenant
@@ -73,13 +73,14 @@ class Gateway:
             max_caches=config.max_caches,
             max_journal_bytes=config.max_journal_bytes,
         )
+        directory = data_directory(config)
         self.doors = Doors.of(config)
         self.caches = CacheTable(limits)
-        self.journal = self._open_journal()
+        self.journal = self._open_journal(directory)
         self.pool = Supervisor(
             config,
             _model_argument(config.model),
-            LocalLauncher(config.data_dir),
+            LocalLauncher(directory, config.orphan_grace_s if directory is not None else 0.0),
             self,
             expected_model=self.journal.model_fingerprint if len(self.caches) else None,
         )
@@ -87,7 +88,6 @@ class Gateway:
         self.rotation = Rotation(self.pool, self.dispatcher)
         # Set when the server is to end.
         self.stopping = asyncio.Event()
-        self.leaves_workers = False
         self.state = ServerState(config)
         self.state.slots = self.pool.slots
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
@@ -106,9 +106,8 @@ class Gateway:
         self._guests: GuestWatch | None = None
         self._background: list[asyncio.Task[None]] = []
 
-    def _open_journal(self) -> SqliteJournal | MemoryJournal:
+    def _open_journal(self, directory: Path | None) -> SqliteJournal | MemoryJournal:
         """The journal, with what it has kept in the table. Raises JournalUnusable."""
-        directory = data_directory(self.config)
         if self.config.journal == "memory" or (self.config.journal != "sqlite" and directory is None):
             return MemoryJournal()
         if directory is None:
@@ -126,7 +125,8 @@ class Gateway:
 
     def stop(self, *, leave_workers: bool = False) -> None:
         """Begins to end; `leave_workers`: to the next gateway on the same data directory."""
-        self.leaves_workers |= leave_workers
+        if leave_workers:
+            self.pool.leave()
         self.stopping.set()
 
     async def start(self) -> int:
@@ -192,17 +192,21 @@ class Gateway:
 
     # WorkerListener.
 
-    def worker_ready(self, slot: WorkerSlot) -> None:
+    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
+        """What of the sequences that a worker has kept is as the journal has it."""
+        return self.dispatcher.claims(holdings)
+
+    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
         """Tells the parts of a worker that can serve."""
         assert slot.ready is not None
         self.state.worker_became_ready(slot.ready)
         self.journal.bind_model(slot.ready.model.fingerprint)
-        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready))
+        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready), kept)
         self._publish_health()
 
-    def worker_lost(self, worker_id: str, epoch: int) -> None:
+    def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
         """Tells the parts of a worker that is gone."""
-        self.dispatcher.worker_lost(worker_id, epoch)
+        self.dispatcher.worker_lost(worker_id, epoch, crashed=crashed)
         self._publish_health()
 
     def worker_suspected(self, slot: WorkerSlot) -> None:
@@ -319,15 +323,21 @@ def _report_failure(workers: asyncio.Task[None]) -> int:
 
 
 def _stop_on_signals(gateway: Gateway) -> None:
-    """The first SIGTERM or SIGINT begins to end; the second ends the process, and with it the workers."""
+    """The first SIGTERM, SIGINT or SIGUSR2 begins to end; the second ends the process.
 
-    def on_signal() -> None:
+    With it the workers end, but with SIGUSR2: then the next gateway can have them.
+    """
+
+    def on_signal(number: signal.Signals) -> None:
+        leaves = number == signal.SIGUSR2
         if gateway.stopping.is_set():
             _log.warning("stopping at once")
+            if not leaves:
+                gateway.pool.kill()
             drain_log()
             signal.raise_signal(signal.SIGKILL)
-        gateway.stop()
+        gateway.stop(leave_workers=leaves)
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        loop.add_signal_handler(number, on_signal, number)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from service.caches.effects import Command, Event
 from service.caches.requests import Release
 from service.config import Config
 from service.pool import incarnation as incarnation_module
-from service.pool.base import WorkerSlot
+from service.pool.base import Claim, WorkerSlot
 from service.pool.supervisor import Supervisor
 from service.server import _view_of
 from tests.sim.callers import Callers
@@ -203,7 +203,10 @@ class ShellSimulation:
 
     # WorkerListener, as the server is one.
 
-    def worker_ready(self, slot: WorkerSlot) -> None:
+    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
+        return ()
+
+    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
         assert slot.ready is not None
         self.state.worker_became_ready(slot.ready)
         self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready))

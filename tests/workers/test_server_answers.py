@@ -13,9 +13,10 @@ from quire.v1 import worker_pb2
 
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.scheduler import Scheduler
-from workers.server import WorkerServer
+from workers.server import SECRET_KEY, WorkerServer
 
 STEP_S = 1.0
+SECRET = "open sesame"
 
 
 class Gateway:
@@ -28,6 +29,9 @@ class Gateway:
     def ask(self, **command: Any) -> None:
         message = worker_pb2.WorkerCommand(**command)
         self.requests.put_nowait(worker_pb2.ConnectRequest(commands=[message]))
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [(SECRET_KEY, SECRET)]
 
     async def sent(self) -> AsyncIterator[worker_pb2.ConnectRequest]:
         while True:
@@ -48,7 +52,7 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
 ) -> None:
     """Python code in a step lets go of the interpreter only when it is asked to."""
     executor = PagedAttentionExecutor.create(kv_pages=8)
-    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16), secret=SECRET)
     gateway = Gateway()
     context = cast("grpc.aio.ServicerContext[Any, Any]", gateway)
     stream = asyncio.create_task(worker.Connect(gateway.sent(), context))
