@@ -105,7 +105,7 @@ def _main() -> int:
     parser.add_argument(
         "--kv-pages", type=int, default=64, help="pages of each: few, so that caches are evicted"
     )
-    parser.add_argument("--interval-s", type=float, default=0.5, help="between two signals, on average, at least")
+    parser.add_argument("--interval-s", type=float, default=0.5, help="between two signals, on average")
     parser.add_argument("--out", type=Path, help="also write the report to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-soak-") as scratch:

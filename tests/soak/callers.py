@@ -28,7 +28,7 @@ _RETRIED = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
 }
-_RETRY_S = 0.02
+_RETRY_S = 0.05
 
 
 class Lost(Exception):

@@ -21,11 +21,11 @@ WORKER_RATES = {
     "worker: queued to be sent": 0.0025,
 }
 GATEWAY_RATES = {
-    "gateway: asked": 0.0008,
-    "gateway: computed, not written": 0.0015,
-    "gateway: given to the journal": 0.0015,
-    "gateway: written, not answered": 0.0015,
-    "gateway: answered": 0.0008,
+    "gateway: asked": 0.0003,
+    "gateway: computed, not written": 0.0005,
+    "gateway: given to the journal": 0.0005,
+    "gateway: written, not answered": 0.0005,
+    "gateway: answered": 0.0003,
 }
 _POLL_S = 0.02
 # So many faults come before the last one has healed.

@@ -1,8 +1,8 @@
 """Runs a gateway or a worker that ends at marked points, as by a crash just there.
 
-`python -m tests.soak.marked serve ...` is `quire serve`, whose workers are `python -m tests.soak.marked worker
-...`. SOAK_MARKS has, as JSON, how likely each point is to be the end, and the file in which that is noted. The
-program itself knows nothing of this: what it calls at these points is wrapped here.
+`python -m tests.soak.marked serve ...` is `quire serve`, and starts itself, as `... marked worker ...`, for
+workers. SOAK_MARKS has, as JSON, how likely each point is to be the end, and the file in which that is noted.
+The program itself knows nothing of this: what it calls at these points is wrapped here.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def _mark(owner: Any, name: str, before: str = "", after: str = "") -> None:
 def _serve() -> int:
     from service.cli import main as cli
     from service.dispatcher import Dispatcher
+
     _mark(Dispatcher, "start", before="gateway: asked")
     _mark(Dispatcher, "worker_answered", before="gateway: computed, not written")
     _mark(Dispatcher, "_commit", after="gateway: given to the journal")

@@ -1,7 +1,8 @@
-"""The server under test: a gateway that is started anew on the same address and data whenever it has ended."""
+"""The server under test: a gateway that is started anew, on the same address and data, when it has ended."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -68,7 +69,7 @@ class Server:
         return self._process.pid
 
     def worker_pids(self) -> list[int]:
-        """The workers that run: those that were children of a gateway of ours, which they may have outlived."""
+        """The workers that run: those that were children of our gateways, which they may have outlived."""
         if not self.has_ended:
             for child in psutil.Process(self.pid).children():
                 if child.pid not in self._workers and "worker" in " ".join(_command_line(child)):
@@ -78,10 +79,8 @@ class Server:
 
     def kill(self, pid: int, number: signal.Signals) -> None:
         """Sends a signal to one of ours."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
     def stop(self) -> int:
         """Ends everything in an orderly way; returns the gateway's exit status."""

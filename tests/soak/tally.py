@@ -79,20 +79,19 @@ class Tally:
     def progress(self) -> str:
         """One line."""
         return (
-            f"{time.time() - self.began_s:6.0f} s  {self.num_faults} faults ({self.num_gateway_faults} gateway)"
-            f"  {self.tokens} tokens  {self.sequences} sequences  {self.retries} retries"
+            f"{time.time() - self.began_s:6.0f} s"
+            f"  {self.num_faults} faults ({self.num_gateway_faults} gateway)  {self.tokens} tokens  {self.sequences} sequences  {self.retries} retries"
             f"  {sum(self.losses.values())} losses"
         )
 
     def report(self, seed: int, command: str, machine: str) -> str:
         """Markdown."""
         lines = [f"`{command}` (seed {seed}) on {machine}, {time.time() - self.began_s:.0f} s.", ""]
-        lines += [
+        lines.append(
             f"{self.num_faults} faults, {self.num_gateway_faults} of them on the gateway;"
             f" {self.calls} calls, {self.retries} retries, {self.tokens} acknowledged tokens in"
-            f" {self.sequences} sequences, {self.replayed_tokens} tokens replayed.",
-            "",
-        ]
+            f" {self.sequences} sequences, {self.replayed_tokens} tokens replayed.\n"
+        )
         lines += ["| must not happen | times |", "|---|---:|"]
         lines += [f"| {what} | {self.losses[what]} |" for what in LOSSES]
         lines += ["", "| fault, phase | times |", "|---|---:|"]
