@@ -45,7 +45,7 @@ _STAMP: Final = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version
 _SCHEMA: Final = """
     CREATE TABLE log (seq INTEGER PRIMARY KEY, wall_ns INTEGER NOT NULL, data BLOB NOT NULL);
     CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-    INSERT INTO meta VALUES ('first_seq', 1), ('model', NULL);
+    INSERT INTO meta VALUES ('first_seq', NULL), ('model', NULL);
 """
 
 
@@ -200,6 +200,10 @@ class Floor:
             self._fd = -1
 
 
+# What using a connection may raise: where the file is damaged, also when a message of SQLite's is decoded.
+FAILURES: Final = (sqlite3.Error, OSError, UnicodeDecodeError, OverflowError)
+
+
 @contextlib.contextmanager
 def unusable(path: Path) -> Iterator[None]:
     """Turns what SQLite and the system say against the files into JournalUnusable."""
@@ -207,6 +211,9 @@ def unusable(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         raise JournalUnusable(f"{path}: {error}. {_advice(error)}") from error
+    except UnicodeDecodeError as error:
+        # In SQLite's own message about what it found.
+        raise JournalUnusable(f"{path} is damaged. {_RESTORE}") from error
     except OSError as error:
         raise JournalUnusable(
             f"{error.filename or path}: {error.strerror}. "
@@ -223,19 +230,36 @@ def checkpoint(db: sqlite3.Connection, mode: Literal["PASSIVE", "TRUNCATE"]) -> 
 def last_seq(db: sqlite3.Connection) -> int:
     """The last row there is, or was before rows were dropped. Raises sqlite3.Error."""
     (last,) = _ask(db, "SELECT coalesce(max(seq), 0) FROM log")
-    (first,) = _ask(db, "SELECT value FROM meta WHERE key = 'first_seq'")
-    return max(int(last), int(first) - 1)
+    return max(int(last), first_seq(db) - 1)
 
 
-def read_meta(db: sqlite3.Connection, key: str) -> int | str | None:
+def read_meta(db: sqlite3.Connection, key: str) -> str | None:
     """What is true of all rows. Raises sqlite3.Error."""
-    found: int | str | None = _ask(db, "SELECT value FROM meta WHERE key = ?", key)[0]
-    return found
+    (stored,) = _ask(db, "SELECT value FROM meta WHERE key = ?", key)
+    if stored is None:
+        return None
+    value, _, checksum = str(stored).rpartition(" ")
+    if checksum != _checksum(key, value):
+        raise sqlite3.DatabaseError(f"the checksum of {key} in table meta differs")
+    return value
 
 
 def write_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:
     """Durable with the transaction it is in. Raises sqlite3.Error."""
-    db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
+    stored = f"{value} {_checksum(key, str(value))}"
+    db.execute("UPDATE meta SET value = ? WHERE key = ?", (stored, key))
+
+
+def first_seq(db: sqlite3.Connection) -> int:
+    """The first row that is needed. Raises sqlite3.Error."""
+    found = read_meta(db, "first_seq")
+    if found is None:
+        raise sqlite3.DatabaseError("table meta does not say which row is the first")
+    return int(found)
+
+
+def _checksum(key: str, value: str) -> str:
+    return f"{crc32(f'{key} {value}'.encode()):08x}"
 
 
 def _ask(db: sqlite3.Connection, query: str, *values: object) -> tuple[Any, ...]:
@@ -286,6 +310,7 @@ def _create(path: Path) -> None:
     os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     with contextlib.closing(sqlite3.connect(unfinished, isolation_level=None)) as db:
         db.executescript(f"BEGIN; {_STAMP} {_SCHEMA} COMMIT;")
+        write_meta(db, "first_seq", 1)
     unfinished.rename(path)
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -59,12 +59,13 @@ class SqliteJournal:
         self._files = files
         self._db = db
         self._writer: Writer[_Waiting] = Writer(files, db, self._written)
-        model = read_meta(db, "model")
-        self._model = None if model is None else str(model)
+        self._model = read_meta(db, "model")
         self._compaction_bytes = compaction_bytes
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._backlog_bytes = 0
+        # The last mark there is, and the last up to which rows were to be dropped.
         self._marks = 0
+        self._dropped = 0
         self._closed = False
 
     def recover(self, apply: Apply, apply_run: ApplyRun | None = None) -> None:
@@ -75,33 +76,48 @@ class SqliteJournal:
         """
         replay = Replay(apply, apply_run or _one_by_one(apply))
         expected = self._writer.first_seq
+        torn: CorruptRecord | None = None
         with unusable(self._files.path):
-            rows = self._db.execute(
-                "SELECT seq, wall_ns, data FROM log WHERE seq >= ? ORDER BY seq", (expected,)
-            )
-            for seq, wall_ns, row in rows:
-                if seq != expected:
-                    raise self._damaged(expected, "it is missing")
-                try:
-                    replay.add(row, seq, wall_ns)
-                except NewerFormat as error:
-                    raise JournalUnusable(
-                        f"{self._files.path}, row {seq}: {error}. Use the version of Quire that wrote it."
-                    ) from None
-                except CorruptRecord as error:
-                    if seq + 1 < self._writer.next_seq:
-                        raise self._damaged(seq, str(error)) from None
-                    rows.close()
-                    self._cut(seq, error)
-                    break
-                except RecordConflict as error:
-                    raise self._damaged(seq, f"up to it records do not fit: {error}") from None
-                expected += 1
-                self._writer.size_bytes += ROW_BYTES + len(row)
-            try:
+            query = "SELECT seq, wall_ns, data FROM log WHERE seq >= ? ORDER BY seq"
+            with contextlib.closing(self._db.execute(query, (expected,))) as rows:
+                for seq, wall_ns, row in rows:
+                    if seq != expected:
+                        raise self._damaged(expected, "it is missing")
+                    torn = self._replay_row(replay, seq, wall_ns, row)
+                    if torn is not None:
+                        break
+                    expected += 1
+            with self._fitting(expected - 1):
                 replay.flush()
-            except RecordConflict as error:
-                raise self._damaged(expected - 1, f"up to it records do not fit: {error}") from None
+            if torn is not None:
+                self._cut(expected, torn)
+        if expected != self._writer.next_seq:
+            raise self._damaged(expected, "it is missing")
+
+    def _replay_row(self, replay: Replay, seq: int, wall_ns: object, row: object) -> CorruptRecord | None:
+        """What is wrong with it, if it is the last; otherwise raises JournalUnusable for that."""
+        try:
+            if not isinstance(wall_ns, int) or not isinstance(row, bytes):
+                raise CorruptRecord(0, "not of the type that was written")
+            with self._fitting(seq):
+                replay.add(row, seq, wall_ns)
+        except NewerFormat as error:
+            raise JournalUnusable(
+                f"{self._files.path}, row {seq}: {error}. Use the version of Quire that wrote it."
+            ) from None
+        except CorruptRecord as error:
+            if seq + 1 == self._writer.next_seq:
+                return error
+            raise self._damaged(seq, str(error)) from None
+        self._writer.size_bytes += ROW_BYTES + len(row)
+        return None
+
+    @contextlib.contextmanager
+    def _fitting(self, seq: int) -> Iterator[None]:
+        try:
+            yield
+        except RecordConflict as error:
+            raise self._damaged(seq, f"records up to it do not fit: {error}") from None
 
     def _cut(self, seq: int, error: CorruptRecord) -> None:
         """Drops the last row, of which not all was written. Raises sqlite3.Error, OSError."""
@@ -161,7 +177,11 @@ class SqliteJournal:
 
     def wants_compaction(self, live_bytes: int) -> bool:
         """See `Journal.wants_compaction`."""
-        return self._writer.size_bytes > 2 * live_bytes + self._compaction_bytes
+        writer = self._writer
+        if writer.is_dropping or writer.dropped != self._dropped:
+            return False
+        # Who cannot share what the ledger shares keeps more than is live; a round has to pay all the same.
+        return writer.size_bytes > max(2 * live_bytes, writer.kept_bytes) + self._compaction_bytes
 
     def begin_compaction(self) -> int:
         """See `Journal.begin_compaction`."""
@@ -171,6 +191,7 @@ class SqliteJournal:
 
     def end_compaction(self, mark: int) -> None:
         """See `Journal.end_compaction`."""
+        self._dropped = mark
         self._writer.drop(mark)
 
     def close(self) -> None:

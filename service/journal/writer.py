@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from service.journal.encoding import seal
-from service.journal.files import Files, checkpoint, last_seq, read_meta, write_meta
+from service.journal.files import FAILURES, Files, checkpoint, first_seq, last_seq, write_meta
 from service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -66,7 +66,7 @@ class Writer(Generic[Owner]):
     def __init__(self, files: Files, db: sqlite3.Connection, report: Report[Owner]) -> None:
         """Raises sqlite3.Error."""
         self.next_seq = last_seq(db) + 1
-        self.first_seq = int(read_meta(db, "first_seq") or 1)
+        self.first_seq = first_seq(db)
         # Of rows that are needed, or were not dropped by a round of compaction yet.
         self.size_bytes = 0
         # Told to the database with the next row.
@@ -79,7 +79,12 @@ class Writer(Generic[Owner]):
         # By their names: the first row after a mark, and the size of what was there before.
         self._marks: dict[int, tuple[int, int]] = {}
         # Rows before `first_seq` may be there.
-        self._dropping = True
+        self.is_dropping = True
+        # The last mark up to which rows were, or are being, dropped; and the size of what was left then.
+        self.dropped = 0
+        self.kept_bytes = 0
+        # After a failure, not before.
+        self._drop_at = 0.0
         # Since the last checkpoint.
         self._wal_bytes = 0
         self._warned_at = -_WARN_S
@@ -122,18 +127,20 @@ class Writer(Generic[Owner]):
                 self._commit(batches)
                 if self._wal_bytes > _WAL_BYTES:
                     self._checkpoint()
+                if self.is_dropping:
+                    self._drop_some()
             match other:
                 case _Mark(name):
                     self._marks = {name: (self.next_seq, self.size_bytes)}
-                case _Drop(name) if name in self._marks:
-                    self._begin_drop(*self._marks.pop(name))
+                case _Drop(name):
+                    self._begin_drop(name)
                 case _Stop():
                     self._end()
                     return
 
     def _pause_s(self) -> float | None:
-        if self._dropping:
-            return 0.0 if self._warned_at + _IDLE_S < time.monotonic() else _IDLE_S
+        if self.is_dropping:
+            return max(0.0, self._drop_at - time.monotonic())
         return _IDLE_S if self._wal_bytes else None
 
     def _gather(self, item: _Batch[Owner] | _Other) -> tuple[list[_Batch[Owner]], _Other | None]:
@@ -170,7 +177,7 @@ class Writer(Generic[Owner]):
             if self._db is None:
                 self._reopen()
             self._insert(row, wall_ns)
-        except (sqlite3.Error, OverflowError) as error:
+        except FAILURES as error:
             self._warn("a write to the journal failed", error)
             if not self._is_written(error):
                 return False
@@ -198,7 +205,7 @@ class Writer(Generic[Owner]):
             if getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
                 # It may lie in the log, whole but not synchronised, and be taken for a row after a crash.
                 self._overwrite(self._db)
-        except sqlite3.Error:
+        except FAILURES:
             # The next row is written to a new connection, after what may have come of this one was removed.
             self._disconnect()
         return False
@@ -222,7 +229,7 @@ class Writer(Generic[Owner]):
         if self._db is not None:
             try:
                 self._db.close()
-            except sqlite3.Error as error:
+            except FAILURES as error:
                 self._warn("the journal's file could not be closed", error)
             self._db = None
 
@@ -233,26 +240,31 @@ class Writer(Generic[Owner]):
             # It stays lower than it could be, which is true, too.
             self._warn("the journal's floor could not be written", error)
 
-    def _begin_drop(self, first_seq: int, size_bytes: int) -> None:
-        self.first_seq = first_seq
-        self.size_bytes -= size_bytes
-        self._dropping = True
+    def _begin_drop(self, name: int) -> None:
+        if name in self._marks:
+            self.first_seq, size_bytes = self._marks.pop(name)
+            self.size_bytes -= size_bytes
+            self.is_dropping = True
+        self.kept_bytes = self.size_bytes
+        self.dropped = name
 
     def _tidy(self) -> None:
-        if self._dropping:
+        if self.is_dropping:
             self._drop_some()
         elif self._wal_bytes:
             self._checkpoint()
 
     def _drop_some(self) -> None:
         """Drops the oldest rows, having written that all before the mark are void."""
+        if time.monotonic() < self._drop_at:
+            return
         try:
             if self._db is None:
                 self._reopen()
             assert self._db is not None
             query = "SELECT seq, length(data) FROM log WHERE seq < ? ORDER BY seq LIMIT ?"
             last, size = 0, 0
-            for seq, length in self._db.execute(query, (self.first_seq, _DROP_ROWS)):
+            for seq, length in self._db.execute(query, (self.first_seq, _DROP_ROWS)).fetchall():
                 last = seq
                 size += length
                 if size > _DROP_BYTES:
@@ -261,8 +273,9 @@ class Writer(Generic[Owner]):
                 write_meta(self._db, "first_seq", self.first_seq)
                 self._db.execute("DELETE FROM log WHERE seq <= ?", (last,))
             self._wal_bytes += _WAL_ROW_BYTES
-            self._dropping = last > 0
-        except sqlite3.Error as error:
+            self.is_dropping = last > 0
+        except FAILURES as error:
+            self._drop_at = time.monotonic() + _IDLE_S
             self._warn("rows of the journal could not be dropped", error)
 
     def _checkpoint(self) -> None:
@@ -273,7 +286,7 @@ class Writer(Generic[Owner]):
         try:
             if checkpoint(self._db, "PASSIVE"):
                 self._files.floor.write(self.next_seq - 1, synced=True)
-        except (sqlite3.Error, OSError) as error:
+        except FAILURES as error:
             self._warn("a checkpoint of the journal failed", error)
 
     def _end(self) -> None:
@@ -301,7 +314,7 @@ class _Transaction:
             try:
                 self._db.execute("COMMIT")
                 return
-            except sqlite3.Error:
+            except FAILURES:
                 self._roll_back()
                 raise
         self._roll_back()
