@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from service.caches.entries import CacheEntry
 from service.caches.listing import Listing
+from service.caches.records import ForkKey
 from service.caches.requests import Fork, Handles
 from service.caches.tenants import Tenant
 from service.errors import CacheNotFound, InvalidArgument
@@ -75,7 +76,7 @@ class Catalog:
         self._listing.add(entry)
         fork = entry.state.fork
         if fork is not None:
-            self._forks.setdefault((entry.tenant, fork.request_id), {})[fork.index] = entry
+            self._made_by(entry, fork).setdefault(fork.index, entry)
 
     def remove(self, entry: CacheEntry) -> None:
         """A cache is gone, or came to nothing."""
@@ -87,10 +88,15 @@ class Catalog:
             del self._by_request_id[key]
         fork = entry.state.fork
         if fork is not None:
-            made = self._forks[entry.tenant, fork.request_id]
-            del made[fork.index]
+            made = self._made_by(entry, fork)
+            if made.get(fork.index) is entry:
+                del made[fork.index]
             if not made:
                 del self._forks[entry.tenant, fork.request_id]
+
+    def _made_by(self, entry: CacheEntry, fork: ForkKey) -> dict[int, CacheEntry]:
+        """What the fork that made `entry` has made, or the first of those at the same time under its id."""
+        return self._forks.setdefault((entry.tenant, fork.request_id), {})
 
     def check(self) -> None:
         """Raises AssertionError if the lists contradict each other."""
@@ -98,8 +104,11 @@ class Catalog:
             assert entry.visible and entry.state.cache_id == cache_id and not entry.ephemeral
             assert self._by_number[entry.number] is entry
         assert len(self._by_number) == len(self._by_id)
-        forked = sum(1 for entry in self if entry.state.fork is not None)
-        assert forked == sum(map(len, self._forks.values()))
+        for (tenant, request_id), made in self._forks.items():
+            for index, entry in made.items():
+                fork = entry.state.fork
+                assert self._by_number.get(entry.number) is entry and entry.tenant is tenant
+                assert fork is not None and (fork.request_id, fork.index) == (request_id, index)
 
 
 def reused_request_id() -> InvalidArgument:

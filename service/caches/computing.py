@@ -32,7 +32,7 @@ from service.caches.effects import (
 from service.caches.entries import Attempt, CacheEntry, Need, Operation, Phase
 from service.caches.pace import sleep_s
 from service.caches.placement import Placement, WorkerView
-from service.caches.requests import Append, Kind
+from service.caches.requests import Append, Kind, Restore
 from service.caches.residence import Residence
 from service.errors import (
     DeadlinePassed,
@@ -161,7 +161,6 @@ class Computing:
         blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
             self._leave(operation, Leaving.TAKEN_BACK)
-            operation.copy_number = None
         for operation in under_way:
             self._try_again(operation, WorkerLost())
         self._changed = True
@@ -203,6 +202,10 @@ class Computing:
     # What has to be there first.
 
     def _park(self, operation: Operation, need: Need) -> None:
+        if isinstance(operation.request, Restore) and need in (Need.WORKER, Need.ROOM):
+            # Nobody waits for it, and whoever comes next sees to it himself: he must not wait behind it.
+            self._outcomes.not_computed(operation, NoWorker())
+            return
         operation.phase, operation.need = Phase.PARKED, need
         self._parked[operation.ticket] = operation
 
@@ -256,15 +259,16 @@ class Computing:
         home = operation.entry.home
         if home is None:
             # Its own KV has been given away meanwhile: it needs room for all of it.
-            rooms = [w for w in self._placement.open_workers if w not in full]
-            needed = operation.pages_needed
-            return any(w.headroom >= min(needed, w.pages_total) for w in rooms)
-        if home in full:
+            return any(self._has_room_on(worker, operation, full) for worker in self._placement.open_workers)
+        return self._has_room_on(home, operation, full)
+
+    def _has_room_on(self, worker: WorkerView, operation: Operation, full: set[WorkerView]) -> bool:
+        if worker in full:
             return False
-        missing = operation.pages_needed - home.headroom
-        if missing <= 0 or self._residence.make_room(home, missing, operation, self.now_s):
+        missing = min(operation.pages_needed, worker.pages_total) - worker.headroom
+        if missing <= 0 or self._residence.make_room(worker, missing, operation, self.now_s):
             return True
-        full.add(home)
+        full.add(worker)
         return False
 
     # Attempts.
@@ -304,6 +308,7 @@ class Computing:
         tokens = len(append.token_ids)
         attempt = Attempt(self._number(), worker, ahead, worker.pages_for(tokens), tokens)
         operation.attempt, operation.phase, operation.need = attempt, phase, None
+        entry.was_sent = True
         self._attempts[attempt.op_id] = operation
         worker.load.enter(ahead, self.now_s)
         worker.pages_queued += attempt.pages
@@ -374,6 +379,10 @@ class Computing:
         operation.pages_needed, operation.pages_available = error.pages_needed, error.pages_available
         home.pages_available = error.pages_available
         missing = max(1, error.pages_needed - error.pages_available)
+        if isinstance(operation.request, Restore):
+            # Not at the cost of others.
+            self._outcomes.not_computed(operation, error)
+            return
         if entry.home is home and self._residence.make_room(home, missing, operation, self.now_s):
             self._go_on(operation)
             return

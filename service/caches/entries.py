@@ -131,6 +131,8 @@ class CacheEntry:
     # Where its KV is, and how many of its tokens are there at least. None: nowhere.
     home: WorkerView | None = None
     kv_len: int = 0
+    # Whether that worker has ever been told of it.
+    was_sent: bool = False
     placed_s: float = 0.0
     used_s: float = 0.0
     # Grows whenever its KV is placed anew.

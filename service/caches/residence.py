@@ -36,14 +36,16 @@ class Residence:
         """A cache without a home gets one, where `kv_len` of its tokens are."""
         assert entry.home is None
         entry.home, entry.kv_len, entry.placed_s = worker, kv_len, now_s
+        entry.was_sent = kv_len > 0
         worker.sequences += 1
         self._held.setdefault(worker, OrderedDict())[entry] = None
 
     def unsettle(self, entry: CacheEntry) -> None:
         """Drops a cache's KV, wherever it is."""
-        worker = entry.home
+        worker, was_sent = entry.home, entry.was_sent
         if worker is not None:
             self._forget(entry, worker)
+        if worker is not None and was_sent:
             self._send(worker, ReleaseSequences(self._number(), (entry.number,)))
 
     def used(self, entry: CacheEntry) -> None:
@@ -78,7 +80,7 @@ class Residence:
     def _forget(self, entry: CacheEntry, worker: WorkerView) -> None:
         del self._held[worker][entry]
         worker.sequences -= 1
-        entry.home, entry.kv_len = None, 0
+        entry.home, entry.kv_len, entry.was_sent = None, 0, False
 
     def check(self, entries: dict[int, CacheEntry]) -> None:
         """Raises AssertionError if homes and lists disagree. `entries`: all there are, by number."""

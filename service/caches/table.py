@@ -33,6 +33,7 @@ from service.caches.effects import (
     Event,
     ForkSequence,
     ForwardDone,
+    ReleaseSequences,
     Reply,
     Send,
     TruncateSequence,
@@ -199,8 +200,13 @@ class CacheTable:
         self._placement.add(worker)
         for number, kv_len in (kept or {}).items():
             entry = self._catalog.numbered(number)
-            if entry is not None and entry.home is None:
-                self._residence.settle(entry, worker, now_s, kv_len)
+            # It may have become another since the worker was asked for it.
+            running = None if entry is None else entry.running
+            is_writing = running is not None and running.phase is Phase.COMMITTING
+            if entry is None or entry.home is not None or is_writing:
+                self._send(worker, ReleaseSequences(self._number(), (number,)))
+            else:
+                self._residence.settle(entry, worker, now_s, min(kv_len, entry.length))
         self._computing.workers_changed()
         self._end()
 
@@ -301,6 +307,9 @@ class CacheTable:
     def expire(self, now_s: float, at_most: int | None = None) -> int:
         """Releases caches whose lease ran out and that nobody is using. Returns how many."""
         self._begin(now_s)
+        if not self.journal_works:
+            # None could be released: who calls again at once would get the same ones.
+            return 0
         ran_out = (e for e in self._catalog if e.expires_at_s <= now_s and not e.busy)
         expired = list(itertools.islice(ran_out, at_most))
         for entry in expired:

@@ -16,10 +16,12 @@ from functools import partial
 from service.caches.effects import (
     AbortForward,
     CommandFailed,
+    Effect,
     ForwardDone,
     ForwardSequence,
     Reply,
     Send,
+    Write,
 )
 from service.caches.placement import WorkerView
 from service.caches.requests import Append, Appended, Kind, Priority, Release
@@ -75,10 +77,12 @@ class Overloaded:
         seed: int = 0,
         spread: float = 0.3,
         step_s: float | None = None,
+        max_wait_s: float = 300.0,
     ):
         self.groups = list(groups)
-        self.table = CacheTable(Limits(max_queued_operations=100_000, max_caches=1_000_000))
-        self.table.worker_ready(WorkerView("worker-0", 1, 16, _PAGES, 10_000, _PAGES))
+        limits = Limits(max_queued_operations=100_000, max_caches=1_000_000, max_wait_s=max_wait_s)
+        self.table = CacheTable(limits)
+        self.table.worker_ready(WorkerView("worker-0", 1, 16, _PAGES, 10_000, _PAGES), 0.0)
         self._rng = random.Random(seed)
         self._token_s = 1 / capacity_per_s / (TOKENS + 1)
         self._spread = spread
@@ -149,18 +153,24 @@ class Overloaded:
             self._again(call)
 
     def _carry_out(self) -> None:
-        for effect in self.table.take_effects():
-            if isinstance(effect, Reply):
+        while effects := self.table.take_effects():
+            self._take_turn(effects)
+        if self._numbers % 64 == 0:
+            self.table.check_invariants()
+        if not self._computing:
+            self._compute()
+
+    def _take_turn(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Write):
+                self.table.committed([effect.ticket], self.now_s)
+            elif isinstance(effect, Reply):
                 self._answered(effect)
             elif isinstance(effect, Send):
                 if isinstance(effect.command, ForwardSequence):
                     self._enqueue(effect.command)
                 elif isinstance(effect.command, AbortForward):
                     self._aborted.add(effect.command.target_op_id)
-        if self._numbers % 64 == 0:
-            self.table.check_invariants()
-        if not self._computing:
-            self._compute()
 
     def _answered(self, reply: Reply) -> None:
         call = self._calls.pop(reply.ticket, None)

@@ -53,9 +53,7 @@ def test_who_is_alone_is_never_refused() -> None:
 
 
 def test_without_a_deadline_one_waits_for_as_long_as_calls_may() -> None:
-    overload = Overloaded([group := Group(per_s=4 * CAPACITY, timeout_s=None)], CAPACITY)
-    overload.table.limits = Limits(max_queued_operations=100_000, max_wait_s=2.0)
-    overload.run(SECONDS)
+    (group,) = run(Group(per_s=4 * CAPACITY, timeout_s=None), max_wait_s=2.0)
     assert set(group.answers) == {"OK", "OVERLOADED"}
     assert group.per_s_in_time(SECONDS) > 0.9 * CAPACITY
     assert max(group.waits_s) < 2.5
@@ -99,11 +97,8 @@ def test_large_batches_are_not_refused_by_what_small_ones_took(timeout_s: float)
 
 def test_its_own_work_may_take_as_long_as_it_takes() -> None:
     """Without a deadline only the wait for a turn is bounded."""
-    overload = Overloaded(
-        [Group(per_s=0.3 * CAPACITY), large := Group(loops=1, tokens=30 * TOKENS, timeout_s=None)], CAPACITY
-    )
-    overload.table.limits = Limits(max_queued_operations=100_000, max_wait_s=1.0)
-    overload.run(60)
+    large = Group(loops=1, tokens=30 * TOKENS, timeout_s=None)
+    run(Group(per_s=0.3 * CAPACITY), large, seconds=60, max_wait_s=1.0)
     assert large.answers["OK"] > 5 and large.answers["OVERLOADED"] <= 0.2 * large.answers["OK"]
 
 
@@ -148,9 +143,10 @@ def test_low_priority_may_fill_half_of_the_queue() -> None:
 def test_a_decode_of_a_cache_is_refused_too() -> None:
     """And what is sent is told by when it has to begin."""
     table = Overloaded([], CAPACITY).table
-    table.submit(Append(Kind.PREFILL, "", [1] * 20, lease_s=900), 0.0)
+    ticket = table.submit(Append(Kind.PREFILL, "", [1] * 20, lease_s=900), 0.0)
     (sent,) = sent_by(table)
     table.worker_answered(ForwardDone(sent.op_id, 20, None), 0.01)
+    table.committed([ticket], 0.01)
     (made,) = (e.outcome for e in table.take_effects() if isinstance(e, Reply))
     assert isinstance(made, Appended) and made.handle is not None
     now_s = 1.0

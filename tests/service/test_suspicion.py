@@ -29,8 +29,8 @@ def test_neither_room_nor_a_prefix_makes_up_for_it() -> None:
 
 def test_the_table_is_told_of_one_incarnation() -> None:
     table = CacheTable(Limits())
-    table.worker_ready(view("a", 1, 90))
-    table.worker_ready(view("b", 2, 10))
+    table.worker_ready(view("a", 1, 90), 0.0)
+    table.worker_ready(view("b", 2, 10), 0.0)
 
     def sent_to() -> str:
         table.submit(Append(Kind.PREFILL, "", PROMPT), 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Mapping
 
 from quire.v1 import types_pb2, worker_pb2
 
@@ -17,6 +18,7 @@ from service.caches.requests import Append, Appended, Handles, Kind, Release, Re
 from service.caches.table import CacheTable, Limits
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import QuireError
+from service.journal.base import Journal
 from service.journal.memory import MemoryJournal
 from service.pool import wire
 from tests.sim.callers import has_logits
@@ -28,11 +30,18 @@ MAX_SEQ_LEN = 64
 class Gateway:
     """The gateway but for its sockets, driven by hand. `now_s` is the clock."""
 
-    def __init__(self, limits: Limits | None = None, *, workers: int = 1, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        workers: int = 1,
+        pool: Pool | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         names = itertools.count(1)
         self.now_s = 0.0
         self.pool = pool or Pool(100)
-        self.journal = MemoryJournal()
+        self.journal = journal or MemoryJournal()
         self.table = CacheTable(
             limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
         )
@@ -45,10 +54,17 @@ class Gateway:
         for index in range(workers):
             self.start_worker(f"worker-{index}")
 
-    def start_worker(self, worker_id: str) -> ModelWorker:
+    def start_worker(
+        self,
+        worker_id: str,
+        kept: Mapping[int, int] | None = None,
+        sequences: Mapping[int, list[int]] | None = None,
+    ) -> ModelWorker:
+        """`kept`: what the gateway takes over of its `sequences`."""
         self._last_epoch += 1
         worker = ModelWorker(worker_id, self._last_epoch, self.pool, random.Random(0), Counter())
         worker.faults = Faults(step=0.0, control=0.0, timeout=0.0)
+        worker.sequences.update(sequences or {})
         self.workers[worker_id] = worker
         view = WorkerView(
             worker_id,
@@ -58,12 +74,19 @@ class Gateway:
             capacity_tokens=min(MAX_SEQ_LEN, self.pool.pages * self.pool.page_tokens),
             pages_available=self.pool.pages,
         )
-        self.dispatcher.worker_ready(view)
+        self.dispatcher.worker_ready(view, kept)
         return worker
 
-    def lose_worker(self, worker_id: str = "worker-0") -> None:
+    def lose_worker(self, worker_id: str = "worker-0", *, crashed: bool = True) -> None:
         worker = self.workers.pop(worker_id)
-        self.dispatcher.worker_lost(worker_id, worker.epoch)
+        self.dispatcher.worker_lost(worker_id, worker.epoch, crashed=crashed)
+        self.table.check_invariants()
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; what is parked is looked at."""
+        self.now_s += seconds
+        self.table.tick(self.now_s)
+        self.dispatcher.cancel(())
         self.table.check_invariants()
 
     @property
@@ -138,8 +161,9 @@ class Gateway:
         return outcome.reason
 
     def tokens(self, cache_id: str) -> list[int]:
-        """What the journal holds of a cache."""
-        return list(self.journal.token_ids(cache_id))
+        """What the ledger holds of a cache."""
+        (state,) = [state for state in self.table.ledger if state.cache_id == cache_id]
+        return list(state.tokens.copy())
 
     def held(self) -> list[list[int]]:
         """What the workers hold."""

@@ -114,9 +114,10 @@ def _new_request_id() -> str:
 
 def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str]:
     """Ids of the caches that a call has made and that only its answer tells of."""
-    assert isinstance(request, executor_pb2.PrefillRequest | executor_pb2.ForkCacheRequest)
+    if not isinstance(request, executor_pb2.PrefillRequest | executor_pb2.ForkCacheRequest):
+        return []
     if not request.request_id.startswith(_OWN_REQUEST_ID):
-        # It extends a cache, or the caller has chosen the request id and can ask for the caches again.
+        # With a request id of its own choice, a caller can ask for the caches again.
         return []
     handles = [result.prefill.kv_cache] if result.HasField("prefill") else result.fork_cache.kv_caches
     return [handle.cache_id for handle in handles]

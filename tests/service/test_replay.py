@@ -1,0 +1,313 @@
+"""Caches outlive their KV: what a worker loses, or has to give up, is computed again when it is needed."""
+
+from __future__ import annotations
+
+import pytest
+from quire.v1 import types_pb2
+
+from service.caches.requests import Append, Appended, Fork, Handle, Truncate
+from service.caches.table import Limits
+from service.errors import QuireError
+from tests.sim.harness import Gateway, answer_of, decode, prefill
+from tests.sim.model_worker import Pool
+from tests.sim.toy_model import next_token
+
+LOGITS = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+# As long as nobody may take a cache's pages that is in use.
+IDLE_S = 0.3
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+def handle_of(gateway: Gateway, cache: str) -> Handle:
+    return next(handle for _, handle in gateway.table.handles() if handle.cache_id == cache)
+
+
+def token_of(result: Appended) -> int:
+    return answer_of(result).outputs[0].token_id
+
+
+# Workers die.
+
+
+@pytest.mark.parametrize("crashed", [True, False])
+def test_a_cache_outlives_its_worker(crashed: bool) -> None:
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2, 3)
+    before = handle_of(gateway, cache)
+    gateway.lose_worker(before.worker_id, crashed=crashed)
+    result = gateway.append(decode(cache, 4, position=3))
+    assert token_of(result) == next_token([1, 2, 3, 4], None)
+    assert result.handle is not None and result.handle.seq_len == 4
+    assert result.handle.epoch > before.epoch and result.handle.worker_id != before.worker_id
+    assert gateway.held() == [[1, 2, 3, 4]]
+
+
+def test_what_nobody_used_lately_is_computed_again_when_it_is_used() -> None:
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2, 3)
+    worker_id = handle_of(gateway, cache).worker_id
+    gateway.now_s += 1000.0
+    gateway.lose_worker(worker_id)
+    gateway.work()
+    gone = handle_of(gateway, cache)
+    assert (gone.worker_id, gone.seq_len) == ("", 3) and gateway.held() == []
+    result = gateway.append(decode(cache, 4))
+    assert result.replayed_tokens == 3
+    assert gateway.append(decode(cache, 5)).replayed_tokens == 0
+
+
+def test_what_was_used_lately_is_there_again_before_anyone_asks() -> None:
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2, 3)
+    gateway.lose_worker(handle_of(gateway, cache).worker_id)
+    gateway.work()
+    assert gateway.held() == [[1, 2, 3]]
+    assert gateway.append(decode(cache, 4)).replayed_tokens == 0
+
+
+def test_an_append_under_way_is_computed_elsewhere() -> None:
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2, 3)
+    ticket = gateway.ask(decode(cache, 4))
+    gateway.lose_worker(handle_of(gateway, cache).worker_id)
+    gateway.work()
+    result = gateway.replies[ticket]
+    assert isinstance(result, Appended) and result.replayed_tokens == 3
+    assert token_of(result) == next_token([1, 2, 3, 4], None)
+    assert gateway.tokens(cache) == [1, 2, 3, 4]
+
+
+def test_an_append_waits_for_a_worker(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2)
+    ticket, creation = gateway.submit(decode(cache, 3), prefill(7))
+    gateway.lose_worker()
+    assert gateway.table.num_parked == 2 and not gateway.replies.keys() & {ticket, creation}
+    gateway.start_worker("worker-0")
+    gateway.work()
+    assert isinstance(gateway.replies[ticket], Appended) and isinstance(gateway.replies[creation], Appended)
+    assert gateway.tokens(cache) == [1, 2, 3]
+
+
+def test_who_waits_for_a_worker_is_told_before_his_deadline(gateway: Gateway) -> None:
+    gateway.lose_worker()
+    ticket = gateway.ask(Append(prefill().kind, "", (1,), timeout_s=2.0))
+    gateway.wait(1.8)
+    assert ticket not in gateway.replies
+    gateway.wait(0.15)
+    refused = gateway.replies[ticket]
+    assert isinstance(refused, QuireError) and refused.reason == "NO_WORKER" and refused.retry_after_s
+
+
+def test_nobody_waits_for_a_worker_for_ever() -> None:
+    gateway = Gateway(Limits(max_wait_s=5.0))
+    gateway.lose_worker()
+    ticket = gateway.ask(prefill(1))
+    gateway.wait(5.0)
+    assert gateway.reason(ticket) == "NO_WORKER"
+
+
+def test_a_repeated_answer_is_computed_again_after_a_loss() -> None:
+    """On a copy, as before: the cache is not appended to a second time."""
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2)
+    first = gateway.append(decode(cache, 3, position=2))
+    ticket = gateway.ask(decode(cache, 3, position=2, output=LOGITS))
+    gateway.lose_worker(handle_of(gateway, cache).worker_id)
+    gateway.work()
+    again = gateway.replies[ticket]
+    assert isinstance(again, Appended) and answer_of(again).outputs[0].logits.data
+    assert token_of(again) == token_of(first)
+    assert gateway.tokens(cache) == [1, 2, 3]
+    gateway.append(decode(cache, 4, position=3))
+    assert gateway.held() == [[1, 2, 3, 4]], "the copy is gone"
+
+
+def test_a_copy_that_a_worker_has_forgotten_is_computed_again(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2, 3)
+    gateway.worker.forget()
+    result = gateway.append(decode(cache, 4, position=3))
+    assert result.replayed_tokens == 3 and token_of(result) == next_token([1, 2, 3, 4], None)
+
+
+def test_it_needs_no_worker_to_fork_and_truncate(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2, 3)
+    gateway.lose_worker()
+    (child,) = gateway.handles(Fork(cache, 1)).handles
+    gateway.handles(Truncate(cache, 1))
+    assert gateway.tokens(cache) == [1] and gateway.tokens(child.cache_id) == [1, 2, 3]
+    gateway.start_worker("worker-0")
+    assert token_of(gateway.append(decode(child.cache_id, 4))) == next_token([1, 2, 3, 4], None)
+    assert token_of(gateway.append(decode(cache, 5))) == next_token([1, 5], None)
+
+
+def test_forks_are_computed_again_one_after_the_other() -> None:
+    """So that those that come later find the pages of what they share."""
+    gateway = Gateway()
+    cache = gateway.create(*range(1, 40))
+    children = [handle.cache_id for handle in gateway.handles(Fork(cache, 3)).handles]
+    gateway.now_s += 1000.0
+    gateway.lose_worker()
+    tickets = gateway.submit(*(decode(child, 7) for child in children))
+    gateway.start_worker("worker-0")
+    replays = [message for message in gateway.worker.inbox if message.forward.rows == 0]
+    assert len(replays) == 1
+    gateway.work()
+    assert all(isinstance(gateway.replies[ticket], Appended) for ticket in tickets)
+
+
+def test_a_worker_that_is_drained_gives_its_caches_away() -> None:
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2, 3)
+    before = handle_of(gateway, cache)
+    ticket = gateway.ask(decode(cache, 4))
+    worker = gateway.workers[before.worker_id]
+    gateway.dispatcher.worker_draining(worker.worker_id, worker.epoch)
+    assert not gateway.dispatcher.is_drained(worker.worker_id, worker.epoch), "what has begun is finished"
+    gateway.work()
+    assert gateway.dispatcher.is_drained(worker.worker_id, worker.epoch)
+    assert isinstance(gateway.replies[ticket], Appended) and not worker.sequences
+    after = gateway.append(decode(cache, 5)).handle
+    assert after is not None and after.worker_id != before.worker_id
+
+
+def test_a_worker_that_comes_back_with_kv_need_not_compute_it(gateway: Gateway) -> None:
+    """What it holds beyond what the gateway knows of is dropped."""
+    kept, released = gateway.create(1, 2, 3), gateway.create(4, 5)
+    worker = gateway.worker
+    numbers = list(worker.sequences)
+    gateway.now_s += 1000.0
+    gateway.lose_worker(crashed=False)
+    assert [claim.length for claim in gateway.dispatcher.claims({number: 3 for number in numbers})] == [3, 2]
+    gateway.release(released)
+    gateway.handles(Truncate(kept, 2))
+    again = gateway.start_worker("worker-0", kept={numbers[0]: 3, numbers[1]: 2}, sequences=worker.sequences)
+    gateway.work()
+    assert list(again.sequences) == numbers[:1]
+    result = gateway.append(decode(kept, 7))
+    assert result.replayed_tokens == 0 and token_of(result) == next_token([1, 2, 7], None)
+
+
+# Pages run out.
+
+
+def small(pages: int, **rest: object) -> Gateway:
+    """Of one worker with so many pages, of 4 tokens each."""
+    return Gateway(pool=Pool(pages, page_tokens=4), **rest)  # type: ignore[arg-type]
+
+
+def test_more_caches_than_fit_all_go_on() -> None:
+    gateway = small(4)
+    caches = []
+    for n in range(10):
+        gateway.now_s += IDLE_S
+        caches.append(gateway.create(n, n + 1, n + 2))
+    for step in range(3):
+        for n, cache in enumerate(caches):
+            gateway.now_s += IDLE_S
+            told = [n, n + 1, n + 2, *range(50, 50 + step)]
+            result = gateway.append(decode(cache, 50 + step, position=len(told)))
+            assert token_of(result) == next_token([*told, 50 + step], None)
+    assert gateway.table.num_parked == 0
+    assert sum(handle.worker_id != "" for _, handle in gateway.table.handles()) <= 4
+
+
+def test_it_is_the_cache_that_was_used_longest_ago_that_goes() -> None:
+    gateway = small(3)
+    caches = [gateway.create(n) for n in range(3)]
+    gateway.now_s += IDLE_S
+    gateway.append(decode(caches[0], 7))
+    gateway.now_s += IDLE_S
+    gateway.create(9)
+    assert [handle_of(gateway, cache).worker_id for cache in caches] == ["worker-0", "", "worker-0"]
+
+
+def test_who_finds_no_room_waits_until_there_is() -> None:
+    gateway = small(2)
+    other = gateway.create(1, 2, 3, 4, 5)
+    ticket = gateway.ask(prefill(6))
+    gateway.work()
+    assert gateway.table.num_parked == 1, "the other is in use: its caller is between two steps"
+    gateway.release(other)
+    gateway.work()
+    assert isinstance(gateway.replies[ticket], Appended)
+
+
+def test_idle_caches_make_room_for_who_waits() -> None:
+    gateway = small(2)
+    gateway.create(1, 2, 3, 4, 5)
+    ticket = gateway.ask(prefill(6))
+    gateway.work()
+    gateway.wait(IDLE_S)
+    gateway.work()
+    assert isinstance(gateway.replies[ticket], Appended)
+
+
+def test_one_whose_own_pages_were_taken_gets_room_again() -> None:
+    """It waits for room with pages of its own, which an older one takes; that one falls idle with all of it."""
+    gateway = small(4)
+    young, old = gateway.create(1, 2, 3, 4), gateway.create(*range(10, 22))
+    grow_old = gateway.ask(Append(prefill().kind, old, (7, 7)))
+    grow_young = gateway.ask(decode(young, 5))
+    gateway.work()
+    for _ in range(4):
+        gateway.wait(IDLE_S)
+        gateway.work()
+    assert isinstance(gateway.replies[grow_old], Appended) and isinstance(gateway.replies[grow_young], Appended)
+
+
+def test_who_finds_no_room_in_time_is_told_so() -> None:
+    gateway = small(2)
+    running = gateway.create(1, 2, 3, 4)
+    ticket = gateway.ask(Append(prefill().kind, "", tuple(range(8)), timeout_s=2.0))
+    gateway.work()
+    for _ in range(20):
+        # The other decodes on, and has its turn.
+        gateway.handles(Truncate(running, 3))
+        gateway.append(decode(running, 4))
+        gateway.wait(0.09)
+    assert ticket not in gateway.replies
+    gateway.wait(0.15)
+    refused = gateway.replies[ticket]
+    assert isinstance(refused, QuireError) and refused.reason == "KV_EXHAUSTED" and refused.retry_after_s
+    assert refused.metadata == {"pages_needed": "2", "pages_available": "1"}
+
+
+def test_it_goes_to_another_worker_that_has_room() -> None:
+    gateway = Gateway(workers=2, pool=Pool(4, page_tokens=4))
+    # The first and the third come to the same worker, which they fill.
+    cache, other, _ = gateway.create(1, 2, 3), gateway.create(*range(10, 19)), gateway.create(*range(20, 29))
+    before = handle_of(gateway, cache)
+    gateway.release(other)
+    result = gateway.append(prefill(4, 5, 6, cache_id=cache))
+    assert result.handle is not None and result.handle.worker_id != before.worker_id
+    assert result.replayed_tokens == 3
+
+
+def test_caches_that_are_restored_take_nothing_from_others() -> None:
+    """A loss is made up for ahead of time only where there is room."""
+    gateway = Gateway(workers=2, pool=Pool(4, page_tokens=4))
+    lost = gateway.create(1, 2, 3)
+    home = handle_of(gateway, lost).worker_id
+    others = []
+    while len(gateway.workers[next(w for w in gateway.workers if w != home)].sequences) < 4:
+        others.append(gateway.create(50 + len(others)))
+    gateway.now_s += IDLE_S
+    there = {cache: handle_of(gateway, cache).worker_id for cache in others}
+    gateway.lose_worker(home)
+    gateway.work()
+    for cache, worker_id in there.items():
+        assert handle_of(gateway, cache).worker_id == ("" if worker_id == home else worker_id)
+
+
+def test_a_refused_creation_tells_no_worker_anything(gateway: Gateway) -> None:
+    sent = len(gateway.sent)
+    gateway.lose_worker()
+    gateway.cancel(gateway.ask(prefill(1, 2)))
+    gateway.start_worker("worker-0")
+    assert gateway.run(Append(prefill().kind, "", (1,), timeout_s=0.0))
+    assert gateway.refusal(prefill(*range(65))).reason == "SEQUENCE_TOO_LONG"
+    assert not any(message.HasField("release") for message in gateway.sent[sent:])
