@@ -20,6 +20,7 @@ from service.caches.table import CacheTable
 from service.caches.tenants import Tenant
 from service.errors import InternalError, QuireError, WorkerFault
 from service.journal.base import Journal
+from service.journal.compactor import Compactor
 from service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -67,6 +68,7 @@ class Dispatcher:
         self._caches = caches
         self._clock_s = clock_s
         self._journal = journal
+        self._compactor = Compactor(caches.ledger, journal)
         self._send = send
         self._waiting: dict[int, tuple[OnOutcome, int]] = {}
         self._callers = itertools.count(1)
@@ -166,6 +168,8 @@ class Dispatcher:
             if self._caches.num_parked:
                 self._caches.tick(self._clock_s())
                 self._carry_out()
+            if self._compactor.is_underway:
+                self._compactor.step()
             if slept_s >= _EXPIRY_INTERVAL_S:
                 slept_s = 0.0
                 await self._expire_all()
@@ -175,6 +179,8 @@ class Dispatcher:
                 if not self._caches.journal_works:
                     # An empty one: whether it can be written again.
                     self._commit(())
+                else:
+                    self._compactor.step()
 
     async def _expire_all(self) -> None:
         expired = 0
@@ -253,7 +259,7 @@ class Dispatcher:
     def _commit(self, writes: Sequence[Write]) -> None:
         records = [record for write in writes for record in write.records]
         tickets = [write.ticket for write in writes]
-        self._journal.commit(records, functools.partial(self._on_committed, tickets))
+        self._compactor.commit(records, functools.partial(self._on_committed, tickets))
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
         if durable:
