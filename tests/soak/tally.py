@@ -78,10 +78,10 @@ class Tally:
 
     def progress(self) -> str:
         """One line."""
+        took_s, losses = time.time() - self.began_s, sum(self.losses.values())
         return (
-            f"{time.time() - self.began_s:6.0f} s"
-            f"  {self.num_faults} faults ({self.num_gateway_faults} gateway)  {self.tokens} tokens  {self.sequences} sequences  {self.retries} retries"
-            f"  {sum(self.losses.values())} losses"
+            f"{took_s:6.0f} s  {self.num_faults} faults ({self.num_gateway_faults} gateway)"
+            f"  {self.tokens} tokens  {self.sequences} sequences  {self.retries} retries  {losses} losses"
         )
 
     def report(self, seed: int, command: str, machine: str) -> str:
