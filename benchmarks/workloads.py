@@ -34,7 +34,7 @@ def all_workloads(shape: Shape) -> list[Workload]:
         _gateway(),
         *(_stall(budget) for budget in _STALL_BUDGETS),
         _bad_sessions(),
-        _journal(shape),
+        _journal(),
         _recovery(),
     ]
 
@@ -194,7 +194,7 @@ def _bad_sessions() -> Workload:
     )
 
 
-def _journal(shape: Shape) -> Workload:
+def _journal() -> Workload:
     """What writing every step down costs: a call of 32, and 32 callers who know nothing of each other."""
     modes = {"BatchDecode of 32": "batch", "unary, 32 callers": "unary"}
     return Workload(
