@@ -1,4 +1,4 @@
-"""Entry point of a worker process: `python -m workers`. The gateway starts it, and it does not outlive it long."""
+"""Entry point of a worker process: `python -m workers`. A gateway starts it; it does not outlive it long."""
 
 from __future__ import annotations
 

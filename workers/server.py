@@ -5,7 +5,7 @@ one message are handed over together, results come back once per step, and whate
 message was written goes into the next one.
 
 With a leash the worker outlives its stream for a while, with all sequences. Another stream takes over from
-the one before it: it begins when the step loop has said what is held; what was computed until then is nobody's.
+the one before it: it begins when the step loop has said what is held. What was computed before is nobody's.
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ class LocalLauncher:
         # Whether the registry is ours.
         self._is_open = False
         self._last_epoch = 0
+        self._noting = asyncio.Lock()
         # Ends of workers that nobody wants, under way.
         self._ending: list[asyncio.Task[int | None]] = []
 
@@ -153,17 +154,19 @@ class LocalLauncher:
             # They may have the memory that this one needs.
             await asyncio.wait(self._ending, timeout=_KILL_PATIENCE_S)
         if self._is_open:
-            await asyncio.to_thread(self._note_epoch, epoch)
+            # One after the other, so that the highest stays.
+            async with self._noting:
+                await asyncio.to_thread(self._note_epoch)
             if self._grace_s:
                 return self._start_lasting(config, epoch)
         return await self._start_child(config, epoch)
 
-    def _note_epoch(self, epoch: int) -> None:
+    def _note_epoch(self) -> None:
         try:
             self._registry.open()
-            self._registry.note_epoch(epoch)
+            self._registry.note_epoch(self._last_epoch)
         except OSError as error:
-            _log.warning("an epoch cannot be written down", epoch=epoch, error=error.strerror)
+            _log.warning("an epoch cannot be written down", epoch=self._last_epoch, error=error.strerror)
 
     async def _start_child(self, config: worker_pb2.WorkerConfig, epoch: int) -> LocalProcess:
         """One that ends with us. Raises OSError."""
