@@ -74,6 +74,7 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
         self.decoding = threading.Event()
         self._prompt_len: dict[str, int] = {}
         self._by_request_id: dict[str, str] = {}
+        self._forked: dict[str, list[str]] = {}
         self._before: dict[str, list[status_pb2.Status]] = defaultdict(list)
         self._after: dict[str, list[status_pb2.Status]] = defaultdict(list)
         self._lock = threading.Lock()
@@ -139,12 +140,17 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
 
     def ForkCache(self, request: Any, context: Any) -> executor_pb2.ForkCacheResponse:
         with self._call("ForkCache", request, context):
+            made = self._forked.get(request.request_id)
+            if made is not None:
+                return executor_pb2.ForkCacheResponse(kv_caches=[self._handle(copy) for copy in made])
             handles = []
             for _ in range(request.count):
                 copy = f"fork-{len(self.caches)}"
                 self.caches[copy] = list(self.caches[request.cache_id])
                 self._prompt_len[copy] = self._prompt_len[request.cache_id]
                 handles.append(self._handle(copy))
+            if request.request_id:
+                self._forked[request.request_id] = [handle.cache_id for handle in handles]
             return executor_pb2.ForkCacheResponse(kv_caches=handles)
 
     def TruncateKV(self, request: Any, context: Any) -> executor_pb2.TruncateKVResponse:

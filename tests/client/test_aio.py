@@ -16,7 +16,6 @@ from quire import (
     DeadlineExceeded,
     PositionMismatch,
     QuireError,
-    Unavailable,
 )
 
 from tests.fake_executor import FakeExecutor, rich_status
@@ -43,9 +42,9 @@ async def test_retries_and_errors(target: str, executor: FakeExecutor) -> None:
         executor.fail("Decode", lost, applied=True)
         await cache.decode(3)
         assert executor.caches[cache.cache_id] == [1, 2, 3]
-        executor.fail("ForkCache", lost)
-        with pytest.raises(Unavailable):
-            await cache.fork()
+        executor.fail("ForkCache", lost, applied=True)
+        assert len(await cache.fork()) == 1
+        assert len(executor.caches) == 2
         executor.caches[cache.cache_id].append(4)
         with pytest.raises(PositionMismatch) as caught:
             await cache.decode(9)

@@ -8,7 +8,6 @@ import grpc
 import pytest
 from quire import (
     PRIORITY_LOW,
-    CacheLost,
     CacheNotFound,
     Client,
     DeadlineExceeded,
@@ -83,12 +82,15 @@ def test_a_prefill_is_retried_and_makes_one_cache(client: Client, executor: Fake
     assert len(executor.caches) == 2, "another prefill is another cache"
 
 
-def test_a_fork_is_never_retried(client: Client, executor: FakeExecutor) -> None:
+def test_a_fork_is_retried_and_makes_its_copies_once(client: Client, executor: FakeExecutor) -> None:
     cache = client.prefill([1])
-    executor.fail("ForkCache", UNAVAILABLE)
-    with pytest.raises(Unavailable):
-        cache.fork()
-    assert len(executor.calls["ForkCache"]) == 1
+    executor.fail("ForkCache", UNAVAILABLE, applied=True)
+    assert len(cache.fork(2)) == 2
+    first, second = executor.calls["ForkCache"]
+    assert first.request_id == second.request_id != ""
+    assert len(executor.caches) == 3
+    cache.fork(request_id="mine")
+    assert executor.calls["ForkCache"][-1].request_id == "mine"
 
 
 def test_only_unavailable_is_retried(client: Client, executor: FakeExecutor) -> None:
@@ -110,10 +112,10 @@ def test_only_unavailable_is_retried(client: Client, executor: FakeExecutor) -> 
 
 def test_retries_end(client: Client, executor: FakeExecutor) -> None:
     cache = client.prefill([1])
-    lost = rich_status(grpc.StatusCode.UNAVAILABLE, "CACHE_LOST", "the worker died")
+    full = rich_status(grpc.StatusCode.UNAVAILABLE, "JOURNAL_UNAVAILABLE", "the disk is full")
     for _ in range(10):
-        executor.fail("Decode", lost)
-    with pytest.raises(CacheLost, match="UNAVAILABLE CACHE_LOST: the worker died"):
+        executor.fail("Decode", full)
+    with pytest.raises(Unavailable, match="UNAVAILABLE JOURNAL_UNAVAILABLE: the disk is full"):
         cache.decode(2)
     assert len(executor.calls["Decode"]) == 4
 
@@ -142,6 +144,10 @@ def test_verify_truncate_fork_renew(client: Client, executor: FakeExecutor) -> N
     assert (verified.accepted, cache.seq_len, cache.output.token_id) == (2, 6, 53)
     cache.truncate(4)
     assert cache.seq_len == 4
+    # What is beyond the known length goes, whatever it is.
+    cache.truncate(4)
+    fenced, unfenced = executor.calls["TruncateKV"]
+    assert fenced.position == 6 and not unfenced.HasField("position")
     left, right = cache.fork(2)
     left.decode(7)
     assert (left.seq_len, right.seq_len, cache.seq_len) == (5, 4, 4)

@@ -26,10 +26,11 @@ _DETAILS = "grpc-status-details-bin"
         (grpc.StatusCode.OUT_OF_RANGE, "SEQUENCE_TOO_LONG", quire.OutOfRange),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", quire.ResourceExhausted),
         (grpc.StatusCode.UNAVAILABLE, "DRAINING", quire.Unavailable),
-        (grpc.StatusCode.UNAVAILABLE, "CACHE_LOST", quire.CacheLost),
+        (grpc.StatusCode.UNAVAILABLE, "JOURNAL_UNAVAILABLE", quire.Unavailable),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "STEP_TIMEOUT", quire.DeadlineExceeded),
         (grpc.StatusCode.CANCELLED, "", quire.Cancelled),
         (grpc.StatusCode.INTERNAL, "WORKER_FAULT", quire.InternalError),
+        (grpc.StatusCode.INTERNAL, "SEQUENCE_QUARANTINED", quire.InternalError),
         (grpc.StatusCode.UNIMPLEMENTED, "", quire.InternalError),
     ],
 )

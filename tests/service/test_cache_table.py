@@ -287,6 +287,61 @@ def test_a_repeated_creation_survives_the_first_ones_cancellation(gateway: Gatew
     assert again in gateway.replies and gateway.held() == [[1, 2]]
 
 
+# Repeated forks, and truncations that are fenced.
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_a_repeated_fork_gets_the_first_ones_copies(gateway: Gateway, releases: bool) -> None:
+    """Also when the first one has released the parent."""
+    cache = gateway.create(1, 2)
+    fork = Fork(cache, 2, (cache,) if releases else (), "f")
+    first, again = gateway.submit(fork, fork)
+    assert gateway.replies[first] == gateway.replies[again] == gateway.handles(fork)
+    assert len(gateway.table) == (2 if releases else 3)
+    other = gateway.handles(Fork(gateway.create(3), 2, (), "g"))
+    assert other != gateway.replies[first]
+
+
+def test_the_request_id_of_a_fork_belongs_to_it(gateway: Gateway) -> None:
+    cache, other = gateway.create(1), gateway.create(2)
+    gateway.handles(Fork(cache, 2, (), "f"))
+    assert gateway.refusal(Fork(cache, 3, (), "f")).reason == "REQUEST_ID_REUSED"
+    assert gateway.refusal(Fork(other, 2, (), "f")).reason == "REQUEST_ID_REUSED"
+
+
+def test_a_fork_is_not_repeated_once_a_copy_is_gone(gateway: Gateway) -> None:
+    cache = gateway.create(1)
+    left, right = gateway.handles(Fork(cache, 2, (), "f")).handles
+    gateway.release(left.cache_id)
+    assert gateway.refusal(Fork(cache, 2, (), "f")).reason == "CACHE_NOT_FOUND"
+    gateway.release(right.cache_id)
+    assert len(gateway.handles(Fork(cache, 2, (), "f")).handles) == 2, "nothing is known of it any more"
+
+
+def test_a_fork_that_was_under_way_when_another_released_its_parent_is_still_a_repetition(
+    gateway: Gateway,
+) -> None:
+    cache, other = gateway.create(1), gateway.create(2)
+    made = gateway.handles(Fork(cache, 1, (), "f"))
+    gateway.ask(decode(cache, 3))
+    again = gateway.ask(Fork(cache, 1, (), "f"))
+    gateway.handles(Fork(other, 0, (cache,)))
+    assert gateway.replies[again] == made
+
+
+def test_a_truncation_at_another_length_is_a_mismatch(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2, 3)
+    error = gateway.refusal(Truncate(cache, 1, position=2))
+    assert error.reason == "POSITION_MISMATCH" and error.metadata == {"position": "2", "seq_len": "3"}
+    assert gateway.tokens(cache) == [1, 2, 3]
+    gateway.handles(Truncate(cache, 1, position=3))
+    assert gateway.tokens(cache) == [1]
+    # A repetition: it is as long as it should be.
+    assert gateway.handles(Truncate(cache, 1, position=3)).handles[0].seq_len == 1
+    gateway.append(decode(cache, 4))
+    assert gateway.refusal(Truncate(cache, 1, position=3)).reason == "POSITION_MISMATCH"
+
+
 # Limits.
 
 

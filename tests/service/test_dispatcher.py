@@ -10,27 +10,13 @@ from quire.v1 import types_pb2, worker_pb2
 
 from service import dispatcher as dispatcher_module
 from service.caches.placement import WorkerView
-from service.caches.records import CacheReleased, Record, TokensAppended
-from service.caches.requests import Append, Appended, Fork, Kind, Release, Released, Renew, Request
+from service.caches.requests import Append, Appended, Fork, Kind, Renew, Request
 from service.caches.table import CacheTable, Limits
 from service.dispatcher import Dispatcher, Outcome
-from service.errors import CacheNotFound, InternalError, QuireError
-from service.journal.base import JournalConflict
-from service.journal.memory import MemoryJournal
+from service.errors import CacheNotFound, JournalUnavailable, NoWorker, QuireError
 from service.pool import wire
+from tests.service.failing_journal import FailingJournal
 from tests.sim.harness import decode, prefill
-
-
-class FussyJournal(MemoryJournal):
-    """Refuses the next record of a kind."""
-
-    refuses: type[Record] | None = None
-
-    def append(self, records: Sequence[Record]) -> None:
-        if self.refuses is not None and any(isinstance(record, self.refuses) for record in records):
-            self.refuses = None
-            raise JournalConflict("a test says so")
-        super().append(records)
 
 
 class Bench:
@@ -38,7 +24,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.sent: list[worker_pb2.WorkerCommand] = []
-        self.journal = FussyJournal()
+        self.journal = FailingJournal()
         self.table = CacheTable(Limits())
         self.dispatcher = Dispatcher(
             self.table, self.journal, lambda *sent: self.sent.append(wire.to_message(sent[2]))
@@ -51,7 +37,7 @@ class Bench:
         await asyncio.sleep(0)
         return task
 
-    def answer(self, *commands: worker_pb2.WorkerCommand) -> None:
+    def answer(self, *commands: worker_pb2.WorkerCommand, epoch: int = 1) -> None:
         """The worker has done these; its answers come in one message."""
         events = []
         for command in commands:
@@ -62,11 +48,11 @@ class Bench:
             else:
                 event.done.SetInParent()
             events.append(event)
-        self.respond(*events)
+        self.respond(*events, epoch=epoch)
 
-    def respond(self, *events: worker_pb2.WorkerEvent) -> None:
+    def respond(self, *events: worker_pb2.WorkerEvent, epoch: int = 1) -> None:
         response = worker_pb2.ConnectResponse(events=events)
-        self.dispatcher.worker_answered("worker-0", 1, wire.to_events(response), pages_available=50)
+        self.dispatcher.worker_answered("worker-0", epoch, wire.to_events(response), pages_available=50)
 
     async def create(self, *token_ids: int) -> str:
         task = await self.start(prefill(*token_ids))
@@ -74,6 +60,10 @@ class Bench:
         (result,) = await task
         assert isinstance(result, Appended) and result.handle is not None
         return result.handle.cache_id
+
+    def tokens(self, cache_id: str) -> list[int]:
+        (state,) = [state for state in self.table.ledger if state.cache_id == cache_id]
+        return list(state.tokens.copy())
 
 
 @pytest.fixture
@@ -129,7 +119,7 @@ async def test_answers_of_one_message_serve_many_callers(bench: Bench) -> None:
     tasks = [await bench.start(decode(cache, 7)) for cache in caches]
     bench.answer(*bench.sent)
     await asyncio.gather(*tasks)
-    assert [list(bench.journal.token_ids(cache)) for cache in caches] == [[0, 7], [1, 7], [2, 7]]
+    assert [bench.tokens(cache) for cache in caches] == [[0, 7], [1, 7], [2, 7]]
 
 
 async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
@@ -142,39 +132,52 @@ async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
         await task
     assert kinds(bench.sent[2:]) == ["abort", "truncate"]
     bench.answer(second)
-    assert list(bench.journal.token_ids(a)) == [1, 3], "what was answered stays"
-    assert list(bench.journal.token_ids(b)) == [2]
+    assert bench.tokens(a) == [1, 3], "what was answered stays"
+    assert bench.tokens(b) == [2]
     assert bench.dispatcher.operations_in_flight == 0
 
 
-async def test_a_refused_record_is_an_internal_error_for_that_cache_alone(bench: Bench) -> None:
+async def test_what_the_journal_refuses_is_one_callers_failure(bench: Bench) -> None:
     a, b = await bench.create(1), await bench.create(2)
     first, second = await bench.start(decode(a, 3)), await bench.start(decode(b, 4))
-    bench.journal.refuses = TokensAppended
-    bench.answer(*bench.sent)
-    assert isinstance((await first)[0], InternalError)
+    bench.journal.fails = True
+    bench.answer(bench.sent[0])
+    bench.journal.fails = False
+    bench.answer(bench.sent[1])
+    assert isinstance((await first)[0], JournalUnavailable)
     assert isinstance((await second)[0], Appended)
+    assert (bench.tokens(a), bench.tokens(b)) == ([1], [2, 4])
 
 
-async def test_an_append_that_is_not_in_the_journal_is_never_answered(bench: Bench) -> None:
+async def test_workers_go_on_while_the_journal_is_written(bench: Bench) -> None:
+    a, b = await bench.create(1), await bench.create(2)
+    bench.journal.is_slow = True
+    first = await bench.start(decode(a, 3))
+    bench.answer(bench.sent[0])
+    second = await bench.start(decode(b, 4))
+    bench.answer(bench.sent[1])
+    assert not first.done() and not second.done()
+    bench.journal.settle()
+    assert isinstance((await first)[0], Appended) and isinstance((await second)[0], Appended)
+
+
+async def test_it_is_found_out_that_the_journal_works_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
+    monkeypatch.setattr(dispatcher_module, "_EXPIRY_INTERVAL_S", 0.0)
     cache = await bench.create(1)
-    task = await bench.start(decode(cache, 3, position=1))
-    bench.journal.refuses = TokensAppended
-    bench.answer(bench.sent.pop())
-    await task
-    (again,) = await bench.dispatcher.run([decode(cache, 3, position=1)])
-    assert isinstance(again, InternalError), "remembered, but not written"
-    fork = await bench.start(Fork(cache, 1))
-    bench.answer(bench.sent.pop())
-    assert isinstance((await fork)[0], InternalError), "the copy would have what the journal has not"
-    assert await bench.dispatcher.run([Release(cache)]) == [Released(released=True)]
-
-
-async def test_a_release_that_was_not_written_is_nobody_elses_failure(bench: Bench) -> None:
-    cache = await bench.create(1)
-    bench.journal.refuses = CacheReleased
-    outcomes = await bench.dispatcher.run([Release(cache), decode(cache, 3)])
-    assert outcomes[0] == Released(released=True) and isinstance(outcomes[1], CacheNotFound)
+    bench.journal.fails = True
+    (refused,) = await bench.dispatcher.run([Renew(cache)])
+    assert isinstance(refused, JournalUnavailable)
+    keeping = asyncio.create_task(bench.dispatcher.keep_time())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not bench.table.journal_works
+    bench.journal.fails = False
+    while not bench.table.journal_works:
+        await asyncio.sleep(0)
+    keeping.cancel()
 
 
 async def test_what_was_made_for_a_caller_who_left_before_he_knew_is_released(bench: Bench) -> None:
@@ -200,19 +203,36 @@ async def test_what_can_be_asked_for_again_stays(bench: Bench) -> None:
     assert bench.dispatcher.num_caches == 1
 
 
-async def test_those_who_wait_for_a_dead_worker_are_answered(bench: Bench) -> None:
+async def test_those_who_wait_for_a_dead_worker_get_another(bench: Bench) -> None:
     cache = await bench.create(1)
     task = await bench.start(decode(cache, 3), prefill(4))
     bench.dispatcher.worker_lost("worker-0", 1)
-    reasons = [outcome.reason for outcome in await task if isinstance(outcome, QuireError)]
-    assert reasons == ["CACHE_LOST", "WORKER_LOST"]
+    bench.sent.clear()
+    bench.dispatcher.worker_ready(WorkerView("worker-0", 2, 16, 100, 100, 100))
+    while bench.sent:
+        command = bench.sent.pop(0)
+        bench.answer(command, epoch=2)
+    assert all(isinstance(outcome, Appended) for outcome in await task)
+    assert bench.tokens(cache) == [1, 3]
+
+
+async def test_those_who_are_parked_are_looked_at_as_time_passes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
+    bench.dispatcher.worker_lost("worker-0", 1)
+    task = await bench.start(Append(Kind.PREFILL, "", (2,), timeout_s=0.01))
+    keeping = asyncio.create_task(bench.dispatcher.keep_time())
+    (outcome,) = await task
+    keeping.cancel()
+    assert isinstance(outcome, NoWorker)
 
 
 @pytest.mark.parametrize(
     ("worker_reason", "reason"),
     [
         (worker_pb2.WORKER_ERROR_REASON_UNSPECIFIED, "WORKER_FAULT"),
-        (worker_pb2.WORKER_ERROR_REASON_KV_MISSING, "CACHE_LOST"),
+        # Nobody else is there who could give room.
         (worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED, "KV_EXHAUSTED"),
         (worker_pb2.WORKER_ERROR_REASON_FAULT, "WORKER_FAULT"),
         (worker_pb2.WORKER_ERROR_REASON_TIMEOUT, "OVERLOADED"),
@@ -231,7 +251,7 @@ async def test_what_a_worker_says_becomes_what_a_client_sees(
     assert "secret" not in outcome.message
     if reason == "KV_EXHAUSTED":
         assert outcome.metadata == {"pages_needed": "3", "pages_available": "2"}
-    assert list(bench.journal.token_ids(cache)) == [1]
+    assert bench.tokens(cache) == [1]
 
 
 async def test_an_unknown_cache_is_an_outcome(bench: Bench) -> None:
@@ -240,10 +260,11 @@ async def test_an_unknown_cache_is_an_outcome(bench: Bench) -> None:
 
 
 async def test_leases_run_out_by_themselves(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
     monkeypatch.setattr(dispatcher_module, "_EXPIRY_INTERVAL_S", 0.0)
     cache = await bench.create(1)
     await bench.dispatcher.run([Renew(cache, 0.0)])
-    expiry = asyncio.create_task(bench.dispatcher.expire_leases())
+    expiry = asyncio.create_task(bench.dispatcher.keep_time())
     while bench.dispatcher.num_caches:
         await asyncio.sleep(0)
     expiry.cancel()

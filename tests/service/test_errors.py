@@ -51,10 +51,11 @@ ROWS = [
     (errors.NoWorker(), code_pb2.UNAVAILABLE, "NO_WORKER", True),
     (errors.Draining(), code_pb2.UNAVAILABLE, "DRAINING", True),
     (errors.WorkerLost(), code_pb2.UNAVAILABLE, "WORKER_LOST", True),
-    (errors.CacheLost(7), code_pb2.UNAVAILABLE, "CACHE_LOST", False),
+    (errors.JournalUnavailable(), code_pb2.UNAVAILABLE, "JOURNAL_UNAVAILABLE", True),
     (errors.DeadlinePassed(), code_pb2.DEADLINE_EXCEEDED, "DEADLINE_PASSED", False),
     (errors.MessageTimeout(30.0), code_pb2.DEADLINE_EXCEEDED, "MESSAGE_TIMEOUT", False),
     (errors.WorkerFault(), code_pb2.INTERNAL, "WORKER_FAULT", False),
+    (errors.SequenceQuarantined(), code_pb2.INTERNAL, "SEQUENCE_QUARANTINED", False),
     (errors.InternalError(), code_pb2.INTERNAL, "INTERNAL", False),
 ]
 

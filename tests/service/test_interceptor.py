@@ -20,7 +20,7 @@ from service.caches.placement import WorkerView
 from service.caches.requests import Append, Kind
 from service.caches.table import CacheTable, Limits
 from service.dispatcher import Dispatcher
-from service.errors import CacheLost, CacheNotFound, NoWorker, QuireError
+from service.errors import CacheNotFound, NoWorker, QuireError
 from service.journal.memory import MemoryJournal
 from service.logging import current_request_id
 from service.pool import wire
@@ -47,6 +47,13 @@ class Servicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         assert self.behave is not None
         await self.behave(request)
         return executor_pb2.PrefillResponse()
+
+
+def hopeless() -> QuireError:
+    """UNAVAILABLE, and for good. None is, now."""
+    error = NoWorker()
+    error.retry_after_s = None
+    return error
 
 
 class Harness:
@@ -111,7 +118,7 @@ async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, erro
 
 
 @pytest.mark.parametrize(
-    ("error", "pushback_ms"), [(CacheLost(3), "-1"), (NoWorker(), "1000"), (CacheNotFound(), "")]
+    ("error", "pushback_ms"), [(hopeless(), "-1"), (NoWorker(), "1000"), (CacheNotFound(), "")]
 )
 async def test_grpcs_own_retries_are_told_what_may_pass(
     harness: Harness, error: QuireError, pushback_ms: str

@@ -181,7 +181,7 @@ def test_a_worker_that_comes_back_with_kv_need_not_compute_it(gateway: Gateway) 
     numbers = list(worker.sequences)
     gateway.now_s += 1000.0
     gateway.lose_worker(crashed=False)
-    assert [claim.length for claim in gateway.dispatcher.claims({number: 3 for number in numbers})] == [3, 2]
+    assert [claim.length for claim in gateway.dispatcher.claims(dict.fromkeys(numbers, 3))] == [3, 2]
     gateway.release(released)
     gateway.handles(Truncate(kept, 2))
     again = gateway.start_worker("worker-0", kept={numbers[0]: 3, numbers[1]: 2}, sequences=worker.sequences)
@@ -247,7 +247,7 @@ def test_idle_caches_make_room_for_who_waits() -> None:
 
 
 def test_one_whose_own_pages_were_taken_gets_room_again() -> None:
-    """It waits for room with pages of its own, which an older one takes; that one falls idle with all of it."""
+    """It waits for room with pages of its own, which an older one takes and then leaves idle."""
     gateway = small(4)
     young, old = gateway.create(1, 2, 3, 4), gateway.create(*range(10, 22))
     grow_old = gateway.ask(Append(prefill().kind, old, (7, 7)))
@@ -256,7 +256,9 @@ def test_one_whose_own_pages_were_taken_gets_room_again() -> None:
     for _ in range(4):
         gateway.wait(IDLE_S)
         gateway.work()
-    assert isinstance(gateway.replies[grow_old], Appended) and isinstance(gateway.replies[grow_young], Appended)
+    assert isinstance(gateway.replies[grow_old], Appended) and isinstance(
+        gateway.replies[grow_young], Appended
+    )
 
 
 def test_who_finds_no_room_in_time_is_told_so() -> None:

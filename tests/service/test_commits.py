@@ -1,0 +1,197 @@
+"""What is not durable has not happened: records that fail, or take their time."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.caches.records import CacheReleased, TokensAppended
+from service.caches.requests import (
+    Append,
+    Appended,
+    Fork,
+    Handles,
+    Kind,
+    Release,
+    Released,
+    Renew,
+    Request,
+    Truncate,
+)
+from service.errors import QuireError
+from tests.service.failing_journal import FailingJournal
+from tests.sim.harness import Gateway, decode, prefill
+
+
+class Bench(Gateway):
+    """A gateway with a journal that fails."""
+
+    def __init__(self) -> None:
+        self.disk = FailingJournal()
+        super().__init__(journal=self.disk)
+
+    def works_again(self) -> None:
+        """As the dispatcher finds out by itself, before long."""
+        self.disk.fails = False
+        self.table.committed((), self.now_s)
+
+    def settle(self) -> None:
+        """The disk catches up."""
+        self.disk.settle()
+        self.table.check_invariants()
+
+
+@pytest.fixture
+def gateway() -> Bench:
+    return Bench()
+
+
+def is_unavailable(outcome: object) -> bool:
+    return isinstance(outcome, QuireError) and (outcome.code, outcome.reason, outcome.retry_after_s) == (
+        "UNAVAILABLE",
+        "JOURNAL_UNAVAILABLE",
+        1.0,
+    )
+
+
+def test_an_append_that_is_not_written_has_not_happened(gateway: Bench) -> None:
+    cache = gateway.create(1, 2)
+    ticket = gateway.ask(decode(cache, 3, position=2))
+    gateway.disk.fails = True
+    gateway.work()
+    assert is_unavailable(gateway.replies[ticket])
+    assert gateway.tokens(cache) == [1, 2] and gateway.held() == [[1, 2]]
+    gateway.works_again()
+    assert gateway.append(decode(cache, 4, position=2)).handle is not None, "length as before"
+    assert gateway.tokens(cache) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("kind", ["create", "truncate", "fork", "release", "renew"])
+def test_nothing_else_has_happened_either(gateway: Bench, kind: str) -> None:
+    cache, other = gateway.create(1, 2), gateway.create(5)
+    requests: dict[str, Request] = {
+        "create": prefill(9, request_id="r"),
+        "truncate": Truncate(cache, 1),
+        "fork": Fork(cache, 2, (cache, other), "f"),
+        "release": Release(cache),
+        "renew": Renew(cache, 5.0),
+    }
+    gateway.disk.fails = True
+    assert is_unavailable(gateway.run(requests[kind]))
+    gateway.work()
+    assert len(gateway.table) == 2 and gateway.held() == [[1, 2], [5]]
+    assert [handle.expires_at_s for _, handle in gateway.table.handles()] == [1800.0] * 2
+    gateway.works_again()
+    assert isinstance(gateway.run(requests[kind]), Appended | Handles | Released), "it can be repeated"
+
+
+def test_nothing_is_computed_that_could_not_be_kept(gateway: Bench) -> None:
+    """Until the journal works again; what keeps nothing goes on."""
+    cache = gateway.create(1)
+    gateway.disk.fails = True
+    gateway.run(Renew(cache))
+    sent = len(gateway.sent)
+    assert is_unavailable(gateway.run(decode(cache, 2))) and is_unavailable(gateway.run(prefill(3)))
+    assert len(gateway.sent) == sent
+    assert isinstance(gateway.run(Append(Kind.SCORE, "", [1, 2], rows=2)), Appended)
+
+
+def test_leases_that_run_out_are_looked_at_once_while_nothing_can_be_written(gateway: Bench) -> None:
+    for n in range(3):
+        gateway.create(n, lease_s=1.0)
+    gateway.now_s = 5.0
+    gateway.disk.fails = True
+    assert gateway.dispatcher.expire() == 3 and gateway.dispatcher.expire() == 0
+    assert len(gateway.table) == 3
+    gateway.works_again()
+    assert gateway.dispatcher.expire() == 3 and len(gateway.table) == 0
+
+
+def test_an_answer_waits_until_it_is_durable(gateway: Bench) -> None:
+    cache = gateway.create(1)
+    gateway.disk.is_slow = True
+    first, second = gateway.submit(decode(cache, 2), decode(cache, 3))
+    gateway.work()
+    assert first not in gateway.replies and gateway.tokens(cache) == [1]
+    gateway.settle()
+    assert isinstance(gateway.replies[first], Appended) and gateway.tokens(cache) == [1, 2]
+    gateway.work()
+    gateway.settle()
+    assert isinstance(gateway.replies[second], Appended) and gateway.tokens(cache) == [1, 2, 3]
+
+
+def test_what_is_with_the_journal_is_applied_though_its_caller_goes(gateway: Bench) -> None:
+    cache = gateway.create(1)
+    gateway.disk.is_slow = True
+    ticket = gateway.ask(decode(cache, 2, position=1))
+    gateway.work()
+    gateway.cancel(ticket)
+    gateway.settle()
+    assert ticket not in gateway.replies and gateway.tokens(cache) == [1, 2]
+    # Who asks again is answered.
+    result = gateway.append(decode(cache, 2, position=1))
+    assert result.handle is not None and result.handle.seq_len == 2
+    assert gateway.tokens(cache) == [1, 2]
+
+
+@pytest.mark.parametrize("request_id", ["", "mine"])
+def test_caches_of_a_caller_who_goes_while_they_are_written(gateway: Bench, request_id: str) -> None:
+    """Only those that he can ask for again stay."""
+    parent = gateway.create(1)
+    gateway.disk.is_slow = True
+    tickets = gateway.submit(prefill(5, request_id=request_id), Fork(parent, 2, (), request_id))
+    gateway.work()
+    gateway.cancel(*tickets)
+    gateway.settle()
+    gateway.settle()
+    gateway.work()
+    assert len(gateway.table) == (4 if request_id else 1)
+    assert len(gateway.held()) == len(gateway.table) == len(gateway.table.ledger)
+
+
+def test_a_worker_that_dies_while_its_answer_is_written_takes_nothing_with_it(gateway: Bench) -> None:
+    cache = gateway.create(1)
+    gateway.disk.is_slow = True
+    ticket = gateway.ask(decode(cache, 2))
+    gateway.work()
+    gateway.lose_worker()
+    gateway.settle()
+    assert isinstance(gateway.replies[ticket], Appended)
+    gateway.disk.is_slow = False
+    gateway.start_worker("worker-0")
+    gateway.work()
+    gateway.append(decode(cache, 3))
+    assert gateway.tokens(cache) == [1, 2, 3] and gateway.held() == [[1, 2, 3]]
+
+
+def test_a_fork_that_is_not_written_lets_go_on_what_it_would_have_released(gateway: Bench) -> None:
+    cache, other = gateway.create(1), gateway.create(5)
+    ticket = gateway.ask(decode(other, 6))
+    gateway.disk.is_slow = gateway.disk.fails = True
+    fork = gateway.ask(Fork(cache, 1, (other,)))
+    gateway.settle()
+    assert is_unavailable(gateway.replies[fork]) and ticket not in gateway.replies
+    gateway.disk.is_slow = gateway.disk.fails = False
+    gateway.work()
+    assert isinstance(gateway.replies[ticket], Appended) and gateway.tokens(other) == [5, 6]
+
+
+def test_records_are_written_in_the_order_in_which_things_happened(gateway: Bench) -> None:
+    cache = gateway.create(1)
+    gateway.submit(decode(cache, 2), Release(cache))
+    gateway.work()
+    assert [type(record) for record in gateway.disk.written[-2:]] == [TokensAppended, CacheReleased]
+
+
+def test_forks_under_one_id_at_the_same_time_are_not_mixed_up(gateway: Bench) -> None:
+    """A caller's mistake: each is made, the id is the first one's, and all can be released."""
+    left, right = gateway.create(1), gateway.create(2)
+    gateway.disk.is_slow = True
+    tickets = gateway.submit(Fork(left, 1, (), "f"), Fork(right, 2, (), "f"))
+    gateway.settle()
+    made = [gateway.replies[ticket] for ticket in tickets]
+    gateway.disk.is_slow = False
+    assert gateway.handles(Fork(left, 1, (), "f")) == made[0]
+    assert gateway.refusal(Fork(right, 2, (), "f")).reason == "REQUEST_ID_REUSED"
+    for _, handle in list(gateway.table.handles()):
+        assert gateway.release(handle.cache_id)
+    assert len(gateway.table) == 0
