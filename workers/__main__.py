@@ -128,7 +128,7 @@ def _choose_device(config: WorkerConfig) -> str:
 
 
 def _has_cuda_kernels(config: WorkerConfig) -> bool:
-    from workers.executors.llm import runs_on_cuda
+    from workers.executors.loading import runs_on_cuda
 
     return config.model != WEIGHTLESS_MODEL and runs_on_cuda(
         Path(config.model), config.model_backend or "auto"
