@@ -15,8 +15,8 @@ types of transformers choose frequencies by the length of the text so far, for i
   with transformers on every text that it serves, and one with a larger value on those that are longer than
   the original.
 
-Frequencies are computed in the order of transformers, to the bit: one rounding of the fastest pair is an angle
-of 5e-4 at the position 4,000, which a sharp attention makes 3e-3 of the logits.
+Frequencies are computed in the order of transformers, to the bit: one rounding of the fastest pair is an
+angle of 5e-4 at the position 4,000, which a sharp attention makes 3e-3 of the logits.
 
 All types of ROPE_INIT_FUNCTIONS in transformers 5.23 are here. Not "axial", which is for images.
 

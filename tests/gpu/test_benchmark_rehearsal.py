@@ -32,7 +32,8 @@ def rehearse(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 def test_every_row_has_figures(tmp_path: Path) -> None:
     result, text = rehearse(tmp_path, "--commit", "abc")
     names = [workload["name"] for workload in result["workloads"]]
-    assert names == ["rehearsal", "attention", "workload", "rows", "sampling", "peer"]
+    families = ["rehearsal-experts", "rehearsal-windows"]
+    assert names == ["rehearsal", "attention", "workload", "rows", "sampling", "peer", *families]
     figures = [figure for workload in result["workloads"] for figure in workload["figures"]]
     assert all("problem" not in figure and figure["ms"]["p50"] > 0 for figure in figures), text
     assert all(ratio["ratio"] for workload in result["workloads"] for ratio in workload["ratios"]), text

@@ -91,9 +91,9 @@ def test_special_tokens_are_those_of_transformers(tmp_path: Path, described: boo
     """Older directories have them in a file of their own, which newer ones keep and do not mean."""
     make_tokenizer(chat_template="T").save_pretrained(tmp_path)
     bos = {"content": "<map>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    config = _TOKENS | ({"added_tokens_decoder": {}} if described else {})
+    config: dict[str, Any] = _TOKENS | ({"added_tokens_decoder": {}} if described else {})
     write(tmp_path, tokenizer_config=config, special_tokens_map={"bos_token": bos, "eos_token": "</map>"})
-    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     template = read_chat_template(tmp_path, PLENTY)
     assert template is not None and template.special_tokens == theirs.special_tokens_map
     assert template.special_tokens["bos_token"] == ("<config>" if described else "<map>")

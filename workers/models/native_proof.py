@@ -95,7 +95,10 @@ def _check_same_frequencies(directory: Path, config: ModelConfig, module: PreTra
     ]
     for rope in config.ropes:
         ours, _ = rope_frequencies(rope, config.rotary_dim)  # [R / 2]
-        if not any(len(ours) == len(one) and torch.allclose(ours, one, rtol=_FREQUENCY_ERROR, atol=0) for one in theirs):
+        if not any(
+            len(ours) == len(one) and torch.allclose(ours, one, rtol=_FREQUENCY_ERROR, atol=0)
+            for one in theirs
+        ):
             raise ModelError(
                 f"{directory}: the frequencies of {rope} are not those of the transformers library:"
                 " it would answer wrongly"
