@@ -80,6 +80,5 @@ SHAPES = shapes.SHAPES | {
             "rehearsal-experts", 160, 64, 96, 1, 2, 1, 64, False, 128,
             num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
         ),
-        WindowsShape("rehearsal-windows", 160, 64, 96, 2, 2, 1, 64, True, 128, sliding_window=8),
     )
 }  # fmt: skip
