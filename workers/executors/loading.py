@@ -88,9 +88,9 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
 
 
 def runs_on_cuda(directory: Path, asked: str) -> bool:
-    """Whether the model of a directory can run on a CUDA device; of what has no kernels the library's can.
+    """Whether a CUDA device can run a directory's model: always, but for native code without kernels for it.
 
-    Raises ModelError if it cannot be read.
+    Raises ModelError if native code is asked for and the config cannot be read.
     """
     try:
         if asked == NATIVE:
