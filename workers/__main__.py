@@ -130,7 +130,7 @@ def _outlive_the_gateway(grace_s: float) -> Leash:
 
 
 def _choose_device(config: WorkerConfig) -> str:
-    """The device as torch names it. With "auto" a GPU, if there is one and it has kernels for the model.
+    """The device as torch names it. With "auto" a GPU, if there is one that can run the model.
 
     Each worker has a GPU of its own: two of them would each take what the other counts on.
     """
@@ -140,7 +140,7 @@ def _choose_device(config: WorkerConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda was asked for, and this machine has no CUDA device")
-    if config.device == "auto" and not _has_cuda_kernels(config):
+    if config.device == "auto" and not _runs_on_cuda(config):
         _log.info("the GPU has no kernels for this model's head_dim, which is run on the CPU")
         return "cpu"
     count = torch.cuda.device_count()
@@ -153,8 +153,8 @@ def _choose_device(config: WorkerConfig) -> str:
     return f"cuda:{config.device_index}"
 
 
-def _has_cuda_kernels(config: WorkerConfig) -> bool:
-    from workers.executors.llm import runs_on_cuda
+def _runs_on_cuda(config: WorkerConfig) -> bool:
+    from workers.executors.loading import runs_on_cuda
 
     return config.model != WEIGHTLESS_MODEL and runs_on_cuda(
         Path(config.model), config.model_backend or "auto"
