@@ -7,12 +7,15 @@ import asyncio
 import ctypes
 import logging
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import grpc
+import psutil
 import structlog
 import uvloop
 from google.protobuf import json_format
@@ -124,7 +127,12 @@ def _outlive_the_gateway(grace_s: float) -> Leash:
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    leash = Leash(grace_s)
+    standard_input = select.poll()
+    standard_input.register(0, 0)
+    # One that is there waits until all is imported; one that is not may have gone when that began.
+    is_gone = bool(standard_input.poll(0))
+    age_s = max(0.0, time.time() - psutil.Process().create_time())
+    leash = Leash(grace_s, spent_s=age_s if is_gone else 0.0)
     threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
     return leash
 

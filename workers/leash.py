@@ -31,15 +31,21 @@ class Leash:
     """
 
     def __init__(
-        self, grace_s: float, *, now: Callable[[], float] = time.monotonic, arm: Callable[[float], None] = arm
+        self,
+        grace_s: float,
+        *,
+        spent_s: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+        arm: Callable[[float], None] = arm,
     ) -> None:
+        """`spent_s` of the grace are over already."""
         self._grace_s = grace_s
         self._now = now
         self._arm = arm
         self._beat_s = self._ran_s = now()
         # What happened while it did not run is learnt a little later than that it did not.
         self._unsure_until_s = self._ran_s
-        self._arm(grace_s)
+        self._arm(max(_AT_ONCE_S, grace_s - spent_s))
 
     def hold(self) -> None:
         """A gateway is there."""

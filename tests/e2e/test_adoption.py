@@ -87,7 +87,7 @@ def assert_it_wants_a_secret(entry: dict[str, object]) -> None:
 
 
 def test_the_next_gateway_has_them_as_they_are(home: Home) -> None:
-    """After a crash, after another one in the midst of it, after a SIGUSR2. Then they end with their gateway."""
+    """After a crash, after another in the midst of it, after a SIGUSR2. Then they end with their gateway."""
     with home.start(model="adder") as first:
         before = home.meet(first)
         prompt = pb.PrefillRequest(token_ids=[1, 2, 3])
