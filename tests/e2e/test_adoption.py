@@ -105,7 +105,13 @@ def test_the_next_gateway_has_them_as_they_are(home: Home) -> None:
     with home.start(model="adder") as third:
         assert home.meet(third) == before
         assert len(events(third, "worker adopted")) == 2 and not events(third, "worker started")
-        # No gateway knows caches of another yet: what they held is given up, to the last page.
+        # The cache is there, and so is its KV: it goes on where it was, and nothing is computed again.
+        decode.position = 4
+        went_on = third.stub.Decode(decode, timeout=PATIENCE_S)
+        assert went_on.kv_cache.seq_len == 5 and went_on.replayed_tokens == 0
+        assert went_on.kv_cache.epoch == answer.kv_cache.epoch
+        released = pb.ReleaseCacheRequest(cache_id=answer.kv_cache.cache_id)
+        assert third.stub.ReleaseCache(released, timeout=PATIENCE_S).released
         third.assert_pools_are_whole()
         assert third.stub.Prefill(prompt, timeout=PATIENCE_S).output.token_id == answer.output.token_id
         # As a service manager may do it, to all processes.
