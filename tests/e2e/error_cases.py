@@ -149,7 +149,7 @@ def by_cache_id(cache: str, position: int | None = None) -> dict[str, Request]:
         "Decode": pb.DecodeRequest(cache_id=cache, token_id=1, position=position),
         "ForwardVerify": pb.ForwardVerifyRequest(cache_id=cache, token_ids=[1, 2], position=position),
         "ForkCache": pb.ForkCacheRequest(cache_id=cache, count=1),
-        "TruncateKV": pb.TruncateKVRequest(cache_id=cache, new_len=0),
+        "TruncateKV": pb.TruncateKVRequest(cache_id=cache, new_len=0, position=position),
         "RenewCache": pb.RenewCacheRequest(cache_id=cache),
     }
 
@@ -166,7 +166,7 @@ def cache_cases() -> Iterator[Case]:
         yield Case(f"{rpc} unknown", rpc, about(UNKNOWN), code_pb2.NOT_FOUND, "CACHE_NOT_FOUND")
         if rpc != "Prefill":
             yield Case(f"{rpc} no id", rpc, about(""), INVALID, "EMPTY_CACHE_ID", "cache_id")
-        if rpc in ("Prefill", "Decode", "ForwardVerify"):
+        if rpc in ("Prefill", "Decode", "ForwardVerify", "TruncateKV"):
             for position in (len(PROMPT) - 1, len(PROMPT) + 1, 2**32 - 1):
                 yield Case(
                     f"{rpc} position {position}",
@@ -202,12 +202,11 @@ def field_cases() -> Iterator[Case]:
         yield case(rpc, request, "BAD_PRIORITY", "priority")
     new_at_3 = pb.PrefillRequest(token_ids=[1], position=3)
     yield case("Prefill", new_at_3, "BAD_POSITION", "position")
-    long_id = pb.PrefillRequest(token_ids=[1], request_id="r" * 129)
-    yield case("Prefill", long_id, "BAD_REQUEST_ID", "request_id")
-    for text in ("\x1b[31m", "a\n", "\u009b", "é"):
-        yield case(
-            "Prefill", pb.PrefillRequest(token_ids=[1], request_id=text), "BAD_REQUEST_ID", "request_id"
-        )
+    for text in ("r" * 129, "\x1b[31m", "a\n", "\u009b", "é"):
+        prefill = pb.PrefillRequest(token_ids=[1], request_id=text)
+        yield case("Prefill", prefill, "BAD_REQUEST_ID", "request_id")
+        fork = pb.ForkCacheRequest(cache_id=UNKNOWN, count=1, request_id=text)
+        yield case("ForkCache", fork, "BAD_REQUEST_ID", "request_id")
     long_salt = pb.PrefillRequest(token_ids=[1], cache_salt="s" * 129)
     late_salt = pb.PrefillRequest(token_ids=[1], cache_salt="s", cache_id=UNKNOWN)
     for salted in (long_salt, late_salt):

@@ -208,48 +208,6 @@ def test_a_cache_that_occurs_twice_fails_alone(
 # Failures that depend on what else is held or runs.
 
 
-def test_exhausted_pools_say_so_until_pages_are_released(weightless_gateway: GatewayProcess) -> None:
-    stub = weightless_gateway.stub
-    more_than_half = list(range(PAGES * PAGE_TOKENS // 2 + 1))
-    at_first = holdings(weightless_gateway)
-
-    def prefill(variant: int) -> pb.PrefillRequest:
-        # A prompt of its own, so that no page is shared.
-        return pb.PrefillRequest(token_ids=[(token * 7 + variant) % VOCAB for token in more_than_half])
-
-    def release(cache_id: str) -> None:
-        assert stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S).released
-
-    held = [stub.Prefill(prefill(n), timeout=TIMEOUT_S).kv_cache.cache_id for n in range(2)]
-    before = holdings(weightless_gateway)
-
-    refused = refusal(stub.Prefill, prefill(2))
-    assert (refused.code, refused.reason) == (code_pb2.RESOURCE_EXHAUSTED, "KV_EXHAUSTED")
-    assert refused.metadata == {"pages_needed": "33", "pages_available": "31"}
-    assert refused.retry_delay_s is not None
-    # With a page less the other half would do.
-    extension = pb.PrefillRequest(cache_id=held[0], token_ids=more_than_half[:-2])
-    small = [
-        stub.Prefill(pb.PrefillRequest(token_ids=[n]), timeout=TIMEOUT_S).kv_cache.cache_id for n in range(2)
-    ]
-    assert refusal(stub.Prefill, extension).reason == "KV_EXHAUSTED"
-    batch = pb.BatchPrefillRequest(items=[pb.PrefillRequest(token_ids=[1, 2]), extension])
-    good, bad = stub.BatchPrefill(batch, timeout=TIMEOUT_S).results
-    assert read_status(bad.error).reason == "KV_EXHAUSTED"
-    for cache_id in (good.response.kv_cache.cache_id, *small):
-        release(cache_id)
-    too_long = refusal(stub.Prefill, pb.PrefillRequest(cache_id=held[0], token_ids=more_than_half))
-    assert too_long.reason == "SEQUENCE_TOO_LONG", "waiting cannot help"
-    assert too_long.retry_delay_s is None
-    assert holdings(weightless_gateway) == before
-    release(held.pop())
-    assert holdings(weightless_gateway) != before
-    held.append(stub.Prefill(prefill(2), timeout=TIMEOUT_S).kv_cache.cache_id)
-    for cache_id in held:
-        release(cache_id)
-    assert holdings(weightless_gateway) == at_first
-
-
 def test_the_largest_answer_that_is_not_refused_arrives(weightless_gateway: GatewayProcess) -> None:
     stub = weightless_gateway.stub
     output = types.OutputOptions(logits=types.LOGITS_FORMAT_F32, top_logprobs=3, logprob=True)
@@ -278,6 +236,24 @@ def test_a_request_id_names_one_request(weightless_gateway: GatewayProcess) -> N
 
     assert (refused.code, refused.reason, refused.fields) == (INVALID, "REQUEST_ID_REUSED", ("request_id",))
     assert stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=TIMEOUT_S).released
+    assert holdings(weightless_gateway) == before
+
+
+def test_a_request_id_names_one_fork(weightless_gateway: GatewayProcess) -> None:
+    stub = weightless_gateway.stub
+    before = holdings(weightless_gateway)
+    parent = stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=TIMEOUT_S).kv_cache.cache_id
+    request = pb.ForkCacheRequest(cache_id=parent, count=2, release=[parent], request_id="fork")
+    first, again = (stub.ForkCache(request, timeout=TIMEOUT_S).kv_caches for _ in range(2))
+    copies = [handle.cache_id for handle in first]
+    assert [handle.cache_id for handle in again] == copies
+
+    request.count = 3
+    refused = refusal(stub.ForkCache, request)
+
+    assert (refused.code, refused.reason, refused.fields) == (INVALID, "REQUEST_ID_REUSED", ("request_id",))
+    for cache_id in copies:
+        assert stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S).released
     assert holdings(weightless_gateway) == before
 
 
