@@ -125,7 +125,7 @@ class CompactionMachine(RuleBasedStateMachine):
         new = CacheCreated(number, f"c{number}", "tenant", b"salt", number, 1.0, "")
         self.commit([new, TokensAppended(number, 0, self.tokens(length), length, 1)], number)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data(), length=st.integers(1, 6))
     def append(self, data: st.DataObject, length: int) -> None:
         numbers = data.draw(st.sets(st.sampled_from(self.idle()), min_size=1, max_size=4))
@@ -136,7 +136,7 @@ class CompactionMachine(RuleBasedStateMachine):
             records.append(TokensAppended(number, state.length, self.tokens(length), state.prompt_len, 1))
         self.commit(records, *numbers)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data(), count=st.integers(1, 3))
     def fork(self, data: st.DataObject, count: int) -> None:
         parent = self.pick(data)
@@ -145,7 +145,7 @@ class CompactionMachine(RuleBasedStateMachine):
         children = [Child(number, f"c{number}", number) for number in numbers]
         self.commit([CacheForked(parent, children, "request")], parent, *numbers)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data(), share=st.floats(0, 1))
     def truncate(self, data: st.DataObject, share: float) -> None:
         number = self.pick(data)
@@ -153,13 +153,13 @@ class CompactionMachine(RuleBasedStateMachine):
         assert state is not None
         self.commit([CacheTruncated(number, int(share * state.length))], number)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         number = self.pick(data)
         self.commit([CacheReleased(number)], number)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data())
     def renew_twice(self, data: st.DataObject) -> None:
         """Two commits that concern one cache are on their way."""
