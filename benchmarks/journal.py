@@ -1,9 +1,9 @@
 """What the journal costs: `python -m benchmarks.journal [--directory DIR] [--tokens N]`.
 
-Prints JSON: how long a turn of 32 decodes waits for its commit, with an event loop that has nothing else to do
-and with one that is busy, and what it takes of the CPU; how many turns a second can be written; how large the
-file becomes; and how long N tokens take to be recovered, as they were decoded, as prompts, and mixed. Files lie
-in DIR, whose disk decides much.
+Prints JSON: how long a turn of 32 decodes waits for its commit, with an event loop that has nothing else to
+do and with one that is busy, and what it takes of the CPU; how many turns a second can be written; how large
+the file becomes; and how long N tokens take to be recovered, as they were decoded, as prompts, and mixed.
+Files lie in DIR, whose disk decides much.
 """
 
 from __future__ import annotations
