@@ -39,6 +39,8 @@ _ROW_HEAD = struct.Struct("<BBHI")
 _ROW_KEY = struct.Struct("<Qq")
 _FRAME_HEAD = struct.Struct("<IB")
 _CRC = struct.Struct("<I")
+# All that precedes the body of the first frame.
+_TURN_HEAD = struct.Struct("<B3sIIIB")
 _ROW_START: Final = _ROW_HEAD.size + _CRC.size
 FRAME_BYTES: Final = _FRAME_HEAD.size + _CRC.size
 
@@ -129,6 +131,29 @@ def decode(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
             yield from item.records()
         else:
             yield item
+
+
+def decode_turn(row: bytes, seq: int, wall_ns: int) -> bytes | None:
+    """What a row packs that is one run of appends of one token each; None if it is another, or damaged.
+
+    Most rows are such: this takes a third of the time of `decode_packed`, which says the rest.
+    """
+    if len(row) < _TURN_HEAD.size + _CRC.size:
+        return None
+    version, zeros, length, head_crc, size, kind = _TURN_HEAD.unpack_from(row)
+    end = _TURN_HEAD.size + size
+    if (
+        kind != _SINGLES
+        or version != VERSION
+        or any(zeros)
+        or length != len(row) - _ROW_START
+        or end + _CRC.size != len(row)
+        or size % SINGLE_BYTES
+        or crc32(row[: _ROW_HEAD.size], crc32(_ROW_KEY.pack(seq, wall_ns))) != head_crc
+        or crc32(row[_ROW_START:end]) != int.from_bytes(row[end:], "little")
+    ):
+        return None
+    return row[_TURN_HEAD.size : end]
 
 
 def decode_packed(row: bytes, seq: int, wall_ns: int) -> Iterator[Record | Singles]:

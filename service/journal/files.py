@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import sqlite3
 import stat
@@ -161,7 +162,7 @@ class Floor:
     def __init__(self, path: Path, sync: Sync) -> None:
         self.path = path
         self._sync = sync
-        self._fd = -1
+        self._map: mmap.mmap | None = None
         self._synced = 0
         self._boot = _boot_id()
 
@@ -171,8 +172,8 @@ class Floor:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return 0
-        if not data:
-            # The system crashed before it kept any of it.
+        if not any(data):
+            # A crash came before any of it was written.
             return 0
         size = self._LAYOUT.size
         if len(data) != size + 4 or crc32(data[:size]) != int.from_bytes(data[size:], "little"):
@@ -186,18 +187,29 @@ class Floor:
 
     def write(self, seq: int, *, synced: bool = False) -> None:
         """Row `seq` is the last one now. `synced`: it would survive a crash of the system. Raises OSError."""
-        if self._fd < 0:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._map is None:
+            self._map = self._open()
         if synced or self._sync == "full":
             self._synced = seq
         data = self._LAYOUT.pack(seq, min(seq, self._synced), self._boot)
-        os.pwrite(self._fd, data + crc32(data).to_bytes(4, "little"), 0)
+        # Memory: a system call would let the event loop have the interpreter, for milliseconds if it is busy.
+        self._map[:] = data + crc32(data).to_bytes(4, "little")
 
     def close(self) -> None:
         """Lets go of the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _open(self) -> mmap.mmap:
+        size = self._LAYOUT.size + 4
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # There is room for it from now on.
+            os.posix_fallocate(fd, 0, size)
+            return mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
 
 
 # What using a connection may raise: where the file is damaged, also when a message of SQLite's is decoded.

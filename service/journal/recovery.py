@@ -6,7 +6,7 @@ of many rows are sorted by their caches, and those that follow one another becom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from service.caches.records import (
     CacheForked,
@@ -14,7 +14,7 @@ from service.caches.records import (
     Record,
     TokensAppended,
 )
-from service.journal.encoding import SINGLE_BYTES, Singles, decode_packed
+from service.journal.encoding import SINGLE_BYTES, Singles, decode_packed, decode_turn
 
 # The time in seconds at which a record was written comes with it.
 Apply = Callable[[Record, float], None]
@@ -37,19 +37,26 @@ class Replay:
 
     def add(self, row: bytes, seq: int, wall_ns: int) -> None:
         """Takes all records of a row. Raises CorruptRecord, and has taken none of them then."""
-        items = list(decode_packed(row, seq, wall_ns))
         wall_s = wall_ns / 1e9
+        turn = decode_turn(row, seq, wall_ns)
+        if turn is not None:
+            self._packed.append(turn)
+            self._count += len(turn) // SINGLE_BYTES
+        else:
+            self._add_items(list(decode_packed(row, seq, wall_ns)), wall_s)
+        self._rows += 1
+        self._ends.append(self._count)
+        self._walls_s.append(wall_s)
+        if self._count >= _BATCH_APPENDS or self._rows >= _BATCH_ROWS:
+            self.flush()
+
+    def _add_items(self, items: Iterable[Record | Singles], wall_s: float) -> None:
         for item in items:
             if isinstance(item, Singles):
                 self._packed.append(item.packed)
                 self._count += len(item.packed) // SINGLE_BYTES
             else:
                 self._others.append((self._count, item, wall_s))
-        self._rows += 1
-        self._ends.append(self._count)
-        self._walls_s.append(wall_s)
-        if self._count >= _BATCH_APPENDS or self._rows >= _BATCH_ROWS:
-            self.flush()
 
     def flush(self) -> None:
         """Applies all that was taken. Raises what the appliers raise."""

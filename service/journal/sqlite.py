@@ -11,7 +11,7 @@ import collections
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -87,8 +87,10 @@ class SqliteJournal:
                     if torn is not None:
                         break
                     expected += 1
-            with self._fitting(expected - 1):
+            try:
                 replay.flush()
+            except RecordConflict as error:
+                raise self._unfitting(expected - 1, error) from None
             if torn is not None:
                 self._cut(expected, torn)
         if expected != self._writer.next_seq:
@@ -99,8 +101,7 @@ class SqliteJournal:
         try:
             if not isinstance(wall_ns, int) or not isinstance(row, bytes):
                 raise CorruptRecord(0, "not of the type that was written")
-            with self._fitting(seq):
-                replay.add(row, seq, wall_ns)
+            replay.add(row, seq, wall_ns)
         except NewerFormat as error:
             raise JournalUnusable(
                 f"{self._files.path}, row {seq}: {error}. Use the version of Quire that wrote it."
@@ -109,15 +110,13 @@ class SqliteJournal:
             if seq + 1 == self._writer.next_seq:
                 return error
             raise self._damaged(seq, str(error)) from None
+        except RecordConflict as error:
+            raise self._unfitting(seq, error) from None
         self._writer.size_bytes += ROW_BYTES + len(row)
         return None
 
-    @contextlib.contextmanager
-    def _fitting(self, seq: int) -> Iterator[None]:
-        try:
-            yield
-        except RecordConflict as error:
-            raise self._damaged(seq, f"records up to it do not fit: {error}") from None
+    def _unfitting(self, seq: int, error: RecordConflict) -> JournalUnusable:
+        return self._damaged(seq, f"records up to it do not fit: {error}")
 
     def _cut(self, seq: int, error: CorruptRecord) -> None:
         """Drops the last row, of which not all was written. Raises sqlite3.Error, OSError."""

@@ -30,6 +30,8 @@ _WAL_ROW_BYTES: Final = 6 << 10
 # At most so much is dropped between two rows that are written.
 _DROP_ROWS: Final = 256
 _DROP_BYTES: Final = 4 << 20
+# Someone may remove the file: what is written after that, and before this has passed, is lost with it.
+_LOOK_S: Final = 0.5
 # Between warnings of the same failure.
 _WARN_S: Final = 10.0
 
@@ -88,6 +90,8 @@ class Writer(Generic[Owner]):
         # Since the last checkpoint.
         self._wal_bytes = 0
         self._warned_at = -_WARN_S
+        # When the file was there.
+        self._seen_at = -_LOOK_S
 
     def give(self, frames: bytes, owner: Owner) -> None:
         """Writes it after all that was given before."""
@@ -170,8 +174,7 @@ class Writer(Generic[Owner]):
 
     def _write(self, row: bytes, wall_ns: int) -> bool:
         """Whether the row is durable; if not it will not be found."""
-        if not self._files.is_there():
-            self._warn("the journal's file was removed while it was in use; nothing is written any more")
+        if not self._is_there():
             return False
         try:
             if self._db is None:
@@ -182,6 +185,16 @@ class Writer(Generic[Owner]):
             if not self._is_written(error):
                 return False
         self._raise_floor()
+        return True
+
+    def _is_there(self) -> bool:
+        """Looked at now and then: each system call gives the interpreter away."""
+        now = time.monotonic()
+        if now - self._seen_at > _LOOK_S:
+            if not self._files.is_there():
+                self._warn("the journal's file was removed while it was in use; nothing is written any more")
+                return False
+            self._seen_at = now
         return True
 
     def _insert(self, row: bytes, wall_ns: int) -> None:

@@ -125,7 +125,7 @@ class CompactionMachine(RuleBasedStateMachine):
         new = CacheCreated(number, f"c{number}", "tenant", b"salt", number, 1.0, "")
         self.commit([new, TokensAppended(number, 0, self.tokens(length), length, 1)], number)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data(), length=st.integers(1, 6))
     def append(self, data: st.DataObject, length: int) -> None:
         numbers = data.draw(st.sets(st.sampled_from(self.idle()), min_size=1, max_size=4))
@@ -136,7 +136,7 @@ class CompactionMachine(RuleBasedStateMachine):
             records.append(TokensAppended(number, state.length, self.tokens(length), state.prompt_len, 1))
         self.commit(records, *numbers)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data(), count=st.integers(1, 3))
     def fork(self, data: st.DataObject, count: int) -> None:
         parent = self.pick(data)
@@ -145,7 +145,7 @@ class CompactionMachine(RuleBasedStateMachine):
         children = [Child(number, f"c{number}", number) for number in numbers]
         self.commit([CacheForked(parent, children, "request")], parent, *numbers)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data(), share=st.floats(0, 1))
     def truncate(self, data: st.DataObject, share: float) -> None:
         number = self.pick(data)
@@ -153,13 +153,13 @@ class CompactionMachine(RuleBasedStateMachine):
         assert state is not None
         self.commit([CacheTruncated(number, int(share * state.length))], number)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         number = self.pick(data)
         self.commit([CacheReleased(number)], number)
 
-    @precondition(idle)
+    @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data())
     def renew_twice(self, data: st.DataObject) -> None:
         """Two commits that concern one cache are on their way."""
@@ -253,3 +253,45 @@ def test_a_cache_that_is_released_in_a_round_is_not_written_once_more() -> None:
     committed(compactor, journal, ledger, [CacheReleased(1)])
     assert len(recovered(journal)) == 0
     assert all(len(r.token_ids) == 0 for row in journal.rows for r in row if isinstance(r, CacheRestated))
+
+
+def two_in_a_round() -> tuple[Compactor, StepwiseJournal, Ledger]:
+    """A cache and its fork; the first is being restated, which is not answered yet."""
+    ledger, journal = Ledger(CHUNK_TOKENS), StepwiseJournal()
+    compactor = Compactor(ledger, journal, portion_tokens=1)
+    new = CacheCreated(1, "c1", "tenant", b"", 1, 1.0, "")
+    fork = CacheForked(1, [Child(2, "c2", 1)], "")
+    committed(compactor, journal, ledger, [new, TokensAppended(1, 0, range(100), 0, 1), fork])
+    compactor.step()
+    journal.wants = False
+    journal.settle(ok=True)
+    return compactor, journal, ledger
+
+
+def test_nobody_shares_with_one_whose_restating_may_fail() -> None:
+    compactor, journal, ledger = two_in_a_round()
+    compactor.commit([LeaseRenewed(2, 5.0)], lambda _ok: ledger.apply(LeaseRenewed(2, 5.0)))
+    journal.settle(ok=False)
+    journal.settle(ok=True)
+    settled(journal, compactor)
+    assert not compactor.is_underway
+    assert facts(recovered(journal)) == facts(ledger)
+
+
+def test_nobody_shares_with_one_that_is_being_released() -> None:
+    compactor, journal, ledger = two_in_a_round()
+    journal.settle(ok=True)
+    compactor.commit([CacheReleased(1)], lambda _ok: ledger.apply(CacheReleased(1)))
+    settled(journal, compactor)
+    assert not compactor.is_underway
+    assert facts(recovered(journal)) == facts(ledger)
+
+
+def test_a_cache_that_is_made_when_a_round_begins_is_restated() -> None:
+    ledger, journal = Ledger(CHUNK_TOKENS), StepwiseJournal()
+    compactor = Compactor(ledger, journal)
+    new = CacheCreated(1, "c1", "tenant", b"", 1, 1.0, "")
+    compactor.commit([new], lambda _ok: ledger.apply(new))
+    settled(journal, compactor)
+    assert not compactor.is_underway
+    assert facts(recovered(journal)) == facts(ledger) != {}

@@ -28,7 +28,7 @@ from service.caches.records import (
     Record,
     TokensAppended,
 )
-from service.journal import files
+from service.journal import files, writer
 from service.journal.base import JournalUnusable
 from service.journal.compactor import Compactor
 from service.journal.sqlite import SqliteJournal, open_journal
@@ -197,11 +197,12 @@ async def test_a_journal_of_one_model_says_which(tmp_path: Path) -> None:
         assert journal.model_fingerprint == "sha256:1"
 
 
-async def test_nothing_is_reported_as_durable_that_goes_to_a_removed_file(
-    journal: SqliteJournal, tmp_path: Path
+async def test_what_goes_to_a_removed_file_is_not_durable(
+    journal: SqliteJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await commit(journal, created(1))
     (tmp_path / "journal" / "journal.db").unlink()
+    monkeypatch.setattr(writer, "_LOOK_S", 0.0)
     assert not await commit(journal, created(2))
 
 
