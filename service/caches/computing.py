@@ -161,7 +161,6 @@ class Computing:
         blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
             self._leave(operation, Leaving.TAKEN_BACK)
-            operation.copy_number = None
         for operation in under_way:
             self._try_again(operation, WorkerLost())
         self._changed = True
