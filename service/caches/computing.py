@@ -126,9 +126,10 @@ class Computing:
         self._send(attempt.worker, AbortForward(self._number(), attempt.op_id))
         if operation.copy_number is not None:
             self._release_copy(operation, attempt.worker)
-        elif entry.visible and operation.phase is Phase.COMPUTING:
-            # An answer may be on its way: the worker's copy is then longer than it should be.
-            self._send(attempt.worker, TruncateSequence(self._number(), entry.number, operation.base))
+        elif entry.visible:
+            # An answer may be on its way: the worker's copy is then longer than it is known to be.
+            known = operation.base if operation.phase is Phase.COMPUTING else entry.kv_len
+            self._send(attempt.worker, TruncateSequence(self._number(), entry.number, known))
 
     # Workers come, answer and go.
 
