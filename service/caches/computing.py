@@ -198,7 +198,9 @@ class Computing:
     def _parked_too_long(self, operation: Operation) -> QuireError:
         if operation.need is Need.ROOM:
             return KvExhausted(operation.pages_needed, operation.pages_available)
-        return NoWorker() if operation.need is Need.WORKER else DeadlinePassed()
+        if operation.need is Need.WORKER:
+            return NoWorker()
+        return self._too_late(operation) if operation.deadline_s is None else DeadlinePassed()
 
     # What has to be there first.
 
