@@ -388,7 +388,8 @@ class Computing:
         elif self._residence.has_others(entry) or any(self.under_way(home)):
             self._park(operation, Need.ROOM)
         else:
-            self._outcomes.not_computed(operation, error)
+            # Whoever was in its way has gone meanwhile; or it takes more than there is.
+            self._try_again(operation, error)
 
     def _too_late(self, operation: Operation) -> QuireError:
         """What an append is told whose turn came too late, or not soon enough to be done in time."""
