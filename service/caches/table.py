@@ -33,6 +33,7 @@ from service.caches.effects import (
     Event,
     ForkSequence,
     ForwardDone,
+    ReleaseSequences,
     Reply,
     Send,
     TruncateSequence,
@@ -197,10 +198,19 @@ class CacheTable:
         self._begin(now_s)
         self._was_ready = True
         self._placement.add(worker)
-        for number, kv_len in (kept or {}).items():
+        unwanted = []
+        for number, kept_len in (kept or {}).items():
             entry = self._catalog.numbered(number)
-            if entry is not None and entry.home is None:
+            # It may have been cut, and extended otherwise, since its KV was claimed.
+            kv_len = 0 if entry is None else min(kept_len, entry.unchanged_len)
+            if entry is not None and entry.home is None and kv_len:
                 self._residence.settle(entry, worker, now_s, kv_len)
+                if kv_len < kept_len:
+                    self._send(worker, TruncateSequence(self._number(), number, kv_len))
+            else:
+                unwanted.append(number)
+        if unwanted:
+            self._send(worker, ReleaseSequences(self._number(), unwanted))
         self._computing.workers_changed()
         self._end()
 
@@ -717,6 +727,7 @@ class CacheTable:
         entry = operation.entry
         entry.count()
         entry.answer = None
+        entry.unchanged_len = min(entry.unchanged_len, request.new_len)
         if entry.home is not None and entry.kv_len > request.new_len:
             entry.kv_len = request.new_len
             self._send(entry.home, TruncateSequence(self._number(), entry.number, request.new_len))
