@@ -560,6 +560,7 @@ class CacheTable:
         self._require_room(request.count)
         tokens = request.count * entry.length
         tenant.require(caches=request.count, tokens=tokens)
+        self._catalog.begin_fork(request, tenant)
         operation.caches, operation.tokens = request.count, tokens
         self._held += request.count
         tenant.caches += request.count
@@ -788,6 +789,8 @@ class CacheTable:
         entry.tenant.in_flight -= 1
         if isinstance(operation.request, Restore):
             self._restoring -= 1
+        if isinstance(operation.request, Fork) and operation.phase is Phase.COMMITTING:
+            self._catalog.end_fork(operation.request, entry.tenant)
         if entry.running is operation:
             entry.running = None
         else:
