@@ -67,7 +67,8 @@ class Oracle:
         self.budget = JournalBudget()
         # What the gateway does besides, for nobody: that takes turns and places, too.
         self.own_operations = 0
-        # Of one incarnation of the gateway: the request of each ticket.
+        # Grows when the gateway crashes. Of one incarnation of it: the request of each ticket.
+        self.gateway_epoch = 0
         self.tickets: dict[int, Asked] = {}
         # By id and by number.
         self.caches: dict[str, Cache] = {}
@@ -136,6 +137,7 @@ class Oracle:
         asked = [(a.request, a.tenant) for a in self.outstanding.values()]
         self.tickets, self.outstanding, self.abandoned, self.deaths = {}, {}, {}, {}
         self._groups.clear()
+        self.gateway_epoch += 1
         self.journal_works, self.was_ready, self.draining = True, False, False
         for cache in self.caches.values():
             cache.epoch = 0
@@ -262,7 +264,7 @@ class Oracle:
         assert record.prompt_len == prompt_len, "what a prefill leaves is prompt, and only that"
         before = cache.tokens[:]
         cache.tokens += tokens[:kept]
-        cache.prompt_len, cache.last = prompt_len, Applied(base, append, kept)
+        cache.prompt_len, cache.last = prompt_len, Applied(base, append, kept, self.gateway_epoch)
         self._recorded(cache)
         asked.done = Done(cache, len(cache.tokens), before + tokens, prompt_len)
         self.seen[f"applied {append.kind.name.lower()}"] += 1
@@ -369,6 +371,7 @@ class Oracle:
         self._check_handle(result.handle, cache, len(cache.tokens), fresh=False)
         where = "from memory" if not asked.sequence and is_remembered(append, last) else "computed again"
         self.seen[f"repetition answered {where}"] += 1
+        self.seen["repetition answered after a gateway crash"] += last.epoch < self.gateway_epoch
 
     def _check_outputs(
         self, append: Append, result: Appended, tokens: Sequence[int], cache: Cache | None, prompt_len: int

@@ -23,10 +23,10 @@ def check_refusal(oracle: Oracle, asked: Asked, error: QuireError) -> None:
         allowed = {"JOURNAL_UNAVAILABLE"} | ({"CACHE_NOT_FOUND"} if isinstance(request, Renew) else set())
         assert reason in allowed, "to release is always possible, and to renew what is there"
     if reason in _OF_THE_SERVER:
-        assert _OF_THE_SERVER[reason](oracle, asked), "not so"
+        assert _OF_THE_SERVER[reason](oracle, asked), f"{asked}: not so at {oracle.now_s}"
     elif reason in _OF_WORKERS:
         assert isinstance(request, Append)
-        assert _OF_WORKERS[reason](oracle, asked), f"{asked}: no worker said so, and there is time left"
+        assert _OF_WORKERS[reason](oracle, asked), f"{asked}: no worker said so, and there is time left at {oracle.now_s}"
     else:
         _OF_THE_CACHE[reason](oracle, asked, oracle.cache_of(asked), error)
 

@@ -31,13 +31,21 @@ def seal(frames: Sequence[bytes], seq: int, wall_ns: int) -> bytes:
 
 def decode(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
     """The records of a row, one by one. Raises CorruptRecord, maybe after some records."""
+    _check_head(row, seq, wall_ns)
     at = _HEAD.size
-    if len(row) < at or _HEAD.unpack_from(row) != (len(row) - at, crc32(_KEY.pack(seq, wall_ns))):
-        raise CorruptRecord
     while at < len(row):
+        if len(row) < at + _HEAD.size:
+            raise CorruptRecord
         length, checksum = _HEAD.unpack_from(row, at)
         at += _HEAD.size + length
         frame = row[at - length : at]
         if len(frame) != length or crc32(frame) != checksum:
             raise CorruptRecord
         yield pickle.loads(frame)
+
+
+def _check_head(row: bytes, seq: int, wall_ns: int) -> None:
+    if len(row) < _HEAD.size:
+        raise CorruptRecord
+    if _HEAD.unpack_from(row) != (len(row) - _HEAD.size, crc32(_KEY.pack(seq, wall_ns))):
+        raise CorruptRecord

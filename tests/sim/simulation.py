@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from quire.v1 import worker_pb2
@@ -35,7 +35,6 @@ MAX_LEASE_S = 1000.0
 EVENTS = (20, 40, 60, 80, 120, 200)
 # The first is smaller than a context. In the next two sequences get into each other's way.
 POOLS = (Pool(5, page_tokens=4), Pool(12, page_tokens=4), Pool(6), Pool(30), Pool(1000))
-FAULTLESS = Faults(step=0.0, control=0.0, timeout=0.0)
 # Nobody waits longer than this once workers and the journal work again.
 SETTLED_S = 60.0
 _TICK_S = 0.05
@@ -62,7 +61,7 @@ class Simulation:
         # Whether the disk is there all the time.
         self._disk_fails = rng.random() < 0.3
         self._now_s = 0.0
-        self._names, self._numbers = itertools.count(1), itertools.count(1)
+        self._names = itertools.count(1)
         self._disk = Disk()
         # Most callers wait for their answers: more than this are seldom under way.
         self._patience = rng.choice((1, 3, 8, 20))
@@ -122,19 +121,7 @@ class Simulation:
     def _start_gateway(self) -> None:
         """A gateway without workers, which knows what is on the disk."""
         oracle, rng = self.oracle, self.rng
-        limits = Limits(
-            oracle.queue_limit,
-            default_lease_s=oracle.default_lease_s,
-            max_lease_s=MAX_LEASE_S,
-            max_caches=oracle.cache_limit,
-            max_journal_bytes=oracle.budget.limit_bytes,
-            max_wait_s=MAX_WAIT_S,
-        )
-        self.table = WatchedTable(
-            limits,
-            new_cache_id=lambda: f"kv{next(self._names)}",
-            new_seed=lambda: rng.randrange(1 << 32),
-        )
+        self.table = new_table(rng, oracle, self._names)
         self.journal = DiskJournal(self._disk, lambda: self._now_s, self.seen)
         self.dispatcher = WatchedDispatcher(
             self.table, self.journal, self._send, lambda: self._now_s, oracle, self.trace
@@ -152,6 +139,7 @@ class Simulation:
     def _restart_gateway(self) -> None:
         """The gateway is killed. Workers die with it, or wait for the next one."""
         self.seen["gateway crash"] += 1
+        self.seen["in flight when the gateway crashed"] += len(self.oracle.outstanding)
         self.trace.append(("gateway crash",))
         self.journal.crash(self.rng)
         self._unanswered += self.callers.not_answered(self.oracle.gateway_crashed())
@@ -184,6 +172,7 @@ class Simulation:
     def _submit(self) -> None:
         if self._unanswered and self.rng.random() < 0.5:
             request, tenant = self._unanswered.pop(0)
+            self.seen["asked again after a gateway crash"] += 1
             self._ask([request], tenant)
             return
         if not self.oracle.was_ready and self.rng.random() < 0.8:
@@ -205,7 +194,10 @@ class Simulation:
         if not outstanding:
             return
         numbers = self.rng.sample(outstanding, min(self.rng.choice((1, 5)), len(outstanding)))
-        self.dispatcher.cancel([self.dispatcher.ticket_of[number] for number in numbers])
+        tickets = [self.dispatcher.ticket_of[number] for number in numbers]
+        for ticket in tickets:
+            self.seen[f"cancelled while {self.table._operations[ticket].phase.name.lower()}"] += 1
+        self.dispatcher.cancel(tickets)
 
     # The journal.
 
@@ -333,7 +325,10 @@ class Simulation:
             worker, event = self._late.pop()
             self.seen["late answer"] += 1
             self._answer(worker, worker_pb2.ConnectResponse(events=[event]))
-            assert not self.dispatcher.effects, "an answer from the grave"
+            self.check_late()
+
+    def check_late(self) -> None:
+        assert not self.dispatcher.effects, "an answer from the grave"
 
     def _crash(self) -> None:
         """A process ends, or it is silent until it is found to be and killed."""
@@ -352,8 +347,10 @@ class Simulation:
 
     def _lose(self, worker: ModelWorker) -> None:
         del self.workers[worker.worker_id]
-        for _, number in self.table.computed_on(worker.worker_id, worker.epoch):
-            self.seen["computing when its worker died"] += 1
+        for operation in self.table._operations.values():
+            mine = operation.attempt is not None and operation.attempt.worker.epoch == worker.epoch
+            whose = "its" if mine else "a"
+            self.seen[f"{operation.phase.name.lower()} when {whose} worker died"] += 1
         self._late.extend((worker, event) for event in worker.outbox)
         crashed = bool(worker.killed_by) or self.rng.random() < 0.7
         self.dispatcher.worker_lost(
@@ -415,3 +412,19 @@ class Simulation:
             assert self._now_s < end_s, "somebody waits for ever"
             self._tick()
         assert not self.oracle.outstanding, "every caller is answered"
+
+
+def new_table(rng: random.Random, oracle: Oracle, names: Iterator[int] | None = None) -> WatchedTable:
+    """A table with the limits that the oracle knows, and names and seeds that can be had again."""
+    names = names or itertools.count(1)
+    limits = Limits(
+        oracle.queue_limit,
+        default_lease_s=oracle.default_lease_s,
+        max_lease_s=MAX_LEASE_S,
+        max_caches=oracle.cache_limit,
+        max_journal_bytes=oracle.budget.limit_bytes,
+        max_wait_s=MAX_WAIT_S,
+    )
+    return WatchedTable(
+        limits, new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: rng.randrange(1 << 32)
+    )

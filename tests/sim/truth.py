@@ -19,6 +19,8 @@ class Applied:
     base: int
     append: Append
     kept: int
+    # When the gateway had crashed so often.
+    epoch: int
 
 
 @dataclass(slots=True)

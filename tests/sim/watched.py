@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from quire.v1 import worker_pb2
@@ -25,6 +25,8 @@ from tests.sim.truth import Asked
 CHUNK_TOKENS = 4
 # No schedule fills that.
 LARGE_BYTES = 1 << 28
+# One that may be guilty is found out within so many deaths; each other such one may add some.
+MOST_KILLED = 4
 
 
 class WatchedTable(CacheTable):
@@ -39,6 +41,10 @@ class WatchedTable(CacheTable):
         ticket = super().submit(request, now_s, caller, tenant)
         self.oracle.tickets[ticket] = self.upcoming.popleft()
         return ticket
+
+    def tick(self, now_s: float) -> None:
+        self.oracle.now_s = now_s
+        super().tick(now_s)
 
     def sequence_of(self, op_id: int) -> tuple[Asked | None, int]:
         """For whom a forward is computed, if that is not over, and the number of his cache."""
@@ -86,6 +92,8 @@ class WatchedDispatcher(Dispatcher):
         # Whose each request is, by number; and its ticket.
         self.callers: dict[int, int] = {}
         self.ticket_of: dict[int, int] = {}
+        # Workers that died of a sequence.
+        self.killed: Counter[int] = Counter()
         self._send_on = send
         self._groups: deque[Sequence[Write]] = deque()
         # Counting takes time: done in each turn only where it may run out.
@@ -151,6 +159,8 @@ class WatchedDispatcher(Dispatcher):
     def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool = True, culprit: int = 0) -> None:
         """`culprit`: the forward of which it died."""
         _, guilty = self.table.sequence_of(culprit)
+        self.killed[guilty] += 1
+        assert not guilty or self.killed[guilty] <= MOST_KILLED, "it should have been quarantined by now"
         for asked, number in self.table.computed_on(worker_id, epoch):
             self.oracle.deaths.setdefault(number, []).append(guilty)
             if asked is not None:
