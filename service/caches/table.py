@@ -198,15 +198,19 @@ class CacheTable:
         self._begin(now_s)
         self._was_ready = True
         self._placement.add(worker)
-        for number, kv_len in (kept or {}).items():
+        unwanted = []
+        for number, kept_len in (kept or {}).items():
             entry = self._catalog.numbered(number)
-            # It may have become another since the worker was asked for it.
-            running = None if entry is None else entry.running
-            is_writing = running is not None and running.phase is Phase.COMMITTING
-            if entry is None or entry.home is not None or is_writing:
-                self._send(worker, ReleaseSequences(self._number(), (number,)))
+            # It may have been cut, and extended otherwise, since its KV was claimed.
+            kv_len = 0 if entry is None else min(kept_len, entry.unchanged_len)
+            if entry is not None and entry.home is None and kv_len:
+                self._residence.settle(entry, worker, now_s, kv_len)
+                if kv_len < kept_len:
+                    self._send(worker, TruncateSequence(self._number(), number, kv_len))
             else:
-                self._residence.settle(entry, worker, now_s, min(kv_len, entry.length))
+                unwanted.append(number)
+        if unwanted:
+            self._send(worker, ReleaseSequences(self._number(), unwanted))
         self._computing.workers_changed()
         self._end()
 
@@ -563,6 +567,7 @@ class CacheTable:
         self._require_room(request.count)
         tokens = request.count * entry.length
         tenant.require(caches=request.count, tokens=tokens)
+        self._catalog.begin_fork(request, tenant)
         operation.caches, operation.tokens = request.count, tokens
         self._held += request.count
         tenant.caches += request.count
@@ -730,6 +735,7 @@ class CacheTable:
         entry = operation.entry
         entry.count()
         entry.answer = None
+        entry.unchanged_len = min(entry.unchanged_len, request.new_len)
         if entry.home is not None and entry.kv_len > request.new_len:
             entry.kv_len = request.new_len
             self._send(entry.home, TruncateSequence(self._number(), entry.number, request.new_len))
@@ -790,6 +796,8 @@ class CacheTable:
         entry.tenant.in_flight -= 1
         if isinstance(operation.request, Restore):
             self._restoring -= 1
+        if isinstance(operation.request, Fork) and operation.phase is Phase.COMMITTING:
+            self._catalog.end_fork(operation.request, entry.tenant)
         if entry.running is operation:
             entry.running = None
         else:
