@@ -15,6 +15,7 @@ import torch
 
 from workers.executors.describe import kv_layers
 from workers.executors.info import DescribedConfig
+from workers.kv.sizing import KvSizingError, available_bytes
 from workers.kv.tensors import LayerKv
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
@@ -24,6 +25,11 @@ from workers.models.weights import LoadPlan, load_planned, plan_load
 _log = logging.getLogger(__name__)
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
+
+# How errors of the transformers library begin, and so much of them is shown where there is more to say.
+_LIBRARY_CANNOT, _MOST_OF_LIBRARY = "the transformers library cannot ", 300
+# What torch says in a RuntimeError.
+_NO_MEMORY = "can't allocate memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,10 @@ def read_vocab_size(directory: Path, backend: str) -> int:
     # The library takes seconds to import, for nothing where native code runs.
     from workers.models.library.settings import read_settings  # noqa: PLC0415
 
-    return read_settings(directory).vocab_size
+    try:
+        return read_settings(directory).vocab_size
+    except ModelError as error:
+        raise _explained(error, directory) from error
 
 
 def load_served(
@@ -91,9 +100,32 @@ def load_served(
         if backend == TRANSFORMERS:
             return _load_library(directory, dtype, device, progress, self_check=self_check)
         return _load_native(directory, dtype, device, progress, self_check=self_check)
-    except ModelError as error:
-        # What the transformers library said names no file.
-        raise error if str(directory) in str(error) else ModelError(f"{directory}: {error}") from error
+    except (ModelError, MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
+            raise KvSizingError(
+                f"{directory}: memory ran out while the model was loaded, and {available_bytes() >> 20} MiB"
+                " are free: this process may have less than the machine (ulimit -v)"
+            ) from error
+        if not isinstance(error, ModelError):
+            raise
+        raise _explained(error, directory) from error
+
+
+def _explained(error: ModelError, directory: Path) -> ModelError:
+    """The error with the directory; and, where the library stumbled, with what keeps native code from it.
+
+    All that the library says of a setting may be "KeyError".
+    """
+    said = str(error) if str(directory) in str(error) else f"{directory}: {error}"
+    if _LIBRARY_CANNOT not in said:
+        return ModelError(said)
+    try:
+        ModelConfig.from_directory(directory)
+    except ModelError as lack:
+        reason = str(lack).removeprefix(f"{directory}/")
+        # Behind what the library says, which may be long.
+        return ModelError(f"{said[:_MOST_OF_LIBRARY]}; and native code: {reason}")
+    return ModelError(said)
 
 
 def _load_native(
