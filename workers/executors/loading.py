@@ -17,7 +17,7 @@ from workers.executors.describe import kv_layers
 from workers.executors.info import DescribedConfig
 from workers.kv.sizing import KvSizingError, available_bytes
 from workers.kv.tensors import LayerKv
-from workers.models.config import ModelConfig
+from workers.models.config import CONFIG_FILE, ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import Model
 from workers.models.weights import LoadPlan, load_planned, plan_load
@@ -112,20 +112,24 @@ def load_served(
 
 
 def _explained(error: ModelError, directory: Path) -> ModelError:
-    """The error with the directory; and, where the library stumbled, with what keeps native code from it.
+    """The error with the directory; and, where the library stumbled, with the setting that native code lacks.
 
     All that the library says of a setting may be "KeyError".
     """
     said = str(error) if str(directory) in str(error) else f"{directory}: {error}"
-    if _LIBRARY_CANNOT not in said:
-        return ModelError(said)
+    lack = _native_lacks(directory) if _LIBRARY_CANNOT in said else ""
+    # Behind what the library says, which may be long.
+    return ModelError(f"{said[:_MOST_OF_LIBRARY]}; and native code: {lack}" if lack else said)
+
+
+def _native_lacks(directory: Path) -> str:
+    """What native code says of the config of a family that it has; "" where that is nothing."""
     try:
         ModelConfig.from_directory(directory)
-    except ModelError as lack:
-        reason = str(lack).removeprefix(f"{directory}/")
-        # Behind what the library says, which may be long.
-        return ModelError(f"{said[:_MOST_OF_LIBRARY]}; and native code: {reason}")
-    return ModelError(said)
+    except ModelError as error:
+        lack = str(error).removeprefix(f"{directory}/")
+        return "" if lack.startswith(f"{CONFIG_FILE}: model_type: ") else lack
+    return ""
 
 
 def _load_native(
