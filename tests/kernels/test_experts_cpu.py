@@ -103,6 +103,20 @@ def test_weights_of_bfloat16_and_ids_that_are_strided(k: int) -> None:
 
 
 @pytest.mark.usefixtures("one_call")
+def test_each_product_and_each_sum_is_rounded_in_its_turn() -> None:
+    case = Case(20, 3, 3, 32, 64)
+    for weight in case.plain:
+        weight[1:] = weight[0]
+    case.gate_up, case.down = (pack_experts(weight) for weight in case.plain)
+    # Of three equal results the third takes the others away, and what their roundings lost is left.
+    case.weights = torch.rand(20, 3)
+    case.weights[:, 2] = -(case.weights[:, 0] + case.weights[:, 1])
+    expected = case.one_by_one()
+    assert 0 < expected.count_nonzero() < expected.numel() and expected.abs().max() < 1e-5
+    assert torch.equal(case.run(), expected)
+
+
+@pytest.mark.usefixtures("one_call")
 def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads() -> None:
     case = Case(cpu.MOST_ROWS, 8, 3, 96, 160)
     case.ids[:, 0] = torch.tensor([7, 2] * (cpu.MOST_ROWS // 2))
