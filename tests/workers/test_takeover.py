@@ -138,7 +138,7 @@ async def test_what_the_next_gateway_knows_is_kept_and_the_rest_dropped(bench: B
 async def test_nothing_of_one_stream_is_said_on_the_next(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs, what waits, what is done and not sent yet, and walks through the pool."""
+    """Of what runs, what waits, what is done and not said yet, and of walks through the pool."""
     first = bench.connect()
     await first.next("ready")
     await computed(first, 1, 1, [1, 2, 3])
@@ -153,6 +153,7 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
     monkeypatch.setattr(steps, "execute", slowly)
     # Of many steps, of one, behind another, and of no step at all.
     prefill(first, 2, 2, range(40))
+    await holds.wait()
     prefill(first, 3, 3, [1])
     for op_id, position in ((4, 3), (5, 4)):
         decode = worker_pb2.ForwardCommand(
@@ -160,7 +161,10 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
         )
         first.ask(op_id=op_id, forward=decode)
     first.ask(op_id=6, snapshot=worker_pb2.SnapshotCommand(check_integrity=True))
-    await holds.wait()
+    first.ask(op_id=10, release=worker_pb2.ReleaseCommand(sequences=[50]))
+    while not first.requests.empty():
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
     second = bench.connect()
     held = await holdings(second)
     assert held[1] in (3, 4, 5) and 2 not in held, "the long one had not ended"
@@ -175,8 +179,17 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
     walked = await second.next("snapshot")
     assert walked.op_id == 6 and walked.snapshot.pool_intact
     assert walked.snapshot.operations_in_flight == 0
-    assert second.events.empty()
-    assert {s.key: len(s) for s in bench.executor.engine.sequences} == {1: 3, 20: 1, 30: 1}
+    await computed(second, 11, 40, [5])
+    assert second.received == [
+        (0, "ready"),
+        (0, "snapshot"),
+        (7, "adopted"),
+        (2, "forward"),
+        (3, "forward"),
+        (6, "snapshot"),
+        (11, "forward"),
+    ]
+    assert {s.key: len(s) for s in bench.executor.engine.sequences} == {1: 3, 20: 1, 30: 1, 40: 1}
 
 
 @pytest.mark.parametrize("secret", ["", "opensesamE", "\u00e9"])
