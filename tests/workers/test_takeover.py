@@ -82,15 +82,16 @@ async def bench() -> AsyncIterator[Bench]:
     made.worker.stop(5)
 
 
-def prefill(gateway: Gateway, op_id: int, sequence: int, tokens: Sequence[int]) -> None:
+def prefill_command(op_id: int, sequence: int, tokens: Sequence[int]) -> worker_pb2.WorkerCommand:
     forward = worker_pb2.ForwardCommand(
         sequence=sequence, token_ids=tokens, rows=1, kind="OPERATION_KIND_PREFILL"
     )
-    gateway.ask(op_id=op_id, forward=forward)
+    return worker_pb2.WorkerCommand(op_id=op_id, forward=forward)
 
 
 async def computed(gateway: Gateway, op_id: int, sequence: int, tokens: Sequence[int]) -> None:
-    prefill(gateway, op_id, sequence, tokens)
+    command = prefill_command(op_id, sequence, tokens)
+    gateway.requests.put_nowait(worker_pb2.ConnectRequest(commands=[command]))
     assert (await gateway.next("forward")).op_id == op_id
 
 
@@ -152,9 +153,9 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
 
     monkeypatch.setattr(steps, "execute", slowly)
     # Of many steps, of one, behind another, and of no step at all.
-    prefill(first, 2, 2, range(40))
+    together = [prefill_command(2, 2, range(40)), prefill_command(3, 3, [1])]
+    first.requests.put_nowait(worker_pb2.ConnectRequest(commands=together))
     await holds.wait()
-    prefill(first, 3, 3, [1])
     for op_id, position in ((4, 3), (5, 4)):
         decode = worker_pb2.ForwardCommand(
             sequence=1, position=position, token_ids=[op_id], rows=1, kind="OPERATION_KIND_DECODE"
