@@ -40,6 +40,9 @@ class GatewayProcess:
         self._wanted_workers = workers
         command = quire_command(root, "serve", "--model", model, "--listen", "127.0.0.1:0")
         command += ["--workers", str(workers), "--device", "cpu", "--log-format", "json"]
+        if root == ROOT:
+            # Older ones know no workers that outlive their gateway.
+            command += ["--orphan-grace-s", "0"]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(  # noqa: S603 - our own program
                 [*command, *serve_flags(root, flags)],

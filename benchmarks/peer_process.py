@@ -24,6 +24,7 @@ PEERS = {
     "service": "benchmarks.peers.service_peer:ServicePeer",
     "gateway": "benchmarks.peers.gateway_peer:GatewayPeer",
     "stall": "benchmarks.peers.stall_peer:StallPeer",
+    "journal": "benchmarks.peers.journal_peer:JournalPeer",
     "recovery": "benchmarks.peers.recovery_peer:RecoveryPeer",
     "bad-sessions": "benchmarks.peers.bad_session_peer:BadSessionPeer",
     "device": "benchmarks.gpu.device_peer:DevicePeer",

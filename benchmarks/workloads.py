@@ -34,6 +34,7 @@ def all_workloads(shape: Shape) -> list[Workload]:
         _gateway(),
         *(_stall(budget) for budget in _STALL_BUDGETS),
         _bad_sessions(),
+        _journal(),
         _recovery(),
     ]
 
@@ -189,6 +190,26 @@ def _bad_sessions() -> Workload:
             for percentile in (50, 90, 99)
         ],
         rounds=(1, 5),
+        optional=True,
+    )
+
+
+def _journal() -> Workload:
+    """What writing every step down costs: a call of 32, and 32 callers who know nothing of each other."""
+    modes = {"BatchDecode of 32": "batch", "unary, 32 callers": "unary"}
+    return Workload(
+        name="journal",
+        title="decode, 32 sequences, with a journal in memory and on the disk",
+        unit="step",
+        entries=[
+            Entry(f"{kind}: {name}", "journal", "decode", {"steps": 8, "journal": kind, "mode": mode})
+            for name, mode in modes.items()
+            for kind in ("memory", "sqlite")
+        ],
+        comparisons=[Comparison(f"sqlite: {name}", f"memory: {name}", 0.97) for name in modes],
+        share=1.5,
+        prepare=("prepare_decode", {"batch": 32, "context_tokens": 128}),
+        warm={"steps": 2},
         optional=True,
     )
 

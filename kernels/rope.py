@@ -15,6 +15,9 @@ types of transformers choose frequencies by the length of the text so far, for i
   with transformers on every text that it serves, and one with a larger value on those that are longer than
   the original.
 
+Frequencies are computed in the order of transformers, to the bit: one rounding of the fastest pair is an
+angle of 5e-4 at the position 4,000, which a sharp attention makes 3e-3 of the logits.
+
 All types of ROPE_INIT_FUNCTIONS in transformers 5.23 are here. Not "axial", which is for images.
 
 Dimension letters: T tokens; H heads; D head width; R width that is turned; M positions in the table.
@@ -126,15 +129,16 @@ def rope_frequencies(spec: RopeSpec, rotary_dim: int) -> tuple[torch.Tensor, flo
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim: must be even and at least 2, got {rotary_dim}")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim  # [R / 2]
-    frequencies = 1.0 / (spec.theta**exponents)  # [R / 2]
+    periods = spec.theta**exponents  # [R / 2]
+    frequencies = 1.0 / periods  # [R / 2]
     if spec.rope_type == "linear":
         return frequencies / spec.factor, 1.0
     if spec.rope_type == "llama3":
         return _llama3_frequencies(spec, frequencies), 1.0
     if spec.rope_type == "yarn":
-        return _yarn_frequencies(spec, frequencies, rotary_dim), _yarn_attention_factor(spec)
+        return _yarn_frequencies(spec, periods, rotary_dim), _yarn_attention_factor(spec)
     if spec.rope_type == "longrope":
-        return _longrope_frequencies(spec, frequencies), _longrope_attention_factor(spec)
+        return _longrope_frequencies(spec, periods), _longrope_attention_factor(spec)
     if spec.rope_type == "proportional":
         # The pairs that are not turned come last, with angles of zero.
         frequencies[int(spec.partial_rotary_factor * rotary_dim // 2) :] = 0.0
@@ -144,12 +148,12 @@ def rope_frequencies(spec: RopeSpec, rotary_dim: int) -> tuple[torch.Tensor, flo
 
 def _llama3_frequencies(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
     """Slow pairs are slowed by `factor`, fast ones kept, those between interpolated. [R / 2] -> [R / 2]."""
-    turns = spec.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the trained length
+    turns = spec.original_max_position_embeddings / (2 * math.pi / frequencies)  # over the trained length
     kept = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * frequencies / spec.factor + kept * frequencies
 
 
-def _yarn_frequencies(spec: RopeSpec, frequencies: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+def _yarn_frequencies(spec: RopeSpec, periods: torch.Tensor, rotary_dim: int) -> torch.Tensor:
     """NTK-by-parts (arXiv 2309.00071, section 3.2): a linear ramp over the pair index. [R / 2] -> [R / 2]."""
 
     def pair_with(turns: float) -> float:
@@ -164,8 +168,8 @@ def _yarn_frequencies(spec: RopeSpec, frequencies: torch.Tensor, rotary_dim: int
     if low == high:
         high += 0.001
     pairs = torch.arange(rotary_dim // 2, dtype=torch.float32)
-    slowed = ((pairs - low) / (high - low)).clamp(0, 1)
-    return slowed * frequencies / spec.factor + (1 - slowed) * frequencies
+    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * (1.0 / (spec.factor * periods)) + kept * (1.0 / periods)
 
 
 def _yarn_attention_factor(spec: RopeSpec) -> float:
@@ -181,12 +185,12 @@ def _yarn_attention_factor(spec: RopeSpec) -> float:
     return scale(1.0)
 
 
-def _longrope_frequencies(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
+def _longrope_frequencies(spec: RopeSpec, periods: torch.Tensor) -> torch.Tensor:
     """Each pair is slowed by a factor of its own (arXiv 2402.13753). [R / 2] -> [R / 2]."""
     name, factors = spec.longrope_factors()
-    if len(factors) != len(frequencies):
-        raise ValueError(f"{name}: must have {len(frequencies)} entries, one a pair, got {len(factors)}")
-    return frequencies / torch.tensor(factors, dtype=torch.float32)
+    if len(factors) != len(periods):
+        raise ValueError(f"{name}: must have {len(periods)} entries, one a pair, got {len(factors)}")
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
 
 
 def _longrope_attention_factor(spec: RopeSpec) -> float:

@@ -300,9 +300,27 @@ class Config:
         minimum=0.1,
         maximum=_DAY_S,
     )
+    journal: str = _setting(
+        _AUTO,
+        "where caches are written down; auto is sqlite, in the data directory, if there is one",
+        choices=(_AUTO, "sqlite", "memory"),
+    )
+    journal_sync: str = _setting(
+        "normal",
+        "what an answer waits for: normal outlives a crash of the gateway, full that of the machine",
+        choices=("normal", "full"),
+    )
+    orphan_grace_s: float = _setting(
+        60.0,
+        "how long workers outlive a gateway that was killed, so that the next one with this data_dir and"
+        " these settings has them as they are; 0 ends them with it",
+        minimum=0,
+        maximum=_DAY_S,
+    )
     data_dir: str | None = _setting(
         None,
-        "where a gateway keeps its workers' sockets; auto is quire in the user's state directory",
+        "where caches are written down, and workers found again; auto is a directory for each address in the"
+        " user's state directory, and none for a port that is chosen anew each time",
         accepts=bool,
         allowed=f"must be a directory, or {_AUTO}",
     )

@@ -20,12 +20,15 @@ from service.caches.table import CacheTable
 from service.caches.tenants import Tenant
 from service.errors import InternalError, QuireError, WorkerFault
 from service.journal.base import Journal
+from service.journal.compactor import Compactor
 from service.logging import get_logger
 
 _log = get_logger(__name__)
 _EXPIRY_INTERVAL_S = 1.0
 # How often parked operations are looked at.
 _TICK_S = 0.05
+# A disk that takes longer for a commit had better be left alone.
+_JOURNAL_STALL_S = 5.0
 # Caches released before others get a word in: a few milliseconds' worth.
 _EXPIRED_AT_ONCE = 256
 
@@ -65,6 +68,7 @@ class Dispatcher:
         self._caches = caches
         self._clock_s = clock_s
         self._journal = journal
+        self._compactor = Compactor(caches.ledger, journal)
         self._send = send
         self._waiting: dict[int, tuple[OnOutcome, int]] = {}
         self._callers = itertools.count(1)
@@ -164,12 +168,19 @@ class Dispatcher:
             if self._caches.num_parked:
                 self._caches.tick(self._clock_s())
                 self._carry_out()
+            if self._compactor.is_underway:
+                self._compactor.step()
             if slept_s >= _EXPIRY_INTERVAL_S:
                 slept_s = 0.0
                 await self._expire_all()
+                if self._journal.oldest_waiting_s > _JOURNAL_STALL_S:
+                    self._caches.journal_stalls()
+                    continue
                 if not self._caches.journal_works:
                     # An empty one: whether it can be written again.
                     self._commit(())
+                else:
+                    self._compactor.step()
 
     async def _expire_all(self) -> None:
         expired = 0
@@ -248,7 +259,7 @@ class Dispatcher:
     def _commit(self, writes: Sequence[Write]) -> None:
         records = [record for write in writes for record in write.records]
         tickets = [write.ticket for write in writes]
-        self._journal.commit(records, functools.partial(self._on_committed, tickets))
+        self._compactor.commit(records, functools.partial(self._on_committed, tickets))
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
         if durable:

@@ -2,7 +2,7 @@
 
 The port is bound first, so a second server on it fails at once. Health says SERVING from the moment a worker
 has come through a real forward until draining begins. A first SIGTERM or SIGINT drains, a second one stops at
-once.
+once; SIGUSR2 is a SIGTERM that leaves the workers for the next gateway.
 """
 
 from __future__ import annotations
@@ -13,38 +13,45 @@ import errno
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
+from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, worker_pb2
 
+from service.api import admin
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor
 from service.api.parsing import MessageLimits
 from service.api.reflection import add_reflection
 from service.api.server_state import ServerState
-from service.caches.effects import Event
+from service.caches.effects import Claim, Event
 from service.caches.placement import WorkerView
 from service.caches.table import CacheTable, Limits
+from service.caches.tenants import Tenant
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config
+from service.data_directory import data_directory
 from service.dispatcher import Dispatcher
 from service.doors.descriptors import with_descriptors
 from service.doors.doors import Doors
 from service.doors.guest_watch import GuestWatch
 from service.doors.tls import server_credentials
 from service.doors.transport import server_options
+from service.journal.base import JournalUnusable
 from service.journal.memory import MemoryJournal
+from service.journal.sqlite import SqliteJournal, open_journal
 from service.logging import drain_log, get_logger
 from service.memory import MemoryReturner
 from service.pool.base import PoolFailed, WorkerSlot
 from service.pool.local import LocalLauncher
+from service.pool.rotation import Rotation
 from service.pool.supervisor import Supervisor
 
 _log = get_logger(__name__)
 
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 EXECUTOR_SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].full_name
 _HEALTH_NAMES = ("", EXECUTOR_SERVICE)
 _SHIPPED_MODEL_DIR = Path(__file__).parent.parent / "workers" / "models" / SHIPPED_MODEL
@@ -66,8 +73,21 @@ class Gateway:
             max_caches=config.max_caches,
             max_journal_bytes=config.max_journal_bytes,
         )
-        self.pool = Supervisor(config, _model_argument(config.model), LocalLauncher(config.data_dir), self)
-        self.dispatcher = Dispatcher(CacheTable(limits), MemoryJournal(), self.pool.send)
+        directory = data_directory(config)
+        self.doors = Doors.of(config)
+        self.caches = CacheTable(limits)
+        self.journal = self._open_journal(directory)
+        self.pool = Supervisor(
+            config,
+            _model_argument(config.model),
+            LocalLauncher(directory, config.orphan_grace_s if directory is not None else 0.0),
+            self,
+            expected_model=self.journal.model_fingerprint if len(self.caches) else None,
+        )
+        self.dispatcher = Dispatcher(self.caches, self.journal, self.pool.send)
+        self.rotation = Rotation(self.pool, self.dispatcher)
+        # Set when the server is to end.
+        self.stopping = asyncio.Event()
         self.state = ServerState(config)
         self.state.slots = self.pool.slots
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
@@ -78,7 +98,6 @@ class Gateway:
             vocab_size=lambda: self.state.vocab_size,
         )
         self.health = health.aio.HealthServicer()
-        self.doors = Doors.of(config)
         self.credentials = server_credentials(config)
         self.server = grpc.aio.server(
             interceptors=[CallInterceptor(messages, self.doors, self.state.reception, self.state.refusals)],
@@ -87,6 +106,29 @@ class Gateway:
         self._guests: GuestWatch | None = None
         self._background: list[asyncio.Task[None]] = []
 
+    def _open_journal(self, directory: Path | None) -> SqliteJournal | MemoryJournal:
+        """The journal, with what it has kept in the table. Raises JournalUnusable."""
+        if self.config.journal == "memory" or (self.config.journal != "sqlite" and directory is None):
+            return MemoryJournal()
+        if directory is None:
+            raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen anew each time")
+        journal = open_journal(directory, "full" if self.config.journal_sync == "full" else "normal")
+        began_s = time.monotonic()
+        journal.recover(self.caches.recovering, self.caches.recovering_run)
+        anyone: dict[str, Tenant] = {}
+        tenant_of = self.doors.tenant if self.doors is not None else lambda n: anyone.setdefault(n, Tenant(n))
+        self.caches.recovered(now_s=time.monotonic(), wall_s=time.time(), tenant_of=tenant_of)
+        if len(self.caches):
+            took_ms = round(1e3 * (time.monotonic() - began_s))
+            _log.info("recovered", caches=len(self.caches), journal=str(directory), took_ms=took_ms)
+        return journal
+
+    def stop(self, *, leave_workers: bool = False) -> None:
+        """Begins to end; `leave_workers`: to the next gateway on the same data directory."""
+        if leave_workers:
+            self.pool.leave()
+        self.stopping.set()
+
     async def start(self) -> int:
         """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
         for name in _HEALTH_NAMES:
@@ -94,9 +136,17 @@ class Gateway:
         # Its data calls come from a table, which the stubs cannot see.
         servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, self.api)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, self.server)
+        names = [EXECUTOR_SERVICE, health.SERVICE_NAME]
+        if admin.is_offered(self.config):
+            operators = cast(
+                admin_pb2_grpc.AdminServiceServicer,
+                admin.AdminApi(self.state, self.rotation, self.config, self.stop),
+            )
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(operators, self.server)
+            names.append(ADMIN_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         if self.config.reflection == "on":
-            add_reflection(self.server, (EXECUTOR_SERVICE, health.SERVICE_NAME))
+            add_reflection(self.server, names)
         if self.credentials is None:
             port = self.server.add_insecure_port(self.config.listen)
         else:
@@ -142,16 +192,21 @@ class Gateway:
 
     # WorkerListener.
 
-    def worker_ready(self, slot: WorkerSlot) -> None:
+    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
+        """What of the sequences that a worker has kept is as the journal has it."""
+        return self.dispatcher.claims(holdings)
+
+    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
         """Tells the parts of a worker that can serve."""
         assert slot.ready is not None
         self.state.worker_became_ready(slot.ready)
-        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready))
+        self.journal.bind_model(slot.ready.model.fingerprint)
+        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready), kept)
         self._publish_health()
 
-    def worker_lost(self, worker_id: str, epoch: int) -> None:
+    def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
         """Tells the parts of a worker that is gone."""
-        self.dispatcher.worker_lost(worker_id, epoch)
+        self.dispatcher.worker_lost(worker_id, epoch, crashed=crashed)
         self._publish_health()
 
     def worker_suspected(self, slot: WorkerSlot) -> None:
@@ -196,7 +251,11 @@ def _model_argument(model: str) -> str:
 async def serve(config: Config) -> int:
     """Runs a gateway until a signal ends it. Returns the process's exit status."""
     config = with_descriptors(config)
-    gateway = Gateway(config)
+    try:
+        gateway = Gateway(config)
+    except JournalUnusable as error:
+        _log.error("cannot use the journal", error=str(error))
+        return 1
     try:
         port = await gateway.start()
     except RuntimeError:
@@ -204,9 +263,9 @@ async def serve(config: Config) -> int:
         return 1
     listen = f"{config.listen.rpartition(':')[0]}:{port}" if port > 1 else config.listen
     _log.info("listening", listen=listen, model=config.model, workers=config.workers)
-    stop = _stop_on_signals()
+    _stop_on_signals(gateway)
     workers = asyncio.create_task(gateway.run_workers(), name="workers")
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(gateway.stopping.wait())
     await asyncio.wait({workers, stopping}, return_when=asyncio.FIRST_COMPLETED)
     status = 0
     if workers.done():
@@ -219,6 +278,8 @@ async def serve(config: Config) -> int:
     workers.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await workers
+    # What the last answers rest on; it has been written already, as a rule.
+    gateway.journal.close()
     _log.info("stopped")
     return status
 
@@ -261,18 +322,22 @@ def _report_failure(workers: asyncio.Task[None]) -> int:
     return 1
 
 
-def _stop_on_signals() -> asyncio.Event:
-    """The first SIGTERM or SIGINT sets the event; the second ends the process, and with it the workers."""
-    stop = asyncio.Event()
+def _stop_on_signals(gateway: Gateway) -> None:
+    """The first SIGTERM, SIGINT or SIGUSR2 begins to end; the second ends the process.
 
-    def on_signal() -> None:
-        if stop.is_set():
+    With it the workers end, but with SIGUSR2: then the next gateway can have them.
+    """
+
+    def on_signal(number: signal.Signals) -> None:
+        leaves = number == signal.SIGUSR2
+        if gateway.stopping.is_set():
             _log.warning("stopping at once")
+            if not leaves:
+                gateway.pool.kill()
             drain_log()
             signal.raise_signal(signal.SIGKILL)
-        stop.set()
+        gateway.stop(leave_workers=leaves)
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stop
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        loop.add_signal_handler(number, on_signal, number)

@@ -21,6 +21,7 @@ from tests.model_factory import TinyModel, make_model
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+NAMED_TEMPLATES, SPECIAL_TOKENS = "additional_chat_templates", "special_tokens_map.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 VOCAB = TinyModel().vocab_size
@@ -64,6 +65,16 @@ def write(name: str, content: bytes | str) -> Damage:
 
 def remove(name: str) -> Damage:
     return lambda directory: (directory / name).unlink()
+
+
+def all_of(*damages: Damage) -> Damage:
+    """One after the other."""
+
+    def damage(directory: Path) -> None:
+        for one in damages:
+            one(directory)
+
+    return damage
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Damage:
@@ -448,6 +459,7 @@ GENERATIONS = [
     )
 ]  # fmt: skip
 
+_NAMED_TEMPLATES = instead(NAMED_TEMPLATES, Path.mkdir)
 TEMPLATES = [
     BadDirectory(
         "a template of bytes", write(TEMPLATE, b"\xff{{ x }}"), r"/chat_template\.jinja: is not UTF-8"
@@ -478,6 +490,21 @@ TEMPLATES = [
             f"{_TOKENIZER_CONFIG}bos_token: must be a text, or an object",
         )
         for value in (1, {}, {"content": 2}, ["<s>"], "\ud800")
+    ),
+    BadDirectory(
+        "a FIFO as a named template",
+        all_of(_NAMED_TEMPLATES, fifo(f"{NAMED_TEMPLATES}/rag.jinja")),
+        r"/additional_chat_templates/rag\.jinja: is not a regular file",
+    ),
+    BadDirectory(
+        "a named template of bytes",
+        all_of(_NAMED_TEMPLATES, write(f"{NAMED_TEMPLATES}/rag.jinja", b"\xff")),
+        r"/additional_chat_templates/rag\.jinja: is not UTF-8",
+    ),
+    BadDirectory(
+        "an eos_token of a number",
+        all_of(write(TEMPLATE, "x"), write(SPECIAL_TOKENS, json.dumps({"eos_token": 2}))),
+        r"/special_tokens_map\.json: eos_token: must be a text, or an object",
     ),
 ]
 

@@ -27,13 +27,14 @@ WORKER_LAYERS = (
         "coalescing",
         "batch",
         "running",
+        "keeping",
         "executors",
     },
     {"runners"},
     {"models", "row_outputs", "device_sampling"},
     {"sampling", "counter_rng", "logit_settings"},
     {"kv"},
-    {"operations", "logging"},
+    {"operations", "logging", "leash"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
 WITHOUT_TORCH = (

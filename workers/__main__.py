@@ -1,17 +1,21 @@
-"""Entry point of a worker process: `python -m workers`. Started by the gateway, and ends with it."""
+"""Entry point of a worker process: `python -m workers`. A gateway starts it; it does not outlive it long."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ctypes
 import logging
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import grpc
+import psutil
 import structlog
 import uvloop
 from google.protobuf import json_format
@@ -19,6 +23,7 @@ from quire.v1 import worker_pb2_grpc
 from quire.v1.worker_pb2 import WorkerConfig
 
 from workers.executors.base import ModelExecutor
+from workers.leash import Leash
 from workers.logging import background_log
 from workers.server import Progress, WorkerServer
 
@@ -29,6 +34,10 @@ _HOP_SLACK_BYTES = 16 << 20
 # What a GetModelInfoResponse holds beside tokenizer and chat template, generously.
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 _STOP_TIMEOUT_S = 1.0
+# What a gateway has to show to connect. Not on the command line, which everybody on the machine can read.
+SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
+# By it the gateway ends a worker; SIGTERM also reaches those that it still needs.
+END_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 WEIGHTLESS_MODEL = "paged-attention"
 # A step of a smaller model is over before another thread is awake, and idle threads spin for a while.
@@ -41,14 +50,17 @@ class ConfigurationError(Exception):
     """What was asked for cannot be had on this machine or with this model."""
 
 
-def _parse_arguments() -> tuple[str, WorkerConfig]:
-    """The address to serve on, and what to serve."""
+def _parse_arguments() -> tuple[str, WorkerConfig, str]:
+    """The address to serve on, what to serve, and the secret of whom to serve."""
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
     parser.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:/path or host:port")
     parser.add_argument("--config", required=True, metavar="JSON", help="a quire.v1.WorkerConfig")
     arguments = parser.parse_args()
+    secret = os.environ.pop(SECRET_VARIABLE, "")
+    if not secret:
+        parser.error(f"{SECRET_VARIABLE} is not in the environment")
     try:
-        return arguments.listen, json_format.Parse(arguments.config, WorkerConfig())
+        return arguments.listen, json_format.Parse(arguments.config, WorkerConfig()), secret
     except json_format.ParseError as error:
         parser.error(f"--config: {error}")
 
@@ -103,8 +115,30 @@ def _end_with_the_gateway() -> None:
     threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
 
 
+def _outlive_the_gateway(grace_s: float) -> Leash:
+    """Without a stream for that long we end; and at once if the gateway ends before others can find us.
+
+    It writes to our standard input when it has written us down.
+    """
+
+    def watch() -> None:
+        if not os.read(0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    standard_input = select.poll()
+    standard_input.register(0, 0)
+    # One that is there waits until all is imported; one that is not may have gone when that began.
+    is_gone = bool(standard_input.poll(0))
+    age_s = max(0.0, time.time() - psutil.Process().create_time())
+    leash = Leash(grace_s, spent_s=age_s if is_gone else 0.0)
+    threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
+    return leash
+
+
 def _choose_device(config: WorkerConfig) -> str:
-    """The device as torch names it. With "auto" a GPU, if there is one and it has kernels for the model.
+    """The device as torch names it. With "auto" a GPU, if there is one that can run the model.
 
     Each worker has a GPU of its own: two of them would each take what the other counts on.
     """
@@ -114,7 +148,7 @@ def _choose_device(config: WorkerConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda was asked for, and this machine has no CUDA device")
-    if config.device == "auto" and not _has_cuda_kernels(config):
+    if config.device == "auto" and not _runs_on_cuda(config):
         _log.info("the GPU has no kernels for this model's head_dim, which is run on the CPU")
         return "cpu"
     count = torch.cuda.device_count()
@@ -127,8 +161,8 @@ def _choose_device(config: WorkerConfig) -> str:
     return f"cuda:{config.device_index}"
 
 
-def _has_cuda_kernels(config: WorkerConfig) -> bool:
-    from workers.executors.llm import runs_on_cuda
+def _runs_on_cuda(config: WorkerConfig) -> bool:
+    from workers.executors.loading import runs_on_cuda
 
     return config.model != WEIGHTLESS_MODEL and runs_on_cuda(
         Path(config.model), config.model_backend or "auto"
@@ -176,7 +210,7 @@ def _kv_pages(config: WorkerConfig) -> int | None:
     return config.kv_pages if config.HasField("kv_pages") else None
 
 
-async def _serve(address: str, config: WorkerConfig) -> int:
+async def _serve(address: str, config: WorkerConfig, secret: str, leash: Leash | None) -> int:
     from workers.scheduler import Scheduler
 
     worker = WorkerServer(
@@ -190,7 +224,11 @@ async def _serve(address: str, config: WorkerConfig) -> int:
                 config.max_mixed_prefill_tokens if config.HasField("max_mixed_prefill_tokens") else None
             ),
         ),
+        secret=secret,
+        leash=leash,
     )
+    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, worker.end)
+    beating = asyncio.create_task(leash.run()) if leash is not None else None
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", config.max_request_bytes + _HOP_SLACK_BYTES),
@@ -206,6 +244,8 @@ async def _serve(address: str, config: WorkerConfig) -> int:
         await worker.ended
     except Exception as error:
         status = _report(error)
+    if beating is not None:
+        beating.cancel()
     worker.stop(_STOP_TIMEOUT_S)
     return status
 
@@ -222,18 +262,22 @@ def _report(error: Exception) -> int:
 
 
 def main() -> int:
-    """Runs a worker until its gateway goes away."""
-    address, config = _parse_arguments()
+    """Runs a worker until its gateway ends it, or goes away and does not come back in time."""
+    address, config, secret = _parse_arguments()
     _configure_logging(config)
     structlog.contextvars.bind_contextvars(worker_id=config.worker_id, pid=os.getpid())
     # Ctrl-C reaches the whole process group; the gateway drains first and then ends its workers.
-    # A service manager's SIGTERM reaches all processes of the service.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # A service manager's SIGTERM reaches all processes of the service; so may the SIGUSR2 that leaves us.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    _end_with_the_gateway()
+    leash = None
+    if config.orphan_grace_s:
+        leash = _outlive_the_gateway(config.orphan_grace_s)
+    else:
+        _end_with_the_gateway()
     # Neither the server nor the loop is closed, the end of the process does that: both would cancel the
     # gateway's stream, and of one that is in its last lines gRPC prints a traceback.
-    return uvloop.new_event_loop().run_until_complete(_serve(address, config))
+    return uvloop.new_event_loop().run_until_complete(_serve(address, config, secret, leash))
 
 
 if __name__ == "__main__":

@@ -255,6 +255,10 @@ class ForwardQueue:
         """Return the entry of `op_id`, if it is held."""
         return self._entries.get(op_id)
 
+    def entries(self) -> list[QueuedForward]:
+        """Return all that are held, in order of arrival."""
+        return list(self._entries.values())
+
     def add(self, op: Forward) -> None:
         """Queue `op` behind the others of its sequence. Its op_id must be new, and tokens remain."""
         caller = op.caller or -1 - self._arrivals

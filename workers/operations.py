@@ -195,7 +195,34 @@ class CheckIntegrity:
     walk_pages: bool = False
 
 
-Command = Forward | Fork | Truncate | Release | Abort | CheckIntegrity
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What the gateway knows of a sequence: its first `length` tokens, and their digest (`keeping`)."""
+
+    sequence: int
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Cut each claimed sequence to its length, and release those with other tokens and those not claimed."""
+
+    op_id: int
+    claims: Sequence[Claim]
+
+
+Command = Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """Another stream begins, or none: roll back every forward, answer nothing asked before, say what is held.
+
+    No command of a gateway's: it comes between those of one and of the next.
+    """
+
+    stream: int
 
 
 class FailureReason(enum.Enum):
@@ -250,4 +277,20 @@ class IntegrityReport:
     intact: bool | None
 
 
-Result = ForwardDone | Done | Failed | IntegrityReport
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """The answer to `StartOver`: (sequence, length) of all that are held. The stream's own answers follow."""
+
+    stream: int
+    sequences: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The answer to `Adopt`: the sequences that were kept."""
+
+    op_id: int
+    kept: Sequence[int]
+
+
+Result = ForwardDone | Done | Failed | IntegrityReport | Holdings | Adopted

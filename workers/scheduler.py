@@ -161,6 +161,13 @@ class Scheduler:
             self._queue.leave(entry)
         return entry
 
+    def clear(self) -> list[QueuedForward]:
+        """Drop every forward and return their entries. The caller rolls back what runs."""
+        entries = self._queue.entries()
+        for entry in entries:
+            self._queue.leave(entry)
+        return entries
+
     def next_batch(self, now_ns: int, begin: Begin) -> Batch:
         """Choose the next step. Empty if nothing is held, or forwards failed to begin.
 

@@ -19,9 +19,11 @@ import structlog
 from workers.coalescing import CoalescingWindow
 from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing
+from workers.keeping import keep_claimed, take_stock
 from workers.kv.page_pool import OutOfPages
 from workers.operations import (
     Abort,
+    Adopt,
     CheckIntegrity,
     Command,
     Done,
@@ -32,6 +34,7 @@ from workers.operations import (
     IntegrityReport,
     Release,
     Result,
+    StartOver,
     Truncate,
 )
 from workers.runners.base import DeviceLostError
@@ -53,7 +56,7 @@ class StepLoop:
         self._engine = engine
         self._scheduler = scheduler
         self._emit = emit
-        self._inbox: queue.SimpleQueue[Sequence[Command] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence[Command | StartOver] | None] = queue.SimpleQueue()
         self._results: list[Result] = []
         # Sequences whose callers the running step has answered, and who may come back with the next token.
         self._answered: list[int] = []
@@ -66,7 +69,7 @@ class StepLoop:
 
     # Called by other threads.
 
-    def submit(self, commands: Sequence[Command]) -> None:
+    def submit(self, commands: Sequence[Command | StartOver]) -> None:
         """Queues commands that take effect in this order. Those of one call are seen together."""
         self._inbox.put(commands)
 
@@ -100,7 +103,10 @@ class StepLoop:
             if any(isinstance(command, Forward) for command in commands or ()):
                 self._window.message(time.monotonic_ns())
             for command in commands or ():
-                self._carry_out(command)
+                if isinstance(command, StartOver):
+                    self._start_over(command)
+                else:
+                    self._carry_out(command)
             wait_ns = 0
             # A prefill does not wait for decodes, unless it was told to run beside them.
             may_wait = not self._scheduler.has_long or self._scheduler.protects_decodes
@@ -115,6 +121,16 @@ class StepLoop:
             if self._stopping.is_set():
                 return
 
+    def _start_over(self, command: StartOver) -> None:
+        """Nothing of what was asked before is gone on with, or answered. What fails here ends the worker."""
+        for entry in self._scheduler.clear():
+            if entry.running is not None:
+                self._engine.roll_back(entry.running)
+        # A walk without owner leaves the table by itself.
+        self._walk, self._walking_for, self._to_walk_for = None, [], []
+        self._answered, self._window = [], CoalescingWindow()
+        self._results = [take_stock(self._engine, command.stream)]
+
     def _carry_out(self, command: Command) -> None:
         try:
             match command:
@@ -125,23 +141,31 @@ class StepLoop:
                 case Abort():
                     self._abort(command)
                     return
-                case Fork():
-                    self._engine.fork(command.sequence, command.children)
-                case Truncate():
-                    self._engine.truncate(command.sequence, command.new_len)
-                case Release():
-                    for sequence in command.sequences:
-                        self._engine.release(sequence)
-                        self._window.forget(sequence)
                 case CheckIntegrity():
                     self._check(command)
                     return
+                case Adopt():
+                    self._results.append(keep_claimed(self._engine, command))
+                    return
+                case _:
+                    self._change(command)
             self._results.append(Done(command.op_id))
         except KvMissing as error:
             self._results.append(Failed(command.op_id, FailureReason.KV_MISSING, str(error)))
         except Exception as error:
             _log.exception("a command failed")
             self._results.append(Failed(command.op_id, FailureReason.FAULT, repr(error)))
+
+    def _change(self, command: Fork | Truncate | Release) -> None:
+        match command:
+            case Fork():
+                self._engine.fork(command.sequence, command.children)
+            case Truncate():
+                self._engine.truncate(command.sequence, command.new_len)
+            case Release():
+                for sequence in command.sequences:
+                    self._engine.release(sequence)
+                    self._window.forget(sequence)
 
     def _abort(self, command: Abort) -> None:
         """Drops a forward that is queued or between two of its chunks; it gets no answer."""

@@ -18,7 +18,10 @@ from workers.operations import (
     GREEDY,
     Abort,
     Accept,
+    Adopt,
+    Adopted,
     CheckIntegrity,
+    Claim,
     Command,
     Done,
     Failed,
@@ -64,7 +67,9 @@ _REASONS = {
 }
 
 
-def to_command(message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY) -> Command:
+def to_command(  # noqa: PLR0911 - one for each command
+    message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY
+) -> Command:
     """Decodes a command. Raises ValueError for one that is not known; snapshots are the server's own.
 
     So it does for a mask of more tokens than `vocab_size`, before it reads them.
@@ -83,6 +88,9 @@ def to_command(message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABUL
             return Abort(op_id, message.abort.target_op_id)
         case "snapshot":
             return CheckIntegrity(op_id, message.snapshot.check_integrity)
+        case "adopt":
+            items = message.adopt.items
+            return Adopt(op_id, [Claim(item.sequence, item.length, item.digest) for item in items])
         case kind:
             raise ValueError(f"unknown command {kind}")
 
@@ -145,13 +153,15 @@ def _to_mask(message: types_pb2.TokenMask, vocab_size: int) -> TokenMask:
     return TokenMask(packed=np.packbits(allowed, bitorder="little").tobytes())
 
 
-def to_event(result: ForwardDone | Done | Failed) -> worker_pb2.WorkerEvent:
+def to_event(result: ForwardDone | Done | Failed | Adopted) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
         case ForwardDone():
             return worker_pb2.WorkerEvent(op_id=result.op_id, forward=_forward_done(result))
         case Done():
             return worker_pb2.WorkerEvent(op_id=result.op_id, done=worker_pb2.ControlDone())
+        case Adopted():
+            return worker_pb2.WorkerEvent(op_id=result.op_id, adopted=worker_pb2.Adopted(kept=result.kept))
         case Failed():
             error = worker_pb2.WorkerError(
                 reason=_REASONS[result.reason],  # type: ignore[arg-type]  # an enum to the stubs
@@ -201,8 +211,9 @@ def to_ready(
     text: ModelText,
     max_batch_tokens: int,
     max_batch_items: int,
+    holdings: Sequence[tuple[int, int]],
 ) -> worker_pb2.WorkerReady:
-    """Describes a worker that can serve."""
+    """Describes a worker that can serve; `holdings` are the sequences it has kept, with their lengths."""
     template, defaults = text.chat_template, text.sampling_defaults
     says_how = defaults != SamplingDefaults()
     return worker_pb2.WorkerReady(
@@ -215,6 +226,7 @@ def to_ready(
             **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
         ),
         pages_total=pool.pages_total,
+        holdings=[worker_pb2.Holding(sequence=number, length=length) for number, length in holdings],
     )
 
 

@@ -12,9 +12,9 @@ import os
 
 import torch
 
+from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timing import Timer, wall_ns
 from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed_steps
-from benchmarks.shapes import SHAPES
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton

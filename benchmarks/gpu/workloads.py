@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.gpu.shapes import SHAPES
 from benchmarks.plan import Comparison, Entry, Workload
-from benchmarks.shapes import DEFAULT_SHAPE, SHAPES, Shape
+from benchmarks.shapes import DEFAULT_SHAPE, Shape
 
 # Least shares of the roof, by model and batch, and of the device's own pace with the host in the loop.
 _DECODE_GOALS = {("qwen3-0.6b", 1): 0.4, ("qwen3-8b", 1): 0.75}
@@ -29,6 +30,7 @@ class Sizes:
         decode_attention: (batch, context) of the decode kernel.
         prefill_attention: (new tokens, context with them) of the prefill kernel.
         shapes: Models, each a workload of its own.
+        families: The same, of other families, for which there are no goals.
         request_tokens: Prompts and outputs of the many requests (low, high).
         static_ways: How transformers runs beside us.
     """
@@ -43,6 +45,7 @@ class Sizes:
     prefill_attention: tuple[tuple[int, int], ...] = ((2048, 2048), (8192, 8192), (2048, 32_768))
     sampling_rows: tuple[int, ...] = (1, 64, 256)
     shapes: tuple[str, ...] = (DEFAULT_SHAPE, "qwen3-8b", "qwen3-14b")
+    families: tuple[str, ...] = ("qwen3-30b-a3b", "gemma3-12b")
     decode_batches: tuple[int, ...] = (1, 8, 32, 64, 256)
     decode_context: int = 1024
     prefill_tokens: tuple[int, ...] = (512, 2048, 8192)
@@ -62,6 +65,7 @@ REHEARSAL = Sizes(
     prefill_attention=((20, 40),),
     sampling_rows=(2,),
     shapes=("rehearsal",),
+    families=("rehearsal-experts",),
     decode_batches=(1, 2),
     decode_context=16,
     prefill_tokens=(24,),
@@ -78,8 +82,9 @@ def all_workloads(*, rehearsal: bool) -> list[Workload]:
     """Every workload, in the order in which they run while there is time."""
     sizes = REHEARSAL if rehearsal else Sizes()
     models = [_model(sizes, SHAPES[name]) for name in sizes.shapes]
+    others = [_without_goals(_model(sizes, SHAPES[name])) for name in sizes.families]
     kernels = [_attention(sizes), _requests(sizes), _rows(sizes), _sampling(sizes)]
-    found = [*models[:2], *kernels, *models[2:], _static(sizes)]
+    found = [*models[:2], *kernels, *models[2:], _static(sizes), *others]
     return [replace(workload, rounds=sizes.rounds) for workload in found]
 
 
@@ -107,6 +112,12 @@ def _model(sizes: Sizes, shape: Shape) -> Workload:
     prepare = _load(shape.name, sizes, max(sizes.decode_batches), max(sizes.prefill_tokens))
     title = f"{shape.name}, {sizes.decode_context} tokens of context"
     return Workload(shape.name, title, "step", entries, comparisons, prepare=prepare, warm={})
+
+
+def _without_goals(workload: Workload) -> Workload:
+    entries = [replace(entry, goal=None) for entry in workload.entries]
+    comparisons = [replace(comparison, goal=None) for comparison in workload.comparisons]
+    return replace(workload, entries=entries, comparisons=comparisons)
 
 
 def _static(sizes: Sizes) -> Workload:

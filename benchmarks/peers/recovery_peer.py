@@ -51,7 +51,7 @@ class RecoveryPeer(Peer):
         killed_ns = time.perf_counter_ns()
         os.kill(victim.pid, signal.SIGKILL)
         codes = {call.code() for call in calls}
-        if codes != {grpc.StatusCode.UNAVAILABLE}:
+        if codes != {grpc.StatusCode.OK}:
             raise RuntimeError(f"calls ended with {codes}")
         while not self._has_heir(victim):
             time.sleep(0.005)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from quire.v1 import executor_pb2
@@ -15,8 +16,8 @@ from benchmarks.peers.grpc_peer import GrpcPeer
 class ServicePeer(GrpcPeer):
     """Greedy, without log-probabilities, every step fenced by its position. Prompts differ."""
 
-    def __init__(self, config: PeerConfig) -> None:
-        flags = ["--threads-per-worker", str(config.threads), "--kv-pages", str(config.kv_pages)]
+    def __init__(self, config: PeerConfig, more_flags: Sequence[str] = ()) -> None:
+        flags = [*more_flags, "--threads-per-worker", str(config.threads), "--kv-pages", str(config.kv_pages)]
         super().__init__(config, str(config.model_dir()), flags)
         self._vocab_size = config.shape.vocab_size
         self._callers: list[drivers.Caller] = []

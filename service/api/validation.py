@@ -252,6 +252,14 @@ def lease_seconds(message: duration_pb2.Duration) -> float:
     return seconds
 
 
+def grace_seconds(message: duration_pb2.Duration) -> float:
+    """How long something may go on, in seconds."""
+    seconds = _seconds(message)
+    if seconds < 0:
+        raise InvalidArgument("BAD_GRACE", "grace", "a grace must not be negative")
+    return seconds
+
+
 def timeout_seconds(left_s: float | None, own: duration_pb2.Duration | None = None) -> float | None:
     """What is left of a caller's deadline. One of a year or more counts as none, which is what it means.
 

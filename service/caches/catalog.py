@@ -21,6 +21,8 @@ class Catalog:
         self._by_request_id: dict[tuple[Tenant, str], CacheEntry] = {}
         # What forks with a request id have made, by the child's index.
         self._forks: dict[tuple[Tenant, str], dict[int, CacheEntry]] = {}
+        # Request ids of forks that are with the journal.
+        self._forking: set[tuple[Tenant, str]] = set()
         self._listing = Listing(self._by_id)
 
     def __len__(self) -> int:
@@ -58,6 +60,19 @@ class Catalog:
         if len(made) < key.count:
             raise CacheNotFound
         return Handles(tuple(made[index].handle for index in range(key.count)))
+
+    def begin_fork(self, request: Fork, tenant: Tenant) -> None:
+        """A fork goes to the journal. Raises InvalidArgument if another with its request id is there."""
+        key = (tenant, request.request_id)
+        # Forks of one parent come one after the other.
+        if key in self._forking:
+            raise reused_request_id()
+        if request.request_id:
+            self._forking.add(key)
+
+    def end_fork(self, request: Fork, tenant: Tenant) -> None:
+        """What a fork made is there, or will not be."""
+        self._forking.discard((tenant, request.request_id))
 
     def after(self, order: int, tenant: Tenant) -> Iterator[CacheEntry]:
         """A tenant's caches of a higher order, in order."""

@@ -19,7 +19,9 @@ _CHUNK_BYTES = 144
 _POINTER_BYTES = 8
 
 
-class _Chunk:
+class Chunk:
+    """Some tokens that follow one another, and how many sequences hold them. Equal to itself only."""
+
     __slots__ = ("holders", "token_ids")
 
     def __init__(self, token_ids: array[int]) -> None:
@@ -72,7 +74,7 @@ class ChunkStore:
         return tokens.chunks[-1].token_ids
 
     def _push(self, tokens: ChunkedTokens, token_ids: array[int]) -> None:
-        tokens.chunks.append(_Chunk(token_ids))
+        tokens.chunks.append(Chunk(token_ids))
         self.size_bytes += _POINTER_BYTES + _CHUNK_BYTES + _TOKEN_BYTES * len(token_ids)
 
     def _pop(self, tokens: ChunkedTokens) -> None:
@@ -88,7 +90,7 @@ class ChunkedTokens:
 
     __slots__ = ("chunks", "length")
 
-    def __init__(self, chunks: list[_Chunk] | None = None, length: int = 0) -> None:
+    def __init__(self, chunks: list[Chunk] | None = None, length: int = 0) -> None:
         self.chunks = [] if chunks is None else chunks
         self.length = length
 

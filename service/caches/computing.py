@@ -126,9 +126,10 @@ class Computing:
         self._send(attempt.worker, AbortForward(self._number(), attempt.op_id))
         if operation.copy_number is not None:
             self._release_copy(operation, attempt.worker)
-        elif entry.visible and operation.phase is Phase.COMPUTING:
-            # An answer may be on its way: the worker's copy is then longer than it should be.
-            self._send(attempt.worker, TruncateSequence(self._number(), entry.number, operation.base))
+        elif entry.visible:
+            # An answer may be on its way: the worker's copy is then longer than it is known to be.
+            known = operation.base if operation.phase is Phase.COMPUTING else entry.kv_len
+            self._send(attempt.worker, TruncateSequence(self._number(), entry.number, known))
 
     # Workers come, answer and go.
 
@@ -197,7 +198,9 @@ class Computing:
     def _parked_too_long(self, operation: Operation) -> QuireError:
         if operation.need is Need.ROOM:
             return KvExhausted(operation.pages_needed, operation.pages_available)
-        return NoWorker() if operation.need is Need.WORKER else DeadlinePassed()
+        if operation.need is Need.WORKER:
+            return NoWorker()
+        return self._too_late(operation) if operation.deadline_s is None else DeadlinePassed()
 
     # What has to be there first.
 
@@ -395,7 +398,8 @@ class Computing:
         elif self._residence.has_others(entry) or any(self.under_way(home)):
             self._park(operation, Need.ROOM)
         else:
-            self._outcomes.not_computed(operation, error)
+            # Whoever was in its way has gone meanwhile; or it takes more than there is.
+            self._try_again(operation, error)
 
     def _too_late(self, operation: Operation) -> QuireError:
         """What an append is told whose turn came too late, or not soon enough to be done in time."""

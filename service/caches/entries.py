@@ -1,8 +1,9 @@
-"""What the table keeps: a CacheEntry for each cache, an Operation for each request, an Attempt for each try."""
+"""What the table keeps: a CacheEntry a cache, an Operation a request, an Attempt for each try of it."""
 
 from __future__ import annotations
 
 import enum
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -134,6 +135,8 @@ class CacheEntry:
     # Whether that worker has ever been told of it.
     was_sent: bool = False
     placed_s: float = 0.0
+    # So many of its first tokens have never been others since the gateway began.
+    unchanged_len: int = sys.maxsize
     used_s: float = 0.0
     # Grows whenever its KV is placed anew.
     ownership: int = 0

@@ -114,6 +114,13 @@ class Ledger:
             case CacheRestated():
                 self._restate(record)
 
+    def apply_run(self, run: TokensAppended) -> None:
+        """Applies appends of one token each that followed one another. Raises as `apply` does."""
+        self._append(run)
+        if len(run.token_ids) > 1:
+            state = self._states[run.number]
+            state.last = LastAppend(state.length - 1, 1, 0, fingerprint(run.token_ids[-1:]))
+
     def restate(self, number: int, shares_with: CacheState | None = None) -> CacheRestated:
         """The record that says all of a cache, sharing what it can with another. Raises RecordConflict."""
         state = self._state(number)

@@ -1,8 +1,8 @@
 """The state machine of every cache: fencing, idempotence, order, leases. READ FIRST in the gateway.
 
-No I/O and no clock: requests, workers' answers and deaths, the journal's answers and the time come in as calls;
-commands for workers, records for the journal and replies go out through `take_effects()`. So it can be driven
-by a seeded simulator, and `check_invariants()` can be called at any moment.
+No I/O and no clock: requests, what workers and the journal answer, workers' deaths and the time come in as
+calls; commands for workers, records for the journal and replies go out through `take_effects()`. So it can be
+driven by a seeded simulator, and `check_invariants()` can be called at any moment.
 
 What is true of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
 operation of a cache runs at a time; the others wait in order, whatever they are:
@@ -21,7 +21,7 @@ import itertools
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from service.caches.catalog import Catalog, reused_request_id
@@ -143,6 +143,8 @@ class CacheTable:
         self._computing = Computing(
             self._placement, self._residence, self, self._send, self._number, limits.max_wait_s
         )
+        # While it recovers: when a cache's last record was written.
+        self._written_s: dict[int, float] = {}
         # No worker has ever been ready: whoever comes now had better come again.
         self._was_ready = False
         self._to_restore: deque[CacheEntry] = deque()
@@ -150,33 +152,31 @@ class CacheTable:
 
     # Before it begins.
 
-    def recover(
-        self,
-        records: Iterable[tuple[Record, float]],
-        *,
-        now_s: float,
-        wall_s: float,
-        tenant_of: Callable[[str], Tenant],
-    ) -> None:
-        """Takes over what a journal has kept: each record, and when it was written on the wall's clock.
+    def recovering(self, record: Record, wall_s: float) -> None:
+        """A record that the journal has kept, and when it was written. Raises RecordConflict."""
+        self.ledger.apply(record)
+        for number in numbers_of(record):
+            self._written_s[number] = wall_s
 
-        Raises RecordConflict if they cannot be all there are.
-        """
-        written_s: dict[int, float] = {}
-        for record, at_s in records:
-            self.ledger.apply(record)
-            for number in numbers_of(record):
-                written_s[number] = at_s
+    def recovering_run(self, run: TokensAppended, wall_s: float) -> None:
+        """Appends of one token each that followed one another, as one record. Raises RecordConflict."""
+        self.ledger.apply_run(run)
+        self._written_s[run.number] = wall_s
+
+    def recovered(self, *, now_s: float, wall_s: float, tenant_of: Callable[[str], Tenant]) -> None:
+        """That were all records: the caches are those of before. Leases have gone on meanwhile."""
+        self._now_s = now_s
         for state in sorted(self.ledger, key=lambda state: state.number):
-            tenant = tenant_of(state.tenant) if state.tenant else self._anonymous
+            entry = self._new_entry(state, tenant_of(state.tenant) if state.tenant else self._anonymous)
             # A clock that was set back must not make leases longer than they are.
-            age_s = min(max(0.0, wall_s - written_s[state.number]), state.lease_s)
-            entry = self._new_entry(state, tenant)
-            entry.expires_at_s = now_s + state.lease_s - age_s
+            age_s = max(0.0, wall_s - self._written_s[state.number])
+            entry.expires_at_s = now_s + max(0.0, state.lease_s - age_s)
+            entry.used_s = now_s - age_s
             entry.ownership = state.ownership
+            self._last_number = max(self._last_number, state.number)
             self._publish(entry)
             entry.count()
-            self._last_number = max(self._last_number, state.number)
+        self._written_s.clear()
 
     def claims(self, holdings: Mapping[int, int]) -> list[Claim]:
         """What of the sequences that a worker holds is wanted, cut to what the caches are."""
@@ -198,15 +198,19 @@ class CacheTable:
         self._begin(now_s)
         self._was_ready = True
         self._placement.add(worker)
-        for number, kv_len in (kept or {}).items():
+        unwanted = []
+        for number, kept_len in (kept or {}).items():
             entry = self._catalog.numbered(number)
-            # It may have become another since the worker was asked for it.
-            running = None if entry is None else entry.running
-            is_writing = running is not None and running.phase is Phase.COMMITTING
-            if entry is None or entry.home is not None or is_writing:
-                self._send(worker, ReleaseSequences(self._number(), (number,)))
+            # It may have been cut, and extended otherwise, since its KV was claimed.
+            kv_len = 0 if entry is None else min(kept_len, entry.unchanged_len)
+            if entry is not None and entry.home is None and kv_len:
+                self._residence.settle(entry, worker, now_s, kv_len)
+                if kv_len < kept_len:
+                    self._send(worker, TruncateSequence(self._number(), number, kv_len))
             else:
-                self._residence.settle(entry, worker, now_s, min(kv_len, entry.length))
+                unwanted.append(number)
+        if unwanted:
+            self._send(worker, ReleaseSequences(self._number(), unwanted))
         self._computing.workers_changed()
         self._end()
 
@@ -333,6 +337,10 @@ class CacheTable:
             if ticket:
                 self._committed(self._operations[ticket])
         self._end()
+
+    def journal_stalls(self) -> None:
+        """What was given to the journal waits for too long: nothing more begins until it is written."""
+        self.journal_works = False
 
     def write_failed(self, tickets: Sequence[int], now_s: float) -> None:
         """What these operations wrote is not durable, and never will be."""
@@ -559,6 +567,7 @@ class CacheTable:
         self._require_room(request.count)
         tokens = request.count * entry.length
         tenant.require(caches=request.count, tokens=tokens)
+        self._catalog.begin_fork(request, tenant)
         operation.caches, operation.tokens = request.count, tokens
         self._held += request.count
         tenant.caches += request.count
@@ -726,6 +735,7 @@ class CacheTable:
         entry = operation.entry
         entry.count()
         entry.answer = None
+        entry.unchanged_len = min(entry.unchanged_len, request.new_len)
         if entry.home is not None and entry.kv_len > request.new_len:
             entry.kv_len = request.new_len
             self._send(entry.home, TruncateSequence(self._number(), entry.number, request.new_len))
@@ -786,6 +796,8 @@ class CacheTable:
         entry.tenant.in_flight -= 1
         if isinstance(operation.request, Restore):
             self._restoring -= 1
+        if isinstance(operation.request, Fork) and operation.phase is Phase.COMMITTING:
+            self._catalog.end_fork(operation.request, entry.tenant)
         if entry.running is operation:
             entry.running = None
         else:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +24,8 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 _CONFIG = "config.json"
 _SMALL = (
-    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -118,8 +120,9 @@ def _download(hub_id: str, revision: str | None) -> Path:
     # By the revision's name, so that the cache knows it by that; the rest is of the same commit.
     directory = Path(hf_hub_download(hub_id, _CONFIG, revision=revision)).parent
     index = () if _WEIGHTS in sizes else (_INDEX,)
-    for name in (*_SMALL[1:], *index):
-        if name in sizes:
+    wanted = (*_SMALL[1:], *index)
+    for name in sizes:
+        if any(fnmatchcase(name, pattern) for pattern in wanted):
             hf_hub_download(hub_id, name, revision=directory.name)
     weights = _shards(directory / _INDEX) if index else [_WEIGHTS]
     total_bytes = sum(sizes.get(name, 0) for name in weights)

@@ -120,8 +120,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     serve = commands.add_parser(
         "serve",
         help="serve a model",
-        description="Serves a model until SIGTERM or Ctrl-C. Flags win over the environment, which wins over "
-        "the file.",
+        description="Serves a model until SIGTERM or Ctrl-C, which drain and end the workers; SIGUSR2 drains "
+        "and leaves them, as they are, for the next server with the same data directory and settings. Flags "
+        "win over the environment, which wins over the file.",
     )
     add_flags(serve)
 

@@ -125,12 +125,13 @@ class Doors:
         needed = _needed(method)
         if needed and not any(grant.allows(role) for role in needed):
             raise RoleMissing(needed[0].value)
-        tenant = self._tenant(grant.tenant)
+        tenant = self.tenant(grant.tenant)
         if method.startswith(_OURS) and method.rpartition("/")[2] in _NOT_COUNTED_BY_THE_TABLE:
             tenant.take_turn(time.monotonic())
         _current.set(tenant)
 
-    def _tenant(self, name: str) -> Tenant:
+    def tenant(self, name: str) -> Tenant:
+        """The tenant of a name."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, self._register.quota_of(name))

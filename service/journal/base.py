@@ -28,8 +28,18 @@ class Journal(Protocol):
         """
 
     @property
-    def wants_compaction(self) -> bool:
-        """Whether most of what it holds is not needed any more, so that restating the rest would pay."""
+    def model_fingerprint(self) -> str | None:
+        """Of the model whose caches were found. None: of any."""
+
+    def bind_model(self, fingerprint: str) -> None:
+        """From now on these are the caches of that model."""
+
+    @property
+    def oldest_waiting_s(self) -> float:
+        """For how long the oldest of what was given has been waiting; 0 without any."""
+
+    def wants_compaction(self, live_bytes: int) -> bool:
+        """Whether most of what it holds is not needed any more, so that restating what is live would pay."""
 
     def begin_compaction(self) -> int:
         """A mark: whatever is committed from now on comes after it."""
@@ -38,4 +48,4 @@ class Journal(Protocol):
         """All that came before the mark has been restated or released: it can be dropped."""
 
     def close(self) -> None:
-        """Waits, for a bounded time, until all that was given is durable or has failed; lets go of the files."""
+        """Waits until everything given is durable, or has failed, for a bounded time; lets go of files."""

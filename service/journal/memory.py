@@ -11,11 +11,19 @@ from service.journal.base import OnCommitted
 class MemoryJournal:
     """Promises that records survive workers, which the gateway's own memory sees to."""
 
-    wants_compaction = False
+    model_fingerprint = None
+    oldest_waiting_s = 0.0
+
+    def bind_model(self, fingerprint: str) -> None:
+        """Nothing of it is kept."""
 
     def commit(self, _records: Sequence[Record], on_committed: OnCommitted) -> None:
         """See `Journal.commit`."""
         on_committed(True)
+
+    def wants_compaction(self, _live_bytes: int) -> bool:
+        """See `Journal.wants_compaction`."""
+        return False
 
     def begin_compaction(self) -> int:
         """See `Journal.begin_compaction`."""

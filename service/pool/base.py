@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.v1 import executor_pb2, worker_pb2
 
-from service.caches.effects import Event
+from service.caches.effects import Claim, Event
 
 
 @dataclass(slots=True)
@@ -32,11 +32,20 @@ class WorkerSlot:
 class WorkerListener(Protocol):
     """Who is told what becomes of workers. Called on the event loop; must not block."""
 
-    def worker_ready(self, slot: WorkerSlot) -> None:
-        """A worker came through its first forward: `slot.ready` and `slot.epoch` are set."""
+    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
+        """Which of the sequences that a worker of an earlier gateway holds (their lengths) are wanted.
 
-    def worker_lost(self, worker_id: str, epoch: int) -> None:
-        """A worker that had been ready is gone. Nothing more comes from that epoch."""
+        It drops all others, and of these what is longer. Asked before `worker_ready`.
+        """
+
+    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
+        """A worker can serve: `slot.ready` and `slot.epoch` are set. `kept`: its sequences, with lengths."""
+
+    def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
+        """A worker that had been ready is gone. Nothing more comes from that epoch.
+
+        `crashed`: by itself, as far as is known, and not because somebody wanted it.
+        """
 
     def worker_suspected(self, slot: WorkerSlot) -> None:
         """A ready worker has fallen silent, or has been heard again: `slot.suspect` says which."""

@@ -1,4 +1,4 @@
-"""The directory of a gateway's own, in which its workers' sockets lie.
+"""The directory of a gateway's own, in which the sockets of workers lie that end with it.
 
 It is named after the process, and locked for as long as the process lives: so another gateway can tell what a
 dead one has left, and removes it; and cleaners of temporary files that honour locks pass it over. If it
@@ -23,7 +23,7 @@ _log = get_logger(__name__)
 
 _PREFIX = "quire-"
 # sockaddr_un holds 108 bytes with the terminating zero.
-_MAX_SOCKET_PATH_BYTES = 107
+MAX_SOCKET_PATH_BYTES = 107
 # The longest name of a socket, with some room.
 _MAX_NAME_BYTES = 26
 
@@ -49,7 +49,7 @@ class RuntimeDirectory:
 
     def socket_path(self, name: str) -> Path:
         """Where a socket of that name goes. Makes the directory if it is not there. Raises OSError."""
-        if self._path is None or not _is_locked_by(self._lock, self._path):
+        if self._path is None or not is_locked_by(self._lock, self._path):
             self._path = self._make()
         return self._path / name
 
@@ -72,7 +72,7 @@ class RuntimeDirectory:
         return self._make_in(last)
 
     def _make_in(self, place: Path) -> Path:
-        if len(os.fsencode(place)) + 1 + _MAX_NAME_BYTES > _MAX_SOCKET_PATH_BYTES:
+        if len(os.fsencode(place)) + 1 + _MAX_NAME_BYTES > MAX_SOCKET_PATH_BYTES:
             raise OSError(errno.ENAMETOOLONG, "the path is too long for a socket", str(place))
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(place.parent)
@@ -82,7 +82,7 @@ class RuntimeDirectory:
             self._lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
             # Fails if another gateway is looking at it right now, which then removes it: that is tried again.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_locked_by(self._lock, place):
+            if not is_locked_by(self._lock, place):
                 raise BlockingIOError(errno.EAGAIN, "it was removed by another gateway", str(place))
         except OSError:
             self._unlock()
@@ -97,7 +97,7 @@ class RuntimeDirectory:
         self._lock = -1
 
 
-def _is_locked_by(lock: int, path: Path) -> bool:
+def is_locked_by(lock: int, path: Path) -> bool:
     """Whether the directory that is locked is the one that now goes by the path."""
     try:
         return os.path.samestat(os.fstat(lock), path.lstat())

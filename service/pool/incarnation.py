@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from quire.v1 import executor_pb2, worker_pb2
 
+from service.caches.effects import Claim
 from service.config import Config
 from service.pool.base import WorkerSlot
 from service.pool.launcher import WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.liveness import End, Liveness
 
+# By so much the end of a process may be seen after that of its stream.
+_END_S = 0.1
 # Op ids of the pool's own commands, apart from those of the state machine.
 _FIRST_OP_ID = 1 << 62
 
@@ -37,19 +42,29 @@ class Incarnation:
     """Owner of the link, and of the slot's fields while it is the slot's."""
 
     def __init__(
-        self, slot: WorkerSlot, epoch: int, processes: WorkerProcesses, config: Config, watcher: Watcher
+        self,
+        slot: WorkerSlot,
+        epoch: int,
+        processes: WorkerProcesses,
+        config: Config,
+        watcher: Watcher,
+        *,
+        adopted: bool = False,
     ) -> None:
         self.slot = slot
         self.epoch = epoch
         self.processes = processes
         self._watcher = watcher
-        self._liveness = Liveness(config)
+        self._liveness = Liveness(config, adopted=adopted)
         self._refused: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._op_ids = itertools.count(_FIRST_OP_ID)
         self._snapshot_waiters: dict[int, asyncio.Future[worker_pb2.WorkerSnapshot]] = {}
+        # What it was asked to keep, by whom that is answered.
+        self._claimed: tuple[int, worker_pb2.WorkerReady, dict[int, int]] | None = None
         self.link = WorkerLink(
             processes.address,
             self._receive,
+            secret=processes.secret,
             max_request_bytes=config.max_request_bytes,
             max_response_bytes=config.max_response_bytes,
         )
@@ -66,8 +81,13 @@ class Incarnation:
         tasks: set[asyncio.Future[Any]] = {ended, closed, beating, self._refused}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if closed.done():
+                # Of a process that ends the stream may be seen to end first; its status says more.
+                await asyncio.wait({ended}, timeout=_END_S)
             if ended.done():
-                return End(f"its process ended with status {ended.result()}")
+                status = ended.result()
+                why = "its process ended" + ("" if status is None else f" with status {status}")
+                return End(why, crashed=status not in (None, -signal.SIGKILL))
             if self._refused.done():
                 return self._refused.result()
             return beating.result() if beating.done() else End("its stream ended")
@@ -75,6 +95,25 @@ class Incarnation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def ask_to_keep(self, ready: worker_pb2.WorkerReady, claims: Iterable[Claim]) -> None:
+        """It could serve, and has sequences from before: it is asked to keep what is claimed of them."""
+        op_id, lengths = next(self._op_ids), {}
+        command = worker_pb2.AdoptCommand()
+        for claim in claims:
+            command.items.add(sequence=claim.number, length=claim.length, digest=claim.digest)
+            lengths[claim.number] = claim.length
+        self._claimed = op_id, ready, lengths
+        self._liveness.sorts_out()
+        self.link.send(worker_pb2.WorkerCommand(op_id=op_id, adopt=command))
+
+    def kept(self, event: worker_pb2.WorkerEvent) -> tuple[worker_pb2.WorkerReady, dict[int, int]] | None:
+        """What it said when it could serve, and what it has kept, with lengths. None: it was not asked."""
+        if self._claimed is None or self._claimed[0] != event.op_id:
+            return None
+        _, ready, lengths = self._claimed
+        self._claimed = None
+        return ready, {number: lengths[number] for number in event.adopted.kept if number in lengths}
 
     def admit(self, ready: worker_pb2.WorkerReady) -> None:
         """It can serve, and may."""

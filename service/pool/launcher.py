@@ -6,6 +6,8 @@ replacing and talking to workers is the supervisor's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from quire.v1 import worker_pb2
@@ -18,20 +20,50 @@ class WorkerProcesses(Protocol):
     address: str
     # Of the process that serves it; 0 where that means nothing here.
     pid: int
+    # What has to be shown on its stream.
+    secret: str
 
-    async def ended(self) -> int:
-        """Waits until one of them has ended; returns its exit status, as `subprocess` gives it."""
+    async def ended(self) -> int | None:
+        """Waits until one of them has ended; returns its exit status, as `subprocess` gives it.
 
-    async def end(self, *, grace_s: float) -> int:
+        None: nobody can know the status of a process that another gateway has started.
+        """
+
+    async def end(self, *, grace_s: float) -> int | None:
         """Ends all of them, and returns what `ended` does.
 
-        Their stream is closed already, upon which a worker ends by itself; it gets `grace_s` for that.
-        Whoever is left is killed.
+        Their stream is closed already. They are told to end, and get `grace_s` for that; whoever is left is
+        killed.
         """
+
+    def kill(self) -> None:
+        """Kills all of them, and waits for nothing."""
+
+    def leave(self) -> None:
+        """Lets go of them: where they can outlive this gateway, another one can have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A running incarnation that another gateway has started."""
+
+    epoch: int
+    processes: WorkerProcesses
 
 
 class Launcher(Protocol):
     """Where workers run."""
+
+    @property
+    def last_epoch(self) -> int:
+        """The highest that was ever given here. Known once `adopt` was called."""
+
+    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, Adopted]:
+        """Takes over what gateways before this one have left: by worker_id, at most one for each config.
+
+        Called once, before anything is started. Whoever would compute something else than its config says,
+        or is wanted no more, is ended. Raises nothing.
+        """
 
     async def start(self, config: worker_pb2.WorkerConfig, epoch: int) -> WorkerProcesses:
         """Starts an incarnation of a worker, which need not answer yet.
@@ -40,4 +72,4 @@ class Launcher(Protocol):
         """
 
     def close(self) -> None:
-        """Cleans up, when all workers have ended."""
+        """Cleans up, when all workers have ended or were left."""

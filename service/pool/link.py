@@ -24,6 +24,7 @@ _MAX_COMMANDS_PER_MESSAGE = 1024
 _TARGET_MESSAGE_BYTES = 4 << 20
 # Above what the gateway lets in or asks for, so the hop itself is never the limit a caller meets.
 _HOP_SLACK_BYTES = 16 << 20
+_SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
 
 
 class WorkerLink:
@@ -38,11 +39,13 @@ class WorkerLink:
         address: str,
         on_response: Callable[[worker_pb2.ConnectResponse], None],
         *,
+        secret: str,
         max_request_bytes: int,
         max_response_bytes: int,
     ) -> None:
         self.closed = asyncio.Event()
         self._on_response = on_response
+        self._secret = secret
         self._queue: deque[worker_pb2.WorkerCommand] = deque()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -60,7 +63,9 @@ class WorkerLink:
 
     def open(self) -> None:
         """Begins to connect, for as long as that takes; then the stream starts."""
-        call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(wait_for_ready=True)
+        call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(
+            wait_for_ready=True, metadata=((_SECRET_KEY, self._secret),)
+        )
         self._tasks = [
             asyncio.create_task(self._write(call), name="worker-link-write"),
             asyncio.create_task(self._read(call), name="worker-link-read"),

@@ -26,6 +26,8 @@ class End:
 
     why: str
     hangs: bool = False
+    # By itself, as far as is known, and not because somebody wanted it.
+    crashed: bool = False
 
 
 def step_bound_s(step_timeout_s: float, expected_s: float) -> float:
@@ -36,8 +38,10 @@ def step_bound_s(step_timeout_s: float, expected_s: float) -> float:
 class Liveness:
     """What one incarnation has shown of itself."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, adopted: bool = False) -> None:
+        """One that was adopted is not starting: its first word is waited for as for any other."""
         self._config = config
+        self._must_speak = adopted
         # Several in the shortest time that means anything.
         self.beat_s = min(_LONGEST_BEAT_S, config.suspect_after_s / 4, config.heartbeat_timeout_s / 4)
         self._clock = RunningClock(self.beat_s)
@@ -46,6 +50,8 @@ class Liveness:
         self._told_s = -_SNAPSHOT_INTERVAL_S
         self._asked = False
         self._ready = False
+        # Since when it has been asked what it keeps.
+        self._sorting_s: float | None = None
         self._snapshot = worker_pb2.WorkerSnapshot()
         self._step_seen_s = 0.0
 
@@ -60,6 +66,11 @@ class Liveness:
         """Something came from it. Silence is counted in whole beats: in this one it was not silent."""
         self._heard_s = self._clock.now_s
         self._spoke = True
+        self._must_speak = False
+
+    def sorts_out(self) -> None:
+        """It could serve, and is asked which sequences it keeps."""
+        self._sorting_s = self._clock.now_s
 
     def became_ready(self) -> None:
         """It has come through its first forward."""
@@ -94,14 +105,25 @@ class Liveness:
     def end(self) -> End | None:
         """Why it is at its end, if it is."""
         config = self._config
-        if not self._ready:
+        if not self._ready and self._sorting_s is None:
+            if self._must_speak and self._clock.now_s > config.heartbeat_timeout_s:
+                return End("it does not answer its new gateway", hangs=True, crashed=True)
             if self._clock.now_s > config.worker_start_timeout_s:
-                return End("it did not become ready in time", hangs=True)
+                return End("it did not become ready in time", hangs=True, crashed=True)
         elif self._silent_s > config.heartbeat_timeout_s:
-            return End("it stopped answering", hangs=True)
+            return End("it stopped answering", hangs=True, crashed=True)
         elif self._step_s > step_bound_s(config.step_timeout_s, self._snapshot.step_expected_ns / 1e9):
-            return End("a step took too long", hangs=True)
+            return End("a step took too long", hangs=True, crashed=True)
+        elif self._is_sorting_for_long:
+            return End("it did not say in time what it keeps", hangs=True, crashed=True)
         return None
+
+    @property
+    def _is_sorting_for_long(self) -> bool:
+        """A step of its former gateway's may have to end first."""
+        if self._ready or self._sorting_s is None:
+            return False
+        return self._clock.now_s - self._sorting_s > self._config.step_timeout_s
 
     @property
     def _step_s(self) -> float:

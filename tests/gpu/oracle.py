@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 class Oracle:
@@ -14,7 +14,7 @@ class Oracle:
 
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._device = device
-        model: Any = Qwen3ForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
         self._model = model.to(device)
 
     @torch.inference_mode()
@@ -24,9 +24,14 @@ class Oracle:
         logits: torch.Tensor = result.logits[0]
         return logits.float().cpu()
 
+    @torch.inference_mode()
     def greedy(self, tokens: list[int], count: int) -> list[int]:
         """The next `count` most likely tokens."""
-        text = list(tokens)
+        cache, fed, chosen = None, tokens, []
         for _ in range(count):
-            text.append(int(self.logits(text)[-1].argmax()))
-        return text[len(tokens) :]
+            result = self._model(
+                torch.tensor([fed], device=self._device), past_key_values=cache, use_cache=True
+            )
+            cache, fed = result.past_key_values, [int(result.logits[0, -1].argmax())]
+            chosen += fed
+        return chosen

@@ -43,6 +43,48 @@ def layers_of_qwen3_8b(max_positions: int) -> ModelConfig:
     )
 
 
+def layers_of_qwen3_moe(max_positions: int) -> ModelConfig:
+    """Two layers in the sizes of Qwen3-30B-A3B, with a quarter of its experts; narrow ones in a rehearsal."""
+    return ModelConfig.from_settings(
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": sized(32_000, 97),
+            "hidden_size": sized(2048, 64),
+            "intermediate_size": sized(6144, 96),
+            "num_hidden_layers": sized(2, 1),
+            "num_attention_heads": sized(32, 2),
+            "num_key_value_heads": sized(4, 1),
+            "head_dim": sized(128, 64),
+            "num_experts": sized(32, 4),
+            "num_experts_per_tok": sized(8, 2),
+            "moe_intermediate_size": sized(768, 48),
+            "norm_topk_prob": True,
+            "rope_theta": 1e6,
+            "max_position_embeddings": max_positions,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+def layers_of_gemma3(max_positions: int) -> ModelConfig:
+    """A layer with a window and one without, in the sizes of Gemma 3 12B; narrow ones in a rehearsal."""
+    return ModelConfig.from_settings(
+        {
+            "model_type": "gemma3_text",
+            "vocab_size": sized(32_000, 97),
+            "hidden_size": sized(3840, 64),
+            "intermediate_size": sized(15_360, 96),
+            "num_hidden_layers": 2,
+            "num_attention_heads": sized(16, 2),
+            "num_key_value_heads": sized(8, 1),
+            "head_dim": sized(256, 64),
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": sized(128, 8),
+            "max_position_embeddings": max_positions,
+        }
+    )
+
+
 def random_decoder(config: ModelConfig, device: torch.device) -> Decoder:
     """Seeded weights under which activations keep their size."""
     decoder = build_decoder(config, MODEL_DTYPE, device)

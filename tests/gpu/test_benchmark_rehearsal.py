@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.shapes import SHAPES, WindowsShape
+from workers.models.builder import build_decoder
+from workers.models.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the lent machine does not have.
@@ -32,7 +40,8 @@ def rehearse(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 def test_every_row_has_figures(tmp_path: Path) -> None:
     result, text = rehearse(tmp_path, "--commit", "abc")
     names = [workload["name"] for workload in result["workloads"]]
-    assert names == ["rehearsal", "attention", "workload", "rows", "sampling", "peer"]
+    kernels = ["attention", "workload", "rows", "sampling"]
+    assert names == ["rehearsal", *kernels, "peer", "rehearsal-experts"]
     figures = [figure for workload in result["workloads"] for figure in workload["figures"]]
     assert all("problem" not in figure and figure["ms"]["p50"] > 0 for figure in figures), text
     assert all(ratio["ratio"] for workload in result["workloads"] for ratio in workload["ratios"]), text
@@ -40,6 +49,28 @@ def test_every_row_has_figures(tmp_path: Path) -> None:
     more = result["workloads"][2]["figures"][0]["more"]
     assert more["output tokens"] >= 9 and more["decode steps"] > 0
     assert "decode, batch 2, device-fed" in text and "transformers, graph, batch 2" in text
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_full_batch_reads_every_matrix(name: str) -> None:
+    """As many bytes as the decoder has, but for norms, and for the embedding, of which it reads rows."""
+    shape = SHAPES[name]
+    decoder = build_decoder(ModelConfig.from_settings(shape.hf_config()), torch.bfloat16, "meta")
+    unread = ("norm.weight",) if shape.tie_word_embeddings else ("norm.weight", "embed_tokens.weight")
+    sizes = [t.tensor.nbytes for name, t in decoder.targets().items() if not name.endswith(unread)]
+    assert shape.decode_bytes(1 << 20, 0) == sum(sizes)
+
+
+def test_a_window_bounds_what_is_read_and_computed() -> None:
+    gemma = SHAPES["gemma3-12b"]
+    assert isinstance(gemma, WindowsShape)
+    everything = dataclasses.replace(gemma, sliding_window=1 << 20)
+    for context in (1024, 8192):
+        unread = everything.decode_bytes(2, context) - gemma.decode_bytes(2, context)
+        # In 40 of 48 layers, keys and values of 8 heads, of two sequences.
+        assert unread == 2 * 40 * (context - 1024) * 2 * 8 * 256 * 2
+    assert gemma.prefill_flops(1, 1024) == everything.prefill_flops(1, 1024)
+    assert gemma.prefill_flops(1, 8192) < everything.prefill_flops(1, 8192)
 
 
 def test_rows_for_which_no_time_is_left_are_reported(tmp_path: Path) -> None:

@@ -68,7 +68,10 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, device: torch.devic
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_head_width_without_kernels_is_refused(tmp_path: Path, device: torch.device) -> None:
+def test_a_head_width_without_kernels_is_run_by_the_library(tmp_path: Path, device: torch.device) -> None:
     directory = make_model(tmp_path, TinyModel(head_dim=32))
+    executor = LlmExecutor.load(directory, device=device, kv_pages=4)
+    assert executor.info().backend == "transformers" and executor.capabilities().runner == "eager"
+    executor.prefill(0, [1, 2, 3])
     with pytest.raises(ModelError, match=r"head_dim: must be one of .* got 32"):
-        LlmExecutor.load(directory, device=device)
+        LlmExecutor.load(directory, device=device, backend="native")

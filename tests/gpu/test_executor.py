@@ -10,20 +10,49 @@ import pytest
 import torch
 
 from tests.gpu.oracle import Oracle
-from tests.model_factory import TinyModel, make_model
+from tests.model_factory import make_family_model
 from workers.executors.llm import LlmExecutor, StepLimits
 from workers.operations import GREEDY, LogitsFormat, OutputSpec, RowOutput
 
-# A width that there are CUDA kernels for.
-MODEL = TinyModel(head_dim=64, num_layers=3, hidden_size=128, vocab_size=331)
+torch.set_num_threads(1)
+
+VOCAB = 331
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,  # a width that there are CUDA kernels for
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# A dense model, a mixture of experts, and one with two kinds of layers, windows, and norms on both sides.
+MODELS = {
+    "qwen3": {},
+    "qwen3_moe": {
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "gemma3_text": {"sliding_window": 24, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64},
+}
 WITH_LOGITS = OutputSpec(logits=LogitsFormat.F32)
 # float32 against float32, in another order of summation: the bound of tests/e2e/test_parity_machine.py.
 MAX_RELATIVE_ERROR = 1e-4
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), MODEL)
+@pytest.fixture(scope="module", params=MODELS)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of each kind."""
+    return make_family_model(
+        tmp_path_factory.mktemp("model"), request.param, {**SIZES, **MODELS[request.param]}
+    )
 
 
 def load(
@@ -35,7 +64,7 @@ def load(
 
 def random_tokens(seed: int, count: int) -> list[int]:
     dice = random.Random(seed)
-    return [dice.randrange(MODEL.vocab_size) for _ in range(count)]
+    return [dice.randrange(VOCAB) for _ in range(count)]
 
 
 def as_tensor(outputs: list[RowOutput]) -> torch.Tensor:
@@ -61,12 +90,15 @@ def test_logits_in_float32(directory: Path, device: torch.device) -> None:
 
 
 def test_bfloat16_errs_no_more_than_transformers(directory: Path, device: torch.device) -> None:
-    """Both round differently; against float32 ours may err at most twice as much."""
+    """Both round differently; against float32 ours may err at most twice as much.
+
+    In the middle of the rows: a router between two experts may take another one, which changes a row wholly.
+    """
     text = random_tokens(2, 120)
     exact = Oracle(directory, device).logits(text)
-    theirs = (Oracle(directory, device, torch.bfloat16).logits(text) - exact).abs().mean()
-    ours = (all_rows(load(directory, device, "bfloat16"), text) - exact).abs().mean()
-    assert ours <= 2 * theirs
+    theirs = (Oracle(directory, device, torch.bfloat16).logits(text) - exact).abs().mean(1)
+    ours = (all_rows(load(directory, device, "bfloat16"), text) - exact).abs().mean(1)
+    assert ours.median() <= 2 * theirs.median()
 
 
 def test_64_greedy_tokens_are_identical(directory: Path, device: torch.device) -> None:

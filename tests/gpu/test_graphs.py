@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from kernels.cuda import compilations
-from tests.gpu.sizes import layers_of_qwen3_8b, nan_kv, random_decoder, sized
+from tests.gpu.sizes import (
+    layers_of_gemma3,
+    layers_of_qwen3_8b,
+    layers_of_qwen3_moe,
+    nan_kv,
+    random_decoder,
+    sized,
+)
 from tests.kernels.cuda.conftest import INTERPRETED
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors
@@ -20,9 +27,16 @@ from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingRow
 
+torch.set_num_threads(1)
+
 MAX_ROWS = sized(256, 3)
 MAX_TOKENS = sized(4096, 64)
-CONFIG = layers_of_qwen3_8b(MAX_TOKENS)
+CONFIGS = {
+    "dense": layers_of_qwen3_8b(MAX_TOKENS),
+    "experts": layers_of_qwen3_moe(MAX_TOKENS),
+    "windows": layers_of_gemma3(MAX_TOKENS),
+}
+VOCAB = CONFIGS["dense"].vocab_size  # of all of them
 PAGES = sized(20_000, 40)
 # A batch that is full, one that is padded, and sizes between.
 BATCHES = sized((1, 2, 3, 7, 8, 13, 24, 30, 33, 64, 100, 200, 256), (1, 3))
@@ -36,20 +50,24 @@ def repeat_launches(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-@pytest.fixture(scope="module")
-def decoder() -> Decoder:
-    return random_decoder(CONFIG, torch.device("cpu" if INTERPRETED else "cuda:0"))
+@pytest.fixture(scope="module", params=CONFIGS)
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    """One of each kind; a test that names a kind in `parametrize` has that one alone."""
+    return random_decoder(CONFIGS[request.param], torch.device("cpu" if INTERPRETED else "cuda:0"))
+
+
+of_one_kind = pytest.mark.parametrize("decoder", ["dense"], indirect=True)
 
 
 def make_runner(decoder: Decoder, *, launched: bool) -> CudaGraphRunner:
     """With graphs, or with their launches."""
-    kv = nan_kv(CONFIG, PAGES, decoder.device)
+    kv = nan_kv(decoder.config, PAGES, decoder.device)
     capture = repeat_launches if launched or INTERPRETED else None
     return CudaGraphRunner(decoder, kv, max_rows=MAX_ROWS, max_seq_len=MAX_TOKENS, capture=capture)
 
 
 def random_tokens(dice: random.Random, count: int) -> list[int]:
-    return [dice.randrange(CONFIG.vocab_size) for _ in range(count)]
+    return [dice.randrange(VOCAB) for _ in range(count)]
 
 
 def random_rows(dice: random.Random, sequences: list[HandSequence]) -> list[SamplingRow]:
@@ -96,6 +114,7 @@ def test_nothing_is_compiled_after_the_graphs_are_captured(decoder: Decoder) -> 
     assert compilations.names()[before:] == [] and runner.name == "cuda_graph"
 
 
+@of_one_kind
 def test_prefills_compile_a_few_variants_and_then_none(decoder: Decoder) -> None:
     compilations.watch()
     dice, packer = random.Random(3), HandPacker(16, range(1, PAGES))
@@ -147,12 +166,13 @@ def reserved_bytes() -> int:
 
 
 @pytest.mark.gpu
+@of_one_kind
 @pytest.mark.parametrize("succeed", [0, 3])
 @pytest.mark.parametrize("fail", [torch.cuda.synchronize, run_out_of_memory], ids=["invalid", "memory"])
 def test_a_failed_capture_leaves_the_device_as_it_was(
     decoder: Decoder, fail: Callable[[], object], succeed: int
 ) -> None:
-    kvs = [nan_kv(CONFIG, PAGES, decoder.device) for _ in range(2)]
+    kvs = [nan_kv(decoder.config, PAGES, decoder.device) for _ in range(2)]
     broken = Uncapturable(decoder, fail, succeed)
     runner = CudaGraphRunner(broken, kvs[0], max_rows=MAX_ROWS, max_seq_len=MAX_TOKENS)
     eager = EagerRunner(decoder, kvs[1])

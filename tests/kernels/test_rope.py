@@ -96,7 +96,7 @@ def test_partial_frequencies_as_transformers(scaling: dict[str, Any], share: flo
     partial = {**scaling, "partial_rotary_factor": share}
     expected, factor = parameters_by_transformers(partial, 64, 1024)
     actual, actual_factor = rope_frequencies(RopeSpec(theta=10_000.0, **scaling), int(64 * share))
-    torch.testing.assert_close(actual, expected, rtol=2.0**-22, atol=0)
+    assert torch.equal(actual, expected)
     assert actual_factor == pytest.approx(factor, rel=1e-15)
 
 
@@ -107,7 +107,7 @@ def test_proportional_as_transformers(share: float, factor: float) -> None:
     expected, _ = parameters_by_transformers(scaling, 64, 1024)
     actual, attention_factor = rope_frequencies(RopeSpec(theta=10_000.0, **scaling), 64)
     assert torch.equal(actual == 0, expected == 0), "other pairs are turned"
-    torch.testing.assert_close(actual, expected, rtol=2.0**-22, atol=0)
+    assert torch.equal(actual, expected)
     assert attention_factor == 1.0
 
 
@@ -116,7 +116,7 @@ def test_dynamic_as_transformers_for_every_text_that_is_served(text_tokens: int)
     scaling: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.5}
     expected, _ = parameters_by_transformers(scaling, 64, 1024, text_tokens)
     spec = RopeSpec(theta=10_000.0, max_position_embeddings=1024, **scaling)
-    torch.testing.assert_close(rope_frequencies(spec, 64)[0], expected, rtol=2.0**-22, atol=0)
+    assert torch.equal(rope_frequencies(spec, 64)[0], expected)
     assert len(rope_table(spec, 64, 1024)) == 1024
     assert not torch.allclose(parameters_by_transformers(scaling, 64, 1024, 1025)[0], expected, rtol=1e-6)
     with pytest.raises(ValueError, match="rope_type dynamic: beyond 1024 positions"):
@@ -141,7 +141,7 @@ def test_longrope_as_transformers(served: int, text_tokens: int, extra: dict[str
     # Without a factor of its own it is the ratio of the two lengths.
     spec = RopeSpec(theta=10_000.0, max_position_embeddings=served, **({"factor": 1024 / 256} | scaling))
     frequencies, attention_factor = rope_frequencies(spec, 32)
-    torch.testing.assert_close(frequencies, expected, rtol=2.0**-22, atol=0)
+    assert torch.equal(frequencies, expected)
     assert attention_factor == pytest.approx(factor, rel=1e-15)
 
 

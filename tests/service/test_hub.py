@@ -23,7 +23,9 @@ SMALL = {
     "generation_config.json": b'{"do_sample": true}',
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": b"{}",
+    "special_tokens_map.json": b'{"bos_token": "<s>"}',
     "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
 }
 WEIGHTS = {"model.safetensors": bytes(range(256)) * 400}
 SHARDS = {
@@ -89,10 +91,16 @@ def make_cache(cache: Path, files: dict[str, bytes], commit: str = COMMIT, ref: 
     snapshot.mkdir(parents=True)
     for number, (name, content) in enumerate(files.items()):
         (model / "blobs" / f"{commit}{number}").write_bytes(content)
-        (snapshot / name).symlink_to(f"../../blobs/{commit}{number}")
+        (snapshot / name).parent.mkdir(exist_ok=True)
+        (snapshot / name).symlink_to(model / "blobs" / f"{commit}{number}")
     (model / "refs").mkdir(exist_ok=True)
     (model / "refs" / ref).write_text(commit)
     return snapshot
+
+
+def names_in(snapshot: str) -> set[str]:
+    """Of its files, with the directories they lie in."""
+    return {str(path.relative_to(snapshot)) for path in Path(snapshot).rglob("*") if path.is_file()}
 
 
 # Without a network.
@@ -188,8 +196,7 @@ def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, b
     hub = Hub(MODEL, SMALL | weights | OTHERS)
     with serving(hub) as endpoint:
         found, said = find(HF_ENDPOINT=endpoint)
-        files = {path.name: path.read_bytes() for path in Path(found).iterdir()}
-        assert files == SMALL | weights
+        assert {name: (Path(found) / name).read_bytes() for name in names_in(found)} == SMALL | weights
         assert sorted(hub.fetched) == sorted(SMALL | weights), "each once"
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said
         told = [line for line in said.splitlines() if line.endswith(": 100%")]
@@ -205,7 +212,7 @@ def test_a_partial_copy_is_completed(tmp_path: Path, find: Find) -> None:
     hub = Hub(MODEL, SMALL | WEIGHTS)
     with serving(hub) as endpoint:
         found, _ = find(HF_ENDPOINT=endpoint)
-    assert {path.name for path in Path(found).iterdir()} == set(SMALL | WEIGHTS)
+    assert names_in(found) == set(SMALL | WEIGHTS)
     assert "config.json" not in hub.fetched
 
 

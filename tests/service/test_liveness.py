@@ -67,6 +67,31 @@ def test_one_that_hangs_is_found_between_pauses() -> None:
     assert liveness.end() == SILENT and beats * liveness.beat_s >= CONFIG.heartbeat_timeout_s / 2
 
 
+def test_one_that_was_adopted_has_to_speak_and_may_load() -> None:
+    mute, loads = Liveness(CONFIG, adopted=True), Liveness(CONFIG, adopted=True)
+    loads.heard()
+    for liveness in (mute, loads):
+        pass_time(liveness, 10.5)
+        assert not liveness.is_suspect
+    assert mute.end() == End("it does not answer its new gateway", hangs=True)
+    assert loads.end() is None
+
+
+def test_one_that_says_what_it_keeps_is_watched_and_has_the_time_of_a_step() -> None:
+    speaks, silent = Liveness(CONFIG, adopted=True), Liveness(CONFIG, adopted=True)
+    for liveness in (speaks, silent):
+        liveness.heard()
+        liveness.sorts_out()
+    pass_time(silent, 10.5)
+    assert silent.end() == SILENT and not silent.is_suspect, "it has no sequences to be suspected for"
+    pass_time(speaks, 59, speaks=True)
+    assert speaks.end() is None
+    pass_time(speaks, 2, speaks=True)
+    assert speaks.end() == End("it did not say in time what it keeps", hangs=True)
+    speaks.became_ready()
+    assert speaks.end() is None
+
+
 def test_one_that_loads_is_neither_suspect_nor_silent() -> None:
     liveness = Liveness(CONFIG)
     pass_time(liveness, 599)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,8 @@ from quire.v1 import executor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from service.caches.effects import Event, ReleaseSequences
 from service.config import Config
 from service.pool import supervisor as supervisor_module
-from service.pool.base import PoolFailed, WorkerSlot
+from service.pool.base import Claim, PoolFailed, WorkerSlot
+from service.pool.launcher import Adopted
 from service.pool.supervisor import EXIT_CONFIG, Supervisor
 
 Requests = AsyncIterator[worker_pb2.ConnectRequest]
@@ -78,8 +79,10 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, address: str, epoch: int, behave: Behaviour, status: int) -> None:
         self.address = address
         self.pid = 1000 + epoch
+        self.secret = "open sesame"
         self.epoch = epoch
         self.grace_s: float | None = None
+        self.was_killed = self.was_left = False
         self._behave = behave
         self._status = status
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -103,6 +106,12 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
     async def ended(self) -> int:
         return await asyncio.shield(self._exit)
 
+    def kill(self) -> None:
+        self.was_killed = True
+
+    def leave(self) -> None:
+        self.was_left = True
+
     async def end(self, *, grace_s: float) -> int:
         self.grace_s = grace_s
         self.exit()
@@ -115,11 +124,17 @@ class FakeLauncher:
 
     def __init__(self, directory: Path, *plan: Behaviour | Exception, status: int = 0) -> None:
         self.started: list[Processes] = []
+        # What an earlier gateway has left.
+        self.left: dict[str, Adopted] = {}
+        self.last_epoch = 0
         self.attempts = 0
         self.closed = False
         self._directory = directory
         self._plan = plan
         self._status = status
+
+    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, Adopted]:
+        return self.left
 
     async def start(self, config: worker_pb2.WorkerConfig, epoch: int) -> Processes:
         # The last one is for all that follow.
@@ -142,9 +157,14 @@ class Listener:
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
+        self.claimed: list[Claim] = []
 
-    def worker_ready(self, slot: WorkerSlot) -> None:
-        self.told.put_nowait(("ready", slot.epoch))
+    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
+        self.told.put_nowait(("holds", holdings))
+        return self.claimed
+
+    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
+        self.told.put_nowait(("ready", slot.epoch, kept) if kept else ("ready", slot.epoch))
 
     def worker_lost(self, worker_id: str, epoch: int) -> None:
         self.told.put_nowait(("lost", epoch))

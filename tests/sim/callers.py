@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
+from collections.abc import Sequence
 
 from quire.v1 import types_pb2
 
 from service.caches.requests import Append, Fork, Kind, Release, Renew, Request, Truncate
+from service.caches.tenants import Tenant
+from tests.sim.model_worker import POISON
 from tests.sim.oracle import Oracle
 from tests.sim.toy_model import VOCAB, next_token
 from tests.sim.truth import Cache
@@ -34,64 +37,85 @@ def has_logits(output: types_pb2.OutputOptions | None) -> bool:
 class Callers:
     """Makes requests up. What they know of the caches is what the oracle knows."""
 
-    def __init__(self, rng: random.Random, oracle: Oracle) -> None:
+    def __init__(self, rng: random.Random, oracle: Oracle, tenants: Sequence[Tenant] = (Tenant(),)) -> None:
         self._rng = rng
         self._oracle = oracle
+        self._tenants = tenants
+        # Whether there are tokens of which workers die.
+        self.may_poison = False
         # Requests to send again, as after an answer that was lost.
-        self._history: deque[Append] = deque(maxlen=12)
+        self._history: deque[tuple[Request, Tenant]] = deque(maxlen=12)
         self._gone = ["never-existed"]
         self._last_request_id = 0
 
-    def request(self) -> Request:
-        """The next request of anyone."""
+    def tenant(self) -> Tenant:
+        """Who asks next."""
+        return self._rng.choice(self._tenants)
+
+    def request(self, tenant: Tenant) -> Request:
+        """The next request of a tenant."""
         rng = self._rng
         choice = rng.random()
         if choice > 0.97:
-            name = self._any_name()
+            name = self._any_name(tenant)
             return Release(name) if rng.random() < 0.4 else Renew(name, rng.choice((None, 3.0, 60.0)))
-        cache = self._any_cache()
+        cache = self._any_cache(tenant)
         if cache is None or choice < (0.03 if len(self._oracle.caches) >= 3 else 0.2):
             request: Request = self._creation()
         elif choice < 0.32:
-            again = self._again(cache)
-            request = again or self._append(cache)
+            request = self._again(cache, tenant) or self._append(cache)
         elif choice < 0.80:
             request = self._append(cache)
         elif choice < 0.88:
-            request = Fork(self._name(cache), rng.randint(0, 3), self._releases(cache))
+            request = self._fork(cache, tenant)
         else:
-            length = len(cache.tokens)
-            beyond = rng.random() < 0.1
-            request = Truncate(
-                self._name(cache), length + 1 if beyond else rng.choice((0, length, rng.randint(0, length)))
-            )
-        if isinstance(request, Append) and (request.request_id or request.position is not None):
-            self._history.append(request)
+            request = self._truncate(cache)
+        if is_repeatable(request):
+            self._history.append((request, tenant))
         return request
 
-    def _any_name(self) -> str:
+    def not_answered(self, requests: Sequence[tuple[Request, Tenant]]) -> list[tuple[Request, Tenant]]:
+        """The gateway crashed before these were answered: those that can be repeated will be."""
+        return [(request, tenant) for request, tenant in requests if is_repeatable(request)]
+
+    def _any_name(self, tenant: Tenant) -> str:
         """A cache to release or renew."""
-        cache = self._any_cache()
+        cache = self._any_cache(tenant)
         return self._gone[0] if cache is None else self._name(cache)
 
-    def _any_cache(self) -> Cache | None:
+    def _any_cache(self, tenant: Tenant) -> Cache | None:
         caches = list(self._oracle.caches.values())
-        if self._rng.random() < 0.9:
-            caches = [cache for cache in caches if not cache.lost]
+        if len(self._tenants) > 1 and self._rng.random() < 0.97:
+            caches = [cache for cache in caches if cache.tenant is tenant]
         return self._rng.choice(caches) if caches else None
 
     def _name(self, cache: Cache) -> str:
+        """Seldom that of a cache that is no more."""
         if self._rng.random() < 0.02:
             return self._rng.choice(self._gone)
-        if self._rng.random() < 0.05:
-            self._gone.append(cache.cache_id)
+        self._gone = [*self._gone[-3:], cache.cache_id]
         return cache.cache_id
 
-    def _releases(self, cache: Cache) -> tuple[str, ...]:
+    def _fork(self, cache: Cache, tenant: Tenant) -> Fork:
+        rng = self._rng
+        request_id = ""
+        if rng.random() < 0.5:
+            # Seldom one that another fork has.
+            self._last_request_id += rng.random() < 0.9
+            request_id = f"fork-{self._last_request_id}"
+        return Fork(self._name(cache), rng.randint(0, 3), self._releases(cache, tenant), request_id)
+
+    def _truncate(self, cache: Cache) -> Truncate:
+        rng, length = self._rng, len(cache.tokens)
+        new_len = length + 1 if rng.random() < 0.1 else rng.choice((0, length, rng.randint(0, length)))
+        position = rng.choice((None, length, length, max(0, length - 1)))
+        return Truncate(self._name(cache), new_len, position)
+
+    def _releases(self, cache: Cache, tenant: Tenant) -> tuple[str, ...]:
         """What a fork drops: often the parent, sometimes what is not there, or named twice."""
         rng = self._rng
         names = [cache.cache_id] if rng.random() < 0.35 else []
-        others = (self._any_name() for _ in range(rng.choice((0, 0, 0, 1, 2))))
+        others = (self._any_name(tenant) for _ in range(rng.choice((0, 0, 0, 1, 2))))
         return (*names, *others)
 
     def _creation(self) -> Append:
@@ -153,18 +177,23 @@ class Callers:
             drafts.append(right if self._rng.random() < 0.75 else (right + 1) % VOCAB)
         return drafts
 
-    def _again(self, cache: Cache) -> Append | None:
-        """An append once more: of those under way or long done, or the last one of a cache."""
+    def _again(self, cache: Cache, tenant: Tenant) -> Request | None:
+        """A request once more: of those under way or long done, or the last append of a cache."""
         rng = self._rng
         if cache.last is not None and rng.random() < 0.6:
             append = cache.last.append
             if not (append.request_id and rng.random() < 0.5):
                 append = dataclasses.replace(append, cache_id=cache.cache_id, position=cache.last.base)
-        elif self._history:
-            append = rng.choice(self._history)
-        else:
+            return self._changed(append)
+        asked = [request for request, who in self._history if who is tenant]
+        if not asked:
             return None
-        change = rng.random()
+        request = rng.choice(asked)
+        return self._changed(request) if isinstance(request, Append) else request
+
+    def _changed(self, append: Append) -> Append:
+        """Often not quite what it was."""
+        rng, change = self._rng, self._rng.random()
         if change < 0.25:
             output, rows = rng.choice(PLAIN + SAMPLED), rng.choice((0, 1, len(append.token_ids)))
             append = dataclasses.replace(append, output=output, has_logits=has_logits(output), rows=rows)
@@ -182,4 +211,19 @@ class Callers:
         return 1.0 if self._rng.random() < 0.2 else None
 
     def _tokens(self, least: int, most: int) -> list[int]:
-        return [self._rng.randrange(VOCAB) for _ in range(self._rng.randint(least, most))]
+        tokens = [self._rng.randrange(VOCAB) for _ in range(self._rng.randint(least, most))]
+        if self.may_poison and self._rng.random() < 0.03:
+            tokens[-1] = POISON
+        return tokens
+
+
+def is_repeatable(request: Request) -> bool:
+    """Whether it does nothing if it is done already."""
+    match request:
+        case Append():
+            return bool(request.request_id) or (bool(request.cache_id) and request.position is not None)
+        case Fork():
+            return bool(request.request_id)
+        case Truncate():
+            return request.position is not None
+    return True

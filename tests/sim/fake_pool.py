@@ -10,11 +10,12 @@ import asyncio
 import errno
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from quire.v1 import types_pb2, worker_pb2
 
+from service.pool.launcher import Adopted
 from tests.sim.model_worker import ModelWorker, Pool
 from tests.sim.toy_model import VOCAB
 
@@ -32,6 +33,7 @@ class Processes:
     def __init__(self, address: str, worker: ModelWorker, pool: FakeLauncher) -> None:
         self.address = address
         self.pid = 1000 + worker.epoch
+        self.secret = ""
         self.worker = worker
         self.link: FakeLink | None = None
         # Says nothing and does nothing, until it is killed or goes on.
@@ -67,6 +69,12 @@ class Processes:
 
     async def ended(self) -> int:
         return await asyncio.shield(self._exit)
+
+    def kill(self) -> None:
+        self.exit(-9)
+
+    def leave(self) -> None:
+        raise AssertionError("nobody leaves")
 
     async def end(self, *, grace_s: float) -> int:
         assert self.hangs or grace_s, "one that is well was judged dead"
@@ -153,6 +161,13 @@ class FakeLauncher:
         self._ended_s: dict[str, float] = {}
         self._served = False
 
+    @property
+    def last_epoch(self) -> int:
+        return 0
+
+    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, Adopted]:
+        return {}
+
     async def start(self, config: worker_pb2.WorkerConfig, epoch: int) -> Processes:
         worker_id = config.worker_id
         assert worker_id not in self.running, "the one before it is killed first"
@@ -180,7 +195,7 @@ class FakeLauncher:
     def close(self) -> None:
         self.closed = True
 
-    def link(self, address: str, on_response: OnResponse, **_: int) -> FakeLink:
+    def link(self, address: str, on_response: OnResponse, **_: object) -> FakeLink:
         """As WorkerLink is made."""
         return FakeLink(self._by_address[address], on_response)
 

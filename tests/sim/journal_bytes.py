@@ -38,25 +38,26 @@ class NeededBytes:
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self._caches: dict[str, list[_Piece]] = {}
+        self._caches: dict[int, list[_Piece]] = {}
 
     def written(self, record: Record) -> None:
         """Follows a record."""
         match record:
             case CacheCreated():
-                self._caches[record.cache_id] = []
+                self._caches[record.number] = []
             case CacheForked():
-                self._caches[record.cache_id] = list(self._caches[record.parent])
+                for child in record.children:
+                    self._caches[child.number] = list(self._caches[record.parent])
             case CacheReleased():
-                del self._caches[record.cache_id]
+                del self._caches[record.number]
             case CacheTruncated():
-                self._cut(self._caches[record.cache_id], record.new_len)
+                self._cut(self._caches[record.number], record.new_len)
             case TokensAppended():
-                self._extend(self._caches[record.cache_id], len(record.token_ids))
+                self._extend(self._caches[record.number], len(record.token_ids))
 
-    def of(self, cache_ids: Iterable[str]) -> int:
+    def of(self, numbers: Iterable[int]) -> int:
         """What these take together."""
-        sequences = [self._caches[cache_id] for cache_id in cache_ids]
+        sequences = [self._caches[number] for number in numbers]
         pieces = {id(piece): piece.length for sequence in sequences for piece in sequence}
         return (
             CACHE_BYTES * len(sequences)

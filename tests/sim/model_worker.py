@@ -2,24 +2,30 @@
 
 Commands wait in the inbox until `take`; then controls are carried out at once, and forwards queue. `step`
 runs some of them, perhaps only a chunk of each; answers wait in the outbox until they are delivered. Whatever
-it does wrong, it does as a real one would: pages run out, steps fault, deadlines pass, a copy is forgotten.
+it does wrong, it does as a real one would: pages run out, steps fault, deadlines pass, a copy is forgotten,
+and there are tokens of which it dies.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
+from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import worker_pb2
 
+from service.caches.effects import Claim
 from tests.sim.toy_model import accepted_length, next_token, output_of
 
 FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT
 KV_MISSING = worker_pb2.WORKER_ERROR_REASON_KV_MISSING
 KV_EXHAUSTED = worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED
 TIMEOUT = worker_pb2.WORKER_ERROR_REASON_TIMEOUT
+# A token of no vocabulary, which a schedule may have workers die of.
+POISON = 255
 
 
 class ProtocolError(Exception):
@@ -45,6 +51,8 @@ class Faults:
     step: float = 0.02
     control: float = 0.02
     timeout: float = 0.15
+    # Of a sequence with POISON in it: that the process dies.
+    poison: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -72,10 +80,12 @@ class ModelWorker:
         self.faults = Faults()
         # A crashed worker does nothing more; what it had sent may still arrive.
         self.crashed = False
+        # The forward of which it died.
+        self.killed_by = 0
         self.inbox: deque[worker_pb2.WorkerCommand] = deque()
         self.outbox: deque[worker_pb2.WorkerEvent] = deque()
         self.sequences: dict[int, list[int]] = {}
-        # What the journal says each forward must find, by op id. Filled by the simulator.
+        # What is true of what each forward must find, by op id. Filled by the simulator.
         self.expected: dict[int, Sequence[int]] = {}
         # Op ids that met a copy that was forgotten.
         self.excused: set[int] = set()
@@ -124,6 +134,10 @@ class ModelWorker:
         if not all_jobs:
             op_ids = self._rng.sample(op_ids, self._rng.randint(0, len(op_ids)))
         for op_id in [op_id for op_id in op_ids if self.begin(op_id)]:
+            if self._is_deadly(op_id):
+                self.crashed, self.killed_by = True, op_id
+                self._seen["poisoned"] += 1
+                return
             if self._rng.random() < self.faults.step:
                 self.fail(op_id)
             else:
@@ -168,6 +182,46 @@ class ModelWorker:
             number = self._rng.choice(candidates)
             del self.sequences[number]
             self._forgotten.add(number)
+
+    # A gateway that comes after the one it had.
+
+    def holdings(self) -> dict[int, int]:
+        """Nothing of what was asked before is gone on with, or answered. How long its sequences are."""
+        for job in list(self._jobs.values()):
+            if job.begun:
+                self._roll_back(job)
+        self._jobs.clear()
+        self.inbox.clear()
+        self.outbox.clear()
+        self.expected.clear()
+        return {number: len(tokens) for number, tokens in self.sequences.items()}
+
+    def adopt(self, claims: Iterable[Claim]) -> dict[int, int]:
+        """Cuts its sequences to what is claimed, and drops all others and those of other tokens."""
+        claimed = {claim.number: claim for claim in claims}
+        for number, tokens in list(self.sequences.items()):
+            claim = claimed.get(number)
+            if claim is not None:
+                self._seen["adopted longer" if len(tokens) > claim.length else "adopted as it is"] += 1
+                del tokens[claim.length :]
+            if claim is None or not self.is_claimed(tokens, claim):
+                self._seen["not adopted" if claim is None else "adopted not: other tokens"] += 1
+                del self.sequences[number]
+        self._forgotten.clear()
+        self.untrimmed.clear()
+        return {number: len(tokens) for number, tokens in self.sequences.items()}
+
+    def is_claimed(self, tokens: Sequence[int], claim: Claim) -> bool:
+        """Whether these are the tokens that the gateway means."""
+        packed = array("I", tokens).tobytes()
+        return hashlib.blake2b(packed, digest_size=16).digest() == claim.digest
+
+    def _is_deadly(self, op_id: int) -> bool:
+        if not self.faults.poison:
+            return False
+        job = self._jobs[op_id]
+        is_poison = POISON in job.tokens or POISON in self.sequences[job.body.sequence]
+        return is_poison and self._rng.random() < self.faults.poison
 
     def _queue(self, op_id: int, body: worker_pb2.ForwardCommand) -> None:
         self._check_not_queued(body.sequence, "a forward")
@@ -224,6 +278,8 @@ class ModelWorker:
             return None
         tokens = self.sequences.get(number)
         if tokens is None:
+            # Such as of one whose first forward was aborted: there is nothing to cut.
+            self.excused.add(op_id)
             self._miss(op_id, number)
         return tokens
 
@@ -241,7 +297,7 @@ class ModelWorker:
             del tokens[body.position :]
         expected = self.expected.pop(job.op_id, None)
         if expected is not None and list(expected) != tokens:
-            raise ProtocolError(f"op {job.op_id}: the copy holds {tokens}, the journal {list(expected)}")
+            raise ProtocolError(f"op {job.op_id}: the copy holds {tokens}, in truth {list(expected)}")
         needed = self.pool.pages_for(job.end) - self.pool.pages_for(len(tokens))
         available = self.pages_left
         if needed > available:

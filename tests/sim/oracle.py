@@ -1,22 +1,25 @@
-"""What is true: the tokens of every cache, derived from the effects alone.
+"""What is true: the tokens of every cache, derived from durable records alone, and who may be told what.
 
-The oracle sees requests as they are submitted and effects as they come out; it never asks the state machine.
-It knows a cache's tokens from the records, checks that each record belongs to the reply behind it, and that
-each reply, success or error, is the one that the promises allow at this point.
+The oracle sees requests as they are submitted, what goes to the journal, what of it becomes durable, and the
+answers; it never asks the state machine. It checks that each record is what its request asked for at that
+point, that nobody is answered before his records are durable, and that every answer, success or error, is the
+one that the promises allow.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from quire.v1 import types_pb2, worker_pb2
 
+from service.caches.effects import Write
 from service.caches.records import (
     CacheCreated,
     CacheForked,
     CacheReleased,
     CacheTruncated,
+    LeaseRenewed,
     Record,
     TokensAppended,
 )
@@ -34,244 +37,344 @@ from service.caches.requests import (
     Result,
     Truncate,
 )
+from service.caches.tenants import Tenant
 from service.errors import QuireError
 from tests.sim.journal_bytes import JournalBudget
 from tests.sim.refusals import check_refusal
 from tests.sim.toy_model import accepted_length, next_token, output_of
-from tests.sim.truth import Applied, Cache
+from tests.sim.truth import Applied, Asked, Cache, Done, Forked, is_remembered
 
 
 class Oracle:
-    """Checks every effect. The simulator keeps the public fields up to `caches`.
+    """Owner of the truth. The simulator keeps the public fields up to `caches`.
 
     Requests have numbers in the order in which they were submitted.
     """
 
-    def __init__(self, capacity_tokens: int, seen: Counter[str]) -> None:
+    def __init__(self, capacity_tokens: int, max_lease_s: float, seen: Counter[str]) -> None:
         self.capacity_tokens = capacity_tokens
+        self.max_lease_s = max_lease_s
         self.seen = seen
+        # Who is nobody in particular.
+        self.anonymous = Tenant()
         self.now_s = 0.0
-        self.ready_epochs: set[int] = set()
-        self.draining: bool = False
-        self.queue_limit: int = 0
-        self.cache_limit: int = 0
+        self.default_lease_s = 20.0
+        self.was_ready = False
+        self.draining = False
+        self.journal_works = True
+        self.queue_limit = 0
+        self.cache_limit = 0
         self.budget = JournalBudget()
-        # What the simulator does just now: "submit", "expire", "worker lost" ...
-        self.cause = ""
-        # number -> ticket
-        self.tickets: dict[int, int] = {}
-        # ticket -> (reason, whether the worker had forgotten the copy)
-        self.worker_failures: dict[int, tuple[int, bool]] = {}
+        # What the gateway does besides, for nobody: that takes turns and places, too.
+        self.own_operations = 0
+        # Grows when the gateway crashes. Of one incarnation of it: the request of each ticket.
+        self.gateway_epoch = 0
+        self.tickets: dict[int, Asked] = {}
+        # By id and by number.
         self.caches: dict[str, Cache] = {}
-        self.by_request_id: dict[str, str] = {}
-        self.outstanding: dict[int, Request] = {}
-        # Releases among them whose caller has gone: they are carried out, and not answered.
-        self.abandoned: set[int] = set()
-        # What is cancelled in this turn, one after the other: some of it may be there still.
-        self.taken_back: list[Request] = []
+        self.numbered: dict[int, Cache] = {}
+        self.made: dict[tuple[Tenant, str], Cache] = {}
+        self.forked: dict[tuple[Tenant, str], Forked] = {}
+        # Who is to be answered, and whose operation ends without that.
+        self.outstanding: dict[int, Asked] = {}
+        self.abandoned: dict[int, Asked] = {}
+        # What was cancelled or released in this turn: some of it may be there still.
+        self.taken_back: list[Asked] = []
+        self.gone: set[str] = set()
+        # Changed in this turn: who is answered in it may have been just before.
+        self._changed: set[str] = set()
+        self._forks_gone: list[tuple[Tenant, str]] = []
+        # Why workers died that computed a sequence: the numbers of the guilty, 0 for no fault of theirs.
+        self.deaths: dict[int, list[int]] = {}
         self._submitted = 0
-        self._written: list[Record] = []
-        self._may_release: list[str] = []
-        self._may_truncate: list[str] = []
+        # With the journal, the oldest first: what was given to it together.
+        self._groups: deque[list[tuple[Asked | None, Sequence[Record]]]] = deque()
 
     # What the simulator tells.
 
-    def submitted(self, request: Request) -> int:
+    def submitted(self, request: Request, tenant: Tenant) -> Asked:
         self._submitted += 1
-        cache = self.cache_of(request)
-        if cache is not None and isinstance(request, Release | Renew):
-            behind = any(self._asked_of(cache))
-            self.seen[f"{type(request).__name__.lower()} {'behind others' if behind else 'alone'}"] += 1
-        self.outstanding[self._submitted] = request
-        self.budget.submitted(self._submitted, request, len(cache.tokens) if cache is not None else 0)
-        return self._submitted
+        asked = Asked(self._submitted, request, tenant, self.now_s)
+        cache = self.cache_of(asked)
+        self.outstanding[asked.number] = asked
+        self.budget.submitted(asked.number, request, len(cache.tokens) if cache is not None else 0)
+        return asked
 
-    def cancelled(self, number: int) -> None:
-        if isinstance(self.outstanding[number], Release):
-            self.abandoned.add(number)
-            return
-        request = self.outstanding.pop(number)
-        self.taken_back.append(request)
-        if isinstance(request, Truncate):
-            # One that has started is carried out.
-            self._may_truncate.append(request.cache_id)
+    def cancelled(self, asked: Asked) -> None:
+        del self.outstanding[asked.number]
+        asked.abandoned = True
+        if asked.records is not None or isinstance(asked.request, Release):
+            self.abandoned[asked.number] = asked
+        else:
+            self.taken_back.append(asked)
 
-    def worker_lost(self, epoch: int) -> None:
+    def given_to_journal(self, writes: Sequence[Write]) -> None:
+        """Records of several operations, to become durable together."""
+        group: list[tuple[Asked | None, Sequence[Record]]] = []
+        for write in writes:
+            asked = self.tickets.get(write.ticket)
+            group.append((asked, write.records))
+            if asked is None:
+                self._check_own_release(write.records)
+                continue
+            assert asked.records is None, "written twice"
+            assert asked.number in self.outstanding or asked.number in self.abandoned, "of one who has gone"
+            asked.records = write.records
+        self._groups.append(group)
+
+    def commit_ended(self, durable: bool) -> None:
+        """The oldest of what is with the journal has ended: if it is durable, it is true from now on."""
+        self.journal_works = durable
+        for asked, records in self._groups.popleft():
+            if asked is not None:
+                asked.durable, asked.failed = durable, not durable
+            if durable:
+                for record in records:
+                    self._apply(record, asked)
+
+    def gateway_crashed(self) -> list[tuple[Request, Tenant]]:
+        """Whoever waited does not know what became of it. Returns what they had asked."""
+        asked = [(a.request, a.tenant) for a in self.outstanding.values()]
+        self.tickets, self.outstanding, self.abandoned, self.deaths = {}, {}, {}, {}
+        self._groups.clear()
+        self.gateway_epoch += 1
+        self.journal_works, self.was_ready, self.draining = True, False, False
         for cache in self.caches.values():
-            if cache.epoch == epoch:
-                cache.lost = True
+            cache.epoch = 0
+            # Uses that nobody wrote down are forgotten.
+            cache.promised_s = min(cache.promised_s, cache.recorded_s + cache.lease_s)
+        return asked
 
-    def cache_of(self, request: Request) -> Cache | None:
+    def cache_of(self, asked: Asked) -> Cache | None:
         """The cache that a request is about now."""
+        request = asked.request
         if isinstance(request, Append) and not request.cache_id:
-            return self.caches.get(self.by_request_id.get(request.request_id, ""))
-        return self.caches.get(request.cache_id)
+            return self.made.get((asked.tenant, request.request_id)) if request.request_id else None
+        cache = self.caches.get(request.cache_id)
+        return cache if cache is not None and cache.tenant is asked.tenant else None
 
-    def failure_of(self, number: int) -> tuple[int, bool] | None:
-        """What a worker said of a request that it has failed."""
-        return self.worker_failures.get(self.tickets.get(number, 0))
-
-    # Effects.
-
-    def written(self, record: Record) -> None:
-        """A record: it changes the truth, and must belong to the next reply or to what caused it."""
-        match record:
-            case CacheCreated():
-                assert record.cache_id not in self.caches
-                self.caches[record.cache_id] = Cache(record.cache_id, record.seed, record.lease_s)
-            case TokensAppended():
-                cache = self.caches[record.cache_id]
-                assert record.position == len(cache.tokens), "an append at the end"
-                cache.tokens.extend(record.token_ids)
-            case CacheTruncated():
-                self._truncate(self.caches[record.cache_id], record.new_len)
-                if self.cause == "cancel":
-                    self._may_truncate.remove(record.cache_id)
-                    return
-            case CacheForked():
-                parent = self.caches[record.parent]
-                assert record.lease_s == parent.lease_s
-                self.caches[record.cache_id] = Cache(
-                    record.cache_id, record.seed, record.lease_s, list(parent.tokens), parent.prompt_len
-                )
-            case CacheReleased():
-                if not self._is_asked_for(record.cache_id):
-                    return
-        self._written.append(record)
-
-    def replied(self, number: int, outcome: Result | QuireError) -> None:
+    def replied(self, asked: Asked, outcome: Result | QuireError) -> None:
         """A reply: exactly one for each request that was not cancelled, and the right one."""
-        assert number in self.outstanding, "a reply to nobody, or a second one"
-        request = self.outstanding.pop(number)
-        written, self._written = self._written, []
+        assert self.outstanding.pop(asked.number, None) is asked, "a reply to nobody, or a second one"
         if isinstance(outcome, QuireError):
-            assert not written, "a failed operation leaves the cache as it was"
             self.seen[outcome.reason] += 1
-            check_refusal(self, number, request, outcome)
+            assert asked.done is None, "what is durable was done"
+            assert asked.records is None or asked.failed, "what is with the journal may be done"
+            check_refusal(self, asked, outcome)
             return
-        self._check_order(number, request)
-        match request:
+        assert not asked.failed
+        assert asked.records is None or asked.durable, "answered before it is durable"
+        self._check_order(asked)
+        match asked.request:
             case Append():
                 assert isinstance(outcome, Appended)
-                self._check_append(request, outcome, written)
+                self._check_append(asked, asked.request, outcome)
             case Release():
                 assert isinstance(outcome, Released)
-                self._check_release(request, outcome, written)
+                assert asked.request.cache_id not in self.caches or self.cache_of(asked) is None, "it is gone"
+                assert outcome.released is (asked.done is not None), "who asks too late releases nothing"
+                self.seen["release" if outcome.released else "release of nothing"] += 1
             case Fork():
                 assert isinstance(outcome, Handles)
-                self._check_fork(request, outcome, written)
+                self._check_fork(asked, asked.request, outcome)
             case Truncate():
                 assert isinstance(outcome, Handles)
-                self._check_truncate(request, outcome, written)
+                self._check_truncate(asked, asked.request, outcome)
             case Renew():
-                assert isinstance(outcome, Handles) and not written
-                self._check_renew(request, outcome)
+                assert isinstance(outcome, Handles) and asked.done is not None
+                (handle,) = outcome.handles
+                self._check_handle(handle, asked.done.cache, asked.done.seq_len, fresh=True)
 
-    def batch_done(self) -> None:
+    def turn_ended(self) -> None:
         """After all effects of one input."""
-        assert not self._written, "a record without the reply it belongs to"
-        assert not self._may_release, "a fork releases what it was asked to"
-        self._may_truncate.clear()
         self.taken_back.clear()
+        self.gone.clear()
+        self._changed.clear()
+        for key in self._forks_gone:
+            del self.forked[key]
+        self._forks_gone.clear()
+        for asked in [a for a in self.abandoned.values() if a.durable or a.failed or self._is_moot(a)]:
+            del self.abandoned[asked.number]
+            self.seen["done for one who has gone"] += 1
+
+    def _is_moot(self, asked: Asked) -> bool:
+        """A release of what was released by another."""
+        return asked.records is None and self.cache_of(asked) is None
 
     # Records.
 
-    def _truncate(self, cache: Cache, new_len: int) -> None:
-        assert new_len < len(cache.tokens)
+    def _check_own_release(self, records: Sequence[Record]) -> None:
+        (record,) = records
+        assert isinstance(record, CacheReleased), "the gateway does nothing else by itself"
+        assert self.numbered[record.number].promised_s <= self.now_s, "a cache lives as long as its handle says"
+        self.seen["lease ran out"] += 1
+
+    def _apply(self, record: Record, asked: Asked | None) -> None:
+        """A record is durable: it changes the truth, and has to be what was asked for."""
+        match record:
+            case CacheCreated():
+                self._create(record, asked)
+            case TokensAppended():
+                assert asked is not None
+                self._append(record, asked)
+            case CacheTruncated():
+                cache = self.numbered[record.number]
+                assert asked is not None and self.cache_of(asked) is cache
+                self._truncate(cache, record.new_len, asked)
+            case CacheForked():
+                assert asked is not None
+                self._fork(record, asked)
+            case LeaseRenewed():
+                self._renew(self.numbered[record.number], record.lease_s, asked)
+            case CacheReleased():
+                self._release(self.numbered[record.number], asked)
+            case _:
+                raise AssertionError("nobody asked for it")
+
+    def _create(self, record: CacheCreated, asked: Asked | None) -> None:
+        assert asked is not None and isinstance(asked.request, Append)
+        append = asked.request
+        assert record.cache_id not in self.caches and record.number not in self.numbered
+        assert not append.cache_id and not append.is_scoring and asked.done is None
+        lease_s = self.default_lease_s if append.lease_s is None else append.lease_s
+        key = (asked.tenant, append.request_id)
+        assert record.request_id == append.request_id and record.tenant == asked.tenant.name
+        assert not append.request_id or key not in self.made, "one request_id, one cache"
+        # A repetition that finds its original undone is that of its first asker, whose lease that is.
+        cache = Cache(record.cache_id, record.number, asked.tenant, record.seed, record.lease_s)
+        assert append.request_id or cache.lease_s == min(lease_s, self.max_lease_s)
+        cache.request_id = append.request_id
+        self._add(cache)
+        if append.request_id:
+            self.made[key] = cache
+
+    def _append(self, record: TokensAppended, asked: Asked) -> None:
+        cache, append = self.numbered[record.number], asked.request
+        assert isinstance(append, Append) and not append.is_scoring and asked.done is None, "applied twice"
+        base, tokens, kept = record.position, list(append.token_ids), len(record.token_ids)
+        assert base == len(cache.tokens), "an append at the end"
+        assert append.position in (None, base), "an append is applied where it says"
+        assert base + len(tokens) <= self.capacity_tokens
+        assert list(record.token_ids) == tokens[:kept]
+        if append.cache_id:
+            assert self.cache_of(asked) is cache
+        else:
+            assert base == 0
+        prompt_len = base + len(tokens) if append.kind is Kind.PREFILL else cache.prompt_len
+        assert record.prompt_len == prompt_len, "what a prefill leaves is prompt, and only that"
+        before = cache.tokens[:]
+        cache.tokens += tokens[:kept]
+        cache.prompt_len, cache.last = prompt_len, Applied(base, append, kept, self.gateway_epoch)
+        self._recorded(cache)
+        asked.done = Done(cache, len(cache.tokens), before + tokens, prompt_len)
+        self.seen[f"applied {append.kind.name.lower()}"] += 1
+
+    def _truncate(self, cache: Cache, new_len: int, asked: Asked) -> None:
+        request = asked.request
+        assert isinstance(request, Truncate) and asked.done is None
+        assert new_len == request.new_len < len(cache.tokens)
+        assert request.position in (None, len(cache.tokens)), "cut as it was believed to be"
         del cache.tokens[new_len:]
         cache.prompt_len = min(cache.prompt_len, new_len)
         cache.last = None
+        self._recorded(cache)
+        asked.done = Done(cache, new_len)
 
-    def _is_asked_for(self, cache_id: str) -> bool:
-        """Takes out a cache that was released. Whether a Release asked for it, which is answered next."""
-        cache = self.caches[cache_id]
-        number, first = next(self._asked_of(cache), (0, None))
-        del self.caches[cache_id]
-        is_answered = number not in self.abandoned
-        for other in [n for n in self.abandoned if self.outstanding[n].cache_id == cache_id]:
-            self.abandoned.remove(other)
-            del self.outstanding[other]
-            self.seen["release of one who has gone"] += 1
-        if self.cause == "expire":
-            assert cache.promised_s <= self.now_s, "a cache lives as long as its handle says"
-            assert first is None, "used"
-            self.seen["lease ran out"] += 1
-        elif cache_id in self._may_release:
-            self._may_release.remove(cache_id)
-        else:
-            assert isinstance(first, Release), "not before what was asked of the cache earlier"
-            return is_answered
-        return False
+    def _fork(self, record: CacheForked, asked: Asked) -> None:
+        fork, parent = asked.request, self.numbered[record.parent]
+        assert isinstance(fork, Fork) and asked.done is None and self.cache_of(asked) is parent
+        assert len(record.children) == fork.count and record.request_id == fork.request_id
+        key = (asked.tenant, fork.request_id)
+        forked = Forked(fork, parent.number)
+        if fork.request_id:
+            assert key not in self.forked, "one request_id, one fork"
+            self.forked[key] = forked
+        for index, child in enumerate(record.children):
+            cache = Cache(child.cache_id, child.number, parent.tenant, child.seed, parent.lease_s)
+            cache.tokens, cache.prompt_len = parent.tokens[:], parent.prompt_len
+            if fork.request_id:
+                cache.fork = (forked, index)
+            forked.children.append(cache)
+            self._add(cache)
+        asked.done = Done(parent, len(parent.tokens), children=forked.children[:])
+
+    def _renew(self, cache: Cache, lease_s: float, asked: Asked | None) -> None:
+        assert asked is not None and isinstance(asked.request, Renew) and self.cache_of(asked) is cache
+        wanted_s = asked.request.lease_s
+        assert lease_s == (cache.lease_s if wanted_s is None else min(wanted_s, self.max_lease_s))
+        cache.lease_s = lease_s
+        self._recorded(cache)
+        asked.done = Done(cache, len(cache.tokens))
+
+    def _release(self, cache: Cache, asked: Asked | None) -> None:
+        if asked is not None and isinstance(asked.request, Fork):
+            assert cache.cache_id in asked.request.release and cache.tenant is asked.tenant
+            # One that makes none has no other cache to speak of.
+            asked.done = asked.done or Done(cache, 0)
+        elif asked is not None:
+            assert isinstance(asked.request, Release) and self.cache_of(asked) is cache
+            earlier = (a for a in self._asked_of(cache) if a.number < asked.number)
+            assert next(earlier, None) is None, "not before what was asked of the cache earlier"
+            asked.done = Done(cache, 0)
+        del self.caches[cache.cache_id]
+        del self.numbered[cache.number]
+        self.gone.add(cache.cache_id)
+        if cache.request_id:
+            del self.made[cache.tenant, cache.request_id]
+        if cache.fork is not None:
+            forked, _ = cache.fork
+            if not any(child.cache_id in self.caches for child in forked.children):
+                self._forks_gone.append((cache.tenant, forked.request.request_id))
+
+    def _add(self, cache: Cache) -> None:
+        self.caches[cache.cache_id] = self.numbered[cache.number] = cache
+        self._recorded(cache)
+
+    def _recorded(self, cache: Cache) -> None:
+        cache.recorded_s = self.now_s
+        self._changed.add(cache.cache_id)
 
     # Replies.
 
-    def _asked_of(self, cache: Cache) -> Iterator[tuple[int, Request]]:
-        """What is outstanding of a cache, by number, in order."""
-        for number, request in self.outstanding.items():
-            # A creation that finds its first cache lost makes another one: it has nothing to do with that.
-            if self.cache_of(request) is cache and (request.cache_id or not cache.lost):
-                yield number, request
+    def _asked_of(self, cache: Cache) -> Iterator[Asked]:
+        """What is outstanding of a cache, in order."""
+        return (asked for asked in self.outstanding.values() if self.cache_of(asked) is cache)
 
-    def _check_order(self, number: int, request: Request) -> None:
-        cache = self.cache_of(request)
-        if cache is not None and not cache.lost:
-            assert all(other > number for other, _ in self._asked_of(cache)), "one after the other"
+    def _check_order(self, asked: Asked) -> None:
+        cache = self.cache_of(asked)
+        if cache is not None:
+            assert all(other.number > asked.number for other in self._asked_of(cache)), "one after the other"
 
-    def _check_append(self, append: Append, result: Appended, written: Sequence[Record]) -> None:
+    def _check_append(self, asked: Asked, append: Append, result: Appended) -> None:
         if append.is_scoring:
-            assert result.handle is None and not written
-            self._check_outputs(append, result, list(append.token_ids), None)
-        elif written:
-            self._check_applied(append, result, written)
+            assert result.handle is None and asked.records is None
+            self._check_outputs(append, result, list(append.token_ids), None, 0)
+        elif asked.done is not None:
+            done = asked.done
+            chosen = self._check_outputs(append, result, done.tokens, done.cache, done.prompt_len)
+            kept = accepted_length(append.token_ids, chosen) if append.accept else len(append.token_ids)
+            assert result.kept == kept == _done(result).kept
+            assert done.seq_len == len(done.tokens) - len(append.token_ids) + kept
+            self._check_handle(result.handle, done.cache, done.seq_len, fresh=True)
         else:
-            self._check_repeated(append, result)
+            self._check_repeated(asked, append, result)
+        self.seen["answered after a replay"] += result.replayed_tokens > 0
 
-    def _check_applied(self, append: Append, result: Appended, written: Sequence[Record]) -> None:
-        appended = written[-1]
-        assert isinstance(appended, TokensAppended)
-        cache, tokens = self.caches[appended.cache_id], list(append.token_ids)
-        base = appended.position
-        assert append.position in (None, base), "an append is applied where it says"
-        assert base + len(tokens) <= self.capacity_tokens
-        if append.cache_id:
-            assert cache.cache_id == append.cache_id and len(written) == 1
-        else:
-            assert base == 0 and isinstance(written[0], CacheCreated) and len(written) == 2
-            assert written[0].cache_id == cache.cache_id
-            self._check_created(append, cache)
-        if append.kind is Kind.PREFILL:
-            cache.prompt_len = base + len(tokens)
-        assert appended.prompt_len == cache.prompt_len, "what a prefill leaves is prompt, and only that"
-        cache.last = Applied(base, append, result.kept)
-        assert list(appended.token_ids) == tokens[: result.kept] and _done(result).kept == result.kept
-        chosen = self._check_outputs(append, result, cache.tokens[:base] + tokens, cache)
-        assert result.kept == (accepted_length(tokens, chosen) if append.accept else len(tokens))
-        self._check_handle(result.handle, cache, self.now_s + cache.lease_s)
-        assert cache.epoch == appended.epoch
-        self.seen[f"applied {append.kind.name.lower()}"] += 1
-
-    def _check_created(self, append: Append, cache: Cache) -> None:
-        if append.request_id:
-            before = self.caches.get(self.by_request_id.get(append.request_id, ""))
-            assert before is None or before.lost, "one request_id, one cache"
-            self.by_request_id[append.request_id] = cache.cache_id
-            cache.request_id = append.request_id
-
-    def _check_repeated(self, append: Append, result: Appended) -> None:
-        cache = self.cache_of(append)
+    def _check_repeated(self, asked: Asked, append: Append, result: Appended) -> None:
+        cache = self.cache_of(asked)
         assert cache is not None and cache.last is not None, "a success that was not written"
-        position = append.position if append.cache_id else 0
-        assert cache.is_repeat(append, position), "only a repetition is answered without being applied"
-        assert result.kept == cache.last.kept
-        base_tokens = cache.tokens[: cache.last.base]
-        self._check_outputs(append, result, base_tokens + list(append.token_ids), cache)
-        self._check_handle(result.handle, cache, None)
-        where = "from memory" if cache.is_remembered(append) else "computed again"
+        last = cache.last
+        assert cache.is_repeat(append, asked.position), "only a repetition is answered without being applied"
+        assert result.kept == last.kept
+        tokens = cache.tokens[: last.base] + list(append.token_ids)
+        self._check_outputs(append, result, tokens, cache, cache.prompt_len)
+        self._check_handle(result.handle, cache, len(cache.tokens), fresh=False)
+        where = "from memory" if not asked.sequence and is_remembered(append, last) else "computed again"
         self.seen[f"repetition answered {where}"] += 1
-        self.seen["repetition answered after a loss"] += cache.lost
+        self.seen["repetition answered after a gateway crash"] += last.epoch < self.gateway_epoch
 
     def _check_outputs(
-        self, append: Append, result: Appended, tokens: Sequence[int], cache: Cache | None
+        self, append: Append, result: Appended, tokens: Sequence[int], cache: Cache | None, prompt_len: int
     ) -> list[int]:
         """Asserts that the answer has the wanted rows; returns what the model chooses in every row."""
         options = append.output or types_pb2.OutputOptions()
@@ -279,57 +382,52 @@ class Oracle:
         salt = None
         if options.HasField("sampling"):
             assert cache is not None
-            salt = (cache.seed, cache.prompt_len)
+            salt = (cache.seed, prompt_len)
         first = len(tokens) - len(append.token_ids) + 1
+        if not append.accept:
+            first = len(tokens) - append.rows + 1
         chosen = [next_token(tokens[:end], salt) for end in range(first, len(tokens) + 1)]
         wanted = chosen[len(chosen) - append.rows :]
-        assert list(_done(result).outputs) == [output_of(token, options) for token in wanted]
+        outputs = list(_done(result).outputs)
+        assert outputs == [output_of(token, options) for token in wanted], "what the model says of the tokens"
         return chosen
 
-    def _check_handle(self, handle: Handle | None, cache: Cache, expires_at_s: float | None) -> None:
-        assert handle is not None and handle.cache_id == cache.cache_id
-        assert handle.seq_len == len(cache.tokens)
-        if expires_at_s is None:
-            # It waited since then, perhaps.
-            assert handle.expires_at_s <= self.now_s + cache.lease_s
-        else:
-            assert handle.expires_at_s == expires_at_s, "used now: the lease starts now"
-        assert cache.epoch in (0, handle.epoch)
+    def _check_handle(self, handle: Handle | None, cache: Cache, seq_len: int, *, fresh: bool) -> None:
+        """`fresh`: it was used just now, so that its lease starts now."""
+        assert handle is not None and handle.cache_id == cache.cache_id and handle.seq_len == seq_len
+        ends_s = self.now_s + cache.lease_s
+        assert handle.expires_at_s == ends_s if fresh else handle.expires_at_s <= ends_s
+        assert handle.epoch >= cache.epoch
         cache.epoch = handle.epoch
         cache.promised_s = handle.expires_at_s
 
-    def _check_fork(self, fork: Fork, result: Handles, written: Sequence[Record]) -> None:
-        parent = self.caches[fork.cache_id]
-        assert len(result.handles) == len(written) == fork.count
-        for handle, record in zip(result.handles, written, strict=True):
-            assert isinstance(record, CacheForked) and record.parent == fork.cache_id
-            assert record.cache_id == handle.cache_id
-            child = self.caches[handle.cache_id]
-            assert child.tokens == parent.tokens
-            self._check_handle(handle, child, self.now_s + child.lease_s if child.tokens else None)
-            assert child.epoch == parent.epoch
-        self._may_release.extend(dict.fromkeys(name for name in fork.release if name in self.caches))
+    def _check_fork(self, asked: Asked, fork: Fork, result: Handles) -> None:
+        assert len(result.handles) == fork.count
+        if asked.done is not None:
+            children, fresh = asked.done.children, True
+        elif asked.durable:
+            assert not fork.count
+            children, fresh = (), True
+        else:
+            forked = self.forked.get((asked.tenant, fork.request_id))
+            assert fork.request_id and forked is not None, "a fork that was not written"
+            assert forked.request.count == fork.count
+            children, fresh = forked.children, False
+            self.seen["fork repeated"] += 1
+        for handle, child in zip(result.handles, children, strict=True):
+            assert child.cache_id in self.caches or child.cache_id in self.gone
+            seq_len = asked.done.seq_len if asked.done is not None else len(child.tokens)
+            if asked.done is not None or child.cache_id not in self._changed:
+                self._check_handle(handle, child, seq_len, fresh=fresh)
         self.seen["fork"] += 1
 
-    def _check_truncate(self, request: Truncate, result: Handles, written: Sequence[Record]) -> None:
-        cache = self.caches[request.cache_id]
-        assert len(written) <= 1 and all(record.cache_id == cache.cache_id for record in written)
-        assert len(cache.tokens) == request.new_len
+    def _check_truncate(self, asked: Asked, request: Truncate, result: Handles) -> None:
+        cache = asked.done.cache if asked.done is not None else self.cache_of(asked)
+        assert cache is not None
+        assert asked.done is not None or len(cache.tokens) == request.new_len
         (handle,) = result.handles
-        self._check_handle(handle, cache, self.now_s + cache.lease_s if written else None)
-        self.seen["truncation"] += 1
-
-    def _check_release(self, request: Release, result: Released, written: Sequence[Record]) -> None:
-        assert request.cache_id not in self.caches, "it is gone"
-        assert result.released == bool(written), "to one who asks too late there was nothing to release"
-        assert all(record == CacheReleased(request.cache_id) for record in written)
-        self.seen["release of nothing"] += not written
-
-    def _check_renew(self, request: Renew, result: Handles) -> None:
-        cache = self.caches[request.cache_id]
-        cache.lease_s = request.lease_s or cache.lease_s
-        (handle,) = result.handles
-        self._check_handle(handle, cache, self.now_s + cache.lease_s)
+        self._check_handle(handle, cache, request.new_len, fresh=asked.done is not None)
+        self.seen["truncation"] += asked.done is not None
 
 
 def _done(result: Appended) -> worker_pb2.ForwardDone:

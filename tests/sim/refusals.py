@@ -7,64 +7,28 @@ from typing import TYPE_CHECKING
 
 from service.caches.requests import Append, Fork, Release, Renew, Request, Truncate
 from service.errors import QuireError
-from tests.sim.model_worker import FAULT, KV_EXHAUSTED, KV_MISSING, TIMEOUT
-from tests.sim.truth import Cache
+from tests.sim.model_worker import FAULT, KV_EXHAUSTED, KV_MISSING, POISON, TIMEOUT
+from tests.sim.truth import Asked, Cache
 
 if TYPE_CHECKING:
     from tests.sim.oracle import Oracle
 
-_WORKER_REASONS = {"WORKER_FAULT": FAULT, "KV_EXHAUSTED": KV_EXHAUSTED}
-_TOO_LATE = ("DEADLINE_PASSED", "OVERLOADED")
+_MOST_TRIES = 8
 
 
-def check_refusal(oracle: Oracle, number: int, request: Request, error: QuireError) -> None:
-    """Asserts that `error` is a true answer to `request` at this point."""
-    cache, reason = oracle.cache_of(request), error.reason
-    assert not isinstance(request, Release), "to release is always possible"
-    assert not isinstance(request, Renew) or reason == "CACHE_NOT_FOUND", "and to renew what is there"
-    if reason in _WORKER_REASONS:
-        failure = oracle.failure_of(number)
-        assert failure is not None and failure[0] == _WORKER_REASONS[reason], "the worker did not say so"
-    elif reason in _TOO_LATE:
-        _check_too_late(oracle, number, request, reason)
-    elif reason in _OF_THE_SERVER:
-        assert _OF_THE_SERVER[reason](oracle)
-    elif reason == "JOURNAL_FULL":
-        assert isinstance(request, Append | Fork), "what takes nothing is let in"
-        assert not oracle.budget.has_room(number, oracle.outstanding), "there was room"
-    elif reason == "CACHE_LIMIT":
-        assert most_held(oracle) + _made_by(request) > oracle.cache_limit
-    elif reason == "CACHE_NOT_FOUND":
-        assert cache is None
-    elif reason == "WORKER_LOST":
-        assert isinstance(request, Append) and (cache is None or cache.lost)
-        assert oracle.cause == "worker lost"
-    elif reason == "SEQUENCE_TOO_LONG":
+def check_refusal(oracle: Oracle, asked: Asked, error: QuireError) -> None:
+    """Asserts that `error` is a true answer to a request at this point."""
+    request, reason = asked.request, error.reason
+    if isinstance(request, Release | Renew):
+        allowed = {"JOURNAL_UNAVAILABLE"} | ({"CACHE_NOT_FOUND"} if isinstance(request, Renew) else set())
+        assert reason in allowed, "to release is always possible, and to renew what is there"
+    if reason in _OF_THE_SERVER:
+        assert _OF_THE_SERVER[reason](oracle, asked), f"{asked}: not so at {oracle.now_s}"
+    elif reason in _OF_WORKERS:
         assert isinstance(request, Append)
-        length = len(cache.tokens) if cache is not None else 0
-        assert length + len(request.token_ids) > oracle.capacity_tokens
+        assert _OF_WORKERS[reason](oracle, asked), f"{asked}: no worker said so, and there is time left at {oracle.now_s}"
     else:
-        assert cache is not None, "only of a cache can one say that"
-        _check_of_cache(oracle, number, request, cache, error)
-
-
-_OF_THE_SERVER: dict[str, Callable[[Oracle], bool]] = {
-    "NO_WORKER": lambda oracle: not oracle.ready_epochs,
-    "DRAINING": lambda oracle: oracle.draining,
-    "QUEUE_FULL": lambda oracle: len(oracle.outstanding) >= oracle.queue_limit,
-}
-
-
-def _check_too_late(oracle: Oracle, number: int, request: Request, reason: str) -> None:
-    """The worker had no time for it, or the gateway saw that it would not."""
-    failure = oracle.failure_of(number)
-    assert isinstance(request, Append) and (failure is None or failure[0] == TIMEOUT)
-    if reason == "DEADLINE_PASSED":
-        assert request.timeout_s is not None, "who names no deadline cannot miss it"
-    elif failure is None:
-        others = [r for n, r in oracle.outstanding.items() if n != number and isinstance(r, Append)]
-        # Of what is cancelled together, one after the other goes.
-        assert others or oracle.cause == "cancel", "who is alone waits for nobody"
+        _OF_THE_CACHE[reason](oracle, asked, oracle.cache_of(asked), error)
 
 
 def _made_by(request: Request) -> int:
@@ -76,41 +40,130 @@ def _made_by(request: Request) -> int:
 
 def most_held(oracle: Oracle) -> int:
     """The caches there are and may be soon."""
-    on_their_way = [*oracle.outstanding.values(), *oracle.taken_back]
-    return len(oracle.caches) + sum(map(_made_by, on_their_way))
+    on_their_way = [*oracle.outstanding.values(), *oracle.abandoned.values(), *oracle.taken_back]
+    return len(oracle.caches) + len(oracle.gone) + sum(_made_by(asked.request) for asked in on_their_way)
 
 
-def _check_of_cache(oracle: Oracle, number: int, request: Request, cache: Cache, error: QuireError) -> None:
-    if error.reason == "CACHE_LOST":
-        _check_lost(oracle, number, request, cache, error)
-    elif isinstance(request, Truncate):
-        assert error.reason == "TRUNCATE_BEYOND_END"
-        assert request.new_len > len(cache.tokens)
+def _is_full(oracle: Oracle, asked: Asked) -> bool:
+    assert isinstance(asked.request, Append | Fork), "what takes nothing is let in"
+    return not oracle.budget.has_room(asked.number, [*oracle.outstanding, *oracle.abandoned])
+
+
+_OF_THE_SERVER: dict[str, Callable[[Oracle, Asked], bool]] = {
+    "DRAINING": lambda oracle, _: oracle.draining,
+    "QUEUE_FULL": lambda oracle, _: (
+        len(oracle.outstanding) + len(oracle.abandoned) + oracle.own_operations >= oracle.queue_limit
+    ),
+    "JOURNAL_UNAVAILABLE": lambda oracle, asked: asked.failed or not oracle.journal_works,
+    "JOURNAL_FULL": _is_full,
+    "CACHE_LIMIT": lambda oracle, asked: most_held(oracle) + _made_by(asked.request) > oracle.cache_limit,
+    "NO_WORKER": lambda oracle, asked: (
+        (not oracle.was_ready and not asked.request.cache_id) or oracle.now_s >= asked.patience_s
+    ),
+}
+
+
+def _is_exhausted(oracle: Oracle, asked: Asked) -> bool:
+    """There was no room until its time was up; or it takes more than there is, as a copy beside its cache may."""
+    copies = oracle.cache_of(asked) is not None and asked.sequence and is_repetition(oracle, asked)
+    return KV_EXHAUSTED in asked.failures and bool(copies or oracle.now_s >= asked.patience_s)
+
+
+def is_repetition(oracle: Oracle, asked: Asked) -> bool:
+    cache = oracle.cache_of(asked)
+    assert isinstance(asked.request, Append)
+    return cache is not None and cache.is_repeat(asked.request, asked.position)
+
+
+def _is_too_late(oracle: Oracle, asked: Asked) -> bool:
+    assert isinstance(asked.request, Append)
+    assert asked.request.timeout_s is not None, "who names no deadline cannot miss it"
+    return TIMEOUT in asked.failures or oracle.now_s >= asked.patience_s
+
+
+def _is_overloaded(oracle: Oracle, asked: Asked) -> bool:
+    """The worker had no time for it, or the gateway saw that it would not: who is alone waits for nobody."""
+    others = oracle.outstanding or oracle.abandoned or oracle.taken_back or oracle.own_operations
+    return TIMEOUT in asked.failures or bool(others) or oracle.now_s >= asked.patience_s
+
+
+def _is_guilty(oracle: Oracle, asked: Asked) -> bool:
+    """Workers die of it; or it looked so, since they died under it for other reasons."""
+    cache = oracle.cache_of(asked)
+    assert isinstance(asked.request, Append)
+    if POISON in asked.request.token_ids or (cache is not None and POISON in cache.tokens):
+        return True
+    deaths = oracle.deaths.get(asked.sequence or (cache.number if cache is not None else 0), [])
+    return 0 in deaths or len(set(deaths)) > 1 or (cache is not None and cache.number in deaths)
+
+
+def _tries(asked: Asked) -> int:
+    """Attempts that came to nothing through no fault of the caller's."""
+    return asked.deaths + sum(reason in (KV_MISSING, KV_EXHAUSTED) for reason in asked.failures)
+
+
+_OF_WORKERS: dict[str, Callable[[Oracle, Asked], bool]] = {
+    "WORKER_FAULT": lambda _, asked: FAULT in asked.failures or _tries(asked) > _MOST_TRIES,
+    "WORKER_LOST": lambda _, asked: bool(asked.deaths) and _tries(asked) > _MOST_TRIES,
+    "KV_EXHAUSTED": _is_exhausted,
+    "DEADLINE_PASSED": _is_too_late,
+    "OVERLOADED": _is_overloaded,
+    "SEQUENCE_QUARANTINED": _is_guilty,
+}
+
+
+def _check_not_found(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
+    if isinstance(asked.request, Fork):
+        forked = oracle.forked.get((asked.tenant, asked.request.request_id))
+        if forked is not None:
+            there = [child.cache_id in oracle.caches for child in forked.children]
+            assert not all(there), "its children are there"
+            return
+    assert cache is None
+
+
+def _check_too_long(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
+    assert isinstance(asked.request, Append)
+    length = len(cache.tokens) if cache is not None else 0
+    assert length + len(asked.request.token_ids) > oracle.capacity_tokens
+
+
+def _check_beyond(_: Oracle, asked: Asked, cache: Cache | None, __: QuireError) -> None:
+    assert isinstance(asked.request, Truncate) and cache is not None
+    assert asked.request.new_len > len(cache.tokens)
+
+
+def _check_position(_: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
+    assert cache is not None
+    if isinstance(asked.request, Truncate):
+        position = asked.request.position
+        assert asked.request.new_len != len(cache.tokens), "it is cut already"
     else:
-        assert isinstance(request, Append) and error.reason in {"POSITION_MISMATCH", "REQUEST_ID_REUSED"}
-        _check_position(request, cache, error)
+        assert isinstance(asked.request, Append)
+        position = asked.position
+        assert not cache.is_repeat(asked.request, position), "a repetition is answered"
+    if isinstance(asked.request, Truncate) or asked.request.cache_id:
+        assert position != len(cache.tokens), "what is asked at the length is done"
+    assert error.metadata == {"position": str(position), "seq_len": str(len(cache.tokens))}
 
 
-def _check_position(append: Append, cache: Cache, error: QuireError) -> None:
-    position = append.position if append.cache_id else 0
-    assert position is not None
-    assert not cache.is_repeat(append, position), "a repetition is answered"
-    if append.cache_id:
-        assert position != len(cache.tokens), "an append at the length is applied"
-    if error.reason == "REQUEST_ID_REUSED":
-        assert not append.cache_id and cache.last is not None and cache.last.base == 0
-    else:
-        assert error.metadata == {"position": str(position), "seq_len": str(len(cache.tokens))}
+def _check_reused(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
+    if isinstance(asked.request, Fork):
+        forked = oracle.forked.get((asked.tenant, asked.request.request_id))
+        other_parent = forked is not None and cache is not None and cache.number != forked.parent
+        on_their_way = (a.request for a in [*oracle.outstanding.values(), *oracle.abandoned.values()])
+        rivals = [r for r in on_their_way if isinstance(r, Fork) and r.request_id == asked.request.request_id]
+        assert rivals or other_parent or (forked is not None and forked.request.count != asked.request.count)
+        return
+    assert isinstance(asked.request, Append) and not asked.request.cache_id
+    assert cache is not None and cache.last is not None and cache.last.base == 0
+    assert not cache.is_repeat(asked.request, 0), "a repetition is answered"
 
 
-def _check_lost(oracle: Oracle, number: int, request: Request, cache: Cache, error: QuireError) -> None:
-    failure = oracle.failure_of(number)
-    if failure is not None:
-        assert failure == (KV_MISSING, True), "KV that was never lost cannot be missing"
-        cache.lost = True
-    assert cache.lost
-    assert error.metadata == {"seq_len": str(len(cache.tokens))}
-    if isinstance(request, Append) and failure is None:
-        position = request.position if request.cache_id else 0
-        repeated = cache.is_repeat(request, position) and cache.is_remembered(request)
-        assert not repeated, "an answer in memory needs no KV"
+_OF_THE_CACHE: dict[str, Callable[[Oracle, Asked, Cache | None, QuireError], None]] = {
+    "CACHE_NOT_FOUND": _check_not_found,
+    "SEQUENCE_TOO_LONG": _check_too_long,
+    "TRUNCATE_BEYOND_END": _check_beyond,
+    "POSITION_MISMATCH": _check_position,
+    "REQUEST_ID_REUSED": _check_reused,
+}

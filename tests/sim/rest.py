@@ -4,40 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from service.caches.table import CacheTable
 from tests.sim.model_worker import ModelWorker
 from tests.sim.oracle import Oracle
-from tests.sim.watched import WatchedJournal
+from tests.sim.watched import WatchedDispatcher
 
 
-def check_rest(
-    table: CacheTable, journal: WatchedJournal, oracle: Oracle, workers: Iterable[ModelWorker]
-) -> None:
-    """Workers hold what the table thinks they hold, token for token, and nothing else."""
-    journal.check_bytes()
-    for cache_id, cache in oracle.caches.items():
-        assert list(journal.token_ids(cache_id)) == cache.tokens
+def check_rest(dispatcher: WatchedDispatcher, oracle: Oracle, workers: Iterable[ModelWorker]) -> None:
+    """The table has what is true; workers hold of it what the table thinks, and nothing else."""
+    table = dispatcher.table
+    dispatcher.check_truth()
+    assert not len(dispatcher.journal) and not oracle.abandoned
     for worker in workers:
         held = dict(worker.sequences)
-        for entry in table._entries.values():
-            if entry.worker.epoch != worker.epoch:
-                continue
-            tokens = oracle.caches[entry.cache_id].tokens
-            assert entry.length == len(tokens)
+        view = table._placement.find(worker.worker_id, worker.epoch)
+        assert view is not None
+        for entry in table._residence.held(view):
+            tokens = oracle.caches[entry.state.cache_id].tokens
             copy = held.pop(entry.number, None)
             if copy is None:
                 # To hold nothing of an empty cache is to hold it.
-                assert not tokens or worker.has_forgotten(entry.number), "a copy is missing"
-            else:
-                assert copy[: len(tokens)] == tokens, "another sequence's tokens"
-                assert len(copy) == len(tokens) or entry.number in worker.untrimmed, "pages wasted"
-        assert not held, "sequences that nobody can name"
+                assert not entry.kv_len or worker.has_forgotten(entry.number), "a copy is missing"
+                continue
+            assert copy[: entry.kv_len] == tokens[: entry.kv_len], "another sequence's tokens"
+            assert len(copy) >= entry.kv_len or worker.has_forgotten(entry.number), "a tail is missing"
+            assert len(copy) <= len(tokens) or entry.number in worker.untrimmed, f"{entry}: pages wasted"
+        assert not held, f"{worker.worker_id}: {held}: sequences that nobody can name"
 
 
-def check_end(table: CacheTable, journal: WatchedJournal, workers: Iterable[ModelWorker]) -> None:
+def check_end(dispatcher: WatchedDispatcher, workers: Iterable[ModelWorker]) -> None:
     """Nothing is left anywhere."""
-    assert len(table) == len(journal) == journal.size_bytes == 0
-    assert not table._by_request_id
+    table = dispatcher.table
+    assert len(table) == len(table.ledger) == table.journal_bytes == table.operations_in_flight == 0
+    assert not table._catalog._by_request_id and not table._catalog._forks
+    assert table._held == table._queued_bytes == 0
     for worker in workers:
         assert not worker.sequences, "a released sequence is still held"
     for view in table._placement:

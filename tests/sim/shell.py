@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,17 +22,18 @@ from service.caches.effects import Command, Event
 from service.caches.requests import Release
 from service.config import Config
 from service.pool import incarnation as incarnation_module
-from service.pool.base import WorkerSlot
+from service.pool.base import Claim, WorkerSlot
 from service.pool.supervisor import Supervisor
 from service.server import _view_of
 from tests.sim.callers import Callers
+from tests.sim.disk import Disk, DiskJournal
 from tests.sim.fake_pool import FakeLauncher
 from tests.sim.oracle import Oracle
 from tests.sim.peers import Peer
 from tests.sim.rest import check_end, check_rest
-from tests.sim.simulation import MAX_SEQ_LEN, POOLS, new_table
+from tests.sim.simulation import MAX_LEASE_S, MAX_SEQ_LEN, POOLS, new_table
 from tests.sim.virtual_loop import VirtualLoop, innermost
-from tests.sim.watched import LARGE_BYTES, WatchedDispatcher, WatchedJournal
+from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
 from tests.sim.work_floor import WorkFloor
 
 EVENTS = 160
@@ -50,9 +51,9 @@ class ShellSimulation:
         self.loop = VirtualLoop()
         pages = rng.choice(POOLS)
         capacity_tokens = min(MAX_SEQ_LEN, pages.pages * pages.page_tokens)
-        self.oracle = oracle = Oracle(capacity_tokens, seen)
-        self.callers = Callers(rng, oracle)
-        oracle.queue_limit = rng.choice((6, 1000, 1000))
+        self.oracle = oracle = Oracle(capacity_tokens, MAX_LEASE_S, seen)
+        self.callers = Callers(rng, oracle, [oracle.anonymous])
+        oracle.queue_limit = rng.choice((6, 1000, 1000, 1000))
         oracle.cache_limit = rng.choice((5, 1000, 1000))
         oracle.budget.limit_bytes = rng.choice((3_000, LARGE_BYTES, LARGE_BYTES))
         config = Config(
@@ -65,9 +66,11 @@ class ShellSimulation:
             max_unread_bytes=rng.choice((6000, 1 << 20)),
         )
         self.table = new_table(rng, oracle)
-        self.journal = WatchedJournal()
-        self.dispatcher = WatchedDispatcher(self.table, self.journal, self._send, self.loop.time, oracle)
-        self.trace = self.dispatcher.trace
+        self.journal = DiskJournal(Disk(), self.loop.time, seen)
+        self.trace: deque[object] = deque(maxlen=80)
+        self.dispatcher = WatchedDispatcher(
+            self.table, self.journal, self._send, self.loop.time, oracle, self.trace
+        )
         self.launcher = FakeLauncher(rng, pages, capacity_tokens, seen)
         self.launcher.failing = rng.choice((0.0, 0.0, 0.4, 0.8))
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
@@ -83,6 +86,8 @@ class ShellSimulation:
             (self.floor.take, 25),
             (self.floor.step, 25),
             (self.floor.deliver, 25),
+            (self._write, 25),
+            (self._fail_to_write, 0.5),
             (self._stall, 3),
             (self._read_on, 1),
             (self._leave, 1.5),
@@ -103,7 +108,7 @@ class ShellSimulation:
     async def _main(self) -> None:
         background = [
             self.loop.create_task(self.supervisor.run()),
-            self.loop.create_task(self.dispatcher.expire_leases()),
+            self.loop.create_task(self.dispatcher.keep_time()),
         ]
         for task in background:
             task.add_done_callback(self._on_end)
@@ -130,7 +135,7 @@ class ShellSimulation:
     def _check_undone(self) -> None:
         """Nothing is under way of a session that has ended or was given up, but releases."""
         gone = {peer.caller for peer in self.peers if peer.is_cut_off or peer.task.done()}
-        for number in self.oracle.outstanding.keys() - self.oracle.abandoned:
+        for number in self.oracle.outstanding:
             assert self.dispatcher.callers[number] not in gone, "of one who has gone"
 
     # Callers.
@@ -143,13 +148,24 @@ class ShellSimulation:
             self.peers.append(peer)
         else:
             peer = self.rng.choice(usable)
-        peer.send([self.callers.request() for _ in range(self.rng.choice((1, 1, 2, 6)))])
+        tenant = self.oracle.anonymous
+        peer.send([self.callers.request(tenant) for _ in range(self.rng.choice((1, 1, 2, 6)))])
 
     def _call_alone(self) -> None:
-        requests = [self.callers.request() for _ in range(self.rng.choice((1, 1, 3)))]
+        tenant = self.oracle.anonymous
+        requests = [self.callers.request(tenant) for _ in range(self.rng.choice((1, 1, 3)))]
         task = self.loop.create_task(self.dispatcher.run(requests))
         task.add_done_callback(self._on_end)
         self._unary.append(task)
+
+    # The journal.
+
+    def _write(self) -> None:
+        self.journal.write(self.rng.choice((1, 2, 8)))
+
+    def _fail_to_write(self) -> None:
+        if len(self.journal):
+            self.journal.fail(self.rng.choice((1, 8)))
 
     def _any_peer(self, *, stalled: bool) -> Peer | None:
         peers = [p for p in self.peers if not p.task.done() and p.is_stalled is stalled]
@@ -186,6 +202,7 @@ class ShellSimulation:
             peer.pauses += 1
         arrivals: list[Callable[[], object]] = [
             *(peer.go_on for peer in self.peers if peer.is_stalled and self.rng.random() < 0.8),
+            *(self._write for _ in range(self.rng.randint(0, 2))),
             *(self.floor.work for _ in range(self.rng.randint(0, 3))),
             *(self._leave for _ in range(self.rng.randint(0, 2))),
             *(self._call_on_session for _ in range(self.rng.randint(0, 2))),
@@ -203,7 +220,10 @@ class ShellSimulation:
 
     # WorkerListener, as the server is one.
 
-    def worker_ready(self, slot: WorkerSlot) -> None:
+    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
+        return ()
+
+    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
         assert slot.ready is not None
         self.state.worker_became_ready(slot.ready)
         self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready))
@@ -233,7 +253,7 @@ class ShellSimulation:
         self.seen["a reader who stays away"] += sum(
             peer.is_cut_off and peer.is_stalled for peer in self.peers
         )
-        check_rest(self.table, self.journal, self.oracle, self._workers)
+        check_rest(self.dispatcher, self.oracle, self._workers)
         for peer in self.peers:
             peer.go_on()
             if not peer.has_closed:
@@ -243,7 +263,7 @@ class ShellSimulation:
         assert self.state.answers.used_bytes == 0
         self.dispatcher.start([Release(cache_id) for cache_id in self.oracle.caches], lambda *_: None, 0)
         await self._come_to_rest()
-        check_end(self.table, self.journal, self._workers)
+        check_end(self.dispatcher, self._workers)
 
     async def _come_to_rest(self) -> None:
         """Workers work, and come again, until nothing is under way; and whoever does not read is cut off."""
@@ -251,6 +271,7 @@ class ShellSimulation:
         at_rest_s = self.loop.time() + 2 * STALL_S
         while self.loop.time() < (at_rest_s if self._is_at_rest() else end_s):
             self.floor.work()
+            self.journal.write(len(self.journal))
             await self._pass_time(0.25)
         assert all(slot.ready is not None for slot in self.supervisor.slots), "every worker is there again"
         assert not self.oracle.outstanding, "every caller is answered, or undone"
@@ -258,7 +279,8 @@ class ShellSimulation:
     def _is_at_rest(self) -> bool:
         processes = self.launcher.running.values()
         busy = not all(p.answers and p.worker.idle for p in processes)
-        return not busy and len(processes) == len(self.supervisor.slots) and not self.oracle.outstanding
+        everyone = len(processes) == len(self.supervisor.slots)
+        return everyone and not (busy or len(self.journal) or self.table.operations_in_flight)
 
     @property
     def _workers(self) -> Any:

@@ -1,4 +1,4 @@
-"""One seeded schedule: callers, workers, crashes and the clock, in any order, over the real dispatcher.
+"""One seeded schedule: callers, workers, the journal, crashes of all of them and the clock, in any order.
 
 python -m tests.sim --seeds 0:100000     # more schedules than the test runs
 python -m tests.sim --seeds 4711         # one again, with its trace if it fails
@@ -8,27 +8,36 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Command
+from service.caches.effects import Claim, Command
+from service.caches.ledger import Ledger
 from service.caches.placement import WorkerView
 from service.caches.requests import Release, Request
-from service.caches.table import CacheTable, Limits
+from service.caches.table import Limits
+from service.caches.tenants import Tenant
 from service.pool import wire
 from tests.sim.callers import Callers
-from tests.sim.model_worker import ModelWorker, Pool
+from tests.sim.disk import Disk, DiskJournal
+from tests.sim.model_worker import Faults, ModelWorker, Pool
 from tests.sim.oracle import Oracle
 from tests.sim.rest import check_end, check_rest
-from tests.sim.watched import LARGE_BYTES, WatchedDispatcher, WatchedJournal
+from tests.sim.truth import MAX_WAIT_S
+from tests.sim.watched import CHUNK_TOKENS, LARGE_BYTES, WatchedDispatcher, WatchedTable, check_ledger
 
 MAX_SEQ_LEN = 24
-EVENTS = 220
+MAX_LEASE_S = 1000.0
+# Schedules differ in length: short ones find what happens at the beginning, and cost little.
+EVENTS = (20, 40, 60, 80, 120, 200)
 # The first is smaller than a context. In the next two sequences get into each other's way.
 POOLS = (Pool(5, page_tokens=4), Pool(12, page_tokens=4), Pool(6), Pool(30), Pool(1000))
+# Nobody waits longer than this once workers and the journal work again.
+SETTLED_S = 60.0
+_TICK_S = 0.05
 
 
 class Simulation:
@@ -37,42 +46,58 @@ class Simulation:
     def __init__(self, seed: int, seen: Counter[str]) -> None:
         self.rng = rng = random.Random(seed)
         self.seen = seen
+        self.trace: deque[object] = deque(maxlen=80)
         self._pool = rng.choice(POOLS)
         self._capacity_tokens = min(MAX_SEQ_LEN, self._pool.pages * self._pool.page_tokens)
-        self.oracle = Oracle(self._capacity_tokens, seen)
-        self.callers = Callers(rng, self.oracle)
-        self.oracle.queue_limit = rng.choice((6, 1000, 1000, 1000))
-        self.oracle.cache_limit = rng.choice((5, 1000, 1000, 1000))
-        self.oracle.budget.limit_bytes = rng.choice((rng.choice((1_500, 3_000, 6_000)), *[LARGE_BYTES] * 2))
+        self.oracle = Oracle(self._capacity_tokens, MAX_LEASE_S, seen)
+        self.tenants = [self.oracle.anonymous, Tenant("other")][: rng.choice((1, 1, 2))]
+        self.callers = Callers(rng, self.oracle, self.tenants)
+        self.callers.may_poison = rng.random() < 0.15
+        poison = rng.choice((0.5, 0.9, 1.0)) if self.callers.may_poison else 0.0
+        self._faults = rng.choice((Faults(poison=poison), Faults(step=0.0, timeout=0.0, poison=poison)))
+        self.oracle.queue_limit = rng.choice((6, *[1000] * 7))
+        self.oracle.cache_limit = rng.choice((5, *[1000] * 5))
+        self.oracle.budget.limit_bytes = rng.choice((rng.choice((1_500, 3_000, 6_000)), *[LARGE_BYTES] * 4))
+        # Whether the disk is there all the time.
+        self._disk_fails = rng.random() < 0.3
         self._now_s = 0.0
-        self.table = new_table(rng, self.oracle)
-        self.journal = WatchedJournal()
-        self.dispatcher = WatchedDispatcher(
-            self.table, self.journal, self._send, lambda: self._now_s, self.oracle
-        )
-        self.trace = self.dispatcher.trace
+        self._names = itertools.count(1)
+        self._disk = Disk()
         # Most callers wait for their answers: more than this are seldom under way.
         self._patience = rng.choice((1, 3, 8, 20))
         self._last_epoch = 0
         self.workers: dict[str, ModelWorker] = {}
         self._worker_ids = [f"worker-{index}" for index in range(rng.choice((1, 1, 2, 3)))]
+        # Those that have outlived their gateway, and those of them that were told what is wanted of them.
+        self._orphans: list[ModelWorker] = []
+        self._adopting: dict[str, tuple[ModelWorker, list[Claim]]] = {}
         # Answers of incarnations that are gone already; the gateway must not mind them.
         self._late: list[tuple[ModelWorker, worker_pb2.WorkerEvent]] = []
+        # What was asked of a gateway that crashed, and will be asked again.
+        self._unanswered: list[tuple[Request, Tenant]] = []
+        self._start_gateway()
         self._actions: list[tuple[Callable[[], object], float]] = [
             (self._submit, 40),
             (self._take, 30),
             (self._step, 30),
             (self._deliver, 30),
+            (self._write, 30),
             (self._cancel, 2.5),
-            (self.dispatcher.expire, 2),
+            (lambda: self.dispatcher.expire(), 2),
+            (self._tick, 4),
             (self._pass_time, 5),
             (self._pause, 0.7),
-            (self._crash, 0.4),
-            (self._notice, 2),
-            (self._start, 15),
-            (self._forget, 0.4),
+            (self._crash, 1.5),
+            (self._notice, 3),
+            (self._connect, 15),
+            (self._drain, 0.5),
+            (self._replace, 3),
+            (self._forget, 0.6),
+            (self._suspect, 0.5),
             (self._deliver_late, 1),
-            (self.dispatcher.start_draining, 0.02),
+            (self._fail_to_write, 1.5),
+            (self._restart_gateway, 1.0),
+            (lambda: self.dispatcher.start_draining(), 0.02),
         ]
 
     def run(self) -> None:
@@ -80,37 +105,121 @@ class Simulation:
         for worker_id in self._worker_ids:
             self._start_worker(worker_id)
         actions, weights = zip(*self._actions, strict=True)
-        for action in self.rng.choices(actions, weights, k=EVENTS):
+        for action in self.rng.choices(actions, weights, k=self.rng.choice(EVENTS)):
             action()
         self._settle()
-        check_rest(self.table, self.journal, self.oracle, self.workers.values())
-        self._ask([Release(cache_id) for cache_id in self.oracle.caches])
+        check_rest(self.dispatcher, self.oracle, self.workers.values())
+        self._check_recoverable()
+        for tenant in self.tenants:
+            self._ask([Release(c.cache_id) for c in self.oracle.caches.values() if c.tenant is tenant], tenant)
         self._settle()
-        check_end(self.table, self.journal, self.workers.values())
+        check_end(self.dispatcher, self.workers.values())
+        assert not any(t.caches or t.tokens or t.in_flight for t in self.tenants)
+
+    # The gateway.
+
+    def _start_gateway(self) -> None:
+        """A gateway without workers, which knows what is on the disk."""
+        oracle, rng = self.oracle, self.rng
+        self.table = new_table(rng, oracle, self._names)
+        self.journal = DiskJournal(self._disk, lambda: self._now_s, self.seen)
+        self.dispatcher = WatchedDispatcher(
+            self.table, self.journal, self._send, lambda: self._now_s, oracle, self.trace
+        )
+        records = list(self._disk.recover())
+        for record, _ in records:
+            self.dispatcher.needed.written(record)
+        tenants = {tenant.name: tenant for tenant in self.tenants}
+        self.table.recover(
+            records, now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name]
+        )
+        self.table.check_invariants()
+        self.dispatcher.check_truth()
+
+    def _restart_gateway(self) -> None:
+        """The gateway is killed. Workers die with it, or wait for the next one."""
+        self.seen["gateway crash"] += 1
+        self.seen["in flight when the gateway crashed"] += len(self.oracle.outstanding)
+        self.trace.append(("gateway crash",))
+        self.journal.crash(self.rng)
+        self._unanswered += self.callers.not_answered(self.oracle.gateway_crashed())
+        for tenant in self.tenants:
+            tenant.caches = tenant.tokens = tenant.in_flight = 0
+        alive = [worker for worker in self.workers.values() if not worker.crashed]
+        alive += [worker for worker, _ in self._adopting.values()]
+        self._orphans += [worker for worker in alive if self.rng.random() < 0.7]
+        for worker in self._orphans:
+            # What was on its way to it may have arrived.
+            worker.take(self.rng.choice((0, 0, len(worker.inbox))))
+            if self.rng.random() < 0.5:
+                worker.step()
+        self._orphans = [worker for worker in self._orphans if not worker.crashed]
+        self.workers.clear()
+        self._adopting.clear()
+        self._late.clear()
+        self._now_s += self.rng.choice((0.0, 0.1, 5.0))
+        self._start_gateway()
+
+    def _check_recoverable(self) -> None:
+        """A gateway that came now would find all of it."""
+        ledger = Ledger(CHUNK_TOKENS)
+        for record, _ in self._disk.recover():
+            ledger.apply(record)
+        check_ledger(ledger, self.oracle)
 
     # Callers.
 
     def _submit(self) -> None:
+        if self._unanswered and self.rng.random() < 0.5:
+            request, tenant = self._unanswered.pop(0)
+            self.seen["asked again after a gateway crash"] += 1
+            self._ask([request], tenant)
+            return
+        if not self.oracle.was_ready and self.rng.random() < 0.8:
+            return
         waiting = len(self.oracle.outstanding)
         nothing_to_use = waiting and not self.oracle.caches
         if (nothing_to_use or waiting >= self._patience) and self.rng.random() < 0.9:
             return
-        self._ask([self.callers.request() for _ in range(self.rng.choice((1, 1, 1, 1, 2, 4)))])
+        tenant = self.callers.tenant()
+        self._ask([self.callers.request(tenant) for _ in range(self.rng.choice((1, 1, 1, 1, 2, 4)))], tenant)
 
-    def _ask(self, requests: Sequence[Request]) -> None:
+    def _ask(self, requests: Sequence[Request], tenant: Tenant) -> None:
         """Those of one call are submitted together."""
-        self.dispatcher.start(requests, lambda *_: None, caller=1)
+        self.dispatcher.start(requests, lambda *_: None, caller=1, tenant=tenant)
 
     def _cancel(self) -> None:
         """Who goes takes back one call, or all of a Session."""
-        outstanding = [number for number in self.oracle.outstanding if number not in self.oracle.abandoned]
+        outstanding = list(self.oracle.outstanding)
         if not outstanding:
             return
-        count = self.rng.choice((1, 5))
-        numbers = self.rng.sample(outstanding, min(count, len(outstanding)))
-        self.dispatcher.cancel([self.oracle.tickets[number] for number in numbers])
+        numbers = self.rng.sample(outstanding, min(self.rng.choice((1, 5)), len(outstanding)))
+        tickets = [self.dispatcher.ticket_of[number] for number in numbers]
+        for ticket in tickets:
+            self.seen[f"cancelled while {self.table._operations[ticket].phase.name.lower()}"] += 1
+        self.dispatcher.cancel(tickets)
+
+    # The journal.
+
+    def _write(self) -> None:
+        self.journal.write(self.rng.choice((1, 1, 2, 8)))
+
+    def _fail_to_write(self) -> None:
+        if self._disk_fails and len(self.journal):
+            self.journal.fail(self.rng.choice((1, 1, 8)))
+
+    def _probe(self) -> None:
+        """As `keep_time` does while the journal does not work."""
+        if not self.table.journal_works:
+            self.dispatcher.probe()
 
     # Time.
+
+    def _tick(self) -> None:
+        self._now_s += _TICK_S
+        self._probe()
+        if self.table.num_parked:
+            self.dispatcher.tick()
 
     def _pass_time(self) -> None:
         self._now_s += self.rng.choice((0.1, 1.0, 1.0, 6.0))
@@ -122,6 +231,8 @@ class Simulation:
         arrivals: list[Callable[[], object]] = [
             self.dispatcher.expire,
             self._notice,
+            self._write,
+            self._tick,
             *[self._cancel, self._submit] * 2,
             *(partial(self._deliver_all, worker) for worker in self.workers.values()),
         ]
@@ -134,24 +245,46 @@ class Simulation:
     def _any_worker(self) -> ModelWorker | None:
         return self.rng.choice(list(self.workers.values())) if self.workers else None
 
-    def _start(self) -> None:
+    def _connect(self) -> None:
+        """A worker that is missing comes: a new one, or one that has outlived the gateway before this one."""
         missing = [worker_id for worker_id in self._worker_ids if worker_id not in self.workers]
-        if missing:
-            self._start_worker(self.rng.choice(missing))
+        if not missing:
+            return
+        worker_id = self.rng.choice(missing)
+        orphans = [worker for worker in self._orphans if worker.worker_id == worker_id]
+        if worker_id in self._adopting:
+            self._adopted(worker_id)
+        elif orphans and self.rng.random() < 0.8:
+            worker = self.rng.choice(orphans)
+            self._orphans.remove(worker)
+            self._adopting[worker_id] = (worker, self.dispatcher.claims(worker.holdings()))
+        elif self.rng.random() < 0.5 or not orphans:
+            self._start_worker(worker_id)
+
+    def _adopted(self, worker_id: str) -> None:
+        worker, claims = self._adopting.pop(worker_id)
+        kept = worker.adopt(claims)
+        self._last_epoch += 1
+        worker.epoch = self._last_epoch
+        self._is_ready(worker, kept)
 
     def _start_worker(self, worker_id: str) -> None:
         self._last_epoch += 1
         worker = ModelWorker(worker_id, self._last_epoch, self._pool, self.rng, self.seen)
-        self.workers[worker_id] = worker
+        worker.faults = self._faults
+        self._is_ready(worker, {})
+
+    def _is_ready(self, worker: ModelWorker, kept: dict[int, int]) -> None:
+        self.workers[worker.worker_id] = worker
         view = WorkerView(
-            worker_id,
+            worker.worker_id,
             worker.epoch,
             page_tokens=self._pool.page_tokens,
             pages_total=self._pool.pages,
             capacity_tokens=self._capacity_tokens,
-            pages_available=self._pool.pages,
+            pages_available=worker.pages_left,
         )
-        self.dispatcher.worker_ready(view)
+        self.dispatcher.worker_ready(view, kept)
 
     def _take(self) -> None:
         worker = self._any_worker()
@@ -190,12 +323,17 @@ class Simulation:
         """What a fenced worker still says changes nothing. Op ids are never reused."""
         if self._late:
             worker, event = self._late.pop()
+            self.seen["late answer"] += 1
             self._answer(worker, worker_pb2.ConnectResponse(events=[event]))
-            assert not self.dispatcher.effects, "an answer from the grave"
+            self.check_late()
+
+    def check_late(self) -> None:
+        assert not self.dispatcher.effects, "an answer from the grave"
 
     def _crash(self) -> None:
+        """A process ends, or it is silent until it is found to be and killed."""
         worker = self._any_worker()
-        if worker is not None:
+        if worker is not None and not worker.crashed:
             worker.crashed = True
             self.trace.append(("crash", worker.worker_id))
             self.seen["crash"] += 1
@@ -209,13 +347,40 @@ class Simulation:
 
     def _lose(self, worker: ModelWorker) -> None:
         del self.workers[worker.worker_id]
+        for operation in self.table._operations.values():
+            mine = operation.attempt is not None and operation.attempt.worker.epoch == worker.epoch
+            whose = "its" if mine else "a"
+            self.seen[f"{operation.phase.name.lower()} when {whose} worker died"] += 1
         self._late.extend((worker, event) for event in worker.outbox)
-        self.dispatcher.worker_lost(worker.worker_id, worker.epoch)
+        crashed = bool(worker.killed_by) or self.rng.random() < 0.7
+        self.dispatcher.worker_lost(
+            worker.worker_id, worker.epoch, crashed=crashed, culprit=worker.killed_by
+        )
+
+    def _drain(self) -> None:
+        worker = self._any_worker()
+        if worker is not None:
+            self.seen["drain"] += 1
+            self.dispatcher.worker_draining(worker.worker_id, worker.epoch)
+
+    def _replace(self) -> None:
+        """Those that drain and have nothing more to do are stopped."""
+        for worker in list(self.workers.values()):
+            view = self.table._placement.find(worker.worker_id, worker.epoch)
+            if view is not None and view.draining and self.dispatcher.is_drained(worker.worker_id, worker.epoch):
+                self.seen["drained"] += 1
+                self._lose(worker)
 
     def _forget(self) -> None:
         worker = self._any_worker()
         if worker is not None and not worker.crashed:
             worker.forget()
+
+    def _suspect(self) -> None:
+        worker = self._any_worker()
+        if worker is not None:
+            suspect = self.rng.random() < 0.5
+            self.dispatcher.worker_suspected(worker.worker_id, worker.epoch, suspect=suspect)
 
     def _send(self, worker_id: str, epoch: int, command: Command) -> None:
         worker = self.workers[worker_id]
@@ -226,26 +391,40 @@ class Simulation:
     # The end.
 
     def _settle(self) -> None:
-        """Everything under way arrives."""
-        self._notice()
-        while not all(worker.idle for worker in self.workers.values()):
-            for worker in self.workers.values():
-                worker.take(len(worker.inbox))
-                worker.step(all_jobs=True)
-                self._deliver_events(worker, len(worker.outbox))
+        """Nothing goes wrong any more, but for what is poison: everybody is answered, and in time."""
+        end_s = self._now_s + SETTLED_S
+        faults = Faults(step=0.0, control=0.0, timeout=0.0, poison=self._faults.poison)
+        while True:
+            self._notice()
+            self._replace()
+            for worker_id in self._worker_ids:
+                if worker_id not in self.workers:
+                    self._connect()
+            self._probe()
+            self.journal.write(len(self.journal))
+            for worker in list(self.workers.values()):
+                worker.faults = faults
+                self._deliver_all(worker)
+            workers = self.workers.values()
+            if not self.table.operations_in_flight and all(worker.idle for worker in workers):
+                if len(workers) == len(self._worker_ids) and not len(self.journal):
+                    break
+            assert self._now_s < end_s, "somebody waits for ever"
+            self._tick()
         assert not self.oracle.outstanding, "every caller is answered"
 
 
-def new_table(rng: random.Random, oracle: Oracle) -> CacheTable:
+def new_table(rng: random.Random, oracle: Oracle, names: Iterator[int] | None = None) -> WatchedTable:
     """A table with the limits that the oracle knows, and names and seeds that can be had again."""
-    numbers = itertools.count(1)
-    return CacheTable(
-        Limits(
-            oracle.queue_limit,
-            default_lease_s=20.0,
-            max_caches=oracle.cache_limit,
-            max_journal_bytes=oracle.budget.limit_bytes,
-        ),
-        new_cache_id=lambda: f"kv{next(numbers)}",
-        new_seed=lambda: rng.randrange(1 << 32),
+    names = names or itertools.count(1)
+    limits = Limits(
+        oracle.queue_limit,
+        default_lease_s=oracle.default_lease_s,
+        max_lease_s=MAX_LEASE_S,
+        max_caches=oracle.cache_limit,
+        max_journal_bytes=oracle.budget.limit_bytes,
+        max_wait_s=MAX_WAIT_S,
+    )
+    return WatchedTable(
+        limits, new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: rng.randrange(1 << 32)
     )

@@ -1,12 +1,15 @@
-"""What the oracle knows of a cache."""
+"""What the oracle knows of a cache, and of a request."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.v1 import types_pb2
 
-from service.caches.requests import Append
+from service.caches.records import Record
+from service.caches.requests import Append, Fork, Request
+from service.caches.tenants import Tenant
 
 
 @dataclass(slots=True)
@@ -16,24 +19,30 @@ class Applied:
     base: int
     append: Append
     kept: int
+    # When the gateway had crashed so often.
+    epoch: int
 
 
 @dataclass(slots=True)
 class Cache:
-    """The truth about one cache."""
+    """The truth about one cache: what its durable records say, and what callers were promised."""
 
     cache_id: str
+    number: int
+    tenant: Tenant
     seed: int
     lease_s: float
     tokens: list[int] = field(default_factory=list)
     prompt_len: int = 0
-    epoch: int = 0
     request_id: str = ""
+    # The fork that made it, if that can be repeated, and which of its children it is.
+    fork: tuple[Forked, int] | None = None
     last: Applied | None = None
-    # Its KV is gone, and the gateway knows.
-    lost: bool = False
+    epoch: int = 0
     # Until when the last handle that a caller got promises that the cache lives.
     promised_s: float = 0.0
+    # When the last record of it was written.
+    recorded_s: float = 0.0
 
     def is_repeat(self, append: Append, position: int | None) -> bool:
         """Whether an append says what the last one said."""
@@ -45,12 +54,72 @@ class Cache:
             and append.accept == last.append.accept
         )
 
-    def is_remembered(self, append: Append) -> bool:
-        """Whether the last append's answer must have been kept for one that repeats it."""
-        last = self.last
-        return (
-            last is not None
-            and append.rows == last.append.rows
-            and append.output == last.append.output
-            and not (isinstance(append.output, types_pb2.OutputOptions) and append.output.logits)
-        )
+
+@dataclass(slots=True, eq=False)
+class Forked:
+    """A fork with a request id that was applied."""
+
+    request: Fork
+    # Its parent's number.
+    parent: int
+    children: list[Cache] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Done:
+    """What a request's records made of its caches, the moment they were durable: what its answer has to say."""
+
+    cache: Cache
+    seq_len: int
+    # Of an append: the tokens it was computed on, all of its own, and the prompt's boundary.
+    tokens: Sequence[int] = ()
+    prompt_len: int = 0
+    children: Sequence[Cache] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request that has not ended."""
+
+    number: int
+    request: Request
+    tenant: Tenant
+    at_s: float
+    # Nobody waits for its answer any more.
+    abandoned: bool = False
+    # Given to the journal; None: not yet.
+    records: Sequence[Record] | None = None
+    # What became of them.
+    durable: bool = False
+    failed: bool = False
+    done: Done | None = None
+    # The sequence that workers compute for it, and what they said of it that did not succeed.
+    sequence: int = 0
+    failures: list[int] = field(default_factory=list)
+    deaths: int = 0
+
+    @property
+    def position(self) -> int | None:
+        """Where an append says that it belongs; a creation that is repeated, at the beginning."""
+        append = self.request
+        assert isinstance(append, Append)
+        return append.position if append.cache_id else 0
+
+    @property
+    def patience_s(self) -> float:
+        """Before this nobody may be told that his time is up."""
+        timeout_s = self.request.timeout_s if isinstance(self.request, Append) else None
+        return self.at_s + (MAX_WAIT_S if timeout_s is None else timeout_s - min(0.1, timeout_s / 10))
+
+
+# As long as an operation may wait for its turn.
+MAX_WAIT_S = 30.0
+
+
+def is_remembered(append: Append, last: Applied) -> bool:
+    """Whether the last append's answer was kept for one that repeats it."""
+    return (
+        append.rows == last.append.rows
+        and append.output == last.append.output
+        and not (isinstance(append.output, types_pb2.OutputOptions) and append.output.logits)
+    )

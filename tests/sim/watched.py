@@ -1,48 +1,71 @@
-"""The dispatcher and the journal, with the oracle at every door of theirs."""
+"""The dispatcher of one incarnation of the gateway, with the oracle at every door of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Command, Event, ForwardSequence
+from service.caches.effects import Command, Event, ForwardSequence, Write
+from service.caches.ledger import Ledger
 from service.caches.placement import WorkerView
-from service.caches.records import Record
-from service.caches.requests import Release, Renew, Request
+from service.caches.requests import Release, Renew, Request, Restore
 from service.caches.table import CacheTable
 from service.caches.tenants import Tenant
 from service.dispatcher import Dispatcher, OnOutcome, Outcome, SendCommand
-from service.journal.memory import MemoryJournal
+from tests.sim.disk import DiskJournal
 from tests.sim.journal_bytes import NeededBytes
-from tests.sim.model_worker import ModelWorker
+from tests.sim.model_worker import KV_MISSING, ModelWorker
 from tests.sim.oracle import Oracle
+from tests.sim.truth import Asked
 
 # Small, so that short sequences have several chunks, full and begun.
 CHUNK_TOKENS = 4
 # No schedule fills that.
 LARGE_BYTES = 1 << 28
+# One that may be guilty is found out within so many deaths; each other such one may add some.
+MOST_KILLED = 4
 
 
-class WatchedJournal(MemoryJournal):
-    """Tells `on_record` of each record as it is written."""
+class WatchedTable(CacheTable):
+    """Tells which ticket each request gets."""
 
-    def __init__(self) -> None:
-        super().__init__(CHUNK_TOKENS)
-        self.needed = NeededBytes(CHUNK_TOKENS)
-        self.on_record: Callable[[Record], None] = lambda _: None
+    def watch(self, oracle: Oracle) -> None:
+        self.ledger = Ledger(CHUNK_TOKENS)
+        self.oracle = oracle
+        self.upcoming: deque[Asked] = deque()
 
-    def append(self, records: Sequence[Record]) -> None:
-        super().append(records)
-        for record in records:
-            self.needed.written(record)
-            self.on_record(record)
+    def submit(self, request: Request, now_s: float, caller: int = 0, tenant: Tenant | None = None) -> int:
+        ticket = super().submit(request, now_s, caller, tenant)
+        self.oracle.tickets[ticket] = self.upcoming.popleft()
+        return ticket
 
-    def check_bytes(self) -> None:
-        """Asserts that it takes what its caches need, and no more."""
-        assert self.size_bytes == self.needed.of(self._entries)
+    def tick(self, now_s: float) -> None:
+        self.oracle.now_s = now_s
+        super().tick(now_s)
+
+    def sequence_of(self, op_id: int) -> tuple[Asked | None, int]:
+        """For whom a forward is computed, if that is not over, and the number of his cache."""
+        operation = self._computing._attempts.get(op_id)
+        if operation is None:
+            return None, 0
+        return self.oracle.tickets.get(operation.ticket), operation.entry.number
+
+    def own_operations(self) -> int:
+        """Those that nobody has asked for."""
+        own = [o for ticket, o in self._operations.items() if ticket not in self.oracle.tickets]
+        assert all(isinstance(o.request, Restore | Release) for o in own)
+        return len(own)
+
+    def computed_on(self, worker_id: str, epoch: int) -> list[tuple[Asked | None, int]]:
+        """For whom a worker computes what."""
+        worker = self._placement.find(worker_id, epoch)
+        if worker is None:
+            return []
+        under_way = self._computing.under_way(worker)
+        return [(self.oracle.tickets.get(o.ticket), o.entry.number) for o in under_way]
 
 
 class WatchedDispatcher(Dispatcher):
@@ -50,82 +73,104 @@ class WatchedDispatcher(Dispatcher):
 
     def __init__(
         self,
-        table: CacheTable,
-        journal: WatchedJournal,
+        table: WatchedTable,
+        journal: DiskJournal,
         send: SendCommand,
         clock_s: Callable[[], float],
         oracle: Oracle,
+        trace: deque[object],
     ) -> None:
         super().__init__(table, journal, self._on_send, clock_s)
+        table.watch(oracle)
         self.table = table
         self.journal = journal
         self.oracle = oracle
-        self.trace: deque[object] = deque(maxlen=60)
-        # Of the present turn: effects carried out, and caches written about.
+        self.trace = trace
+        self.needed = NeededBytes(CHUNK_TOKENS)
+        # Of the present turn.
         self.effects = 0
-        self._touched: set[str] = set()
-        # Whose each request is, by number.
+        # Whose each request is, by number; and its ticket.
         self.callers: dict[int, int] = {}
-        self._numbers: dict[int, int] = {}
+        self.ticket_of: dict[int, int] = {}
+        # Workers that died of a sequence.
+        self.killed: Counter[int] = Counter()
         self._send_on = send
+        self._groups: deque[Sequence[Write]] = deque()
         # Counting takes time: done in each turn only where it may run out.
         self._counts_bytes = oracle.budget.limit_bytes < LARGE_BYTES
-        journal.on_record = self._on_record
+        journal.on_end = self._on_end
 
     # What comes in.
 
     def start(
         self, requests: Sequence[Request], on_outcome: OnOutcome, caller: int, tenant: Tenant | None = None
     ) -> list[int]:
-        oracle = self.oracle
-        oracle.budget.taken_bytes = self.journal.size_bytes
-        numbers = [oracle.submitted(request) for request in requests]
-        self.callers.update((number, caller) for number in numbers)
-
-        def replied(index: int, outcome: Outcome) -> None:
-            self.trace.append(("->", numbers[index], outcome))
-            self.effects += 1
-            oracle.replied(numbers[index], outcome)
-            on_outcome(index, outcome)
-
+        oracle, table = self.oracle, self.table
+        whose = tenant or oracle.anonymous
         with self._turn("submit"):
-            self.trace.extend(zip(numbers, requests, strict=True))
-            tickets = super().start(requests, replied, caller, tenant)
-            oracle.tickets.update(zip(numbers, tickets, strict=True))
-            self._numbers.update(zip(tickets, numbers, strict=True))
-            oracle.budget.admitted(oracle.outstanding, numbers)
+            oracle.budget.taken_bytes = table.journal_bytes
+            asked = [oracle.submitted(request, whose) for request in requests]
+            self.callers.update((a.number, caller) for a in asked)
+            table.upcoming.extend(asked)
+
+            def replied(index: int, outcome: Outcome) -> None:
+                self.trace.append(("->", asked[index].number, outcome))
+                self.effects += 1
+                oracle.replied(asked[index], outcome)
+                on_outcome(index, outcome)
+
+            self.trace.extend((a.number, a.request) for a in asked)
+            tickets = super().start(requests, replied, caller, whose if whose.name else None)
+            self.ticket_of.update(zip((a.number for a in asked), tickets, strict=True))
+            waiting = {number: a.request for number, a in (oracle.outstanding | oracle.abandoned).items()}
+            oracle.budget.admitted(waiting, [a.number for a in asked])
         return tickets
 
     def cancel(self, tickets: Iterable[int]) -> None:
         oracle, tickets = self.oracle, list(tickets)
-        asked = sorted(self._numbers[ticket] for ticket in tickets)
-        numbers = [n for n in asked if n in oracle.outstanding and n not in oracle.abandoned]
-        for number in numbers:
-            oracle.cancelled(number)
-        with self._turn("cancel", *numbers):
+        asked = sorted((oracle.tickets[ticket] for ticket in tickets), key=lambda a: a.number)
+        there = [a for a in asked if a.number in oracle.outstanding]
+        with self._turn("cancel", *(a.number for a in there)):
+            for a in there:
+                oracle.cancelled(a)
             super().cancel(tickets)
 
     def expire(self, at_most: int | None = None) -> int:
-        oracle, before = self.oracle, len(self.oracle.caches)
         with self._turn("expire"):
             expired = super().expire(at_most)
-        assert len(oracle.caches) == before - expired
-        busy = {id(oracle.cache_of(r)) for r in oracle.outstanding.values()}
-        for _, handle in self.handles():
-            used = id(oracle.caches[handle.cache_id]) in busy
-            assert used or handle.expires_at_s > oracle.now_s, "what ran out is released"
         return expired
 
-    def worker_ready(self, worker: WorkerView) -> None:
-        self.oracle.ready_epochs.add(worker.epoch)
-        with self._turn("worker ready", worker.worker_id):
-            super().worker_ready(worker)
+    def tick(self) -> None:
+        """As `keep_time` does."""
+        with self._turn("tick"):
+            self.table.tick(self._clock_s())
+            self._carry_out()
 
-    def worker_lost(self, worker_id: str, epoch: int) -> None:
-        self.oracle.ready_epochs.discard(epoch)
-        self.oracle.worker_lost(epoch)
-        with self._turn("worker lost", worker_id):
-            super().worker_lost(worker_id, epoch)
+    def probe(self) -> None:
+        """As `keep_time` does: whether the journal can be written again."""
+        with self._turn("probe"):
+            self._commit(())
+
+    def worker_ready(self, worker: WorkerView, kept: Mapping[int, int] | None = None) -> None:
+        self.oracle.was_ready = True
+        with self._turn("worker ready", worker.worker_id, worker.epoch, kept):
+            super().worker_ready(worker, kept)
+
+    def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool = True, culprit: int = 0) -> None:
+        """`culprit`: the forward of which it died."""
+        _, guilty = self.table.sequence_of(culprit)
+        self.killed[guilty] += 1
+        assert not guilty or self.killed[guilty] <= MOST_KILLED, "it should have been quarantined by now"
+        for asked, number in self.table.computed_on(worker_id, epoch):
+            self.oracle.deaths.setdefault(number, []).append(guilty)
+            if asked is not None:
+                asked.deaths += 1
+        with self._turn("worker lost", worker_id, epoch):
+            super().worker_lost(worker_id, epoch, crashed=crashed)
+
+    def worker_draining(self, worker_id: str, epoch: int) -> None:
+        with self._turn("worker drains", worker_id, epoch):
+            super().worker_draining(worker_id, epoch)
 
     def worker_answered(
         self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
@@ -141,11 +186,14 @@ class WatchedDispatcher(Dispatcher):
     # What comes out.
 
     def expect(self, worker: ModelWorker, command: Command) -> None:
-        """Tells a worker what the journal says a forward must find there."""
-        operation = self.table._operations.get(command.op_id)
-        if isinstance(command, ForwardSequence) and operation is not None:
-            entry = operation.entry
-            tokens = self.journal.token_ids(entry.cache_id) if entry.visible else ()
+        """Tells a worker what a forward must find there."""
+        asked, number = self.table.sequence_of(command.op_id)
+        # Some are taken back in the turn in which they are asked for.
+        if isinstance(command, ForwardSequence) and number:
+            if asked is not None:
+                asked.sequence = number
+            cache = self.oracle.numbered.get(number)
+            tokens = cache.tokens if cache is not None else []
             assert command.position <= len(tokens)
             worker.expected[command.op_id] = tokens[: command.position]
 
@@ -153,45 +201,83 @@ class WatchedDispatcher(Dispatcher):
         """The next message of a worker, with so many answers. The oracle learns of its failures."""
         events = [worker.outbox.popleft() for _ in range(min(count, len(worker.outbox)))]
         for event in events:
-            if event.WhichOneof("event") == "error":
-                failure = (event.error.reason, event.op_id in worker.excused)
-                self.oracle.worker_failures[event.op_id] = failure
+            if event.WhichOneof("event") != "error":
+                continue
+            asked, _ = self.table.sequence_of(event.op_id)
+            if asked is not None:
+                asked.failures.append(event.error.reason)
+            excused = event.error.reason != KV_MISSING or event.op_id in worker.excused
+            assert excused, "KV that was never lost cannot be missing"
         return worker_pb2.ConnectResponse(events=events, pages_available=worker.pages_left)
 
     def _on_send(self, worker_id: str, epoch: int, command: Command) -> None:
         self.effects += 1
+        self.trace.append((worker_id, epoch, command))
         self._send_on(worker_id, epoch, command)
 
-    def _on_record(self, record: Record) -> None:
+    def _commit(self, writes: Sequence[Write]) -> None:
         self.effects += 1
-        self._touched.add(record.cache_id)
-        self.oracle.written(record)
+        self.trace.append(("write", *writes))
+        self.oracle.given_to_journal(writes)
+        self._groups.append(writes)
+        super()._commit(writes)
+
+    def _on_end(self, durable: bool) -> None:
+        """What was given to the journal first has ended."""
+        self.oracle.now_s = self._clock_s()
+        self.trace.append(("durable" if durable else "not durable",))
+        for write in self._groups.popleft():
+            for record in write.records if durable else ():
+                self.needed.written(record)
+        self.oracle.commit_ended(durable)
+
+    def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
+        with self._turn("committed", *tickets):
+            super()._on_committed(tickets, durable)
 
     @contextlib.contextmanager
     def _turn(self, cause: str, *of: object) -> Iterator[None]:
         """One input, all effects of which have been carried out at its end."""
         oracle = self.oracle
         self.trace.append((cause, *of))
-        oracle.cause, oracle.now_s = cause, self._clock_s()
+        oracle.now_s = self._clock_s()
+        oracle.own_operations = self.table.own_operations()
         self.effects = 0
-        self._touched.clear()
         yield
-        oracle.batch_done()
+        oracle.turn_ended()
         # Answers to what nobody waits for: the next turn looks again.
         if self.effects or cause != "deliver":
             self._check()
 
     def _check(self) -> None:
-        oracle = self.oracle
-        self.table.check_invariants()
-        assert self.operations_in_flight == len(oracle.outstanding)
-        waiting = len(oracle.outstanding) - len(oracle.abandoned)
-        assert len(self._waiting) == waiting, "only who is not answered waits"
-        bounded = sum(not isinstance(r, Release | Renew) for r in oracle.outstanding.values())
+        oracle, table = self.oracle, self.table
+        table.check_invariants()
+        known = oracle.outstanding.keys() | oracle.abandoned.keys()
+        assert self.operations_in_flight == len(known) + table.own_operations()
+        assert len(self._waiting) == len(oracle.outstanding), "only who is not answered waits"
+        bounded = sum(not isinstance(a.request, Release | Renew) for a in oracle.outstanding.values())
         assert bounded <= oracle.queue_limit
         assert len(oracle.caches) <= oracle.cache_limit
-        assert self.num_caches == len(self.journal) == len(oracle.caches)
-        if self._counts_bytes and self._touched:
-            self.journal.check_bytes()
-        for cache_id in self._touched & oracle.caches.keys():
-            assert list(self.journal.token_ids(cache_id)) == oracle.caches[cache_id].tokens
+        assert self.num_caches == len(oracle.caches)
+        if self._counts_bytes:
+            self.check_bytes()
+
+    def check_bytes(self) -> None:
+        """Asserts that the ledger takes what its caches need, and no more."""
+        assert self.table.journal_bytes == self.needed.of(self.oracle.numbered)
+
+    def check_truth(self) -> None:
+        """Asserts that what the table has is what is true, token for token."""
+        check_ledger(self.table.ledger, self.oracle)
+
+
+def check_ledger(ledger: Ledger, oracle: Oracle) -> None:
+    """Asserts that a ledger has the caches there are, as they are."""
+    assert {state.number for state in ledger} == oracle.numbered.keys(), "what is kept is what was written"
+    for state in ledger:
+        cache = oracle.numbered[state.number]
+        assert list(state.tokens.copy()) == cache.tokens
+        assert (state.cache_id, state.tenant, state.seed) == (cache.cache_id, cache.tenant.name, cache.seed)
+        assert (state.lease_s, state.prompt_len) == (cache.lease_s, cache.prompt_len)
+        assert state.request_id == cache.request_id and (state.fork is None) is (cache.fork is None)
+        assert (state.last is None) is (cache.last is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
+from kernels.paged_attention import CUDA_WIDTHS
 from tests.families import MODELS, settings_of
 from tests.model_factory import hf_greedy, hf_logits, make_family_model
 from tests.workers.packing import HandPacker, HandSequence, Item, greedy_tokens, logits_in_chunks, poison
@@ -18,7 +20,7 @@ from workers.executors.describe import kv_shape
 from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
-from workers.models.registry import FAMILIES
+from workers.models.registry import FAMILIES, WRAPPERS
 from workers.models.weights import load_model
 
 torch.set_num_threads(1)
@@ -53,6 +55,18 @@ def texts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
 
 def test_every_family_is_in_the_table() -> None:
     assert {model_type for model_type, _ in MODELS.values()} == FAMILIES.keys()
+
+
+def test_the_families_are_told() -> None:
+    """In one place, by the `model_type` of their configs, with notes in parentheses."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    row = re.search(r"^\| native \| (.*): `workers/models/registry.py`", text, re.MULTILINE)
+    assert row is not None
+    told = re.sub(r" \([^)]*\)", "", row[1]).split(", ")
+    assert sorted(told) == sorted(FAMILIES | WRAPPERS)
+    widths = re.search(r"heads of (.*) and (\d+) elements", text)
+    assert widths is not None
+    assert tuple(map(int, [*widths[1].split(", "), widths[2]])) == CUDA_WIDTHS
 
 
 def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:

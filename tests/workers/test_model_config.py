@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, Qwen3Config
 
-from kernels.rope import RopeSpec
+from kernels.rope import RopeSpec, rope_frequencies
 from tests.model_factory import TinyModel, hf_config
 from workers.models.config import LayerConfig, ModelConfig
 from workers.models.errors import ModelError
@@ -138,6 +138,13 @@ def test_what_the_old_spelling_says_of_rope_is_of_the_full_layers_of_olmo3(tmp_p
     *sliding, full = [layer.rope for layer in config.layers[:4]]
     assert full is not None and (full.rope_type, full.theta) == ("yarn", 1e6)
     assert sliding == [RopeSpec(theta=5e5)] * 3
+
+
+def test_proportional_rope_turns_a_share_of_the_pairs_of_whole_heads() -> None:
+    """So tables are as wide as heads, and their last angles zero."""
+    config = read(rope_scaling={"rope_type": "proportional", "partial_rotary_factor": 0.25})
+    assert config.rotary_dim == 128 and config.layers[0].rope is not None
+    assert rope_frequencies(config.layers[0].rope, 128)[0].count_nonzero() == 16
 
 
 def test_trained_length_of_rope_defaults_to_the_longest() -> None:

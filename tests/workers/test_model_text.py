@@ -35,12 +35,21 @@ def write(directory: Path, **files: Any) -> Path:
 # Templates.
 
 
+def make_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>", **settings
+    )
+
+
+def read_sources(directory: Path) -> dict[str, str]:
+    template = read_chat_template(directory, PLENTY)
+    return {} if template is None else dict(template.sources)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_is_found_where_transformers_writes_it(tmp_path: Path, name: str) -> None:
     source = TEMPLATES[name]
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>", chat_template=source
-    )
+    tokenizer = make_tokenizer(chat_template=source)
     tokenizer.save_pretrained(tmp_path / "file")
     tokenizer.save_pretrained(tmp_path / "setting", save_jinja_files=False)
     assert (tmp_path / "file" / "chat_template.jinja").exists()
@@ -60,8 +69,34 @@ def test_several_templates_have_names(tmp_path: Path) -> None:
 
 def test_the_file_wins_over_the_setting(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config={"chat_template": "setting"}, chat_template="file")
+    assert read_sources(tmp_path) == {"default": "file"}
+
+
+def test_templates_of_a_directory_are_found_where_transformers_writes_them(tmp_path: Path) -> None:
+    sources = {"default": "D", "tool_use": "T", "rag": "{{ documents }}"}
+    make_tokenizer(chat_template=sources).save_pretrained(tmp_path)
+    assert (tmp_path / "additional_chat_templates" / "rag.jinja").exists()
+    assert read_sources(tmp_path) == sources
+    write(tmp_path, tokenizer_config={"chat_template": "setting"})
+    assert read_sources(tmp_path) == sources, "files win"
+    (tmp_path / "chat_template.jinja").unlink()
+    assert read_sources(tmp_path) == sources | {"default": "setting"}, "where the files have no default"
+
+
+_TOKENS = {"bos_token": "<config>", "eos_token": "</config>", "unk_token": "<?>"}
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_special_tokens_are_those_of_transformers(tmp_path: Path, described: bool) -> None:
+    """Older directories have them in a file of their own, which newer ones keep and do not mean."""
+    make_tokenizer(chat_template="T").save_pretrained(tmp_path)
+    bos = {"content": "<map>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    config: dict[str, Any] = _TOKENS | ({"added_tokens_decoder": {}} if described else {})
+    write(tmp_path, tokenizer_config=config, special_tokens_map={"bos_token": bos, "eos_token": "</map>"})
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     template = read_chat_template(tmp_path, PLENTY)
-    assert template is not None and template.sources == {"default": "file"}
+    assert template is not None and template.special_tokens == theirs.special_tokens_map
+    assert template.special_tokens["bos_token"] == ("<config>" if described else "<map>")
 
 
 @pytest.mark.parametrize(

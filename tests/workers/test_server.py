@@ -25,7 +25,7 @@ async def test_slow_kernels_are_said_once(
 ) -> None:
     monkeypatch.setattr("workers.models.active_kernels.kernel_name", lambda: compiled)
     with capture_logs() as logs:
-        worker = WorkerServer(lambda _: PagedAttentionExecutor.create(kv_pages=1), stop)
+        worker = WorkerServer(lambda _: PagedAttentionExecutor.create(kv_pages=1), stop, secret="x")
         worker.start()
         with pytest.raises(StartedError):
             await worker.ended

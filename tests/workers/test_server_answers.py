@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 
-import grpc
 import pytest
 from quire.v1 import worker_pb2
 
+from tests.workers.gateway_end import SECRET, Gateway
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
@@ -18,40 +17,14 @@ from workers.server import WorkerServer
 STEP_S = 1.0
 
 
-class Gateway:
-    """The other end of the stream: messages in, messages out."""
-
-    def __init__(self) -> None:
-        self.requests: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
-        self.events: asyncio.Queue[worker_pb2.WorkerEvent] = asyncio.Queue()
-
-    def ask(self, **command: Any) -> None:
-        message = worker_pb2.WorkerCommand(**command)
-        self.requests.put_nowait(worker_pb2.ConnectRequest(commands=[message]))
-
-    async def sent(self) -> AsyncIterator[worker_pb2.ConnectRequest]:
-        while True:
-            yield await self.requests.get()
-
-    async def write(self, response: worker_pb2.ConnectResponse) -> None:
-        for event in response.events:
-            self.events.put_nowait(event)
-
-    async def next(self, kind: str) -> worker_pb2.WorkerEvent:
-        while (event := await self.events.get()).WhichOneof("event") != kind:
-            pass
-        return event
-
-
 async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python code in a step lets go of the interpreter only when it is asked to."""
     executor = PagedAttentionExecutor.create(kv_pages=8)
-    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16))
+    worker = WorkerServer(lambda _: executor, lambda _: Scheduler(16, 16, max_rows=16), secret=SECRET)
     gateway = Gateway()
-    context = cast("grpc.aio.ServicerContext[Any, Any]", gateway)
-    stream = asyncio.create_task(worker.Connect(gateway.sent(), context))
+    stream = asyncio.create_task(gateway.connect(worker))
     worker.start()
     await gateway.next("ready")
     run = executor.engine._execute

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -159,6 +159,11 @@ class Engine:
             self._kv_table.release(op.sequence)
         elif sequence is not None and len(sequence) >= op.position:
             self._kv_table.truncate(sequence, op.position)
+
+    @property
+    def sequences(self) -> Iterable[KvSequence]:
+        """All that are known, to be looked at: the next move changes them."""
+        return self._kv_table
 
     def length(self, sequence: int) -> int | None:
         """Tokens of a sequence; None if it is not known."""

@@ -12,20 +12,11 @@ import torch
 from workers.executors.base import ModelExecutor
 from workers.executors.describe import PAGE_SIZE, describe, model_id_of
 from workers.executors.engine import Engine
-from workers.executors.loading import (
-    AUTO,
-    NATIVE,
-    ServedModel,
-    choose_backend,
-    load_served,
-    read_vocab_size,
-)
+from workers.executors.loading import AUTO, ServedModel, choose_backend, load_served
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, choose_num_pages
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
-from workers.models.active_kernels import check_cuda_device, cuda_head_widths
-from workers.models.config import ModelConfig
-from workers.models.errors import ModelError
+from workers.models.active_kernels import check_cuda_device
 from workers.models.pickles import check_not_pickled
 from workers.models.text import read_text
 from workers.models.tokenizer import MAX_BYTES
@@ -85,15 +76,14 @@ class LlmExecutor(ModelExecutor):
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
             check_cuda_device(device)
-        backend = choose_backend(directory, backend)
-        if device.type == "cuda" and backend == NATIVE:
-            _check_has_kernels(directory)
         check_not_pickled(directory)
+        chosen = choose_backend(directory, backend, on_cuda=device.type == "cuda")
         # Before the weights, which take longer.
-        vocab_size = read_vocab_size(directory, backend)
-        text = read_text(directory, vocab_size, max_text_bytes)
+        text = read_text(directory, chosen.vocab_size, max_text_bytes)
         try:
-            loaded = load_served(directory, dtype, device, progress, backend=backend, self_check=self_check)
+            loaded = load_served(
+                directory, dtype, device, progress, backend=chosen.backend, self_check=self_check
+            )
         except torch.OutOfMemoryError as error:
             free_bytes, total_bytes = torch.cuda.mem_get_info(device)
             raise KvSizingError(
@@ -141,7 +131,7 @@ def _on_gpu(loaded: ServedModel, kv_pages: int | None, limits: StepLimits) -> tu
     free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
     # Beside the pages lie the rotations of the positions that they can hold; the trial had those of a few.
     positions = min(config.max_position_embeddings, free_bytes // _page_bytes(loaded) * PAGE_SIZE)
-    working_bytes += positions * config.head_dim * torch.float32.itemsize
+    working_bytes += positions * loaded.rotation_bytes
     memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
     num_pages = choose_num_gpu_pages(kv_pages, _page_bytes(loaded), memory)
     try:
@@ -156,21 +146,6 @@ def _on_gpu(loaded: ServedModel, kv_pages: int | None, limits: StepLimits) -> tu
     return kv, CudaGraphRunner(
         model, kv, max_rows=limits.max_items, max_seq_len=config.max_position_embeddings
     )
-
-
-def runs_on_cuda(directory: Path, backend: str = AUTO) -> bool:
-    """Whether a directory's model can run on a CUDA device. Raises ModelError if it cannot be read."""
-    if choose_backend(directory, backend) != NATIVE:
-        return True  # what has no kernel runs in torch
-    return ModelConfig.from_directory(directory).head_dim in cuda_head_widths()
-
-
-def _check_has_kernels(directory: Path) -> None:
-    """Raises ModelError for a model that the kernels of CUDA devices are not made for."""
-    head_dim = ModelConfig.from_directory(directory).head_dim
-    if head_dim not in cuda_head_widths():
-        known = ", ".join(map(str, cuda_head_widths()))
-        raise ModelError(f"head_dim: must be one of {known} on a CUDA device, got {head_dim}")
 
 
 def _page_bytes(loaded: ServedModel) -> int:

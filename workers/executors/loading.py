@@ -16,6 +16,7 @@ import torch
 from workers.executors.describe import kv_layers
 from workers.executors.info import DescribedConfig
 from workers.kv.tensors import LayerKv
+from workers.models.active_kernels import check_cuda_kernels
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import Model
@@ -33,12 +34,14 @@ class ServedModel:
     Attributes:
         backend: "native" or "transformers".
         layers: The shape of its pages.
+        rotation_bytes: What it keeps for each position that fits into pages, made with the first step.
         graphable: Its decodes may be captured as CUDA graphs.
     """
 
     model: Model
     backend: str
     layers: tuple[LayerKv, ...]
+    rotation_bytes: int
     dtype: torch.dtype
     device: torch.device
     config: DescribedConfig
@@ -48,30 +51,53 @@ class ServedModel:
     graphable: bool
 
 
-def choose_backend(directory: Path, asked: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the config of a directory decides.
+
+    Attributes:
+        backend: "native" or "transformers".
+        vocab_size: Tokens that the model knows.
+    """
+
+    backend: str
+    vocab_size: int
+
+
+def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Choice:
     """The backend that runs a directory: with "auto" native code, where there is some for all it asks for.
 
     Raises:
-        ModelError: There is no config.json that can be read, or a setting of it makes no sense.
+        ModelError: There is no config.json that can be read, a setting of it makes no sense, or it asks for
+            what the backend that is asked for does not have.
     """
-    if asked != AUTO:
-        return asked
-    try:
-        ModelConfig.from_directory(directory)
-    except UnsupportedError as error:
-        _log.info("the transformers backend runs this model, since native code cannot: %s", error)
-        return TRANSFORMERS
-    return NATIVE
-
-
-def read_vocab_size(directory: Path, backend: str) -> int:
-    """The size of the vocabulary, from the config alone. Raises ModelError."""
-    if backend == NATIVE:
-        return ModelConfig.from_directory(directory).vocab_size
+    if asked != TRANSFORMERS:
+        try:
+            config = ModelConfig.from_directory(directory)
+            if on_cuda:
+                check_cuda_kernels(config.head_dim)
+            return Choice(NATIVE, config.vocab_size)
+        except UnsupportedError as error:
+            if asked == NATIVE:
+                raise
+            _log.info("the transformers backend runs this model, since native code cannot: %s", error)
     # The library takes seconds to import, for nothing where native code runs.
     from workers.models.library.settings import read_settings  # noqa: PLC0415
 
-    return read_settings(directory).vocab_size
+    return Choice(TRANSFORMERS, read_settings(directory).vocab_size)
+
+
+def runs_on_cuda(directory: Path, asked: str) -> bool:
+    """Whether a CUDA device can run a directory's model: always, but for native code without kernels for it.
+
+    Raises ModelError if native code is asked for and the config cannot be read.
+    """
+    try:
+        if asked == NATIVE:
+            choose_backend(directory, asked, on_cuda=True)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def load_served(
@@ -112,6 +138,7 @@ def _load_native(
         model=loaded.decoder,
         backend=NATIVE,
         layers=kv_layers(loaded.config),
+        rotation_bytes=len(loaded.config.ropes) * loaded.config.rotary_dim * torch.float32.itemsize,
         dtype=loaded.decoder.dtype,
         device=loaded.decoder.device,
         config=loaded.config,
@@ -158,6 +185,7 @@ def _load_library(
         model=loaded.model,
         backend=TRANSFORMERS,
         layers=loaded.model.layers,
+        rotation_bytes=0,  # the library computes them anew in each step
         dtype=loaded.model.dtype,
         device=loaded.model.device,
         config=loaded.config,

@@ -7,7 +7,7 @@ import torch
 from kernels.cpu.library import kernel_name
 from kernels.linear import can_pack
 from kernels.paged_attention import CUDA_WIDTHS
-from workers.models.errors import ModelError
+from workers.models.errors import ModelError, UnsupportedError
 
 # In the place of compiled kernels for the CPU: it is slower.
 NOT_COMPILED = "cpu-not-compiled"
@@ -37,6 +37,8 @@ def check_cuda_device(device: torch.device) -> None:
         )
 
 
-def cuda_head_widths() -> tuple[int, ...]:
-    """Head widths that a model may have on a CUDA device."""
-    return CUDA_WIDTHS
+def check_cuda_kernels(head_dim: int) -> None:
+    """Raises UnsupportedError for a model that native code has no kernels for on CUDA devices."""
+    if head_dim not in CUDA_WIDTHS:
+        known = ", ".join(map(str, CUDA_WIDTHS))
+        raise UnsupportedError(f"head_dim: must be one of {known} on a CUDA device, got {head_dim}")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,18 @@ from workers.models.files import is_there, open_regular, parse_object, read_whol
 _log = logging.getLogger(__name__)
 
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_SUFFIX = ".jinja"
+# Templates for other ends than plain chat lie here, each called by its name without the suffix.
+TEMPLATE_DIRECTORY = "additional_chat_templates"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+# Where older directories name their special tokens.
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 DEFAULT = "default"
 
 # The longest that are known have 40 KB.
 MAX_BYTES = 1 << 20
+# Known models have three at most.
+_MAX_TEMPLATES = 100
 # Lists of added tokens make these files large: the largest known have 2 MB.
 _MAX_CONFIG_BYTES = 16 << 20
 # The names by which templates know special tokens.
@@ -45,52 +53,80 @@ class ChatTemplate:
 
 
 def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate | None:
-    """The template of a directory, or None where there is none.
+    """The templates of a directory, or None where there is none.
 
-    As in transformers, chat_template.jinja wins over what tokenizer_config.json has. What takes more than
+    As in transformers, chat_template.jinja and the files of additional_chat_templates win over what
+    tokenizer_config.json has; but where they bring no default, that setting does. What takes more than
     `max_bytes` could not be handed out: it is left out, and the log says so.
 
     Raises:
         ModelError: A file is not what it should be; the message names it, and the setting.
     """
     max_bytes = min(max_bytes, MAX_BYTES)
-    settings = _read_settings(directory)
-    sources = _read_file(directory / TEMPLATE_FILE, max_bytes)
-    file = directory / TOKENIZER_CONFIG_FILE
-    try:
-        if sources is None:
-            sources = _sources(settings.get("chat_template"))
-        if not any(sources.values()):
-            return None
-        template = ChatTemplate(sources, _special_tokens(settings))
-    except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None
-    except RecursionError:  # from quoting a value that is nested as deeply as can just be parsed
-        raise ModelError(f"{file}: is nested too deeply") from None
+    config = _read_settings(directory / TOKENIZER_CONFIG_FILE)
+    sources = _read_files(directory, max_bytes)
+    if DEFAULT not in sources:
+        with _naming(directory / TOKENIZER_CONFIG_FILE):
+            sources = _sources(config.get("chat_template")) | sources
+    sources = {name: source for name, source in sources.items() if source}
+    if not sources:
+        return None
+    template = ChatTemplate(sources, _read_special_tokens(directory, config))
     if template.nbytes > max_bytes:
         _warn(directory, template.nbytes, max_bytes)
         return None
     return template
 
 
-def _read_settings(directory: Path) -> Mapping[str, object]:
-    file = directory / TOKENIZER_CONFIG_FILE
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """A ModelError of what is done meanwhile names the file."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    except RecursionError:  # from quoting a value that is nested as deeply as can just be parsed
+        raise ModelError(f"{file}: is nested too deeply") from None
+
+
+def _read_settings(file: Path) -> Mapping[str, object]:
+    """Those of a file of JSON, none where there is no file. Raises ModelError."""
     if not is_there(file):
         return {}
     return parse_object(read_whole(file, _MAX_CONFIG_BYTES), file)
 
 
-def _read_file(file: Path, max_bytes: int) -> dict[str, str] | None:
-    """The file's text as the only template, empty if it is too large; None where there is no file."""
-    if not is_there(file):
-        return None
+def _read_files(directory: Path, max_bytes: int) -> dict[str, str]:
+    """The templates that are files of their own, by name; empty texts for those that are too large."""
+    files = {DEFAULT: directory / TEMPLATE_FILE} if is_there(directory / TEMPLATE_FILE) else {}
+    named = _in_order(directory / TEMPLATE_DIRECTORY)
+    files |= {file.name.removesuffix(TEMPLATE_SUFFIX): file for file in named}
+    return {name: _read_file(file, max_bytes) for name, file in files.items()}
+
+
+def _in_order(directory: Path) -> list[Path]:
+    """The templates in a directory, none where it is not there. Raises ModelError."""
+    try:
+        files = sorted(directory.glob(f"*{TEMPLATE_SUFFIX}")) if directory.is_dir() else []
+    except OSError as error:
+        raise ModelError(f"{directory}: cannot be read: {error.strerror}") from error
+    if len(files) > _MAX_TEMPLATES:
+        raise ModelError(f"{directory}: holds more than {_MAX_TEMPLATES} templates")
+    for file in files:
+        if not _is_text(file.name):
+            raise ModelError(f"{directory}: {file.name!r} is no name of a template")
+    return files
+
+
+def _read_file(file: Path, max_bytes: int) -> str:
+    """The file's text, empty if it is too large. Raises ModelError."""
     with open_regular(file) as opened:
         size_bytes = os.fstat(opened.fileno()).st_size
     if size_bytes > max_bytes:
         _warn(file, size_bytes, max_bytes)
-        return {}
+        return ""
     try:
-        return {DEFAULT: read_whole(file, max_bytes).decode()}
+        return read_whole(file, max_bytes).decode()
     except UnicodeDecodeError as error:
         raise ModelError(f"{file}: is not UTF-8: {error}") from None
 
@@ -110,18 +146,29 @@ def _sources(value: object) -> dict[str, str]:
     return sources
 
 
-def _special_tokens(settings: Mapping[str, object]) -> dict[str, str]:
-    """The texts of special tokens, which may be objects with more about them. Raises ModelError."""
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL_TOKENS:
-        value = settings.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if value is None:
-            continue
-        if not _is_text(text):
-            raise ModelError(f"{name}: must be a text, or an object with a text content, got {value!r}")
-        tokens[name] = str(text)
-    return tokens
+def _read_special_tokens(directory: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """The texts of special tokens, by what templates call them.
+
+    As in transformers, special_tokens_map.json counts, and wins, where tokenizer_config.json is of the time
+    before it described the tokens itself. Raises ModelError.
+    """
+    named = {TOKENIZER_CONFIG_FILE: config}
+    if "added_tokens_decoder" not in config:
+        named[SPECIAL_TOKENS_FILE] = _read_settings(directory / SPECIAL_TOKENS_FILE)
+    tokens: dict[str, str | None] = {}
+    for file, settings in named.items():
+        with _naming(directory / file):
+            tokens |= {name: _token(settings, name) for name in _SPECIAL_TOKENS if name in settings}
+    return {name: text for name, text in tokens.items() if text is not None}
+
+
+def _token(settings: Mapping[str, object], name: str) -> str | None:
+    """The text of a special token, which may be an object with more about it. Raises ModelError."""
+    value = settings[name]
+    text = value.get("content") if isinstance(value, dict) else value
+    if value is not None and not _is_text(text):
+        raise ModelError(f"{name}: must be a text, or an object with a text content, got {value!r}")
+    return None if value is None else str(text)
 
 
 def _is_text(value: object) -> bool:

@@ -125,13 +125,18 @@ class ModelConfig:
             raise ModelError(
                 f"layer_types: must have {self.num_hidden_layers} entries, got {len(self.layers)}"
             )
-        for rope in {layer.rope for layer in self.layers if layer.rope is not None}:
+        for rope in self.ropes:
             try:
                 frequencies, factor = rope_frequencies(rope, self.rotary_dim)
             except (ValueError, ArithmeticError) as error:
                 raise ModelError(f"rope_parameters: {error}") from error
             if not all(map(math.isfinite, (*frequencies.tolist(), factor))):
                 raise ModelError(f"rope_parameters: make angles that are not finite, got {rope}")
+
+    @property
+    def ropes(self) -> frozenset[RopeSpec]:
+        """Those of all layers, each once."""
+        return frozenset(layer.rope for layer in self.layers if layer.rope is not None)
 
     @property
     def family(self) -> Family:

@@ -57,7 +57,6 @@ class Decoder:
         self.layers = list(layers)
         self.lm_head = lm_head
         self._final_norm = final_norm
-        self._ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # [positions of the pages in use, R] each
         # Where a family scales by the root of the width, it is rounded like the embeddings.
         self._embedding_scale = config.embedding_scale
@@ -141,7 +140,7 @@ class Decoder:
 
     def _rotations(self, positions: torch.Tensor, kv: KvTensors) -> dict[RopeSpec, torch.Tensor]:
         """Cosines and sines [T, R] of each rotary embedding at the positions of the tokens."""
-        return {rope: self._rope_table(rope, kv).index_select(0, positions) for rope in self._ropes}
+        return {rope: self._rope_table(rope, kv).index_select(0, positions) for rope in self.config.ropes}
 
     def _rope_table(self, rope: RopeSpec, kv: KvTensors) -> torch.Tensor:
         """Rotations of all positions that fit into pages: computed for the first step that runs in them."""

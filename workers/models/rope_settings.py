@@ -43,8 +43,11 @@ def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, Rope
 
 def rotary_dim(settings: Mapping[str, object], family: Family, head_dim: int) -> int:
     """How many elements of a head are turned. Raises ModelError, or UnsupportedError."""
-    parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    inner = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
+    parameters = settings.get("rope_scaling") or settings.get("rope_parameters")
+    parameters = parameters if isinstance(parameters, Mapping) else {}
+    if _type_of(parameters) == "proportional":
+        return head_dim  # pairs that are not turned have angles of zero
+    inner = parameters.get("partial_rotary_factor")
     partial = settings.get("partial_rotary_factor") if inner is None else inner
     if partial in (None, 1, 1.0):
         return head_dim
@@ -67,10 +70,7 @@ def longest_text(settings: Mapping[str, object]) -> int:
     """
     longest = integer(settings, "max_position_embeddings")
     parameters = settings.get("rope_scaling") or settings.get("rope_parameters")
-    if not isinstance(parameters, Mapping) or parameters.get("rope_type", parameters.get("type")) not in (
-        "longrope",
-        *_OLD_TYPES,
-    ):
+    if not isinstance(parameters, Mapping) or _type_of(parameters) != "longrope":
         return longest
     original = integer(settings, "original_max_position_embeddings", longest)
     return min(longest, integer(parameters, "original_max_position_embeddings", original))
@@ -83,6 +83,11 @@ def _object(value: object, name: str) -> Mapping[str, object]:
     return value or {}
 
 
+def _type_of(parameters: Mapping[str, object]) -> str:
+    rope_type = str(parameters.get("rope_type", parameters.get("type", "default")))
+    return _OLD_TYPES.get(rope_type, rope_type)
+
+
 def _read(settings: Mapping[str, object], parameters: Mapping[str, object], theta_name: str) -> RopeSpec:
     """One rotary embedding, whose base is named beside its parameters in the old spelling."""
     check_rope_keys(parameters)
@@ -90,18 +95,18 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
     served = longest_text(settings)
     original = integer(settings, "original_max_position_embeddings", longest)
     theta = number(parameters, "rope_theta", number(settings, theta_name, 10_000.0))
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    rope_type = _type_of(parameters)
     if rope_type == "default":
         return RopeSpec(theta=theta)
-    rope_type = _OLD_TYPES.get(str(rope_type), str(rope_type))
     original = integer(parameters, "original_max_position_embeddings", original)
-    # Every scaled type has a factor, and a missing one is a mistake, not 1; but that of longrope follows.
-    factor = longest / original if rope_type == "longrope" else None
+    # Nearly every scaled type has a factor, and a missing one is a mistake, not 1; that of longrope follows.
+    factors = {"longrope": longest / original, "proportional": 1.0}
+    is_partial = rope_type == "proportional"
     try:
         return RopeSpec(
             theta=theta,
             rope_type=rope_type,
-            factor=number(parameters, "factor", factor),
+            factor=number(parameters, "factor", factors.get(rope_type)),
             original_max_position_embeddings=original,
             low_freq_factor=number(parameters, "low_freq_factor", 1.0),
             high_freq_factor=number(parameters, "high_freq_factor", 4.0),
@@ -115,6 +120,7 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
             max_position_embeddings=served if rope_type in ("dynamic", "longrope") else 0,
             short_factor=positive_numbers(parameters, "short_factor"),
             long_factor=positive_numbers(parameters, "long_factor"),
+            partial_rotary_factor=number(parameters, "partial_rotary_factor", 1.0) if is_partial else 1.0,
         )
     except ValueError as error:
         raise UnsupportedError(f"rope_parameters: {error}") from error

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kernels.kv_write import kv_write, kv_write_reference
 from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
+from workers.models.library.page_writes import PageWrites
 
 # Names of the library's attention implementations that are ours. While asking, masks are made as well.
 ASKING = "quire_asking"
@@ -149,6 +149,10 @@ class PagedStep:
     kv: KvTensors
     layers: tuple[LayerCall, ...]
     done: int = 0
+    _writes: PageWrites = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._writes = PageWrites(self.inputs.slots)
 
     def attend(
         self,
@@ -159,9 +163,7 @@ class PagedStep:
         k_pages, v_pages = self.kv.layer(index)
         dtype = k_pages.dtype
         queries, keys, values = (_rows(tensor, dtype) for tensor in (call.query, call.key, call.value))
-        # The checked wrapper knows keys and values of one width only.
-        write = kv_write if keys.shape == values.shape else kv_write_reference
-        write(keys, values, k_pages, v_pages, self.inputs.slots)
+        self._writes.write(keys, values, k_pages, v_pages)
         scale = call.arguments.get("scaling")
         attended = paged_attention(
             queries,

@@ -6,7 +6,6 @@ checked.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,12 +16,11 @@ import torch
 from workers.models import checkpoint
 from workers.models.checkpoint import Entry
 from workers.models.errors import ModelError
+from workers.models.library.freed_memory import FreedMemory
 
 # In some checkpoints, and computed by the library: rotations; and causal masks, of four dimensions.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias")
 _MASKS = (".attn.bias", ".attention.bias")
-# So often while loading, freed memory is given back.
-_TRIM_BYTES = 128 << 20
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
@@ -36,12 +34,11 @@ def tensors_to_read(
         total_bytes: Of them.
         progress: Told (done_bytes, total_bytes) of what was read, but not of the end.
     """
-    done_bytes = 0
+    done_bytes, freed = 0, FreedMemory()
 
     def done(nbytes: int) -> None:
         nonlocal done_bytes
-        if done_bytes // _TRIM_BYTES < (done_bytes + nbytes) // _TRIM_BYTES:
-            _give_back_freed_memory()
+        freed.add(nbytes)
         done_bytes += nbytes
         if progress is not None and done_bytes < total_bytes:
             progress(done_bytes, total_bytes)
@@ -89,13 +86,6 @@ def one_by_one() -> Iterator[None]:
         del os.environ[_ONE_BY_ONE]
         if before is not None:
             os.environ[_ONE_BY_ONE] = before
-
-
-def _give_back_freed_memory() -> None:
-    """Tensors of a few megabytes leave holes that the allocator keeps: half of the weights were seen."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc only
-    if trim is not None:
-        trim(0)
 
 
 def _is_computed(name: str, entry: Entry) -> bool:

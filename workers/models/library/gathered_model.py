@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
-from kernels.kv_write import kv_write, kv_write_reference
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
 from workers.models.library.library_model import EAGER, LibraryModel
+from workers.models.library.page_writes import PageWrites
 
 Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """New keys and values [1, K, T, D] to those of the whole text [1, K, C, D]."""
@@ -88,16 +88,14 @@ class GatheredModel(LibraryModel):
         """The logits [len(rows), V] of rows of an item, which is rows `begin` to `end` of the batch."""
         length = inputs.attention.context_lens_host[item]  # C
         pages = inputs.attention.page_tables[item, : -(-length // kv.page_size)]
-        slots = inputs.slots[begin:end]
+        writes = PageWrites(inputs.slots[begin:end])
 
         def extend_layer(index: int) -> Extend:
             k_pages, v_pages = kv.layer(index)
 
             def extend(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 keys, values = (new[0].transpose(0, 1).to(kv.dtype).contiguous() for new in (key, value))
-                # The checked wrapper knows keys and values of one width only.
-                write = kv_write if keys.shape == values.shape else kv_write_reference
-                write(keys, values, k_pages, v_pages, slots)
+                writes.write(keys, values, k_pages, v_pages)
                 whole = (held.index_select(0, pages).flatten(0, 1)[:length] for held in (k_pages, v_pages))
                 all_keys, all_values = (text.transpose(0, 1)[None] for text in whole)  # [1, K, C, D]
                 return all_keys.to(key.dtype), all_values.to(value.dtype)

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.inputs import ForwardInputs
+from workers.models.library.packed_linear import plain_products
 
 # The library's plainest attention.
 EAGER = "eager"
@@ -64,7 +65,7 @@ class LibraryModel(ABC):
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The library's own forward of one text, without pages: what `forward` is to give.
+        """The library's own forward of one text, without pages or kernels of ours: what `forward` is to give.
 
         Args:
             token_ids: [T] int64.
@@ -72,7 +73,7 @@ class LibraryModel(ABC):
         Returns:
             [T, V].
         """
-        with self._attention(EAGER):
+        with self._attention(EAGER), plain_products(self.module):
             logits: torch.Tensor = self.module(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits
 

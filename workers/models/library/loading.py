@@ -26,6 +26,7 @@ from workers.models.library.errors import library_errors
 from workers.models.library.file_tensors import one_by_one, tensors_to_read
 from workers.models.library.library_model import LibraryModel, build
 from workers.models.library.over_pages import over_pages
+from workers.models.library.packed_linear import pack_linears
 from workers.models.library.settings import LibrarySettings, read_settings
 
 Progress = Callable[[int, int], None]
@@ -124,6 +125,7 @@ def load_library_model(plan: LibraryPlan, progress: Progress | None = None) -> L
     _check_finite(plan.directory, module)
     with library_errors("run the model"):
         module.to(device=plan.device)  # type: ignore[call-arg]  # the library wraps a method as a function
+        pack_linears(module)
         model = over_pages(module)
     return LoadedLibraryModel(
         model=model,

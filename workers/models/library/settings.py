@@ -7,10 +7,12 @@ cannot serve, is refused here, before anything is built. Code that a directory b
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -23,8 +25,9 @@ _CONFIG_FILE = "config.json"
 _GENERATION_CONFIG_FILE = "generation_config.json"
 _MAX_FILE_BYTES = 1 << 20
 
-# Several times what the largest models have; of layers and heads, of widths, and of anything else.
-_MOST_LAYERS, _MOST_WIDTH, _MOST_OF_ANY = 1 << 12, 1 << 20, 1 << 24
+# Several times what the largest models have; of layers and heads, of widths, of positions where these are no
+# more than a bound, and of anything else. What positions make large is measured before it is built.
+_MOST_LAYERS, _MOST_WIDTH, _MOST_POSITIONS, _MOST_OF_ANY = 1 << 12, 1 << 20, 1 << 27, 1 << 24
 # Rotary bases are large numbers and make nothing large.
 _NOT_SIZES = ("theta", "token_id", "_base", "seed")
 
@@ -83,14 +86,13 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(f"model_type: {model_type!r} is not known to the transformers library")
-    _check_sizes(settings)
     for name in ("quantization_config", "fusion_config", "distributed_config", "transformers_weights"):
         if settings.get(name):
             raise ModelError(f"{name}: is not supported by the transformers backend")
     digest = json.dumps(settings, sort_keys=True)
     settings = {
         name: value
-        for name, value in settings.items()
+        for name, value in _without_absurd(settings, CONFIG_MAPPING[model_type]).items()
         if not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
     }
     config = CONFIG_MAPPING[model_type].from_dict(settings)
@@ -121,21 +123,42 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
     )
 
 
-def _check_sizes(settings: Mapping[str, object]) -> None:
-    """Raises ModelError for a number with which something absurd would be built."""
-    for name, value in _integers(settings):
-        most = _MOST_OF_ANY
-        if "layer" in name or "head" in name:
-            most = _MOST_LAYERS
-        elif "hidden" in name or "intermediate" in name:
-            most = _MOST_WIDTH
-        if abs(value) > most and not any(part in name for part in _NOT_SIZES):
-            raise ModelError(f"{name}: must be at most {most}, got {value}")
+def _without_absurd(settings: Mapping[str, object], config_class: type[Any]) -> dict[str, object]:
+    """The settings that the library may see: all but absurd numbers under names that it does not know.
+
+    Such are how many tokens a training saw, or what a tokenizer takes for no limit (10^30).
+
+    Raises:
+        ModelError: A number under a name that it knows, with which something absurd would be built; or one
+            that no float holds.
+    """
+    kept: dict[str, object] = {}
+    parts: Mapping[str, type[Any]] = getattr(config_class, "sub_configs", {})
+    for name, value in settings.items():
+        absurd = next((found for found in _integers(name, value) if abs(found[1]) > _most(found[0])), None)
+        if absurd is None:
+            kept[name] = value
+        elif name in parts and isinstance(value, Mapping):
+            kept[name] = _without_absurd(value, parts[name])
+        elif _knows(config_class, name) or abs(absurd[1]) > sys.float_info.max:
+            raise ModelError(f"{absurd[0]}: must be at most {_most(absurd[0])}, got {absurd[1]}")
+    return kept
 
 
-def _integers(settings: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """The integers in settings and what is nested in them, with the name of the nearest key."""
-    pending: list[tuple[str, object]] = list(settings.items())
+def _most(name: str) -> float:
+    """The largest number that makes sense under a name."""
+    if any(part in name for part in _NOT_SIZES):
+        return math.inf
+    if "layer" in name or "head" in name:
+        return _MOST_LAYERS
+    if "hidden" in name or "intermediate" in name or "label" in name:
+        return _MOST_WIDTH
+    return _MOST_POSITIONS if "position_embeddings" in name else _MOST_OF_ANY
+
+
+def _integers(name: str, value: object) -> Iterator[tuple[str, int]]:
+    """The integers in a setting and what is nested in it, with the name of the nearest key."""
+    pending = [(name, value)]
     while pending:
         name, value = pending.pop()
         if isinstance(value, Mapping):
@@ -144,6 +167,12 @@ def _integers(settings: Mapping[str, object]) -> Iterator[tuple[str, int]]:
             pending += [(name, inner) for inner in value]
         elif type(value) is int:
             yield name, value
+
+
+def _knows(config_class: type[Any], name: str) -> bool:
+    """Whether a config has a field of this name. One that does not say is taken to know all."""
+    known = {field.name for field in fields(config_class)} if is_dataclass(config_class) else {name}
+    return name in known or name in config_class.attribute_map
 
 
 def _check_layers(model_type: str, text: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:

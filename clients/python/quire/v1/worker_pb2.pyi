@@ -37,7 +37,7 @@ WORKER_ERROR_REASON_TIMEOUT: WorkerErrorReason
 WORKER_ERROR_REASON_UNSUPPORTED: WorkerErrorReason
 
 class WorkerConfig(_message.Message):
-    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved")
+    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class WorkerConfig(_message.Message):
     MODEL_BACKEND_FIELD_NUMBER: _ClassVar[int]
     NO_SELF_CHECK_FIELD_NUMBER: _ClassVar[int]
     MODEL_WAS_PROVED_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_GRACE_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     device: str
@@ -76,7 +77,8 @@ class WorkerConfig(_message.Message):
     model_backend: str
     no_self_check: str
     model_was_proved: bool
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ...) -> None: ...
+    orphan_grace_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("commands",)
@@ -85,7 +87,7 @@ class ConnectRequest(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[WorkerCommand, _Mapping]]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot")
+    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +95,7 @@ class WorkerCommand(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardCommand
     fork: ForkCommand
@@ -100,7 +103,8 @@ class WorkerCommand(_message.Message):
     release: ReleaseCommand
     abort: AbortCommand
     snapshot: SnapshotCommand
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ...) -> None: ...
+    adopt: AdoptCommand
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardCommand(_message.Message):
     __slots__ = ("sequence", "position", "token_ids", "rows", "output", "accept", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt", "priority")
@@ -168,6 +172,21 @@ class SnapshotCommand(_message.Message):
     check_integrity: bool
     def __init__(self, ordered: _Optional[bool] = ..., check_integrity: _Optional[bool] = ...) -> None: ...
 
+class AdoptCommand(_message.Message):
+    __slots__ = ("items",)
+    class Item(_message.Message):
+        __slots__ = ("sequence", "length", "digest")
+        SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+        LENGTH_FIELD_NUMBER: _ClassVar[int]
+        DIGEST_FIELD_NUMBER: _ClassVar[int]
+        sequence: int
+        length: int
+        digest: bytes
+        def __init__(self, sequence: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[AdoptCommand.Item]
+    def __init__(self, items: _Optional[_Iterable[_Union[AdoptCommand.Item, _Mapping]]] = ...) -> None: ...
+
 class ConnectResponse(_message.Message):
     __slots__ = ("events", "pages_available")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -177,7 +196,7 @@ class ConnectResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., pages_available: _Optional[int] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot")
+    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +204,7 @@ class WorkerEvent(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardDone
     done: ControlDone
@@ -192,7 +212,8 @@ class WorkerEvent(_message.Message):
     progress: LoadProgress
     ready: WorkerReady
     snapshot: WorkerSnapshot
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ...) -> None: ...
+    adopted: Adopted
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ...) -> None: ...
 
 class ForwardDone(_message.Message):
     __slots__ = ("outputs", "kept", "reused_tokens", "timing", "token_logprobs")
@@ -211,6 +232,12 @@ class ForwardDone(_message.Message):
 class ControlDone(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Adopted(_message.Message):
+    __slots__ = ("kept",)
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    kept: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, kept: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerError(_message.Message):
     __slots__ = ("reason", "detail", "pages_needed", "pages_available")
@@ -235,7 +262,7 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("pid", "model", "tokenizer_json", "executor", "pages_total", "chat_template", "sampling_defaults")
+    __slots__ = ("pid", "model", "tokenizer_json", "executor", "pages_total", "chat_template", "sampling_defaults", "holdings")
     PID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +270,7 @@ class WorkerReady(_message.Message):
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     pid: int
     model: _types_pb2.ModelDescription
     tokenizer_json: bytes
@@ -250,7 +278,16 @@ class WorkerReady(_message.Message):
     pages_total: int
     chat_template: _types_pb2.ChatTemplate
     sampling_defaults: _types_pb2.SamplingParams
-    def __init__(self, pid: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pages_total: _Optional[int] = ..., chat_template: _Optional[_Union[_types_pb2.ChatTemplate, _Mapping]] = ..., sampling_defaults: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    def __init__(self, pid: _Optional[int] = ..., model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pages_total: _Optional[int] = ..., chat_template: _Optional[_Union[_types_pb2.ChatTemplate, _Mapping]] = ..., sampling_defaults: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
+
+class Holding(_message.Message):
+    __slots__ = ("sequence", "length")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    length: int
+    def __init__(self, sequence: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class WorkerSnapshot(_message.Message):
     __slots__ = ("pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "pool_intact", "lora_adapters", "step_number", "step_expected_ns")

@@ -28,8 +28,13 @@ if _version_not_supported:
 class WorkerServiceStub:
     """Internal: between the gateway and its workers. Not part of the public contract.
 
-    One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
-    sent together arrives together and its cost is shared.
+    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
+    together and its cost is shared.
+
+    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
+    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
+    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
+    and waits for another one for `orphan_grace_s`, then it ends.
     """
 
     def __init__(self, channel):
@@ -48,8 +53,13 @@ class WorkerServiceStub:
 class WorkerServiceServicer:
     """Internal: between the gateway and its workers. Not part of the public contract.
 
-    One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
-    sent together arrives together and its cost is shared.
+    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
+    together and its cost is shared.
+
+    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
+    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
+    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
+    and waits for another one for `orphan_grace_s`, then it ends.
     """
 
     def Connect(self, request_iterator, context):
@@ -77,8 +87,13 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 class WorkerService:
     """Internal: between the gateway and its workers. Not part of the public contract.
 
-    One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
-    sent together arrives together and its cost is shared.
+    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
+    together and its cost is shared.
+
+    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
+    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
+    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
+    and waits for another one for `orphan_grace_s`, then it ends.
     """
 
     @staticmethod

@@ -29,8 +29,13 @@ GRPC_VERSION: str
 class WorkerServiceStub:
     """Internal: between the gateway and its workers. Not part of the public contract.
 
-    One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
-    sent together arrives together and its cost is shared.
+    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
+    together and its cost is shared.
+
+    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
+    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
+    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
+    and waits for another one for `orphan_grace_s`, then it ends.
     """
 
     @_typing.overload
@@ -43,8 +48,13 @@ class WorkerServiceStub:
 class WorkerServiceAsyncStub(WorkerServiceStub):
     """Internal: between the gateway and its workers. Not part of the public contract.
 
-    One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
-    sent together arrives together and its cost is shared.
+    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
+    together and its cost is shared.
+
+    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
+    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
+    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
+    and waits for another one for `orphan_grace_s`, then it ends.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -53,8 +63,13 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Internal: between the gateway and its workers. Not part of the public contract.
 
-    One stream lives as long as the worker. Both sides drain their queue into one message, so a batch that is
-    sent together arrives together and its cost is shared.
+    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
+    together and its cost is shared.
+
+    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
+    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
+    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
+    and waits for another one for `orphan_grace_s`, then it ends.
     """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,255 @@
+"""What the journal costs: `python -m benchmarks.journal [--directory DIR] [--tokens N]`.
+
+Prints JSON: how long a turn of 32 decodes waits for its commit, with an event loop that has nothing else to
+do and with one that is busy, and what it takes of the CPU; how many turns a second can be written; how large
+the file becomes; and how long N tokens take to be recovered, as they were decoded, as prompts, and mixed.
+Files lie in DIR, whose disk decides much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import shutil
+import sqlite3
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from service.caches.ledger import Ledger
+from service.caches.records import CacheCreated, CacheReleased, Record, TokensAppended
+from service.journal.compactor import Compactor
+from service.journal.encoding import decode, encode, seal
+from service.journal.files import DATABASE, FLOOR, Sync
+from service.journal.sqlite import SqliteJournal, open_journal
+
+_CALLERS = 32
+_TURNS = 2000
+# Between turns, of a model that takes so long for a step.
+_STEP_S = 0.002
+# What a busy event loop does at a time.
+_WORK_S = 0.0005
+_PROMPT_TOKENS = 4000
+_DECODED_TOKENS = 500
+
+
+def _created(number: int) -> CacheCreated:
+    return CacheCreated(number, f"{number:032x}", "tenant", b"0123456789abcdef", number, 600.0, "")
+
+
+def turn(first_number: int, position: int) -> list[Record]:
+    """One token of each caller."""
+    token = (position * 7919 % 150_000,)
+    return [TokensAppended(first_number + i, position, token, 0, 1) for i in range(_CALLERS)]
+
+
+def _percentiles_us(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    places = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
+    found = {name: ordered[int(place * (len(ordered) - 1))] for name, place in places.items()}
+    return {name: round(1e6 * value, 1) for name, value in (found | {"max": ordered[-1]}).items()}
+
+
+def _per_call_us(call: Callable[[], object], times: int = 2000) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return round(1e6 * (time.perf_counter() - start) / times, 2)
+
+
+def encoding() -> dict[str, float]:
+    """A turn as bytes."""
+    records = turn(1, 100)
+    frames = encode(records)
+    row = seal([frames], 1, 1)
+    return {
+        "encode_us": _per_call_us(lambda: encode(records)),
+        "decode_us": _per_call_us(lambda: list(decode(row, 1, 1))),
+        "row_bytes": len(row),
+    }
+
+
+async def commits(
+    directory: Path, sync: Sync, *, busy: bool = False, switch_s: float = 0.005
+) -> dict[str, Any]:
+    """Turns, each of which waits for its commit, with a pause before the next.
+
+    `switch_s`: for how long a thread that is busy keeps the interpreter from others.
+    """
+    sys.setswitchinterval(switch_s)
+    journal = open_journal(directory, sync)
+    waits: list[float] = []
+    work = asyncio.create_task(_work()) if busy else None
+    await _commit(journal, [_created(1 + i) for i in range(_CALLERS)])
+    for position in range(_TURNS if sync == "normal" else _TURNS // 10):
+        records = turn(1, position)
+        start = time.perf_counter()
+        await _commit(journal, records)
+        waits.append(time.perf_counter() - start)
+        await asyncio.sleep(_STEP_S)
+    if work is not None:
+        work.cancel()
+    journal.close()
+    return {"turns": len(waits), "wait_us": _percentiles_us(waits)}
+
+
+async def throughput(directory: Path) -> dict[str, float]:
+    """One turn after another, and all at once."""
+    journal = open_journal(directory)
+    await _commit(journal, [_created(1 + i) for i in range(_CALLERS)])
+    turns = [turn(1, position) for position in range(2 * _TURNS)]
+    start, cpu_start = time.perf_counter(), time.process_time()
+    for records in turns[:_TURNS]:
+        await _commit(journal, records)
+    one_by_one_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+    start = time.perf_counter()
+    await asyncio.gather(*(_commit(journal, records) for records in turns[_TURNS:]))
+    at_once_s = time.perf_counter() - start
+    journal.close()
+    return {
+        "cpu_us_per_commit": round(1e6 * cpu_s / _TURNS, 1),
+        "turns_per_s_one_by_one": round(_TURNS / one_by_one_s),
+        "turns_per_s_at_once": round(_TURNS / at_once_s),
+    }
+
+
+def decoded(tokens: int) -> Iterator[list[Record]]:
+    """Rows of one token of each caller; new callers come when the others are done."""
+    first, position = 1, 0
+    for index in range(tokens // _CALLERS):
+        first, position = 1 + index // _DECODED_TOKENS * _CALLERS, index % _DECODED_TOKENS
+        new: list[Record] = [_created(first + i) for i in range(_CALLERS)] if position == 0 else []
+        yield new + turn(first, position)
+
+
+def prompts(tokens: int, first: int = 1) -> Iterator[list[Record]]:
+    """Rows of one prompt."""
+    prompt = array("I", range(_PROMPT_TOKENS))
+    for number in range(first, first + tokens // _PROMPT_TOKENS):
+        yield [_created(number), TokensAppended(number, 0, prompt, _PROMPT_TOKENS, 1)]
+
+
+def mixed(tokens: int) -> Iterator[list[Record]]:
+    """Half of each, one after the other in small parts."""
+    rest = prompts(tokens // 2, first=10_000_000)
+    every = _PROMPT_TOKENS // _CALLERS
+    for index, row in enumerate(decoded(tokens // 2)):
+        yield row
+        if index % every == 0:
+            yield from (row for row in (next(rest, None),) if row is not None)
+
+
+def recovery(directory: Path, rows: Iterator[list[Record]], tokens: int) -> dict[str, Any]:
+    """Three times the time until a ledger has all of them. The files were just written, and are in memory."""
+    open_journal(directory).close()
+    (directory / FLOOR).unlink()
+    with sqlite3.connect(directory / DATABASE) as db:
+        for seq, records in enumerate(rows, start=1):
+            db.execute("INSERT INTO log VALUES (?, 1, ?)", (seq, seal([encode(records)], seq, 1)))
+    db.close()
+    times: list[float] = []
+    found = 0
+    for _ in range(3):
+        gc.collect()
+        journal, ledger = open_journal(directory), Ledger()
+        start = time.perf_counter()
+        _recover(journal, ledger)
+        times.append(round(time.perf_counter() - start, 3))
+        found = sum(state.length for state in ledger)
+        journal.close()
+    size = (directory / DATABASE).stat().st_size
+    return {
+        "tokens": found,
+        "rows": seq,
+        "s": times,
+        "file_bytes": size,
+        "file_bytes_per_token": round(size / tokens, 1),
+    }
+
+
+async def compaction(directory: Path) -> dict[str, Any]:
+    """Callers come and go: how large the file becomes, and how long portions keep the event loop."""
+    journal, ledger = open_journal(directory), Ledger()
+    compactor = Compactor(ledger, journal)
+    steps, written = [], 0
+    for index in range(10_000):
+        first, position = 1 + index // _DECODED_TOKENS * _CALLERS, index % _DECODED_TOKENS
+        records: list[Record] = []
+        if position == 0:
+            records += [_created(first + i) for i in range(_CALLERS)]
+            records += [
+                CacheReleased(first - 2 * _CALLERS + i) for i in range(_CALLERS) if first > 2 * _CALLERS
+            ]
+        records += turn(first, position)
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        compactor.commit(records, done.set_result)
+        if await done:
+            for record in records:
+                ledger.apply(record)
+        start = time.perf_counter()
+        compactor.step()
+        steps.append(time.perf_counter() - start)
+        written += len(encode(records))
+    journal.close()
+    return {
+        "written_bytes": written,
+        "live_bytes": ledger.size_bytes,
+        "file_bytes": (directory / DATABASE).stat().st_size,
+        "step_us": _percentiles_us(steps),
+    }
+
+
+def _recover(journal: SqliteJournal, ledger: Ledger) -> None:
+    journal.recover(lambda record, _: ledger.apply(record), lambda run, _: ledger.apply_run(run))
+
+
+async def _commit(journal: SqliteJournal, records: list[Record]) -> None:
+    outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    journal.commit(records, outcome.set_result)
+    assert await outcome
+
+
+async def _work() -> None:
+    """Keeps the interpreter to itself, but for moments."""
+    while True:
+        until = time.perf_counter() + _WORK_S
+        while time.perf_counter() < until:
+            pass
+        await asyncio.sleep(0)
+
+
+def main() -> None:
+    """Prints what it finds."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--tokens", type=int, default=10_000_000)
+    options = parser.parse_args()
+    base = Path(tempfile.mkdtemp(prefix="journal-", dir=options.directory))
+    before = machine.times_s()
+    found: dict[str, Any] = {"machine": machine.describe(), "turn": _CALLERS, "encoding": encoding()}
+    try:
+        found["commit"] = asyncio.run(commits(base / "idle", "normal"))
+        found["commit_busy_loop"] = asyncio.run(commits(base / "busy", "normal", busy=True))
+        found["commit_busy_loop_switch_500us"] = asyncio.run(
+            commits(base / "switch", "normal", busy=True, switch_s=0.0005)
+        )
+        found["commit_sync_full"] = asyncio.run(commits(base / "full", "full"))
+        found["throughput"] = asyncio.run(throughput(base / "throughput"))
+        found["compaction"] = asyncio.run(compaction(base / "compaction"))
+        for name, rows in (("decoded", decoded), ("prompts", prompts), ("mixed", mixed)):
+            found[f"recovery_{name}"] = recovery(base / name, rows(options.tokens), options.tokens)
+    finally:
+        shutil.rmtree(base)
+    found["disturbance"] = machine.disturbance(before, machine.times_s())
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What writing caches down costs: the same service with a journal in memory, and with one on the disk."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+from benchmarks.peers.base import Peer, PeerConfig, Sample
+from benchmarks.peers.service_peer import ServicePeer
+
+KINDS = ("memory", "sqlite")
+
+
+class JournalPeer(Peer):
+    """Two services of the same model, and one set of callers for each."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        self._scratch = tempfile.mkdtemp(prefix="quire-journal-")
+        self._services = {
+            kind: ServicePeer(config, ["--journal", kind, "--data-dir", f"{self._scratch}/{kind}"])
+            for kind in KINDS
+        }
+
+    def versions(self) -> dict[str, str]:
+        return self._services["sqlite"].versions()
+
+    def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
+        return [
+            token
+            for service in self._services.values()
+            for token in service.prepare_decode(batch, context_tokens)
+        ]
+
+    def decode(self, steps: int, journal: str, mode: str = "batch") -> Sample:
+        """One turn, with a journal of a kind of `KINDS`."""
+        return self._services[journal].decode(steps, mode)
+
+    def release(self) -> None:
+        for service in self._services.values():
+            service.release()
+
+    def close(self) -> None:
+        for service in self._services.values():
+            service.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,0 +1,20 @@
+"""Where a gateway keeps what outlives it: its journal, and how to find its workers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from service.config import Config
+from service.pool.directory import state_dir
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
+
+
+def data_directory(config: Config) -> Path | None:
+    """The configured one, else one for each address. None: there is none that the next gateway would find."""
+    if config.data_dir is not None:
+        return Path(config.data_dir).resolve()
+    if config.listen.endswith(":0"):
+        return None
+    return state_dir() / _NOT_IN_NAMES.sub("-", config.listen).strip("-")

@@ -1,0 +1,140 @@
+"""Records as bytes: all come back as they were, and bytes that are not what was encoded are noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from array import array
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.caches.records import (
+    CacheCreated,
+    CacheForked,
+    CacheReleased,
+    CacheRestated,
+    CacheTruncated,
+    Child,
+    ForkKey,
+    LastAppend,
+    LeaseRenewed,
+    Record,
+    TokensAppended,
+)
+from service.journal import encoding
+from service.journal.encoding import CorruptRecord, NewerFormat, decode, encode, seal
+
+U64 = st.integers(0, 2**64 - 1)
+TOKEN = st.integers(0, 2**32 - 1)
+SECONDS = st.floats(allow_nan=False)
+TEXT, BYTES = st.text(max_size=20), st.binary(max_size=20)
+TOKENS = st.one_of(
+    st.lists(TOKEN, max_size=40), st.lists(TOKEN, max_size=40).map(lambda ids: array("I", ids))
+)
+SMALL = st.integers(0, 2**32 - 1)
+SINGLE = st.builds(TokensAppended, SMALL, SMALL, st.tuples(TOKEN), SMALL, SMALL)
+LAST = st.builds(LastAppend, U64, U64, U64, BYTES)
+FORK = st.builds(ForkKey, TEXT, U64, U64, U64)
+CHILDREN = st.lists(st.builds(Child, U64, TEXT, U64), max_size=4)
+RECORD = st.one_of(
+    SINGLE,
+    st.builds(CacheCreated, U64, TEXT, TEXT, BYTES, U64, SECONDS, TEXT),
+    st.builds(TokensAppended, U64, U64, TOKENS, U64, U64, U64, BYTES),
+    st.builds(CacheTruncated, U64, U64),
+    st.builds(CacheForked, U64, CHILDREN, TEXT),
+    st.builds(LeaseRenewed, U64, SECONDS),
+    st.builds(CacheReleased, U64),
+    st.builds(
+        CacheRestated, U64, TEXT, TEXT, BYTES, U64, SECONDS, TEXT, U64, U64, st.none() | LAST,
+        st.none() | FORK, U64, U64, TOKENS,
+    ),
+)  # fmt: skip
+RECORDS = st.lists(RECORD, max_size=8)
+
+
+def plain(records: Sequence[Record]) -> list[object]:
+    """Records that are equal whatever kind of sequence they hold."""
+    return [(type(record), *map(_plain, dataclasses.astuple(record))) for record in records]
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, (array, tuple, list)) else value
+
+
+def turn(count: int) -> list[Record]:
+    return [TokensAppended(100 + index, 7 * index, (index,), 5, 3) for index in range(count)]
+
+
+@given(st.lists(RECORDS, max_size=3), st.integers(1, 2**62), st.integers(0, 2**62))
+def test_records_come_back(commits: list[list[Record]], seq: int, wall_ns: int) -> None:
+    row = seal([encode(records) for records in commits], seq, wall_ns)
+    assert plain(list(decode(row, seq, wall_ns))) == plain([r for records in commits for r in records])
+
+
+@given(RECORDS, st.data())
+def test_every_changed_bit_is_noticed(records: list[Record], data: st.DataObject) -> None:
+    row = bytearray(seal([encode(records)], 5, 6))
+    bit = data.draw(st.integers(0, 8 * len(row) - 1))
+    row[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(CorruptRecord):
+        list(decode(bytes(row), 5, 6))
+
+
+@given(RECORDS, st.data())
+def test_every_cut_is_noticed(records: list[Record], data: st.DataObject) -> None:
+    row = seal([encode(records)], 5, 6)
+    with pytest.raises(CorruptRecord):
+        list(decode(row[: data.draw(st.integers(0, len(row) - 1))], 5, 6))
+    with pytest.raises(CorruptRecord):
+        list(decode(row + b"\0", 5, 6))
+
+
+def test_a_row_in_the_place_of_another_is_noticed() -> None:
+    row = seal([encode(turn(2))], 5, 6)
+    for seq, wall_ns in ((4, 6), (5, 7)):
+        with pytest.raises(CorruptRecord, match="byte 0"):
+            list(decode(row, seq, wall_ns))
+
+
+@given(st.binary(max_size=200), st.integers(0, 255))
+def test_whatever_a_frame_holds_nothing_but_the_error_is_raised(body: bytes, kind: int) -> None:
+    """With checksums that are right: as someone would write it who means harm."""
+    row = seal([encoding._frame(kind, body)], 5, 6)
+    with contextlib.suppress(CorruptRecord):
+        list(decode(row, 5, 6))
+
+
+@given(RECORD, st.data())
+def test_whatever_becomes_of_a_body_nothing_but_the_error_is_raised(
+    record: Record, data: st.DataObject
+) -> None:
+    """Lengths and counts that lie allocate nothing."""
+    frame = encode([record])
+    kind, body = frame[4], bytearray(frame[5:-4])
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.sampled_from((0, 1, 127, 255)))
+    with contextlib.suppress(CorruptRecord):
+        list(decode(seal([encoding._frame(kind, bytes(body))], 5, 6), 5, 6))
+
+
+def test_a_newer_format_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "VERSION", 2)
+        row = seal([encode(turn(1))], 1, 1)
+    with pytest.raises(NewerFormat, match="format 2"):
+        list(decode(row, 1, 1))
+
+
+def test_a_turn_is_compact() -> None:
+    assert len(encode(turn(32))) < 32 * 21
+
+
+@pytest.mark.parametrize(
+    "record", [TokensAppended(1, 0, (2**32,), 0, 0), CacheReleased(-1), TokensAppended(2**64, 0, (1,), 0, 0)]
+)
+def test_a_value_out_of_range_is_refused(record: Record) -> None:
+    with pytest.raises(ValueError, match=type(record).__name__):
+        encode([record])

@@ -1,0 +1,476 @@
+"""The journal on disk: what was reported as durable is found again, and what was not is not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from service.caches.ledger import CacheState, Ledger
+from service.caches.records import (
+    CacheCreated,
+    CacheForked,
+    CacheReleased,
+    CacheTruncated,
+    Child,
+    LeaseRenewed,
+    Record,
+    TokensAppended,
+)
+from service.journal import files, writer
+from service.journal.base import JournalUnusable
+from service.journal.compactor import Compactor
+from service.journal.sqlite import SqliteJournal, open_journal
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def created(number: int) -> CacheCreated:
+    return CacheCreated(number, f"cache-{number}", "tenant", b"salt", number, 60.0, "")
+
+
+def appended(number: int, position: int, *token_ids: int) -> TokensAppended:
+    return TokensAppended(number, position, token_ids, prompt_len=1, ownership=2)
+
+
+async def commit(journal: SqliteJournal, *records: Record) -> bool:
+    outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    journal.commit(records, outcome.set_result)
+    return await outcome
+
+
+def recovered(journal: SqliteJournal) -> Ledger:
+    ledger = Ledger()
+    journal.recover(lambda record, _wall_s: ledger.apply(record), lambda run, _wall_s: ledger.apply_run(run))
+    return ledger
+
+
+def facts(ledger: Ledger) -> dict[int, object]:
+    """All that is true of each cache."""
+    return {state.number: _facts(state) for state in ledger}
+
+
+def _facts(state: CacheState) -> tuple[object, ...]:
+    kept = (
+        "cache_id",
+        "tenant",
+        "salt",
+        "seed",
+        "lease_s",
+        "request_id",
+        "fork",
+        "prompt_len",
+        "ownership",
+        "last",
+    )
+    return *(getattr(state, name) for name in kept), list(state.tokens.copy())
+
+
+@contextlib.contextmanager
+def reopened(directory: Path) -> Iterator[tuple[SqliteJournal, Ledger]]:
+    journal = open_journal(directory)
+    try:
+        yield journal, recovered(journal)
+    finally:
+        journal.close()
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[SqliteJournal]:
+    journal = open_journal(tmp_path / "journal")
+    yield journal
+    journal.close()
+
+
+def traffic(rng: random.Random, ledger: Ledger, commits: int) -> Iterator[list[Record]]:
+    """Commits of many kinds. The ledger is brought up to date by who takes them, before the next."""
+    next_number = max((state.number for state in ledger), default=0) + 1
+    for _ in range(commits):
+        states = list(ledger)
+        rng.shuffle(states)
+        kind = rng.random()
+        if not states or kind < 0.1:
+            yield [
+                created(next_number),
+                appended(next_number, 0, *rng.choices(range(1000), k=rng.randint(1, 600))),
+            ]
+            next_number += 1
+        elif kind < 0.75:
+            # A turn, of which some accept more than one token.
+            yield [
+                appended(state.number, state.length, *rng.choices(range(1000), k=rng.choice((1, 1, 1, 3))))
+                for state in states[:8]
+            ]
+        elif kind < 0.85:
+            children = [Child(next_number + index, f"f{next_number + index}", index) for index in range(3)]
+            next_number += 3
+            yield [CacheForked(states[0].number, children, "again"), LeaseRenewed(states[0].number, 5.0)]
+        elif kind < 0.93 or len(states) < 3:
+            yield [CacheTruncated(states[0].number, rng.randint(0, states[0].length))]
+        else:
+            yield [CacheReleased(states[0].number)]
+
+
+@pytest.mark.parametrize("in_runs", [True, False])
+async def test_what_was_committed_is_found_again(tmp_path: Path, in_runs: bool) -> None:
+    ledger = Ledger()
+    rng = random.Random(1)
+    for _ in range(3):
+        journal = open_journal(tmp_path)
+        found = Ledger()
+        apply = lambda record, _wall_s: found.apply(record)  # noqa: E731, B023
+        journal.recover(apply, (lambda run, _wall_s: found.apply_run(run)) if in_runs else None)  # noqa: B023
+        assert facts(found) == facts(ledger)
+        for records in traffic(rng, ledger, 150):
+            journal.commit(records, lambda ok: None)
+            for record in records:
+                ledger.apply(record)
+        journal.close()
+
+
+async def test_batches_that_wait_together_are_told_one_by_one(journal: SqliteJournal) -> None:
+    told: list[tuple[int, bool]] = []
+    for number in range(1, 50):
+        journal.commit([created(number)], lambda ok, number=number: told.append((number, ok)))  # type: ignore[misc]
+    assert journal.backlog_bytes > 0 and journal.oldest_waiting_s >= 0 and not told
+    assert await commit(journal, created(99))
+    assert told == [(number, True) for number in range(1, 50)]
+    assert journal.backlog_bytes == 0 and journal.oldest_waiting_s == 0
+
+
+async def test_one_who_fails_does_not_keep_others_from_being_told(journal: SqliteJournal) -> None:
+    def fail(_ok: bool) -> None:
+        raise RuntimeError("of whoever wanted to know")
+
+    journal.commit([created(1)], fail)
+    assert await commit(journal, created(2))
+
+
+async def test_the_time_of_a_record_is_that_of_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(tmp_path)
+    for wall_s, records in ((10, [created(1)]), (20, [appended(1, 0, 7)]), (30, [appended(1, 1, 7)])):
+        monkeypatch.setattr(time, "time_ns", lambda now=wall_s: now * 10**9)
+        assert await commit(journal, *records)
+    journal.close()
+    times: list[float] = []
+    journal = open_journal(tmp_path)
+    journal.recover(lambda _record, wall_s: times.append(wall_s), lambda _run, wall_s: times.append(wall_s))
+    journal.close()
+    assert times == [10.0, 30.0]
+
+
+async def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "a" / "b")
+    assert await commit(journal, created(1))
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a" / "b").iterdir()} == {0o600}
+    journal.close()
+
+
+async def test_a_second_gateway_is_refused(journal: SqliteJournal, tmp_path: Path) -> None:
+    with pytest.raises(JournalUnusable, match=f"another gateway, process {os.getpid()}"):
+        open_journal(tmp_path / "journal")
+    journal.close()
+    open_journal(tmp_path / "journal").close()
+
+
+async def test_a_journal_of_one_model_says_which(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    assert journal.model_fingerprint is None
+    journal.bind_model("sha256:1")
+    assert await commit(journal, created(1))
+    journal.close()
+    with reopened(tmp_path) as (journal, _):
+        assert journal.model_fingerprint == "sha256:1"
+
+
+async def test_what_goes_to_a_removed_file_is_not_durable(
+    journal: SqliteJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await commit(journal, created(1))
+    (tmp_path / "journal" / "journal.db").unlink()
+    monkeypatch.setattr(writer, "_LOOK_S", 0.0)
+    assert not await commit(journal, created(2))
+
+
+async def filled(directory: Path, rows: int = 6) -> list[dict[int, object]]:
+    """A journal that was not closed in order; what is true after each row, and before the first."""
+    journal, ledger = open_journal(directory), Ledger()
+    states = [facts(ledger)]
+    for index in range(rows):
+        records: list[Record] = [appended(1, index - 1, index)] if index else [created(1)]
+        assert await commit(journal, *records)
+        for record in records:
+            ledger.apply(record)
+        states.append(facts(ledger))
+    # As after a crash: copied while it is open.
+    shutil.copytree(directory, directory.with_name("crashed"))
+    journal.close()
+    return states
+
+
+def change(directory: Path, statement: str, *values: object) -> None:
+    """Someone else writes to the database."""
+    with contextlib.closing(sqlite3.connect(directory / "journal.db")) as db, db:
+        db.execute(statement, values)
+
+
+DAMAGE = "UPDATE log SET data = substr(data, 1, length(data) - 5) WHERE seq = ?"
+
+
+async def test_a_torn_last_row_is_cut_off_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = await filled(tmp_path / "journal")
+    change(tmp_path / "journal", DAMAGE, 6)
+    with reopened(tmp_path / "journal") as (journal, ledger):
+        assert facts(ledger) == states[5]
+        assert await commit(journal, appended(1, 4, 77))
+    with reopened(tmp_path / "journal") as (_, ledger):
+        assert [list(state.tokens.copy()) for state in ledger] == [[1, 2, 3, 4, 77]]
+    assert "the last row of the journal is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("statement", "row"),
+    [
+        (DAMAGE, 3),
+        ("UPDATE log SET wall_ns = wall_ns + 1 WHERE seq = ?", 3),
+        ("UPDATE log SET data = 'text' WHERE seq = ?", 3),
+        ("DELETE FROM log WHERE seq = ?", 3),
+        ("DELETE FROM log WHERE seq = ?", 1),
+    ],
+)
+async def test_damage_in_the_middle_is_refused(tmp_path: Path, statement: str, row: int) -> None:
+    await filled(tmp_path / "journal")
+    change(tmp_path / "journal", statement, row)
+    with pytest.raises(JournalUnusable, match=f"row {row}: .*backup"), reopened(tmp_path / "journal"):
+        pass
+
+
+async def test_rows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    assert await commit(journal, appended(1, 0, 1))
+    journal.close()
+    with pytest.raises(JournalUnusable, match="do not fit"), reopened(tmp_path):
+        pass
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _overwrite_begin(path: Path) -> None:
+    path.write_bytes(b"overwritten" + path.read_bytes()[11:])
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, _empty, _cut_in_half, _overwrite_begin])
+@pytest.mark.parametrize("name", ["journal.db", "journal.db-wal"])
+async def test_a_spoilt_file_is_refused(tmp_path: Path, name: str, spoil: Callable[[Path], None]) -> None:
+    """And still is at the next start; brought back, all is there."""
+    states = await filled(tmp_path / "journal")
+    good = (tmp_path / "crashed" / name).read_bytes()
+    spoil(tmp_path / "crashed" / name)
+    for _ in range(2):
+        with pytest.raises(JournalUnusable, match="crashed"), reopened(tmp_path / "crashed"):
+            pass
+    (tmp_path / "crashed" / name).write_bytes(good)
+    with reopened(tmp_path / "crashed") as (_, ledger):
+        assert facts(ledger) == states[-1]
+
+
+async def test_after_a_crash_of_the_system_the_last_rows_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were never synchronised; what was is asked for."""
+    await filled(tmp_path / "journal")
+    (tmp_path / "crashed" / "journal.db-wal").unlink()
+    shutil.copytree(tmp_path / "journal", tmp_path / "closed")
+    change(tmp_path / "closed", "DELETE FROM log WHERE seq = 6")
+    monkeypatch.setattr(files, "_boot_id", lambda: b"after the crash.")
+    with reopened(tmp_path / "crashed") as (_, ledger):
+        assert len(ledger) == 0
+    with pytest.raises(JournalUnusable, match="ends with row 5, and row 6 was written"):
+        open_journal(tmp_path / "closed")
+
+
+@pytest.mark.parametrize("name", ["journal.db", "journal.db-wal"])
+async def test_no_flipped_bit_changes_what_is_found(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused, or makes no difference, or the last row is cut off and that is said."""
+    states = await filled(tmp_path / "journal")
+    source = tmp_path / ("journal" if name == "journal.db" else "crashed")
+    good, rng = (source / name).read_bytes(), random.Random(7)
+    used = [index for index, byte in enumerate(good) if byte]
+    for index in rng.sample(used, 120):
+        broken = tmp_path / "broken"
+        shutil.copytree(source, broken)
+        data = bytearray(good)
+        data[index] ^= 1 << rng.randrange(8)
+        (broken / name).write_bytes(data)
+        with contextlib.suppress(JournalUnusable), reopened(broken) as (_, ledger):
+            expected = (
+                states[-2] if "last row of the journal is damaged" in capsys.readouterr().out else states[-1]
+            )
+            assert facts(ledger) == expected, index
+        shutil.rmtree(broken)
+
+
+async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    open_journal(tmp_path).close()
+    change(tmp_path, "PRAGMA user_version = 99")
+    with pytest.raises(JournalUnusable, match="format 99"):
+        open_journal(tmp_path)
+
+
+async def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
+    change(tmp_path, "CREATE TABLE theirs (x)")
+    with pytest.raises(JournalUnusable, match="another program"):
+        open_journal(tmp_path)
+
+
+async def test_a_place_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalUnusable, match="file"):
+        open_journal(tmp_path / "file" / "journal")
+    (tmp_path / "journal" / "journal.db").mkdir(parents=True)
+    with pytest.raises(JournalUnusable, match="not a regular file"):
+        open_journal(tmp_path / "journal")
+
+
+# A process that appends tokens 0, 1, 2... to three caches, says which are durable, and compacts all the time.
+# With a limit, its files may not grow beyond it until 10 commits have failed.
+CHILD = """
+import asyncio, resource, sys
+from pathlib import Path
+from service.caches.ledger import Ledger
+from service.caches.records import CacheCreated, TokensAppended
+from service.journal.compactor import Compactor
+from service.journal.compactor import Compactor
+from service.journal.sqlite import open_journal
+
+async def main(directory, limit_bytes):
+    journal, ledger = open_journal(Path(directory), compaction_bytes=20_000), Ledger()
+    journal.recover(lambda record, _: ledger.apply(record), lambda run, _: ledger.apply_run(run))
+    compactor = Compactor(ledger, journal, portion_tokens=100)
+    async def commit(*records):
+        done = asyncio.get_running_loop().create_future()
+        def committed(ok):
+            for record in records if ok else ():
+                ledger.apply(record)
+            done.set_result(ok)
+        compactor.commit(records, committed)
+        return await done
+    for number in range(1, 4):
+        if ledger.get(number) is None:
+            assert await commit(CacheCreated(number, "c", "t", b"", 0, 1.0, ""))
+    if limit_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, -1))
+    failed = 0
+    while failed < 20 or ledger.get(1).length % 100:
+        length = ledger.get(1).length
+        ok = await commit(*(TokensAppended(n, length, (length,), 0, 0) for n in range(1, 4)))
+        failed += not ok
+        if failed == 10 and limit_bytes:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+            failed = 20
+        print(length, ok, flush=True)
+        compactor.step()
+    journal.close()
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def child(directory: Path, limit_bytes: int = 0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(directory), str(limit_bytes)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def length_of_all(directory: Path) -> int:
+    """How many tokens the three caches have, each the same."""
+    with reopened(directory) as (_, ledger):
+        (tokens,) = {tuple(state.tokens.copy()) for state in ledger}
+        assert len(ledger) == 3 and tokens == tuple(range(len(tokens)))
+        return len(tokens)
+
+
+def test_what_was_reported_before_a_kill_is_found(tmp_path: Path) -> None:
+    rng, length = random.Random(3), 0
+    for _ in range(4):
+        process = child(tmp_path)
+        assert process.stdout is not None
+        reported = [process.stdout.readline() for _ in range(rng.randint(200, 900))]
+        process.send_signal(signal.SIGKILL)
+        reported += process.stdout.readlines()
+        process.wait()
+        process.stdout.close()
+        durable = max(int(line.split()[0]) for line in reported if line.endswith("True\n"))
+        assert int(reported[0].split()[0]) == length
+        length = length_of_all(tmp_path)
+        # The last commits may be there without their report.
+        assert durable + 1 <= length <= durable + 2
+
+
+def test_on_a_full_disk_commits_fail_and_afterwards_go_on(tmp_path: Path) -> None:
+    process = child(tmp_path, limit_bytes=200_000)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    # Beside what is logged.
+    lines = [line.split() for line in output.splitlines() if line.endswith(("True", "False"))]
+    outcomes = [ok for _, ok in lines]
+    assert outcomes.count("False") == 10 and outcomes[0] == outcomes[-1] == "True"
+    assert length_of_all(tmp_path) == int(lines[-1][0]) + 1
+
+
+async def test_under_endless_traffic_the_file_stays_small(tmp_path: Path) -> None:
+    """Caches come, decode and go: 100 times what lives at a time."""
+    journal, ledger = open_journal(tmp_path, compaction_bytes=100_000), Ledger()
+    compactor = Compactor(ledger, journal, portion_tokens=2000)
+    biggest = 0
+    for index in range(1, 1500):
+        records: list[Record] = [created(index), appended(index, 0, *range(500))]
+        records += [appended(state.number, state.length, index) for state in ledger]
+        if index > 20:
+            records.append(CacheReleased(index - 20))
+        done = asyncio.get_running_loop().create_future()
+
+        def committed(
+            ok: bool, records: Sequence[Record] = records, done: asyncio.Future[bool] = done
+        ) -> None:
+            for record in records:
+                ledger.apply(record)
+            done.set_result(ok)
+
+        compactor.commit(records, committed)
+        assert await done
+        compactor.step()
+        biggest = max(biggest, journal.size_bytes)
+    live = ledger.size_bytes
+    assert biggest < 3 * live + 150_000
+    journal.close()
+    assert (tmp_path / "journal.db").stat().st_size < 4 * live + 300_000
+    with reopened(tmp_path) as (_, found):
+        assert facts(found) == facts(ledger)

@@ -1,0 +1,157 @@
+"""What records leave of caches, and which do not fit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from service.caches.chunks import CHUNK_TOKENS
+from service.caches.ledger import Ledger, RecordConflict
+from service.caches.records import (
+    CacheCreated,
+    CacheForked,
+    CacheReleased,
+    CacheTruncated,
+    Child,
+    Record,
+    TokensAppended,
+)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    """One cache, number 1, of the tokens 1, 2, 3, computed by owner 5."""
+    ledger = Ledger()
+    apply(ledger, created(1), appended(1, 0, 1, 2, 3))
+    return ledger
+
+
+def apply(ledger: Ledger, *records: Record) -> None:
+    for record in records:
+        ledger.apply(record)
+
+
+def created(number: int) -> CacheCreated:
+    return CacheCreated(number, f"c{number}", "tenant", b"salt", seed=1, lease_s=10.0, request_id="")
+
+
+def forked(parent: int, *numbers: int) -> CacheForked:
+    return CacheForked(parent, [Child(number, f"c{number}", seed=2) for number in numbers], "")
+
+
+def appended(number: int, position: int, *token_ids: int, ownership: int = 5) -> TokensAppended:
+    return TokensAppended(number, position, token_ids, prompt_len=0, ownership=ownership)
+
+
+def tokens(ledger: Ledger, number: int) -> list[int]:
+    state = ledger.get(number)
+    assert state is not None
+    return list(state.tokens.copy())
+
+
+def test_appends_follow_one_another(ledger: Ledger) -> None:
+    apply(ledger, appended(1, 3, 4), appended(1, 4, 5, ownership=6))
+    assert tokens(ledger, 1) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_leaves_what_its_appends_do(ledger: Ledger) -> None:
+    one_by_one = Ledger()
+    apply(one_by_one, created(1), appended(1, 0, 1, 2, 3))
+    apply(one_by_one, *(appended(1, 3 + index, token) for index, token in enumerate((7, 8, 9))))
+    ledger.apply_run(appended(1, 3, 7, 8, 9))
+    (found,), (expected,) = ledger, one_by_one
+    assert (list(found.tokens.copy()), found.last) == (list(expected.tokens.copy()), expected.last)
+
+
+def test_the_tokens_are_a_copy(ledger: Ledger) -> None:
+    state = ledger.get(1)
+    assert state is not None
+    copied = state.tokens.copy()
+    apply(ledger, CacheTruncated(1, 1))
+    assert list(copied) == [1, 2, 3]
+
+
+def test_a_fork_goes_its_own_way(ledger: Ledger) -> None:
+    apply(ledger, forked(1, 2), appended(2, 3, 9), CacheTruncated(1, 1))
+    assert tokens(ledger, 1) == [1]
+    assert tokens(ledger, 2) == [1, 2, 3, 9]
+    assert len(ledger) == 2
+
+
+def test_a_released_cache_is_forgotten(ledger: Ledger) -> None:
+    apply(ledger, CacheReleased(1))
+    assert len(ledger) == 0 and ledger.get(1) is None
+
+
+def test_every_uint32_is_a_token(ledger: Ledger) -> None:
+    apply(ledger, appended(1, 3, 2**32 - 1))
+    assert tokens(ledger, 1)[3] == 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        appended(1, 2, 9),
+        appended(1, 4, 9),
+        appended(1, 3, 9, ownership=4),
+        appended(7, 0, 9),
+        created(1),
+        forked(1, 1),
+        forked(1, 2, 1),
+        forked(7, 2),
+        CacheTruncated(1, 4),
+        CacheTruncated(7, 0),
+        CacheReleased(7),
+    ],
+)
+def test_a_record_that_does_not_fit_changes_nothing(ledger: Ledger, record: Record) -> None:
+    with pytest.raises(RecordConflict):
+        apply(ledger, record)
+    assert tokens(ledger, 1) == [1, 2, 3] and len(ledger) == 1
+
+
+def test_forks_share_their_tokens() -> None:
+    """A thousand forks of a long cache take hardly more than the one, and what each adds is its own."""
+    ledger, long = Ledger(), list(range(30_000))
+    apply(ledger, created(1), appended(1, 0, *long))
+    one = ledger.size_bytes
+    forks = range(2, 1026)
+    apply(ledger, forked(1, *forks))
+    assert 4 * len(long) < one and ledger.size_bytes < 20 * one
+    apply(ledger, *(appended(number, len(long), number) for number in forks))
+    assert tokens(ledger, 1) == long
+    assert tokens(ledger, 7) == [*long, 7]
+    apply(ledger, *(CacheReleased(number) for number in (1, *forks)))
+    assert ledger.size_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_caches_share_each_has_its_own_tokens(seed: int) -> None:
+    rng, ledger = random.Random(seed), Ledger()
+    truth: dict[int, list[int]] = {}
+    for new in range(1, 401):
+        number = rng.choice([*truth, 0])
+        match rng.choice(("create", "append", "append", "fork", "truncate", "release")):
+            case "create":
+                truth[new] = []
+                apply(ledger, created(new))
+            case "append" if number:
+                token_ids = [rng.randrange(2**32) for _ in range(rng.choice((1, 3, CHUNK_TOKENS, 700)))]
+                apply(ledger, appended(number, len(truth[number]), *token_ids))
+                truth[number] += token_ids
+            case "fork" if number:
+                truth[new] = list(truth[number])
+                apply(ledger, forked(number, new))
+            case "truncate" if number:
+                edge = rng.randrange(4) * CHUNK_TOKENS
+                new_len = min(len(truth[number]), rng.choice((edge, rng.randint(0, 2000))))
+                del truth[number][new_len:]
+                apply(ledger, CacheTruncated(number, new_len))
+            case "release" if number and rng.random() < 0.5:
+                del truth[number]
+                apply(ledger, CacheReleased(number))
+    for number, token_ids in truth.items():
+        assert tokens(ledger, number) == token_ids
+    apply(ledger, *(CacheReleased(number) for number in truth))
+    assert ledger.size_bytes == 0

@@ -1,0 +1,207 @@
+"""Callers that decode greedily through faults, and compare each token with an undisturbed run.
+
+Each knows what was acknowledged to it. A call without an answer is asked again, with the same position or the
+same request id, until there is one: then the cache is as long as it must be, or something was lost or done
+twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import executor_pb2_grpc, types_pb2
+
+from tests.soak.tally import Tally
+
+# Far more than healing takes: who waits longer hangs.
+_PATIENCE_S = 120.0
+_CALL_TIMEOUT_S = 60.0
+_RETRIED = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+}
+_RETRY_S = 0.05
+
+
+class Lost(Exception):
+    """The sequence cannot go on; the tally knows why."""
+
+
+class Stuck(Exception):
+    """A call was not answered for longer than anything takes to heal."""
+
+
+class Texts:
+    """Prompts, and what follows each if nobody disturbs it."""
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
+        self.prompts = list(texts)
+        self._texts = texts
+
+    @classmethod
+    async def of(cls, stub: Any, count: int, vocab: int, most: int, seed: int) -> Texts:
+        """Decodes them undisturbed."""
+        rng = random.Random(seed)
+        texts = {}
+        for _ in range(count):
+            prompt = tuple(rng.randrange(1, vocab) for _ in range(rng.randint(3, 90)))
+            answer = await stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=_CALL_TIMEOUT_S)
+            text = [*prompt, answer.output.token_id]
+            cache_id = answer.kv_cache.cache_id
+            while len(text) < most:
+                request = pb.DecodeRequest(cache_id=cache_id, token_id=text[-1])
+                text.append((await stub.Decode(request, timeout=_CALL_TIMEOUT_S)).output.token_id)
+            await stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=_CALL_TIMEOUT_S)
+            texts[prompt] = text
+        return cls(texts)
+
+    def whole(self, prompt: tuple[int, ...]) -> list[int]:
+        """A prompt and what follows."""
+        return self._texts[prompt]
+
+
+class Caller:
+    """One loop over sequences."""
+
+    def __init__(self, number: int, stub: Any, texts: Texts, tally: Tally, seed: int) -> None:
+        self._number = number
+        self._stub: executor_pb2_grpc.ModelExecutorServiceAsyncStub = stub
+        self._texts = texts
+        self._tally = tally
+        self._rng = random.Random(f"{seed} {number}")
+        self._requests = 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until told to stop, between two sequences."""
+        while not stop.is_set():
+            try:
+                await self._sequence(stop)
+                self._tally.sequences += 1
+            except Lost:
+                pass
+
+    async def _sequence(self, stop: asyncio.Event) -> None:
+        prompt = self._rng.choice(self._texts.prompts)
+        text = self._texts.whole(prompt)
+        request = pb.PrefillRequest(token_ids=prompt, request_id=self._request_id(), position=0)
+        answer = await self._ask(self._stub.Prefill, request, 0)
+        cache_id = answer.kv_cache.cache_id
+        length = self._check(answer, text, 0, len(prompt), answer.output)
+        while length < len(text) - 5 and not (stop.is_set() and self._rng.random() < 0.1):
+            choice = self._rng.random()
+            if choice < 0.85:
+                length = await self._decode(cache_id, text, length)
+            elif choice < 0.93:
+                length = await self._verify(cache_id, text, length)
+            elif choice < 0.96:
+                length = await self._truncate(cache_id, length, self._rng.randint(len(prompt), length))
+            else:
+                cache_id = await self._fork(cache_id, length)
+        await self._ask(self._stub.ReleaseCache, pb.ReleaseCacheRequest(cache_id=cache_id), length)
+
+    async def _decode(self, cache_id: str, text: list[int], length: int) -> int:
+        request = pb.DecodeRequest(cache_id=cache_id, token_id=text[length], position=length)
+        answer = await self._ask(self._stub.Decode, request, length)
+        return self._check(answer, text, length, length + 1, answer.output)
+
+    async def _verify(self, cache_id: str, text: list[int], length: int) -> int:
+        """Some drafts that are right, and sometimes one that is not."""
+        right = self._rng.randint(0, 3)
+        tokens = text[length : length + 1 + right]
+        if self._rng.random() < 0.5:
+            wrong = text[length + 1 + right]
+            tokens = [*tokens, wrong - 1 if wrong else 1]
+        request = pb.ForwardVerifyRequest(
+            cache_id=cache_id, token_ids=tokens, position=length, accept=types_pb2.VERIFY_ACCEPT_GREEDY
+        )
+        answer = await self._ask(self._stub.ForwardVerify, request, length)
+        if answer.accepted != right:
+            self._tally.lose("differing tokens", f"{answer.accepted} drafts were kept of {right} right ones")
+            raise Lost
+        return self._check(answer, text, length, length + 1 + right, answer.outputs[right])
+
+    async def _truncate(self, cache_id: str, length: int, new_len: int) -> int:
+        request = pb.TruncateKVRequest(cache_id=cache_id, new_len=new_len)
+        answer = await self._ask(self._stub.TruncateKV, request, length)
+        self._check_length(answer.kv_cache.seq_len, length, new_len)
+        return new_len
+
+    async def _fork(self, cache_id: str, length: int) -> str:
+        """A beam step: goes on with a copy, and releases what it was made of in the same call."""
+        request = pb.ForkCacheRequest(cache_id=cache_id, count=2, release=[cache_id])
+        request.request_id = self._request_id()
+        answer = await self._ask(self._stub.ForkCache, request, length)
+        kept, dropped = answer.kv_caches
+        self._check_length(kept.seq_len, length, length)
+        await self._ask(self._stub.ReleaseCache, pb.ReleaseCacheRequest(cache_id=dropped.cache_id), length)
+        return str(kept.cache_id)
+
+    def _check(self, answer: Any, text: list[int], before: int, wanted: int, output: Any) -> int:
+        """Compares an answer with the undisturbed run; returns the new length."""
+        self._check_length(answer.kv_cache.seq_len, before, wanted)
+        if output.token_id != text[wanted]:
+            self._tally.lose("differing tokens", f"{output.token_id} for {text[wanted]} at {wanted}")
+            raise Lost
+        self._tally.tokens += wanted - before
+        self._tally.replayed_tokens += answer.replayed_tokens
+        return wanted
+
+    def _check_length(self, length: int, before: int, wanted: int) -> None:
+        if length != wanted:
+            what = "lost tokens" if length < wanted else "duplicated tokens"
+            self._tally.lose(what, f"{length} tokens for {wanted}, {before} before", abs(wanted - length))
+            raise Lost
+
+    async def _ask(self, method: Any, request: Any, length: int) -> Any:
+        """The answer to a request, which is sent until there is one."""
+        self._tally.call_began(self._number)
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while True:
+                    self._tally.calls += 1
+                    try:
+                        return await method(request, timeout=_CALL_TIMEOUT_S)
+                    except grpc.RpcError as error:
+                        self._judge(error, length)
+                    self._tally.retries += 1
+                    await asyncio.sleep(_RETRY_S)
+        except TimeoutError:
+            raise Stuck(f"{type(request).__name__} at {length} was not answered in {_PATIENCE_S} s") from None
+        finally:
+            self._tally.call_ended(self._number)
+
+    def _judge(self, error: Any, length: int) -> None:
+        """Whether to ask again. Raises Lost if that cannot help."""
+        if error.code() in _RETRIED:
+            return
+        reason, metadata = _reason(error)
+        if reason == "POSITION_MISMATCH":
+            actual = int(metadata["seq_len"])
+            what = "lost tokens" if actual < length else "gaps"
+            self._tally.lose(what, f"the cache has {actual} tokens, {length} were acknowledged")
+        elif reason == "CACHE_NOT_FOUND":
+            self._tally.lose("lost caches", f"of {length} tokens")
+        else:
+            self._tally.lose("unexpected errors", f"{error.code().name} {reason} {error.details()}")
+        raise Lost
+
+    def _request_id(self) -> str:
+        self._requests += 1
+        return f"soak-{self._number}-{self._requests}"
+
+
+def _reason(error: Any) -> tuple[str, dict[str, str]]:
+    status = rpc_status.from_call(error)
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details if status is not None else ():
+        if detail.Unpack(info):
+            return info.reason, dict(info.metadata)
+    return "", {}

@@ -1,0 +1,146 @@
+"""Makes faults: signals to workers and gateway at random moments, and ends at marked points."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+from tests.soak.server import Server
+from tests.soak.tally import Tally
+
+# How likely each point is to be the end of a process that comes by. Some are passed more often than others.
+WORKER_RATES = {
+    "worker: taken": 0.0015,
+    "worker: begun": 0.0025,
+    "worker: computed, not told": 0.0025,
+    "worker: told": 0.0025,
+    "worker: queued to be sent": 0.0025,
+}
+GATEWAY_RATES = {
+    "gateway: asked": 0.0003,
+    "gateway: computed, not written": 0.0005,
+    "gateway: given to the journal": 0.0005,
+    "gateway: written, not answered": 0.0005,
+    "gateway: answered": 0.0003,
+}
+_POLL_S = 0.02
+# So many faults come before the last one has healed.
+_UNHEALED_SHARE = 0.15
+_LONGEST_WAIT_S = 20.0
+
+
+class Injector:
+    """Makes faults until as many have been as are wanted."""
+
+    def __init__(self, server: Server, tally: Tally, seed: int, interval_s: float) -> None:
+        self._server = server
+        self._tally = tally
+        self._rng = random.Random(seed)
+        self._interval_s = interval_s
+        self._marks_seen = 0
+        self._kinds: list[tuple[float, Callable[[], Awaitable[None]]]] = [
+            (0.34, self._kill_worker),
+            (0.08, self._stop_worker),
+            (0.05, self._pause_worker),
+            (0.38, self._kill_gateway),
+            (0.10, self._kill_all),
+            (0.05, self._pause_gateway),
+        ]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until told to stop. The gateway is up at its end."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            while not stop.is_set():
+                await self._some_work()
+                shares, kinds = zip(*self._kinds, strict=True)
+                await self._rng.choices(kinds, shares)[0]()
+        finally:
+            self._server.set_rates({})
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            if self._server.has_ended:
+                self._server.start()
+
+    async def _some_work(self) -> None:
+        """Until callers have come on for a while; now and then a fault hits a server that has not healed."""
+        before, began_s = self._tally.tokens, time.monotonic()
+        await asyncio.sleep(self._rng.uniform(0.2, 1.8) * self._interval_s)
+        if self._rng.random() > _UNHEALED_SHARE:
+            wanted = before + self._rng.randint(1, 80)
+            while self._tally.tokens < wanted and time.monotonic() - began_s < _LONGEST_WAIT_S:
+                await asyncio.sleep(_POLL_S)
+
+    async def _watch(self) -> None:
+        """Starts the gateway again when it has ended, and notes ends at marked points."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            self._note_marks()
+            if self._server.has_ended:
+                rates: dict[str, float] = {}
+                # Some lives are without marks, so that signals have their turn as well.
+                if self._rng.random() < 0.8:
+                    rates = {**WORKER_RATES, **GATEWAY_RATES}
+                self._server.set_rates(rates)
+                self._server.start()
+
+    def _note_marks(self) -> None:
+        lines = self._server.marks_path.read_bytes().splitlines()
+        for line in lines[self._marks_seen :]:
+            at_s, point = json.loads(line)
+            where, _, phase = point.partition(": ")
+            self._tally.fault(f"{where} exit", phase, at_s)
+        self._marks_seen = len(lines)
+
+    def _note(self, kind: str) -> None:
+        self._tally.fault(kind, "anywhere", time.time())
+
+    async def _kill_worker(self) -> None:
+        pids = self._server.worker_pids()
+        if pids:
+            self._note("worker SIGKILL")
+            self._server.kill(self._rng.choice(pids), signal.SIGKILL)
+
+    async def _stop_worker(self) -> None:
+        """It hangs, and is found out by its silence."""
+        pids = self._server.worker_pids()
+        if pids:
+            self._note("worker SIGSTOP")
+            self._server.kill(self._rng.choice(pids), signal.SIGSTOP)
+
+    async def _pause_worker(self) -> None:
+        """It hangs, and goes on, perhaps after it was given up."""
+        pids = self._server.worker_pids()
+        if pids:
+            pid = self._rng.choice(pids)
+            self._note("worker paused")
+            self._server.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(self._rng.uniform(0.05, 2.5))
+            self._server.kill(pid, signal.SIGCONT)
+
+    async def _kill_gateway(self) -> None:
+        if not self._server.has_ended:
+            self._server.worker_pids()
+            self._note("gateway SIGKILL")
+            self._server.kill(self._server.pid, signal.SIGKILL)
+
+    async def _kill_all(self) -> None:
+        """Gateway and workers together, as when a machine's service is killed."""
+        if not self._server.has_ended:
+            pids = self._server.worker_pids()
+            self._note("all SIGKILL")
+            self._server.kill(self._server.pid, signal.SIGKILL)
+            for pid in pids:
+                self._server.kill(pid, signal.SIGKILL)
+
+    async def _pause_gateway(self) -> None:
+        if not self._server.has_ended:
+            pid = self._server.pid
+            self._note("gateway paused")
+            self._server.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(self._rng.uniform(0.05, 1.5))
+            self._server.kill(pid, signal.SIGCONT)

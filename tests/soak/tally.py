@@ -1,0 +1,113 @@
+"""What a soak counts, and what it prints at its end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# What must not happen, in the words of the report.
+LOSSES = ("lost tokens", "duplicated tokens", "gaps", "differing tokens", "lost caches", "unexpected errors")
+
+
+@dataclass
+class Tally:
+    """Owner of the counts. Times are of `time.time()`, which all processes share."""
+
+    began_s: float = field(default_factory=time.time)
+    # By class and phase, such as "worker SIGKILL, anywhere".
+    faults: Counter[str] = field(default_factory=Counter)
+    losses: Counter[str] = field(default_factory=Counter)
+    details: list[str] = field(default_factory=list)
+    calls: int = 0
+    retries: int = 0
+    tokens: int = 0
+    replayed_tokens: int = 0
+    sequences: int = 0
+    # By class: how long callers whose call was under way waited beyond the fault.
+    heal_s: dict[str, list[float]] = field(default_factory=dict)
+    # Faults whose callers have not all been answered: when it was, its class, and who waits.
+    _open: list[tuple[float, str, set[int]]] = field(default_factory=list)
+    _under_way: dict[int, float] = field(default_factory=dict)
+
+    def lose(self, what: str, detail: str, count: int = 1) -> None:
+        """Something must not have happened."""
+        assert what in LOSSES
+        self.losses[what] += count
+        if len(self.details) < 50:
+            self.details.append(f"{what}: {detail}")
+
+    def fault(self, kind: str, phase: str, at_s: float) -> None:
+        """A fault was made; calls under way are watched until they are answered."""
+        self.faults[f"{kind}, {phase}"] += 1
+        waiting = {caller for caller, since_s in self._under_way.items() if since_s <= at_s}
+        if waiting:
+            self._open.append((at_s, kind, waiting))
+
+    def call_began(self, caller: int) -> None:
+        """A caller asks, and asks again until it is answered. It has one call at a time."""
+        self._under_way[caller] = time.time()
+
+    def call_ended(self, caller: int) -> None:
+        """It has been answered."""
+        now_s = time.time()
+        self._under_way.pop(caller, None)
+        still_open = []
+        for at_s, kind, waiting in self._open:
+            waiting.discard(caller)
+            if waiting:
+                still_open.append((at_s, kind, waiting))
+            else:
+                self.heal_s.setdefault(kind, []).append(now_s - at_s)
+        self._open = still_open
+
+    @property
+    def num_faults(self) -> int:
+        """Faults of all kinds."""
+        return sum(self.faults.values())
+
+    @property
+    def num_gateway_faults(self) -> int:
+        """Those that hit the gateway."""
+        return sum(count for name, count in self.faults.items() if name.startswith(("gateway", "all")))
+
+    def is_clean(self) -> bool:
+        """Whether nothing happened that must not."""
+        return not sum(self.losses.values())
+
+    def progress(self) -> str:
+        """One line."""
+        took_s, losses = time.time() - self.began_s, sum(self.losses.values())
+        return (
+            f"{took_s:6.0f} s  {self.num_faults} faults ({self.num_gateway_faults} gateway)"
+            f"  {self.tokens} tokens  {self.sequences} sequences  {self.retries} retries  {losses} losses"
+        )
+
+    def report(self, seed: int, command: str, machine: str) -> str:
+        """Markdown."""
+        lines = [f"`{command}` (seed {seed}) on {machine}, {time.time() - self.began_s:.0f} s.", ""]
+        lines.append(
+            f"{self.num_faults} faults, {self.num_gateway_faults} of them on the gateway;"
+            f" {self.calls} calls, {self.retries} retries, {self.tokens} acknowledged tokens in"
+            f" {self.sequences} sequences, {self.replayed_tokens} tokens replayed.\n"
+        )
+        lines += ["| must not happen | times |", "|---|---:|"]
+        lines += [f"| {what} | {self.losses[what]} |" for what in LOSSES]
+        lines += ["", "| fault, phase | times |", "|---|---:|"]
+        lines += [f"| {name} | {count} |" for name, count in sorted(self.faults.items())]
+        lines += [
+            "",
+            "| fault | callers waited: faults | p50, s | p99, s | longest, s |",
+            "|---|---:|---:|---:|---:|",
+        ]
+        for kind, found in sorted(self.heal_s.items()):
+            cells = " | ".join(f"{at(found, share):.2f}" for share in (0.5, 0.99, 1.0))
+            lines.append(f"| {kind} | {len(found)} | {cells} |")
+        return "\n".join([*lines, "", *self.details])
+
+
+def at(values: Sequence[float], share: float) -> float:
+    """A quantile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,156 @@
+"""The transformers backend's packed projections: as right as its own, and weights are held once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kernels.linear import can_pack
+from workers.models.library.library_model import LibraryModel
+from workers.models.library.loading import load_library_model, plan_library_model
+from workers.models.library.packed_linear import PackedLinear, pack_linears, plain_products
+from workers.models.library.proof import prove_loaded
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.zeros(64, 64, dtype=torch.bfloat16)), reason="this CPU does not multiply bfloat16"
+)
+
+
+def _llama(directory: Path, *, tied: bool = False, **sizes: int) -> Path:
+    """A directory with a random bfloat16 model."""
+    small = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config: Any = LlamaConfig
+    make: Any = AutoModelForCausalLM.from_config
+    torch.manual_seed(0)
+    model = make(config(**small | heads | sizes, tie_word_embeddings=tied), dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _packed(model: LibraryModel) -> list[str]:
+    """The last part of the names of packed layers."""
+    found = [name for name, part in model.module.named_modules() if isinstance(part, PackedLinear)]
+    return [name.split(".")[-1] for name in found]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_is_the_model_of_its_files(tied: bool, tmp_path: Path) -> None:
+    """All projections are packed; a head that is the embedding as well is not."""
+    loaded = load_library_model(plan_library_model(_llama(tmp_path, tied=tied)))
+    of_a_layer = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert sorted(_packed(loaded.model)) == sorted(2 * of_a_layer + ([] if tied else ["lm_head"]))
+    tokens = torch.tensor([5, 9, 2, 77, 30])
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    with torch.inference_mode():
+        expected = peer(input_ids=tokens[None], use_cache=False).logits[0]
+    # What the self-check compares with are the library's own products of the same weights.
+    assert torch.equal(loaded.model.plain_logits(tokens), expected)
+    prove_loaded(tmp_path, loaded)
+
+
+def test_a_packing_mistake_shows_in_the_self_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that multiplies wrongly is not what it is compared with."""
+    wrong = "workers.models.library.packed_linear.linear"
+    monkeypatch.setattr(wrong, lambda x, weight, bias: x.new_zeros(len(x), len(weight)).normal_())
+    loaded = load_library_model(plan_library_model(_llama(tmp_path)))
+    with pytest.raises(Exception, match="differs from its plain forward"):
+        prove_loaded(tmp_path, loaded)
+
+
+def _layer(outputs: int, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(64, outputs, bias=bias, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (0,), (40,), (1, 1)])
+def test_rows_of_any_shape(shape: tuple[int, ...], bias: bool) -> None:
+    """Batches, nothing, more rows than the kernel takes; and rows that are not contiguous."""
+    layer = _layer(70, bias=bias)
+    x = torch.randn(*shape, 128).bfloat16()
+    with torch.inference_mode():
+        for rows in (x[..., :64], x[..., ::2]):
+            expected = functional.linear(rows, layer.weight, layer.bias)
+            pack_linears(nn.Sequential(layer))
+            assert isinstance(layer, PackedLinear)
+            # Products are rounded before or after the bias is added.
+            atol = torch.finfo(x.dtype).eps * expected.abs().amax().item() if expected.numel() else 0
+            torch.testing.assert_close(layer(rows), expected, atol=atol, rtol=0.016)
+            with plain_products(nn.Sequential(layer)):
+                assert torch.equal(layer(rows), expected)
+
+
+def test_what_reads_a_weight_itself_gets_a_plain_one() -> None:
+    """Bit for bit; and the layer is an ordinary one from then on."""
+    layer, x = _layer(100), torch.randn(3, 64).bfloat16()
+    before = layer.weight.detach().clone()
+    with torch.inference_mode():
+        pack_linears(nn.Sequential(layer))
+        assert len(list(layer.parameters())) == 1, "the plain weight is let go, the bias stays"
+        assert torch.equal(layer.weight, before)
+        assert type(layer) is nn.Linear and torch.equal(layer.weight, before)
+        assert torch.equal(layer(x), functional.linear(x, before, layer.bias))
+
+
+class _Own(nn.Linear):
+    """One that may use its weight in ways of its own."""
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(64, 64),
+        nn.Linear(64, 8, dtype=torch.bfloat16),  # a router: packed, it is eight times as large
+        _Own(64, 64, dtype=torch.bfloat16),
+    ],
+)
+def test_what_gains_nothing_stays_as_it_is(layer: nn.Linear) -> None:
+    before = type(layer)
+    pack_linears(nn.Sequential(layer))
+    assert type(layer) is before
+
+
+# Prints the bytes resident before a load, at its peak and after it, and those of the weights.
+MEASURE = """
+import sys, torch
+from workers.models.library.loading import load_library_model, plan_library_model
+torch.set_num_threads(1)
+def resident(what):
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(what))
+plan = plan_library_model(sys.argv[1])
+before = resident("VmHWM")
+loaded = load_library_model(plan)
+print(before, resident("VmHWM"), resident("VmRSS"), loaded.weight_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads VmHWM from /proc")
+def test_peak_memory_of_a_load(tmp_path: Path) -> None:
+    """The weights once and the largest of them, not the weights twice."""
+    _llama(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=2000)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    before, peak, after, weights = map(int, done.stdout.split())
+    assert weights > 120 << 20
+    # The library's code that the first forward imports, and what allocators round up: 24 MiB.
+    assert peak - before <= weights + (8 << 20) + (24 << 20)
+    assert after - before <= weights + (24 << 20)

@@ -1,0 +1,62 @@
+"""A worker's process when no gateway comes to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from google.protobuf import json_format
+from quire.v1 import worker_pb2
+
+from tests.gateway_process import ROOT
+from workers import __main__ as entry_point
+
+# Far more than it takes.
+PATIENCE_S = 60
+
+
+def start(socket: str, grace_s: float) -> subprocess.Popen[bytes]:
+    config = worker_pb2.WorkerConfig(
+        model="paged-attention", kv_pages=8, device="cpu", threads=1, log_level="info", orphan_grace_s=grace_s
+    )
+    config.max_batch_tokens = config.max_batch_items = 16
+    command = [sys.executable, "-m", "workers", "--listen", f"unix:{socket}"]
+    return subprocess.Popen(
+        [*command, "--config", json_format.MessageToJson(config, indent=None)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        env=os.environ | {"QUIRE_WORKER_SECRET": "opensesame"},
+    )
+
+
+def test_it_ends_by_itself() -> None:
+    """If nobody connects, with a gateway or without; at once, if its gateway died before it was written down."""
+    with (
+        tempfile.TemporaryDirectory() as place,
+        start(f"{place}/a", 0.5) as lonely,
+        start(f"{place}/b", 0.5) as orphan,
+        start(f"{place}/c", 600) as unwritten,
+    ):
+        for worker in (lonely, orphan):
+            assert worker.stdin is not None
+            worker.stdin.write(b"\n")
+            worker.stdin.flush()
+        for worker in (orphan, unwritten):
+            assert worker.stdin is not None
+            worker.stdin.close()
+        assert lonely.wait(PATIENCE_S) == -signal.SIGALRM
+        assert orphan.wait(PATIENCE_S) == -signal.SIGALRM
+        assert unwritten.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_it_needs_a_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(entry_point.SECRET_VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "argv", ["workers", "--listen", "unix:/nowhere", "--config", "{}"])
+    with pytest.raises(SystemExit):
+        entry_point._parse_arguments()
+    assert entry_point.SECRET_VARIABLE in capsys.readouterr().err
