@@ -257,16 +257,27 @@ class Computing:
         """Whether there may be room for it by now. Others may have to give theirs."""
         home = operation.entry.home
         if home is None:
-            # Its own KV has been given away meanwhile: it needs room for all of it.
-            rooms = [w for w in self._placement.open_workers if w not in full]
-            needed = operation.pages_needed
-            return any(w.headroom >= min(needed, w.pages_total) for w in rooms)
+            return self._has_room_anywhere(operation, full)
         if home in full:
             return False
         missing = operation.pages_needed - home.headroom
         if missing <= 0 or self._residence.make_room(home, missing, operation, self.now_s):
             return True
         full.add(home)
+        return False
+
+    def _has_room_anywhere(self, operation: Operation, full: set[WorkerView]) -> bool:
+        """The same of one whose own KV is gone meanwhile: it needs room for all of it."""
+        tokens = operation.entry.length
+        if isinstance(operation.request, Append):
+            tokens += len(operation.request.token_ids)
+        for worker in self._placement.open_workers:
+            if worker in full:
+                continue
+            missing = min(worker.pages_for(tokens), worker.pages_total) - worker.headroom
+            if missing <= 0 or self._residence.make_room(worker, missing, operation, self.now_s):
+                return True
+            full.add(worker)
         return False
 
     # Attempts.
