@@ -93,6 +93,9 @@ def _is_guilty(oracle: Oracle, asked: Asked) -> bool:
     assert isinstance(asked.request, Append)
     if POISON in asked.request.token_ids or (cache is not None and POISON in cache.tokens):
         return True
+    if (asked.tenant, asked.request.request_id) in oracle.poisoned:
+        # It stands for the one whose request it says it is.
+        return True
     deaths = oracle.deaths.get(asked.sequence or (cache.number if cache is not None else 0), [])
     return 0 in deaths or len(set(deaths)) > 1 or (cache is not None and cache.number in deaths)
 
