@@ -4,6 +4,10 @@
 competitors take turns in one process: native code, the transformers backend, and the library's own loop on
 its DynamicCache. One sequence, eight, and thirty-two in a step, 128 tokens each before the first. Minutes;
 prints a table.
+
+All take in the same random tokens, step by step: what a model with random weights says for itself is soon the
+same in every sequence, which then share their experts. Of a mixture of experts the table says how many of a
+layer each competitor read in a step, and which `experts_implementation` the library was fastest with.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import machine
-from benchmarks.peers.base import prompts
+from benchmarks.peers.base import SETTLING_STEPS, prompts
 from benchmarks.peers.executor_peer import ExecutorPeer
 from benchmarks.peers.transformers_peer import TransformersPeer
 
@@ -65,14 +70,21 @@ class _Config:
         return self.directory
 
 
-class _DifferentTexts(TransformersPeer):
-    """Its sequences are copies of one prompt: here each goes on with a token, and so experts, of its own."""
+class _Routes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the experts that each layer reads: whoever computes it, the router's choice is a topk."""
 
-    def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
-        tokens = super().prepare_decode(batch, context_tokens)
-        self._first = torch.tensor(prompts(self._vocab_size, batch, 1))  # [B, 1]
-        self._next = self._first
-        return tokens
+    def __init__(self, experts: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._experts = experts
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default and args[0].shape[-1] == self._experts:
+            self.counts.append(len(result[1].unique()))
+        return result
 
 
 def _make(name: str, directory: Path) -> Path:
@@ -82,16 +94,20 @@ def _make(name: str, directory: Path) -> Path:
     return directory
 
 
-def _measure(config: Any, rounds: int) -> None:
+def _measure(config: Any, experts: int, rounds: int) -> None:
+    """`experts`: of a layer; 0 where there is no choice of them."""
     makers: dict[str, Callable[[], Any]] = {
         "native": lambda: ExecutorPeer(config, backend="native"),
         "over pages": lambda: ExecutorPeer(config, backend="transformers"),
-        _PLAIN: lambda: _DifferentTexts(config),
+        _PLAIN: lambda: TransformersPeer(config, own_prompts=True),
     }
     peers = {name: make() for name, make in makers.items()}
     for batch in _BATCHES:
+        tokens = prompts(config.vocab_size, SETTLING_STEPS + _STEPS, batch, seed=1)
         for peer in peers.values():
             peer.prepare_decode(batch, _CONTEXT_TOKENS)
+            peer.feed(tokens)
+        notes = _look_at_experts(peers, experts) if experts else ""
         ms: dict[str, list[float]] = {name: [] for name in peers}
         for _ in range(rounds):
             for name, peer in peers.items():
@@ -101,9 +117,20 @@ def _measure(config: Any, rounds: int) -> None:
         for found in ms.values():
             middle = statistics.median(found)
             cells.append(f"{middle:.1f} ({min(found):.1f}-{max(found):.1f}), {plain / middle:.2f}x")
-        print(f"| {config.directory.name} | {batch} | {' | '.join(cells)} |", flush=True)
+        print(f"| {config.directory.name} | {batch} | {' | '.join(cells)} | {notes} |", flush=True)
         for peer in peers.values():
             peer.release()
+
+
+def _look_at_experts(peers: dict[str, Any], experts: int) -> str:
+    """Lets the library choose its way with experts; says which, and how many each competitor reads."""
+    way = peers[_PLAIN].use_fastest_experts()
+    means = []
+    for peer in peers.values():
+        with _Routes(experts) as routes:
+            peer.decode(_STEPS)
+        means.append(f"{statistics.mean(routes.counts):.1f}")
+    return f"{', '.join(means)} of {experts} experts; {way}"
 
 
 def main() -> int:
@@ -115,12 +142,14 @@ def main() -> int:
     print(machine.describe(), file=sys.stderr)
     names = ("native", "transformers over pages", "transformers itself")
     print(
-        f"| shape | batch | {' | '.join(f'{name}, ms a step' for name in names)} |\n|---|---:|---:|---:|---:|"
+        f"| shape | batch | {' | '.join(f'{name}, ms a step' for name in names)} | experts |\n"
+        "|---|---:|---:|---:|---:|---|"
     )
     with tempfile.TemporaryDirectory() as scratch:
         for name in [options.only] if options.only else _MODELS:
             directory = _make(name, Path(scratch) / name)
-            _measure(_Config(directory, torch.get_num_threads(), _SIZES["vocab_size"]), options.rounds)
+            config = _Config(directory, torch.get_num_threads(), _SIZES["vocab_size"])
+            _measure(config, _MODELS[name].get("num_experts", 0), options.rounds)
     return 0
 
 

@@ -9,8 +9,8 @@ product with up as in `kernels.gated_activation`. The k results of a token are w
 in the order of k, and rounded once. (transformers sums in the order of the experts, in the dtype of x.)
 
 A row's bits do not depend on which other rows are there, as far as the matrix library keeps that promise for
-a product: the sum over k does. On the CPU a packed bfloat16 weight keeps it for up to 8 rows of an expert
-(see `kernels.linear`); on a GPU it is kept among batches of one tile configuration (see
+a product: the sum over k does. On the CPU packed bfloat16 weights keep it for up to 32 rows of an expert (see
+`kernels.cpu.experts`), if widths are even; on a GPU it is kept among batches of one tile configuration (see
 `kernels.cuda.experts`).
 
 Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts of a
@@ -26,11 +26,12 @@ import torch
 from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.cpu import experts as cpu
 from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
 from kernels.linear import can_pack, linear, pack_weight
 
-# One matrix an expert: [E, O, I], or E tensors [O, I], which may be packed.
-ExpertWeights = torch.Tensor | Sequence[torch.Tensor]
+# One matrix an expert: [E, O, I], or E tensors [O, I], or those of `pack_experts`.
+ExpertWeights = torch.Tensor | Sequence[torch.Tensor] | cpu.PackedWeights
 
 
 def route(
@@ -78,15 +79,15 @@ def pack_experts(weight: ExpertWeights) -> ExpertWeights:
             freed before the next one is packed; one tensor stays whole until the caller drops it.
 
     Returns:
-        E tensors [O, I] for `experts`, the given list itself if it was one. Where packing does not apply,
-        what was given: on a GPU the one tensor that its kernel takes.
+        E tensors [O, I] for `experts`; a given list has them too. Where packing does not apply, what was
+        given: on a GPU the one tensor that its kernel takes.
     """
     if not can_pack(weight[0]):
         return weight
-    packed = weight if isinstance(weight, list) else list(weight)
+    packed = weight if isinstance(weight, list) else [weight[expert] for expert in range(len(weight))]
     for expert in range(len(packed)):
         packed[expert] = pack_weight(packed[expert])
-    return packed
+    return cpu.PackedWeights(packed)
 
 
 def experts_reference(
@@ -141,6 +142,28 @@ def experts(
         assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
         return cuda.experts(x, gate_up, down, expert_ids, expert_weights, activation)
     outputs = x.new_empty(expert_ids.numel(), x.shape[1])  # [T * k, C]
+    if (
+        isinstance(gate_up, cpu.PackedWeights)
+        and isinstance(down, cpu.PackedWeights)
+        and cpu.can_experts(gate_up, down)
+    ):
+        if len(x) > cpu.MOST_ROWS:
+            _run_experts(x, gate_up, down, expert_ids, activation, outputs, above_rows=cpu.MOST_ROWS)
+        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation, outputs)
+    _run_experts(x, gate_up, down, expert_ids, activation, outputs)
+    return _weighted_sum(outputs.view(*expert_ids.shape, x.shape[1]), expert_weights)
+
+
+def _run_experts(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    expert_ids: torch.Tensor,
+    activation: Activation,
+    outputs: torch.Tensor,
+    above_rows: int = 0,
+) -> None:
+    """Fill what experts with more than `above_rows` rows make of them into outputs [T * k, C], one by one."""
     # Pairs of a token and one of its choices, numbered as in `outputs`, by expert.
     pairs = expert_ids.flatten().argsort(stable=True)  # [T * k]
     counts = expert_ids.flatten().bincount(minlength=len(gate_up)).tolist()
@@ -149,12 +172,11 @@ def experts(
     end = 0
     for expert, count in enumerate(counts):
         begin, end = end, end + count
-        if count:
+        if count > above_rows:
             of_expert = pairs[begin:end]  # [n]
             rows = x.index_select(0, of_expert // expert_ids.shape[1])  # [n, C]
             inner = gated_activation(linear(rows, gate_up[expert]), activation)  # [n, I]
             outputs.index_copy_(0, of_expert, linear(inner, down[expert]))
-    return _weighted_sum(outputs.view(*expert_ids.shape, x.shape[1]), expert_weights)
 
 
 def _weighted_sum(outputs: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:

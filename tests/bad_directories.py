@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -245,12 +246,12 @@ def _pickled(name: str) -> Damage:
 
 
 _DEEP = 100_000
+_NOT_IDS: list[object] = [-1, 1.0, "1", True, None, []]
 _NESTED = "[" * _DEEP + "]" * _DEEP
 _CONFIG = r"/config\.json: "
 _FILE = r"/model\.safetensors: "
 _INDEX = r"/model\.safetensors\.index\.json: "
 _TOKENIZER = r"/tokenizer\.json: "
-_GENERATION = r"/generation_config\.json: "
 _TOKENIZER_CONFIG = r"/tokenizer_config\.json: "
 _CORRUPT = f"{_FILE}tensor {Q_PROJ} has a corrupt header entry"
 
@@ -321,6 +322,20 @@ SETTINGS = [
     ),
     BadDirectory(
         "a first token of 2^32", setting(bos_token_id=2**32), f"{_CONFIG}bos_token_id: must be below"
+    ),
+    BadDirectory(
+        "a dtype that is a list", setting(dtype=[]), rf"{_CONFIG}dtype: must be one of .*, got \[\]"
+    ),
+    *(
+        BadDirectory(
+            f"a rotation of type {kind!r}",
+            setting(rope_parameters={"rope_type": kind, "factor": 2.0}),
+            rf"config\.json: rope_parameters: rope_type: must be one of .*{re.escape(repr(kind))}",
+        )
+        for kind in ("bogus", ["yarn"], None)
+    ),
+    BadDirectory(
+        "an unknown activation", setting(hidden_act="bogus"), r"config\.json: hidden_act: must be one of"
     ),
     BadDirectory("an escape for the terminal", setting(model_type="\x1b[2J"), r"model_type: .*x1b"),
     BadDirectory(
@@ -437,6 +452,15 @@ TOKENIZERS = [
         write(TOKENIZER, json.dumps({"model": {"vocab": {}}, "added_tokens": [{"id": 2**32}]})),
         f"{_TOKENIZER}has token {2**32}",
     ),
+    *(
+        BadDirectory(
+            f"a token {token_id!r}",
+            write(TOKENIZER, json.dumps({"model": {"vocab": {"a": 0, "b": token_id}}})),
+            f"{_TOKENIZER}the id of each token must be",
+        )
+        for token_id in _NOT_IDS
+    ),
+    BadDirectory("no tokenizer", write(TOKENIZER, '{"auths": {}}'), f"{_TOKENIZER}is no tokenizer"),
 ]
 
 PICKLES = [
@@ -446,23 +470,13 @@ PICKLES = [
     for name in ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "model.pt")
 ]
 
-GENERATIONS = [
-    BadDirectory(
-        f"{name} of {value!r}",
-        write(GENERATION, json.dumps({name: value})),
-        f"{_GENERATION}{name}: must be",
-    )
-    for name, value in (
-        ("do_sample", "yes"), ("temperature", "hot"), ("temperature", -0.1), ("temperature", True),
-        ("temperature", 101), ("top_k", 1.5), ("top_k", -1), ("top_k", 1 << 32), ("top_p", 0), ("top_p", 2),
-        ("top_p", [0.5]), ("min_p", -1), ("repetition_penalty", 0), ("repetition_penalty", {}),
-    )
-]  # fmt: skip
-
 _NAMED_TEMPLATES = instead(NAMED_TEMPLATES, Path.mkdir)
 TEMPLATES = [
     BadDirectory(
         "a template of bytes", write(TEMPLATE, b"\xff{{ x }}"), r"/chat_template\.jinja: is not UTF-8"
+    ),
+    BadDirectory(
+        "a link to a secret", link(TEMPLATE, "/etc/passwd"), r"/chat_template\.jinja: is no template"
     ),
     BadDirectory("a FIFO as the template", fifo(TEMPLATE), r"/chat_template\.jinja: is not a regular file"),
     BadDirectory(
@@ -503,11 +517,11 @@ TEMPLATES = [
     ),
     BadDirectory(
         "an eos_token of a number",
-        all_of(write(TEMPLATE, "x"), write(SPECIAL_TOKENS, json.dumps({"eos_token": 2}))),
+        all_of(write(TEMPLATE, "{{ x }}"), write(SPECIAL_TOKENS, json.dumps({"eos_token": 2}))),
         r"/special_tokens_map\.json: eos_token: must be a text, or an object",
     ),
 ]
 
-TEXTS = [*TOKENIZERS, *GENERATIONS, *TEMPLATES]
+TEXTS = [*TOKENIZERS, *TEMPLATES]
 
 BAD_DIRECTORIES = [*SIZES, *SETTINGS, *KINDS_OF_FILES, *HEADERS, *SHARDS, *PICKLES, *NUMBERS, *TEXTS]

@@ -182,25 +182,28 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
     from workers.executors.llm import LlmExecutor, StepLimits
+    from workers.models.files import unchanged_settings
 
     if config.no_self_check == "on":
         _log.warning("the model is served without having proved itself: no_self_check is on")
-    executor = LlmExecutor.load(
-        Path(config.model),
-        dtype=config.dtype,
-        device=device,
-        kv_pages=_kv_pages(config),
-        limits=StepLimits(
-            config.max_batch_tokens,
-            config.max_batch_items,
-            config.gpu_memory_utilization,
-            cuda_graphs=config.cuda_graphs != "off",
-        ),
-        backend=config.model_backend or "auto",
-        self_check=config.no_self_check != "on" and not config.model_was_proved,
-        max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
-        progress=lambda done, total: progress("weights", done, total),
-    )
+    directory = Path(config.model)
+    with unchanged_settings(directory):
+        executor = LlmExecutor.load(
+            directory,
+            dtype=config.dtype,
+            device=device,
+            kv_pages=_kv_pages(config),
+            limits=StepLimits(
+                config.max_batch_tokens,
+                config.max_batch_items,
+                config.gpu_memory_utilization,
+                cuda_graphs=config.cuda_graphs != "off",
+            ),
+            backend=config.model_backend or "auto",
+            self_check=config.no_self_check != "on" and not config.model_was_proved,
+            max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
+            progress=lambda done, total: progress("weights", done, total),
+        )
     useful = max(1, executor.info().num_parameters // _LEAST_PARAMETERS_PER_THREAD)
     torch.set_num_threads(min(config.threads, useful))
     return executor
@@ -243,17 +246,21 @@ async def _serve(address: str, config: WorkerConfig, secret: str, leash: Leash |
     try:
         await worker.ended
     except Exception as error:
-        status = _report(error)
+        status = report(error, config.model)
     if beating is not None:
         beating.cancel()
     worker.stop(_STOP_TIMEOUT_S)
     return status
 
 
-def _report(error: Exception) -> int:
+def report(error: Exception, model: str) -> int:
+    """Logs why no model is served. Returns the exit status."""
     from workers.kv.sizing import KvSizingError
     from workers.models.errors import ModelError
+    from workers.sampling import BadLogitsError
 
+    if isinstance(error, BadLogitsError):  # of the warm-up: those of an operation are its caller's
+        error = ModelError(f"{model}: its answers are not finite, though its weights are: they overflow")
     if isinstance(error, ConfigurationError | ModelError | KvSizingError):
         _log.error("cannot serve with this configuration", error=str(error))
         return EXIT_CONFIG

@@ -29,6 +29,8 @@ class ExecutorPeer(Peer):
         self._context_tokens = 0
         self._first: list[int] = []
         self._next: list[int] = []
+        self._given: list[list[int]] = []
+        self._coming = self._given
 
     def versions(self) -> dict[str, str]:
         # One of the two says it, depending on the checkout.
@@ -46,6 +48,11 @@ class ExecutorPeer(Peer):
         self._reset()
         return tokens
 
+    def feed(self, tokens: list[list[int]]) -> None:
+        """Until `release`, let the steps of a `decode` take in these [steps][B], whatever the model says."""
+        self._given = tokens
+        self._reset()
+
     def decode(self, steps: int) -> Sample:
         ns = timed_steps(self._step, steps)
         self._reset()
@@ -60,16 +67,17 @@ class ExecutorPeer(Peer):
 
     def release(self) -> None:
         self._forget(len(self._first))
-        self._first = []
+        self._first, self._given = [], []
 
     def _step(self) -> None:
         items = [(key, token, GREEDY) for key, token in enumerate(self._next)]
-        self._next = [output.token_id for output in self._executor.batch_decode(items)]
+        chosen = [output.token_id for output in self._executor.batch_decode(items)]
+        self._next = self._coming.pop(0) if self._coming else chosen
 
     def _reset(self) -> None:
         for key in range(len(self._first)):
             self._executor.truncate_kv(key, self._context_tokens)
-        self._next = self._first
+        self._next, *self._coming = self._given or [self._first]
 
     def _forget(self, count: int) -> None:
         for key in range(count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import torch
@@ -10,11 +11,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
 
+# The library's ways to compute a mixture of experts that need no GPU.
+_EXPERTS = ("eager", "batched_mm", "grouped_mm")
+
 
 class TransformersPeer(Peer):
     """All sequences are of one length, so no attention mask is needed: the fastest path there is."""
 
-    def __init__(self, config: PeerConfig) -> None:
+    def __init__(self, config: PeerConfig, *, own_prompts: bool = False) -> None:
+        """`own_prompts`: sequences have those of `ExecutorPeer`, and are not copies of the first."""
         torch.set_num_threads(config.threads)
         self._vocab_size = config.shape.vocab_size
         # In evaluation mode, as from_pretrained leaves it.
@@ -25,22 +30,47 @@ class TransformersPeer(Peer):
         self._context_tokens = 0
         self._next = torch.empty(0)
         self._first = self._next
+        self._own_prompts = own_prompts
+        self._given: list[torch.Tensor] = []  # [B, 1] each
+        self._coming = self._given
 
     def versions(self) -> dict[str, str]:
         return {"transformers": transformers.__version__, "torch": torch.__version__}
 
     @torch.inference_mode()
     def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
-        # One prompt for all, prefilled once and copied: each sequence has memory of its own all the same.
-        prompt = torch.tensor(prompts(self._vocab_size, batch, context_tokens)[:1])
+        own = torch.tensor(prompts(self._vocab_size, batch, context_tokens))
         self._cache, self._context_tokens = self._new_cache(), context_tokens
-        self._first = self._forward(prompt, self._cache).repeat(batch, 1)  # [B, 1]
-        self._cache.batch_repeat_interleave(batch)
+        if self._own_prompts:
+            self._first = self._forward(own, self._cache)  # [B, 1]
+        else:
+            # One for all, prefilled once and copied: each sequence has memory of its own all the same.
+            self._first = self._forward(own[:1], self._cache).repeat(batch, 1)  # [B, 1]
+            self._cache.batch_repeat_interleave(batch)
         self._next = self._first
         self._step()
         tokens = [int(self._first[0]), int(self._next[0])]
         self._reset()
         return tokens
+
+    def feed(self, tokens: list[list[int]]) -> None:
+        """Until `release`, let the steps of a `decode` take in these [steps][B], whatever the model says."""
+        self._given = [torch.tensor(row)[:, None] for row in tokens]
+        self._reset()
+
+    def use_fastest_experts(self) -> str:
+        """Compute experts from now on as is fastest for what was prepared.
+
+        Returns:
+            The library's name for it.
+        """
+        took: dict[str, float] = {}
+        for name in _EXPERTS:
+            self._model.set_experts_implementation(name)
+            took[name] = statistics.median(self.decode(5).ns)
+        fastest = min(took, key=lambda name: took[name])
+        self._model.set_experts_implementation(fastest)
+        return fastest
 
     @torch.inference_mode()
     def decode(self, steps: int) -> Sample:
@@ -56,6 +86,7 @@ class TransformersPeer(Peer):
 
     def release(self) -> None:
         self._cache = None
+        self._given = []
 
     def _new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._model.config)
@@ -67,11 +98,12 @@ class TransformersPeer(Peer):
         return chosen
 
     def _step(self) -> None:
-        self._next = self._forward(self._next, self._cache)
-        self._next.tolist()  # The caller of a loop sees every token, here as everywhere.
+        chosen = self._forward(self._next, self._cache)
+        chosen.tolist()  # The caller of a loop sees every token, here as everywhere.
+        self._next = self._coming.pop(0) if self._coming else chosen
 
     def _reset(self) -> None:
         self._cache.crop(self._context_tokens - self._cache.get_seq_length())
         if self._cache.get_seq_length() != self._context_tokens:
             raise RuntimeError(f"the cache has {self._cache.get_seq_length()} tokens after a crop")
-        self._next = self._first
+        self._next, *self._coming = self._given or [self._first]

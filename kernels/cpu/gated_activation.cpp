@@ -1,53 +1,10 @@
 // activation(gate) * up. kernels/gated_activation.py has the checks; nothing is checked here.
 
+#include "gates.h"
 #include "threads.h"
-#include "vectors.h"
 
 namespace quire {
 namespace {
-
-constexpr float kLog2E = 1.4426950408889634f;
-
-// x / (1 + exp(-by)), by the exponential of -|by|, which cannot overflow. A NaN in `by` is one in x.
-inline Floats times_sigmoid(Floats x, Floats by) {
-  const Floats small = power_of_two(larger(by, -by) * splat(-kLog2E));
-  const Floats above = by >= 0.0f ? splat(1.0f) : small;
-  const Floats value = x * above / (splat(1.0f) + small);
-  return x == x ? value : x;
-}
-
-struct Silu {
-  static Floats of(Floats x) { return times_sigmoid(x, x); }
-};
-
-// (1 + tanh(y)) / 2 is the sigmoid of 2 y, which loses nothing where the tangent is almost -1.
-struct GeluTanh {
-  static Floats of(Floats x) {
-    const float scale = 1.5957691216057308f;  // 2 * sqrt(2 / pi)
-    return times_sigmoid(x, splat(scale) * x * (splat(1.0f) + splat(0.044715f) * x * x));
-  }
-};
-
-// The normal distribution function below zero, at -|x|, is exp(-x^2 / 2) * t * P(t) with t = 1 / (1 + |x| / sqrt(8)).
-// P was fitted for this to erfc: off by 3e-7 of the value at most where exp is not zero, in float.
-struct Gelu {
-  static Floats of(Floats x) {
-    const Floats magnitude = larger(x, -x);
-    const Floats t = splat(1.0f) / (splat(1.0f) + magnitude * splat(0.35355339f));
-    Floats p = splat(-0.0296932822f);
-    p = p * t + 0.143062221f;
-    p = p * t - 0.245203647f;
-    p = p * t + 0.140867129f;
-    p = p * t - 0.0145745712f;
-    p = p * t + 0.101876379f;
-    p = p * t + 0.121417532f;
-    p = p * t + 0.141206052f;
-    p = p * t + 0.141042166f;
-    const Floats below = power_of_two(x * x * splat(-0.5f * kLog2E)) * (t * p);
-    const Floats value = x * (x >= 0.0f ? splat(1.0f) - below : below);
-    return x == x ? value : x;
-  }
-};
 
 template <typename Activation, typename T>
 void gated(T* out, const T* gate_up, int64_t rows, int64_t width, int64_t stride, int64_t threads) {
@@ -57,11 +14,8 @@ void gated(T* out, const T* gate_up, int64_t rows, int64_t width, int64_t stride
 #pragma omp parallel for num_threads(threads_for(rows * width * 3 * static_cast<int64_t>(sizeof(T)), threads))
   for (int64_t task = 0; task < rows * stretches; task++) {
     const int64_t row = task / stretches, first = task % stretches * kStretch;
-    const T *gate = gate_up + row * stride + first, *up = gate + width;
-    T* to = out + row * width + first;
-    for_lanes(std::min(kStretch, width - first), [&](int64_t d, int count) {
-      store_lanes(to + d, rounded(Activation::of(load_lanes(gate + d, count)), to) * load_lanes(up + d, count), count);
-    });
+    const T* gate = gate_up + row * stride + first;
+    multiply_gate<Activation>(out + row * width + first, gate, gate + width, std::min(kStretch, width - first));
   }
 }
 

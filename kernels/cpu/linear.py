@@ -39,7 +39,6 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     """See `kernels.linear.linear`, which has checked the arguments; `can_multiply` is true."""
     outputs, inputs = weight.shape
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype)  # [T, O]
-    padded_outputs = -(-outputs // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS
     arguments = _Arguments(
         out.data_ptr(),
         x.data_ptr(),
@@ -48,12 +47,19 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         x.shape[0],
         inputs,
         outputs,
-        torch.ops.mkldnn._nbytes(weight) // x.element_size() // padded_outputs,
+        padded_inputs(weight),
         x.stride(0),
         torch.get_num_threads(),
     )
     library.function("quire_linear_bf16", (ctypes.c_void_p,))(ctypes.addressof(arguments))
     return out
+
+
+def padded_inputs(weight: torch.Tensor) -> int:
+    """The inputs of a packed weight [O, I] in its layout, which fills the last block up."""
+    padded_outputs = -(-weight.shape[0] // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS
+    size: int = torch.ops.mkldnn._nbytes(weight)
+    return size // weight.element_size() // padded_outputs
 
 
 @functools.cache

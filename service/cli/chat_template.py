@@ -64,7 +64,10 @@ def render_chat(template: types_pb2.ChatTemplate, messages: Sequence[Mapping[str
     if "text" not in answer:
         reason = escaped(str(answer.get("error")))[:_MAX_REASON_CHARACTERS]
         raise TemplateError(f"the model's chat template failed: {reason}")
-    return str(answer["text"])
+    text = str(answer["text"])
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise TemplateError("the model's chat template failed: it wrote half a character")
+    return text
 
 
 def _run(task: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,8 +104,12 @@ def _shards(index: Path) -> list[str]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise HubError(f"{index}: is no index of weights") from None
     for name in names:
-        # It lies beside the index, and is what it should be: an index may say anything.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        # It lies beside the index, is what it should be, and can be shown: an index may say anything.
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not (name.isprintable() and name.endswith(".safetensors"))
+        ):
             raise HubError(f"{index}: must name safetensors beside it, got {escaped(repr(name))[:100]}")
     return sorted(names)
 

@@ -20,7 +20,7 @@ from tests.gateway_process import GatewayProcess
 
 # Far more than anything takes: an end decides, not its speed.
 PATIENCE_S = 60
-SHORT_GRACE_S = "2"
+SHORT_GRACE_S = "1"
 
 
 class Home:

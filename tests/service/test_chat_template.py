@@ -97,6 +97,7 @@ USER = [{"role": "user", "content": "hi"}]
         ("\n{% frobnicate %}", "failed: line 2: Encountered unknown tag 'frobnicate'"),
         ("{% include 'x' %}", "failed: no loader for this environment"),
         ("{{ 1 // 0 }}", "failed: "),
+        (r"{{ '\ud800' }}", "failed: it wrote half a character"),
     ],
 )
 def test_a_template_that_fails_is_told_in_a_line(source: str, said: str) -> None:

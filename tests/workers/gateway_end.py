@@ -27,6 +27,8 @@ class Gateway:
         self.secret = secret
         self.requests: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
         self.events: asyncio.Queue[worker_pb2.WorkerEvent] = asyncio.Queue()
+        # All that ever came, with what it answers.
+        self.received: list[tuple[int, str]] = []
 
     def ask(self, **command: Any) -> None:
         message = worker_pb2.WorkerCommand(**command)
@@ -48,6 +50,7 @@ class Gateway:
 
     async def write(self, response: worker_pb2.ConnectResponse) -> None:
         for event in response.events:
+            self.received.append((event.op_id, str(event.WhichOneof("event"))))
             self.events.put_nowait(event)
 
     async def next(self, kind: str) -> worker_pb2.WorkerEvent:

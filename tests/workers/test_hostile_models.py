@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,20 @@ from kernels.rope import rope_frequencies
 from tests.families import settings_of
 from tests.model_factory import make_family_model
 from tests.workers.test_library_model import tiny_config
+from workers.__main__ import EXIT_CONFIG, report
 from workers.executors.llm import LlmExecutor
-from workers.executors.loading import NATIVE, TRANSFORMERS
+from workers.executors.loading import NATIVE, TRANSFORMERS, load_served
+from workers.kv.sizing import KvSizingError
+from workers.models import checkpoint
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
+from workers.models.files import unchanged_settings
 from workers.models.library.gathered_model import GatheredModel
 from workers.models.library.over_pages import over_pages
 from workers.models.library.packed_model import PackedModel
 from workers.models.library.proof import prove_copy
 from workers.models.library.settings import read_settings
+from workers.sampling import BadLogitsError
 
 torch.set_num_threads(1)
 
@@ -166,3 +173,82 @@ def test_a_model_that_counts_positions_itself_is_packed_only_where_that_does_not
         "llama4_text", floor_scale=floor_scale, attn_temperature_tuning=True, max_position_embeddings=256
     )
     assert type(over_pages(untrained(config))) is kind
+
+
+def _other_weights(file: Path) -> None:
+    """As a newer revision of the same model has: names, shapes and dtypes are the same."""
+    tensors = load_file(file)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, file.with_name("new"))
+    file.with_name("new").rename(file)
+
+
+def _a_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("backend", [NATIVE, TRANSFORMERS])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_other_weights, "has changed while the model was loaded"),
+        (lambda file: os.truncate(file, file.stat().st_size - 1), "has changed while"),
+        (lambda file: os.utime(file, ns=(0, 0)), "has changed while"),
+        (_a_fifo, "is not a regular file"),
+        (Path.unlink, "cannot be read: No such file"),
+    ],
+)
+def test_weights_that_change_while_they_are_loaded_are_refused(
+    tmp_path: Path, backend: str, change: Callable[[Path], object], says: str
+) -> None:
+    """Else one model is served whose layers are those of two."""
+    make_family_model(tmp_path, *settings_of("llama"))
+    last = max(tmp_path.glob("*.safetensors"))
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        if total_bytes // 4 < done_bytes and not changed:
+            changed.append(True)
+            change(last)
+
+    changed: list[bool] = []
+    with pytest.raises(ModelError, match=f"{last.name}: {says}"):
+        load_served(tmp_path, "auto", torch.device("cpu"), progress, backend=backend, self_check=False)
+    assert changed
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_settings_that_change_while_a_model_is_loaded_are_refused(tmp_path: Path, name: str) -> None:
+    make_family_model(tmp_path, *settings_of("llama"))
+    with unchanged_settings(tmp_path):
+        pass
+    with pytest.raises(ModelError, match=f"{name}: has changed"), unchanged_settings(tmp_path):
+        (tmp_path / name).write_text("{}")
+
+
+def test_finite_weights_whose_answers_are_not_are_a_bad_configuration(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_family_model(tmp_path, *settings_of("llama"))
+    one_file(tmp_path, {})
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"].fill_(1e38)
+    save_file(tensors, tmp_path / "model.safetensors")
+    executor = LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
+    with pytest.raises(BadLogitsError) as refused:
+        executor.warmup()
+    assert report(refused.value, str(tmp_path)) == EXIT_CONFIG
+    assert f"{tmp_path}: its answers are not finite" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("backend", [NATIVE, TRANSFORMERS])
+def test_memory_that_runs_out_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    make_family_model(tmp_path, *settings_of("llama"))
+
+    def no_memory(*_: object) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(checkpoint, "read_parts", no_memory)
+    with pytest.raises(KvSizingError, match=f"{tmp_path}: memory ran out while the model was loaded"):
+        LlmExecutor.load(tmp_path, kv_pages=4, backend=backend, self_check=False)

@@ -68,12 +68,12 @@ def test_several_templates_have_names(tmp_path: Path) -> None:
 
 
 def test_the_file_wins_over_the_setting(tmp_path: Path) -> None:
-    write(tmp_path, tokenizer_config={"chat_template": "setting"}, chat_template="file")
-    assert read_sources(tmp_path) == {"default": "file"}
+    write(tmp_path, tokenizer_config={"chat_template": "setting"}, chat_template="{{ file }}")
+    assert read_sources(tmp_path) == {"default": "{{ file }}"}
 
 
 def test_templates_of_a_directory_are_found_where_transformers_writes_them(tmp_path: Path) -> None:
-    sources = {"default": "D", "tool_use": "T", "rag": "{{ documents }}"}
+    sources = {"default": "{{ d }}", "tool_use": "{{ t }}", "rag": "{{ documents }}"}
     make_tokenizer(chat_template=sources).save_pretrained(tmp_path)
     assert (tmp_path / "additional_chat_templates" / "rag.jinja").exists()
     assert read_sources(tmp_path) == sources
@@ -89,7 +89,7 @@ _TOKENS = {"bos_token": "<config>", "eos_token": "</config>", "unk_token": "<?>"
 @pytest.mark.parametrize("described", [False, True])
 def test_special_tokens_are_those_of_transformers(tmp_path: Path, described: bool) -> None:
     """Older directories have them in a file of their own, which newer ones keep and do not mean."""
-    make_tokenizer(chat_template="T").save_pretrained(tmp_path)
+    make_tokenizer(chat_template="{{ t }}").save_pretrained(tmp_path)
     bos = {"content": "<map>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     config: dict[str, Any] = _TOKENS | ({"added_tokens_decoder": {}} if described else {})
     write(tmp_path, tokenizer_config=config, special_tokens_map={"bos_token": bos, "eos_token": "</map>"})
@@ -118,7 +118,7 @@ def test_a_template_too_large_to_be_handed_out_is_left_out(
 
 
 def test_template_and_tokenizer_share_the_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, chat_template="t" * 400, tokenizer={"model": {"vocab": {"v" * 400: 0}}})
+    write(tmp_path, chat_template="{{" + "t" * 398, tokenizer={"model": {"vocab": {"v" * 400: 0}}})
     tokenizer_bytes = (tmp_path / "tokenizer.json").stat().st_size
     whole = read_text(tmp_path, 1, 407 + tokenizer_bytes)
     assert whole.chat_template is not None and len(whole.tokenizer_json) == tokenizer_bytes
@@ -173,8 +173,36 @@ def test_what_is_told_can_be_asked_for(
     told = {name: value for name in _NAMES[1:] if (value := getattr(defaults, name)) is not None}
     sampling = types_pb2.SamplingParams(**told)
     check_output(types_pb2.OutputOptions(sampling=sampling), RequestLimits(1 << 10, 1 << 20), 1)
-    refused = rf"({'|'.join(_NAMES)}): must be|is not sound JSON: (NaN|-?Infinity)"
-    assert not error or re.search(rf"/generation_config\.json: ({refused})", error)
+    assert not error or re.search(r"/generation_config\.json: is not sound JSON: (NaN|-?Infinity)", error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("do_sample", "yes"), ("temperature", "hot"), ("temperature", -0.1), ("temperature", True),
+        ("temperature", 101), ("top_k", 1.5), ("top_k", -1), ("top_k", 1 << 32), ("top_p", 0), ("top_p", 2),
+        ("top_p", [0.5]), ("min_p", -1), ("repetition_penalty", 0), ("repetition_penalty", {}),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_be_used_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: object
+) -> None:
+    sound = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    settings = sound | {"repetition_penalty": 1.05}
+    told = read_sampling_defaults(write(tmp_path, generation_config=settings | {name: value}))
+    without = {other: given for other, given in settings.items() if other != name}
+    assert told == read_sampling_defaults(write(tmp_path, generation_config=without))
+    assert re.search(rf"/generation_config\.json: {name}: must be .*, got .*: it is left out", caplog.text)
+
+
+def test_a_setting_nested_too_deeply_to_be_shown_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, generation_config={"do_sample": True, "top_k": 5})
+    file = tmp_path / "generation_config.json"
+    file.write_text(f'{{"temperature": {"[" * 900 + "]" * 900}, {file.read_text()[1:]}')
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults(temperature=1.0, top_k=5)
+    assert "temperature: " in caplog.text and "it is left out" in caplog.text
 
 
 # Names.

@@ -35,7 +35,7 @@ def start(socket: str, grace_s: float) -> subprocess.Popen[bytes]:
 
 
 def test_it_ends_by_itself() -> None:
-    """If nobody connects, with a gateway or without; at once, if its gateway died before it was written down."""
+    """If nobody connects, with a gateway or without; at once, if that died before it was written down."""
     with (
         tempfile.TemporaryDirectory() as place,
         start(f"{place}/a", 0.5) as lonely,

@@ -82,15 +82,16 @@ async def bench() -> AsyncIterator[Bench]:
     made.worker.stop(5)
 
 
-def prefill(gateway: Gateway, op_id: int, sequence: int, tokens: Sequence[int]) -> None:
+def prefill_command(op_id: int, sequence: int, tokens: Sequence[int]) -> worker_pb2.WorkerCommand:
     forward = worker_pb2.ForwardCommand(
         sequence=sequence, token_ids=tokens, rows=1, kind="OPERATION_KIND_PREFILL"
     )
-    gateway.ask(op_id=op_id, forward=forward)
+    return worker_pb2.WorkerCommand(op_id=op_id, forward=forward)
 
 
 async def computed(gateway: Gateway, op_id: int, sequence: int, tokens: Sequence[int]) -> None:
-    prefill(gateway, op_id, sequence, tokens)
+    command = prefill_command(op_id, sequence, tokens)
+    gateway.requests.put_nowait(worker_pb2.ConnectRequest(commands=[command]))
     assert (await gateway.next("forward")).op_id == op_id
 
 
@@ -138,7 +139,7 @@ async def test_what_the_next_gateway_knows_is_kept_and_the_rest_dropped(bench: B
 async def test_nothing_of_one_stream_is_said_on_the_next(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs, what waits, what is done and not sent yet, and walks through the pool."""
+    """Of what runs, what waits, what is done and not said yet, and of walks through the pool."""
     first = bench.connect()
     await first.next("ready")
     await computed(first, 1, 1, [1, 2, 3])
@@ -152,15 +153,19 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
 
     monkeypatch.setattr(steps, "execute", slowly)
     # Of many steps, of one, behind another, and of no step at all.
-    prefill(first, 2, 2, range(40))
-    prefill(first, 3, 3, [1])
+    together = [prefill_command(2, 2, range(40)), prefill_command(3, 3, [1])]
+    first.requests.put_nowait(worker_pb2.ConnectRequest(commands=together))
+    await holds.wait()
     for op_id, position in ((4, 3), (5, 4)):
         decode = worker_pb2.ForwardCommand(
             sequence=1, position=position, token_ids=[op_id], rows=1, kind="OPERATION_KIND_DECODE"
         )
         first.ask(op_id=op_id, forward=decode)
     first.ask(op_id=6, snapshot=worker_pb2.SnapshotCommand(check_integrity=True))
-    await holds.wait()
+    first.ask(op_id=10, release=worker_pb2.ReleaseCommand(sequences=[50]))
+    while not first.requests.empty():
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
     second = bench.connect()
     held = await holdings(second)
     assert held[1] in (3, 4, 5) and 2 not in held, "the long one had not ended"
@@ -175,8 +180,17 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
     walked = await second.next("snapshot")
     assert walked.op_id == 6 and walked.snapshot.pool_intact
     assert walked.snapshot.operations_in_flight == 0
-    assert second.events.empty()
-    assert {s.key: len(s) for s in bench.executor.engine.sequences} == {1: 3, 20: 1, 30: 1}
+    await computed(second, 11, 40, [5])
+    assert second.received == [
+        (0, "ready"),
+        (0, "snapshot"),
+        (7, "adopted"),
+        (2, "forward"),
+        (3, "forward"),
+        (6, "snapshot"),
+        (11, "forward"),
+    ]
+    assert {s.key: len(s) for s in bench.executor.engine.sequences} == {1: 3, 20: 1, 30: 1, 40: 1}
 
 
 @pytest.mark.parametrize("secret", ["", "opensesamE", "\u00e9"])

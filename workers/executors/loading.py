@@ -15,9 +15,10 @@ import torch
 
 from workers.executors.describe import kv_layers
 from workers.executors.info import DescribedConfig
+from workers.kv.sizing import KvSizingError, available_bytes
 from workers.kv.tensors import LayerKv
 from workers.models.active_kernels import check_cuda_kernels
-from workers.models.config import ModelConfig
+from workers.models.config import CONFIG_FILE, ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import Model
 from workers.models.weights import LoadPlan, load_planned, plan_load
@@ -25,6 +26,11 @@ from workers.models.weights import LoadPlan, load_planned, plan_load
 _log = logging.getLogger(__name__)
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
+
+# How errors of the transformers library begin, and so much of them is shown where there is more to say.
+_LIBRARY_CANNOT, _MOST_OF_LIBRARY = "the transformers library cannot ", 300
+# What torch says in a RuntimeError.
+_NO_MEMORY = "can't allocate memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,10 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
     # The library takes seconds to import, for nothing where native code runs.
     from workers.models.library.settings import read_settings  # noqa: PLC0415
 
-    return Choice(TRANSFORMERS, read_settings(directory).vocab_size)
+    try:
+        return Choice(TRANSFORMERS, read_settings(directory).vocab_size)
+    except ModelError as error:
+        raise _explained(error, directory) from error
 
 
 def runs_on_cuda(directory: Path, asked: str) -> bool:
@@ -117,9 +126,36 @@ def load_served(
         if backend == TRANSFORMERS:
             return _load_library(directory, dtype, device, progress, self_check=self_check)
         return _load_native(directory, dtype, device, progress, self_check=self_check)
+    except (ModelError, MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
+            raise KvSizingError(
+                f"{directory}: memory ran out while the model was loaded, and {available_bytes() >> 20} MiB"
+                " are free: this process may have less than the machine (ulimit -v)"
+            ) from error
+        if not isinstance(error, ModelError):
+            raise
+        raise _explained(error, directory) from error
+
+
+def _explained(error: ModelError, directory: Path) -> ModelError:
+    """The error with the directory; and, where the library stumbled, with the setting that native code lacks.
+
+    All that the library says of a setting may be "KeyError".
+    """
+    said = str(error) if str(directory) in str(error) else f"{directory}: {error}"
+    lack = _native_lacks(directory) if _LIBRARY_CANNOT in said else ""
+    # Behind what the library says, which may be long.
+    return ModelError(f"{said[:_MOST_OF_LIBRARY]}; and native code: {lack}" if lack else said)
+
+
+def _native_lacks(directory: Path) -> str:
+    """What native code says of the config of a family that it has; "" where that is nothing."""
+    try:
+        ModelConfig.from_directory(directory)
     except ModelError as error:
-        # What the transformers library said names no file.
-        raise error if str(directory) in str(error) else ModelError(f"{directory}: {error}") from error
+        lack = str(error).removeprefix(f"{directory}/")
+        return "" if lack.startswith(f"{CONFIG_FILE}: model_type: ") else lack
+    return ""
 
 
 def _load_native(

@@ -32,6 +32,8 @@ MAX_BYTES = 1 << 20
 _MAX_TEMPLATES = 100
 # Lists of added tokens make these files large: the largest known have 2 MB.
 _MAX_CONFIG_BYTES = 16 << 20
+# Without one of these a prompt would hold nothing of what was said.
+_JINJA = ("{{", "{%")
 # The names by which templates know special tokens.
 _SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -126,9 +128,13 @@ def _read_file(file: Path, max_bytes: int) -> str:
         _warn(file, size_bytes, max_bytes)
         return ""
     try:
-        return read_whole(file, max_bytes).decode()
+        source = read_whole(file, max_bytes).decode()
     except UnicodeDecodeError as error:
         raise ModelError(f"{file}: is not UTF-8: {error}") from None
+    # A link may lead to any file of this machine, and callers are told what it holds.
+    if source.strip() and not any(mark in source for mark in _JINJA):
+        raise ModelError(f"{file}: is no template: it has neither {' nor '.join(_JINJA)}")
+    return source
 
 
 def _sources(value: object) -> dict[str, str]:

@@ -1,30 +1,40 @@
 """A directory of safetensors: which tensors it has, where, and their bytes.
 
-Headers are read here and not only by the safetensors library, because its errors name neither tensor nor
-file. Data is read through the library, which maps the file into memory. Mapped pages count as ours until they
-are unmapped, so a file is opened anew for every part of at most `PART_BYTES`, and no tensor handed out
-may be kept.
+Files are read here and not by the safetensors library: its errors name neither tensor nor file, it opens
+whatever has a file's name by then, and it maps them into memory, where touching what has been cut off kills
+the process. A file that is not the one whose header was read is refused whenever it is opened.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import TypeGuard, cast
+from typing import TypeGuard
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from workers.models.errors import ModelError
-from workers.models.files import is_there, open_regular, parse_object, read_whole
+from workers.models.files import (
+    Version,
+    changed,
+    is_there,
+    open_regular,
+    parse_object,
+    read_whole,
+    version_of,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PART_BYTES = 64 << 20
+# What the processor's cache holds: of larger ones a load takes twice the time.
+PART_BYTES = 4 << 20
 
 # Names in a safetensors header, and the dtypes that weights may have.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -50,6 +60,7 @@ class Entry:
         shape: Its shape.
         begin: Offset in bytes of its first byte in the file.
         nbytes: Its size in bytes.
+        version: Of the file, when its header was read.
     """
 
     name: str
@@ -58,6 +69,7 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+    version: Version
 
 
 def choose_dtype(asked: torch.dtype | str, named: str | None, stored: str | None) -> torch.dtype:
@@ -95,22 +107,13 @@ def _name_of(dtype: torch.dtype) -> str:
 def map_tensor(entry: Entry) -> torch.Tensor:
     """A tensor as it lies in its file, mapped: only what is read of it takes memory, which can be taken back.
 
-    The file must not be changed while the tensor is in use; deleting it is fine.
+    The file must not be changed while the tensor is in use; deleting it is fine. Raises ModelError if it is
+    not the one whose header was read.
     """
-    dtype = DTYPES[entry.dtype]
-    end = entry.begin + entry.nbytes
-    storage = cast(
-        torch.UntypedStorage,
-        torch.UntypedStorage.from_file(str(entry.file), shared=False, nbytes=end),
-    )
-    return torch.empty(0, dtype=dtype).set_(
-        storage, entry.begin // dtype.itemsize, entry.shape, _strides(entry.shape)
-    )
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Of a row-major tensor, in elements."""
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    with _open(entry) as file:
+        mapped = mmap.mmap(file.fileno(), entry.begin + entry.nbytes, access=mmap.ACCESS_COPY)
+    dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.begin).reshape(entry.shape)
 
 
 def read_entries(directory: Path) -> dict[str, Entry]:
@@ -144,22 +147,39 @@ def read_parts(entry: Entry) -> Iterator[tuple[int, torch.Tensor]]:
 
     Yields:
         The first row of the part, and the part: at most `PART_BYTES` unless a single row is larger. It is
-        valid until the next part is asked for: copy it, and drop every reference to it.
+        valid until the next part is asked for: copy it.
 
     Raises:
-        ModelError: The file cannot be read.
+        ModelError: The file cannot be read, or is not the one whose header was read.
     """
+    dtype = DTYPES[entry.dtype]
     rows = entry.shape[0] if entry.shape else 1
-    step = max(1, PART_BYTES // max(1, entry.nbytes // max(1, rows)))
-    for first in range(0, rows, step):
-        try:
-            with safe_open(str(entry.file), framework="pt", device="cpu") as file:
-                if entry.shape:
-                    yield first, file.get_slice(entry.name)[first : first + step]
-                else:
-                    yield first, file.get_tensor(entry.name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{entry.file}: tensor {entry.name} cannot be read: {error}") from error
+    row_bytes = entry.nbytes // max(1, rows)
+    step = max(1, PART_BYTES // max(1, row_bytes))
+    buffer = memoryview(bytearray(min(rows, step) * row_bytes))
+    with _open(entry) as file:
+        file.seek(entry.begin)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            filled = buffer[: count * row_bytes]
+            if file.readinto(filled) != len(filled):
+                raise changed(entry.file)
+            shape = (count, *entry.shape[1:]) if entry.shape else ()
+            # There is no tensor over an empty buffer.
+            part = torch.frombuffer(filled, dtype=dtype) if len(filled) else torch.empty(0, dtype=dtype)
+            yield first, part.reshape(shape)
+
+
+@contextmanager
+def _open(entry: Entry) -> Iterator[BufferedReader]:
+    """The file of a tensor. Raises ModelError if it cannot be read, or is not the one with that header."""
+    try:
+        with open_regular(entry.file) as file:
+            if version_of(os.fstat(file.fileno())) != entry.version:
+                raise changed(entry.file)
+            yield file
+    except OSError as error:
+        raise ModelError(f"{entry.file}: tensor {entry.name} cannot be read: {error.strerror}") from error
 
 
 def fingerprint(entries: Mapping[str, Entry], seed: str) -> str:
@@ -176,19 +196,16 @@ def fingerprint(entries: Mapping[str, Entry], seed: str) -> str:
         32 hexadecimal digits.
 
     Raises:
-        ModelError: A file cannot be read.
+        ModelError: A file cannot be read, or is not the one whose header was read.
     """
     digest = hashlib.blake2b(seed.encode(), digest_size=16)
     for name in sorted(entries):
         entry = entries[name]
         digest.update(f"\n{name} {entry.dtype} {entry.shape}\n".encode())
-        try:
-            with open_regular(entry.file) as file:
-                for offset in sorted({0, entry.nbytes // 2, max(0, entry.nbytes - _SAMPLE_BYTES)}):
-                    file.seek(entry.begin + offset)
-                    digest.update(file.read(min(_SAMPLE_BYTES, entry.nbytes - offset)))
-        except OSError as error:
-            raise ModelError(f"{entry.file}: tensor {name} cannot be read: {error.strerror}") from error
+        with _open(entry) as file:
+            for offset in sorted({0, entry.nbytes // 2, max(0, entry.nbytes - _SAMPLE_BYTES)}):
+                file.seek(entry.begin + offset)
+                digest.update(file.read(min(_SAMPLE_BYTES, entry.nbytes - offset)))
     return digest.hexdigest()
 
 
@@ -199,7 +216,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise ModelError(f"{index}: must have an object weight_map")
     for name, shard in weight_map.items():
         # A shard lies beside its index; nothing else on this machine is ours to open.
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or "/" in shard or shard == ".":
             raise ModelError(f"{index}: tensor {name} must name a file in the same directory, got {shard!r}")
     return weight_map
 
@@ -211,9 +228,10 @@ def _read_header(path: Path) -> dict[str, Entry]:
             prefix = file.read(8)
             size = int.from_bytes(prefix, "little")
             header = file.read(size) if size <= _MAX_NAMES_BYTES else b""
-            file_bytes = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    file_bytes = status.st_size
     if len(prefix) < 8 or size + 8 > file_bytes:
         raise ModelError(f"{path}: is truncated or not a safetensors file")
     if len(header) != size:
@@ -221,7 +239,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
     content = parse_object(header, path, "the header ")
     content.pop("__metadata__", None)
     data_begin = 8 + size
-    entries = {name: _entry(name, value, path, data_begin, file_bytes) for name, value in content.items()}
+    entries = {name: _entry(name, value, path, data_begin, status) for name, value in content.items()}
     end, before = data_begin, "the header"
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.nbytes)):
         if entry.begin != end:
@@ -233,7 +251,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(name: str, value: object, path: Path, data_begin: int, file_bytes: int) -> Entry:
+def _entry(name: str, value: object, path: Path, data_begin: int, status: os.stat_result) -> Entry:
     """One entry of a header, checked against the file. Raises ModelError."""
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -249,10 +267,10 @@ def _entry(name: str, value: object, path: Path, data_begin: int, file_bytes: in
     size = math.prod(shape)
     if dtype in DTYPES and end - begin != size * DTYPES[dtype].itemsize:
         raise ModelError(f"{path}: tensor {name} is {dtype} {shape} but has {end - begin} bytes")
-    if data_begin + end > file_bytes:
-        missing = data_begin + end - file_bytes
+    if data_begin + end > status.st_size:
+        missing = data_begin + end - status.st_size
         raise ModelError(f"{path}: tensor {name} is truncated: the file is {missing} bytes too short")
-    return Entry(name, path, dtype, tuple(shape), data_begin + begin, end - begin)
+    return Entry(name, path, dtype, tuple(shape), data_begin + begin, end - begin, version_of(status))
 
 
 def _are_sizes(value: object, most: int) -> TypeGuard[list[int]]:

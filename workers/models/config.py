@@ -294,7 +294,7 @@ def _head_dim(settings: Mapping[str, object], hidden_size: int, heads: int) -> i
 
 def _dtype(settings: Mapping[str, object]) -> str | None:
     """The number format of the weights, from either spelling. Raises ModelError."""
-    value = settings.get("dtype") or settings.get("torch_dtype")
+    value = settings.get("torch_dtype") if settings.get("dtype") is None else settings["dtype"]
     if value in (None, "auto"):
         return None
     name = str(value).removeprefix("torch.")

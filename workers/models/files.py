@@ -9,13 +9,23 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from workers.models.errors import ModelError
 
 # Names and places of 100,000 tensors are a tenth of this.
 MAX_JSON_VALUES = 1_000_000
+
+# What a load reads beside weights, of which each file's version is known to whoever reads them.
+_SETTINGS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
+
+Version = tuple[int, ...]
+"""Tells what a file holds from what it holds when it has been written to, or another has its name."""
 
 
 def is_there(file: Path) -> bool:
@@ -23,7 +33,7 @@ def is_there(file: Path) -> bool:
     return os.path.lexists(file)
 
 
-def open_regular(file: Path) -> BinaryIO:
+def open_regular(file: Path) -> BufferedReader:
     """The file, or the one that it links to, for reading; its buffer is the caller's to close.
 
     Raises:
@@ -40,6 +50,42 @@ def open_regular(file: Path) -> BinaryIO:
         os.close(descriptor)
         raise ModelError(f"{file}: is not a regular file")
     return os.fdopen(descriptor, "rb")
+
+
+def version_of(status: os.stat_result) -> Version:
+    """The version of the file with that status."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def changed(file: Path) -> ModelError:
+    """The error of a file that has changed since it was first read."""
+    return ModelError(f"{file}: has changed while the model was loaded: load it when nobody writes to it")
+
+
+@contextmanager
+def unchanged_settings(directory: Path) -> Iterator[None]:
+    """Within, no file of settings or text may change: they are read one by one, and belong together.
+
+    Raises:
+        ModelError: One is there, gone or another at the end, and was not at the beginning.
+    """
+    before = _versions(directory)
+    yield
+    after = _versions(directory)
+    for name in _SETTINGS:
+        if before[name] != after[name]:
+            raise changed(directory / name)
+
+
+def _versions(directory: Path) -> dict[str, Version | None]:
+    """Of each file of settings, or what it links to; None for one that cannot be looked at."""
+    found: dict[str, Version | None] = {}
+    for name in _SETTINGS:
+        try:
+            found[name] = version_of(os.stat(directory / name))  # noqa: PTH116 - names no file twice
+        except OSError:
+            found[name] = None
+    return found
 
 
 def read_whole(file: Path, max_bytes: int) -> bytes:

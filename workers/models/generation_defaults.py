@@ -1,17 +1,24 @@
 """How a model's makers draw from it, by generation_config.json: told to callers, never applied.
 
-The tokens that end a text are read by `config`, since they are the model's and not a way of drawing.
+It is advice, and no model is refused for bad advice: a setting that no request could ask for is left out, and
+the log says so. The tokens that end a text are read by `config`, since they are the model's and not a way of
+drawing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from workers.models.errors import ModelError
 from workers.models.files import is_there, parse_object, read_whole
 from workers.models.values import boolean
+
+_log = logging.getLogger(__name__)
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -24,6 +31,8 @@ _BOUNDS: Mapping[str, tuple[float, float, str]] = {
     "min_p": (0.0, 1.0, "from 0 to 1"),
     "repetition_penalty": (_LEAST, 10.0, "above 0 and at most 10"),
 }
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +53,31 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     are, and with it a temperature that is not given is 1.
 
     Raises:
-        ModelError: It is not a file of JSON, or a setting cannot be used; the message names both.
+        ModelError: It is not a file of JSON.
     """
     file = directory / GENERATION_CONFIG_FILE
     if not is_there(file):
         return SamplingDefaults()
     settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
-    try:
-        return _defaults(settings)
-    except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None
-    except RecursionError:  # from quoting a value that is nested as deeply as can just be parsed
-        raise ModelError(f"{file}: is nested too deeply") from None
-
-
-def _defaults(settings: Mapping[str, object]) -> SamplingDefaults:
-    # Each is looked at, also where it does not count: a file that is wrong is not believed by halves.
-    draws = boolean(settings, "do_sample", default=False)
-    found = {name: _number(settings, name) for name in _BOUNDS}
-    top_k = _top_k(settings)
+    draws = _usable(file, "do_sample", lambda: boolean(settings, "do_sample", default=False))
+    found = {name: _usable(file, name, partial(_number, settings, name)) for name in _BOUNDS}
     penalty = found["repetition_penalty"]
     if not draws:
         return SamplingDefaults(repetition_penalty=penalty)
     temperature = 1.0 if found["temperature"] is None else found["temperature"]
+    top_k = _usable(file, "top_k", lambda: _top_k(settings))
     return SamplingDefaults(temperature, top_k, found["top_p"], found["min_p"], penalty)
+
+
+def _usable(file: Path, name: str, read: Callable[[], T]) -> T | None:
+    """What `read` reads of a setting; None if it cannot be used, which is logged."""
+    try:
+        return read()
+    except ModelError as error:
+        _log.warning("%s: %s: it is left out", file, error)
+    except RecursionError:  # from quoting a value that is nested as deeply as can just be parsed
+        _log.warning("%s: %s: is nested too deeply: it is left out", file, name)
+    return None
 
 
 def _number(settings: Mapping[str, object], name: str) -> float | None:

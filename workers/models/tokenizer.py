@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from workers.models.errors import ModelError
 from workers.models.files import is_there, open_regular, parse_object, read_whole
@@ -24,7 +25,8 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> bytes:
     One that is larger than `max_bytes` could not be handed out: it is left out, and the log says so.
 
     Raises:
-        ModelError: It is not a file of JSON, or has tokens that the model does not know.
+        ModelError: It is not a file of JSON or no tokenizer: a link may lead to any file of this machine, and
+            callers are told what it holds. Or it has tokens that the model does not know.
     """
     file = directory / TOKENIZER_FILE
     if not is_there(file):
@@ -38,21 +40,26 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> bytes:
         )
         return b""
     content = read_whole(file, max_bytes)
-    last = max(_token_ids(parse_object(content, file, max_values=_MAX_VALUES)), default=0)
+    ids = _token_ids(parse_object(content, file, max_values=_MAX_VALUES), file)
+    if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+        raise ModelError(f"{file}: the id of each token must be a whole number from 0")
+    last = max(ids, default=0)
     if last >= vocab_size:
         raise ModelError(f"{file}: has token {last}, the model's vocab_size is {vocab_size}")
     return content
 
 
-def _token_ids(tokenizer: dict[str, object]) -> list[int]:
-    """All ids of a tokenizer, wherever its kind of model keeps them."""
+def _token_ids(tokenizer: dict[str, object], file: Path) -> list[Any]:
+    """All that stands for an id in a tokenizer, wherever its kind of model keeps them. Raises ModelError."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    ids: list[object] = []
+    if not isinstance(model, dict):
+        raise ModelError(f"{file}: is no tokenizer: model must be an object")
+    vocab = model.get("vocab")
+    ids: list[Any] = []
     if isinstance(vocab, dict):
         ids += vocab.values()
     elif isinstance(vocab, list):  # of pieces with their scores, in the order of their ids
         ids += range(len(vocab))
     if isinstance(added, list):
         ids += [token.get("id") for token in added if isinstance(token, dict)]
-    return [token_id for token_id in ids if isinstance(token_id, int)]
+    return ids

@@ -1,0 +1,180 @@
+"""The compiled mixture of experts against its parts, pair by pair, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels import experts as module
+from kernels.cpu import experts as cpu
+from kernels.cpu import library
+from kernels.cpu import linear as cpu_linear
+from kernels.experts import experts, pack_experts
+from kernels.gated_activation import ACTIVATIONS, Activation, gated_activation
+from kernels.linear import linear
+from tests.kernels.references import experts64
+from tests.kernels.test_experts import assert_within, choices, matrices
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    """Compiled kernels, built here if they are not yet."""
+    try:
+        library.build()
+    except library.BuildError as error:
+        pytest.skip(f"no compiled kernels: {error}")
+    library.load.cache_clear()
+    if not cpu_linear.understands_layout():
+        pytest.skip("no compiled kernel for packed weights")
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_nan() -> Iterator[None]:
+    """What torch.empty gives is full of NaN, which must not matter."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Case:
+    """A bfloat16 mixture of experts with packed weights, and rows for it."""
+
+    def __init__(self, tokens: int, count: int, k: int, inner: int, width: int) -> None:
+        self.plain = matrices(count, inner, width, torch.bfloat16)
+        self.gate_up, self.down = (pack_experts(weight) for weight in self.plain)
+        self.x = torch.randn(tokens, width + 8).bfloat16()[:, 8:]  # strided
+        self.ids, self.weights = choices(tokens, count, k)
+
+    def run(self, activation: Activation = "silu", rows: slice = slice(None)) -> torch.Tensor:
+        return experts(self.x[rows], self.gate_up, self.down, self.ids[rows], self.weights[rows], activation)
+
+    def one_by_one(self, activation: Activation = "silu") -> torch.Tensor:
+        """Each pair of a token and an expert by itself, by the kernels for its parts."""
+        totals = []
+        for row, ids, weights in zip(self.x[:, None], self.ids.tolist(), self.weights.float(), strict=True):
+            total = torch.tensor(-0.0)
+            for expert, weight in zip(ids, weights, strict=True):
+                inner = gated_activation(linear(row, self.gate_up[expert]), activation)
+                total = total + linear(inner, self.down[expert])[0].float() * weight
+            totals.append(total.bfloat16())
+        return torch.stack(totals)
+
+
+@pytest.fixture
+def one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where experts are run one after the other."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("not computed by the kernel")
+
+    monkeypatch.setattr(module, "linear", refuse)
+
+
+@pytest.mark.usefixtures("one_call")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("tokens", "count", "k", "inner", "width"),
+    [(1, 1, 1, 2, 2), (5, 3, 2, 40, 72), (8, 4, 3, 64, 128), (13, 64, 8, 34, 200), (32, 2, 2, 130, 66)],
+)
+def test_bits_are_those_of_each_pair_by_itself(
+    tokens: int, count: int, k: int, inner: int, width: int, activation: Activation
+) -> None:
+    case = Case(tokens, count, k, inner, width)
+    assert torch.equal(case.run(activation), case.one_by_one(activation))
+
+
+@pytest.mark.usefixtures("one_call")
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_weights_of_bfloat16_and_ids_that_are_strided(k: int) -> None:
+    case = Case(7, 6, k, 48, 64)
+    case.weights = case.weights.bfloat16()
+    case.ids = torch.cat([case.ids, case.ids + 1], dim=1)[:, :k]
+    assert torch.equal(case.run(), case.one_by_one())
+
+
+@pytest.mark.usefixtures("one_call")
+def test_each_product_and_each_sum_is_rounded_in_its_turn() -> None:
+    case = Case(20, 3, 3, 32, 64)
+    for weight in case.plain:
+        weight[1:] = weight[0]
+    case.gate_up, case.down = (pack_experts(weight) for weight in case.plain)
+    # Of three equal results the third takes the others away, and what their roundings lost is left.
+    case.weights = torch.rand(20, 3)
+    case.weights[:, 2] = -(case.weights[:, 0] + case.weights[:, 1])
+    expected = case.one_by_one()
+    assert 0 < expected.count_nonzero() < expected.numel() and expected.abs().max() < 1e-5
+    assert torch.equal(case.run(), expected)
+
+
+@pytest.mark.usefixtures("one_call")
+def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads() -> None:
+    case = Case(cpu.MOST_ROWS, 8, 3, 96, 160)
+    case.ids[:, 0] = torch.tensor([7, 2] * (cpu.MOST_ROWS // 2))
+    together = case.run()
+    alone = [case.run(rows=slice(row, row + 1)) for row in range(cpu.MOST_ROWS)]
+    assert torch.equal(torch.cat(alone), together)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(case.run(), together)
+
+
+@pytest.mark.parametrize("rows", [cpu.MOST_ROWS - 1, cpu.MOST_ROWS, cpu.MOST_ROWS + 1])
+def test_an_expert_with_more_rows_than_the_kernel_takes_is_one_among_others(rows: int) -> None:
+    case = Case(40, 6, 2, 24, 40)
+    # Expert 5 has so many; the others of the first choice are 0 and 1, those of the second 2 to 4.
+    case.ids = torch.stack([torch.arange(40) % 2, 2 + torch.arange(40) % 3], dim=1)
+    case.ids[:rows, 0] = 5
+    assert_within(case.run(), *experts64(case.x, *case.plain, case.ids, case.weights, "silu"))
+    if rows <= cpu.MOST_ROWS:
+        assert torch.equal(case.run(), case.one_by_one())
+
+
+@pytest.mark.usefixtures("one_call")
+def test_experts_without_rows_are_not_read_and_nan_stays_in_its_row() -> None:
+    case = Case(9, 6, 2, 32, 48)
+    case.ids = 2 + torch.arange(18).view(9, 2) % 2
+    clean = case.run()
+    for weight in case.plain:
+        weight[:2], weight[4:] = torch.nan, torch.nan
+    case.gate_up, case.down = (pack_experts(weight) for weight in case.plain)
+    case.x[4] = torch.nan
+    poisoned = case.run()
+    others = [row for row in range(9) if row != 4]
+    assert poisoned[4].isnan().all() and torch.equal(poisoned[others], clean[others])
+
+
+@pytest.mark.parametrize(("wrong", "tokens"), [(-1, 1), (3, 1), (2**40, 1), (-(2**40), 1), (-1, 40), (3, 40)])
+def test_an_id_of_no_expert_is_refused(wrong: int, tokens: int) -> None:
+    case = Case(tokens, 3, 2, 16, 32)
+    case.ids[-1, -1] = wrong
+    with pytest.raises((IndexError, RuntimeError)):
+        case.run()
+
+
+@pytest.mark.usefixtures("one_call")
+def test_no_rows() -> None:
+    assert Case(0, 3, 2, 16, 32).run().shape == (0, 32)
+
+
+@pytest.mark.parametrize(("inner", "width"), [(17, 32), (16, 33), (3, 1)])
+def test_odd_widths_are_left_to_the_library(inner: int, width: int) -> None:
+    case = Case(6, 3, 2, inner, width)
+    assert not cpu.can_experts(*(pack_experts(weight) for weight in case.plain))  # type: ignore[arg-type]
+    assert_within(case.run(), *experts64(case.x, *case.plain, case.ids, case.weights, "silu"))
+
+
+def test_a_layout_that_is_not_understood_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(6, 3, 2, 16, 32)
+    monkeypatch.setattr(cpu_linear, "understands_layout", lambda: False)
+    monkeypatch.setattr(cpu, "experts", None)
+    assert_within(case.run(), *experts64(case.x, *case.plain, case.ids, case.weights, "silu"))

@@ -1,0 +1,67 @@
+"""Deliberate mistakes in the compiled mixture of experts are noticed: see `test_attention_mistakes_cpu`."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import library
+from tests.kernels.cuda.test_mutations import NOTICED, ROOT, run_tests
+
+TESTS = "tests/kernels/test_experts_cpu.py"
+# What those tests need of the library: a whole one takes longer to build.
+SOURCES = ("experts.cpp", "linear.cpp", "gated_activation.cpp")
+EXPERTS, BLOCK = "experts.cpp", "linear_block.h"
+# What goes wrong: the source, what it says, and what it is made to say.
+MISTAKES = {
+    "a row of another token": (EXPERTS, "groups.pairs[place] / a.choices", "groups.pairs[place] % a.tokens"),
+    "rows lie close together": (EXPERTS, "/ a.choices * a.x_stride", "/ a.choices * a.width"),
+    "results stay by expert": (EXPERTS, "a.results + groups.pairs[place]", "a.results + place"),
+    "products are not rounded": (EXPERTS, 'asm("" : "+v"(product));', ""),
+    "the sum is backwards": (
+        EXPERTS,
+        "choice = 1; choice < a.choices; choice++",
+        "choice = a.choices - 1; choice > 0; choice--",
+    ),
+    "an expert that is just full is left out": (EXPERTS, "<= kMostRows)", "< kMostRows)"),
+    "one expert too many": (EXPERTS, "expert >= a.experts", "expert > a.experts"),
+    "a last block is as wide as others": (
+        EXPERTS,
+        "std::min(kBlockOutputs, outputs - first)",
+        "kBlockOutputs",
+    ),
+    "the gate is up": (EXPERTS, "gate, gate + a.inner_width,", "gate, gate,"),
+    "inputs are not filled up": (EXPERTS, "+ first * padded_inputs", "+ first * inputs"),
+    "a second tile has the rows of the first": (BLOCK, "weight, rows + row, pair,", "weight, rows, pair,"),
+    "sums begin where others end": (BLOCK, "std::fill_n(sums, count * kBlockOutputs, 0.0f);", ""),
+    "a last chunk is as long as others": (BLOCK, "std::min(pair + chunk, pairs)", "pair + chunk"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_each_is_noticed_and_nothing_else_is(mistake: str | None, tmp_path: Path) -> None:
+    if library.instruction_set() is not library.INSTRUCTION_SETS[0] or shutil.which("g++") is None:
+        pytest.skip("no such kernel here")
+    ignored = shutil.ignore_patterns("__pycache__", "build")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=ignored)
+    directory = tmp_path / "kernels" / "cpu"
+    for path in directory.glob("*.cpp"):
+        if path.name not in SOURCES:
+            path.unlink()
+    if mistake is not None:
+        name, old, new = MISTAKES[mistake]
+        text = (directory / name).read_text(encoding="utf-8")
+        assert text.count(old) == 1, "the text to replace must occur exactly once"
+        (directory / name).write_text(text.replace(old, new), encoding="utf-8")
+    outcome = run_tests(tmp_path, TESTS)
+    if mistake is None:
+        assert outcome.returncode == pytest.ExitCode.OK and "passed" in outcome.stdout, outcome.stdout
+    else:
+        # An address that is wrong may also be one that the allocator finds out about.
+        assert outcome.returncode in (*NOTICED, -signal.SIGABRT), f"{outcome.stdout}{outcome.stderr}"
+        assert "BuildError" not in outcome.stdout
