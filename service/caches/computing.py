@@ -259,16 +259,20 @@ class Computing:
 
     def _has_room(self, operation: Operation, full: set[WorkerView]) -> bool:
         """Whether there may be room for it by now. Others may have to give theirs."""
-        home = operation.entry.home
-        if home is None:
-            # Its own KV has been given away meanwhile: it needs room for all of it.
-            return any(self._has_room_on(worker, operation, full) for worker in self._placement.open_workers)
-        return self._has_room_on(home, operation, full)
+        entry, request = operation.entry, operation.request
+        if entry.home is not None:
+            return self._has_room_on(entry.home, operation.pages_needed, operation, full)
+        # Its own KV is gone meanwhile: it needs room for all of it.
+        tokens = entry.length + (len(request.token_ids) if isinstance(request, Append) else 0)
+        there = self._placement.open_workers
+        return any(self._has_room_on(w, w.pages_for(tokens), operation, full) for w in there)
 
-    def _has_room_on(self, worker: WorkerView, operation: Operation, full: set[WorkerView]) -> bool:
+    def _has_room_on(
+        self, worker: WorkerView, pages: int, operation: Operation, full: set[WorkerView]
+    ) -> bool:
         if worker in full:
             return False
-        missing = min(operation.pages_needed, worker.pages_total) - worker.headroom
+        missing = min(pages, worker.pages_total) - worker.headroom
         if missing <= 0 or self._residence.make_room(worker, missing, operation, self.now_s):
             return True
         full.add(worker)

@@ -202,7 +202,7 @@ class CacheTable:
         for number, kept_len in (kept or {}).items():
             entry = self._catalog.numbered(number)
             # It may have been cut, and extended otherwise, since its KV was claimed.
-            kv_len = 0 if entry is None else min(kept_len, entry.unchanged_len)
+            kv_len = 0 if entry is None or entry.is_committing else min(kept_len, entry.unchanged_len)
             if entry is not None and entry.home is None and kv_len:
                 self._residence.settle(entry, worker, now_s, kv_len)
                 if kv_len < kept_len:

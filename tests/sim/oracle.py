@@ -40,6 +40,7 @@ from service.caches.requests import (
 from service.caches.tenants import Tenant
 from service.errors import QuireError
 from tests.sim.journal_bytes import JournalBudget
+from tests.sim.model_worker import POISON
 from tests.sim.refusals import check_refusal
 from tests.sim.toy_model import accepted_length, next_token, output_of
 from tests.sim.truth import Applied, Asked, Cache, Done, Forked, is_remembered
@@ -84,6 +85,8 @@ class Oracle:
         # Changed in this turn: who is answered in it may have been just before.
         self._changed: set[str] = set()
         self._forks_gone: list[tuple[Tenant, str]] = []
+        # Request ids under which there was poison.
+        self.poisoned: set[tuple[Tenant, str]] = set()
         # Why workers died that computed a sequence: the numbers of the guilty, 0 for no fault of theirs.
         self.deaths: dict[int, list[int]] = {}
         self._submitted = 0
@@ -97,6 +100,8 @@ class Oracle:
         asked = Asked(self._submitted, request, tenant, self.now_s)
         cache = self.cache_of(asked)
         self.outstanding[asked.number] = asked
+        if isinstance(request, Append) and request.request_id and POISON in request.token_ids:
+            self.poisoned.add((tenant, request.request_id))
         self.budget.submitted(asked.number, request, len(cache.tokens) if cache is not None else 0)
         return asked
 
@@ -206,7 +211,9 @@ class Oracle:
     def _check_own_release(self, records: Sequence[Record]) -> None:
         (record,) = records
         assert isinstance(record, CacheReleased), "the gateway does nothing else by itself"
-        assert self.numbered[record.number].promised_s <= self.now_s, "a cache lives as long as its handle says"
+        assert self.numbered[record.number].promised_s <= self.now_s, (
+            "a cache lives as long as its handle says"
+        )
         self.seen["lease ran out"] += 1
 
     def _apply(self, record: Record, asked: Asked | None) -> None:

@@ -36,7 +36,7 @@ EVENTS = (20, 40, 60, 80, 120, 200)
 # The first is smaller than a context. In the next two sequences get into each other's way.
 POOLS = (Pool(5, page_tokens=4), Pool(12, page_tokens=4), Pool(6), Pool(30), Pool(1000))
 # Nobody waits longer than this once workers and the journal work again.
-SETTLED_S = 60.0
+SETTLED_S = 10.0
 _TICK_S = 0.05
 
 
@@ -58,8 +58,12 @@ class Simulation:
         self.oracle.queue_limit = rng.choice((6, *[1000] * 7))
         self.oracle.cache_limit = rng.choice((5, *[1000] * 5))
         self.oracle.budget.limit_bytes = rng.choice((rng.choice((1_500, 3_000, 6_000)), *[LARGE_BYTES] * 4))
-        # Whether the disk is there all the time.
+        # Whether the disk is there all the time, and how quick it is.
         self._disk_fails = rng.random() < 0.3
+        disk_speed = rng.choice((30, 30, 10))
+        # How often the gateway crashes, and how likely a worker that outlived it is found by the next one.
+        gateway_crashes = rng.choice((0.0, 1.0, 1.0, 6.0))
+        self._adoption = rng.choice((0.9, 0.3))
         self._now_s = 0.0
         self._names = itertools.count(1)
         self._disk = Disk()
@@ -81,7 +85,7 @@ class Simulation:
             (self._take, 30),
             (self._step, 30),
             (self._deliver, 30),
-            (self._write, 30),
+            (self._write, disk_speed),
             (self._cancel, 2.5),
             (lambda: self.dispatcher.expire(), 2),
             (self._tick, 4),
@@ -95,8 +99,8 @@ class Simulation:
             (self._forget, 0.6),
             (self._suspect, 0.5),
             (self._deliver_late, 1),
-            (self._fail_to_write, 1.5),
-            (self._restart_gateway, 1.0),
+            (self._fail_to_write, 4.0),
+            (self._restart_gateway, gateway_crashes),
             (lambda: self.dispatcher.start_draining(), 0.02),
         ]
 
@@ -111,7 +115,9 @@ class Simulation:
         check_rest(self.dispatcher, self.oracle, self.workers.values())
         self._check_recoverable()
         for tenant in self.tenants:
-            self._ask([Release(c.cache_id) for c in self.oracle.caches.values() if c.tenant is tenant], tenant)
+            self._ask(
+                [Release(c.cache_id) for c in self.oracle.caches.values() if c.tenant is tenant], tenant
+            )
         self._settle()
         check_end(self.dispatcher, self.workers.values())
         assert not any(t.caches or t.tokens or t.in_flight for t in self.tenants)
@@ -147,7 +153,7 @@ class Simulation:
             tenant.caches = tenant.tokens = tenant.in_flight = 0
         alive = [worker for worker in self.workers.values() if not worker.crashed]
         alive += [worker for worker, _ in self._adopting.values()]
-        self._orphans += [worker for worker in alive if self.rng.random() < 0.7]
+        self._orphans += [worker for worker in alive if self.rng.random() < 0.85]
         for worker in self._orphans:
             # What was on its way to it may have arrived.
             worker.take(self.rng.choice((0, 0, len(worker.inbox))))
@@ -254,11 +260,11 @@ class Simulation:
         orphans = [worker for worker in self._orphans if worker.worker_id == worker_id]
         if worker_id in self._adopting:
             self._adopted(worker_id)
-        elif orphans and self.rng.random() < 0.8:
+        elif orphans and self.rng.random() < self._adoption:
             worker = self.rng.choice(orphans)
             self._orphans.remove(worker)
             self._adopting[worker_id] = (worker, self.dispatcher.claims(worker.holdings()))
-        elif self.rng.random() < 0.5 or not orphans:
+        else:
             self._start_worker(worker_id)
 
     def _adopted(self, worker_id: str) -> None:
@@ -353,9 +359,7 @@ class Simulation:
             self.seen[f"{operation.phase.name.lower()} when {whose} worker died"] += 1
         self._late.extend((worker, event) for event in worker.outbox)
         crashed = bool(worker.killed_by) or self.rng.random() < 0.7
-        self.dispatcher.worker_lost(
-            worker.worker_id, worker.epoch, crashed=crashed, culprit=worker.killed_by
-        )
+        self.dispatcher.worker_lost(worker.worker_id, worker.epoch, crashed=crashed, culprit=worker.killed_by)
 
     def _drain(self) -> None:
         worker = self._any_worker()
@@ -367,7 +371,11 @@ class Simulation:
         """Those that drain and have nothing more to do are stopped."""
         for worker in list(self.workers.values()):
             view = self.table._placement.find(worker.worker_id, worker.epoch)
-            if view is not None and view.draining and self.dispatcher.is_drained(worker.worker_id, worker.epoch):
+            if (
+                view is not None
+                and view.draining
+                and self.dispatcher.is_drained(worker.worker_id, worker.epoch)
+            ):
                 self.seen["drained"] += 1
                 self._lose(worker)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Command, Event, ForwardSequence, Write
+from service.caches.effects import Command, Event, ForwardSequence, ReleaseSequences, Write
 from service.caches.ledger import Ledger
 from service.caches.placement import WorkerView
 from service.caches.requests import Release, Renew, Request, Restore
@@ -213,6 +213,8 @@ class WatchedDispatcher(Dispatcher):
     def _on_send(self, worker_id: str, epoch: int, command: Command) -> None:
         self.effects += 1
         self.trace.append((worker_id, epoch, command))
+        if isinstance(command, ReleaseSequences) and self.oracle.numbered.keys() & set(command.numbers):
+            self.oracle.seen["KV of a cache dropped"] += 1
         self._send_on(worker_id, epoch, command)
 
     def _commit(self, writes: Sequence[Write]) -> None:
@@ -241,7 +243,6 @@ class WatchedDispatcher(Dispatcher):
         oracle = self.oracle
         self.trace.append((cause, *of))
         oracle.now_s = self._clock_s()
-        oracle.own_operations = self.table.own_operations()
         self.effects = 0
         yield
         oracle.turn_ended()
@@ -253,12 +254,13 @@ class WatchedDispatcher(Dispatcher):
         oracle, table = self.oracle, self.table
         table.check_invariants()
         known = oracle.outstanding.keys() | oracle.abandoned.keys()
-        assert self.operations_in_flight == len(known) + table.own_operations()
+        oracle.own_operations = table.own_operations()
+        assert self.operations_in_flight == len(known) + oracle.own_operations
         assert len(self._waiting) == len(oracle.outstanding), "only who is not answered waits"
         bounded = sum(not isinstance(a.request, Release | Renew) for a in oracle.outstanding.values())
         assert bounded <= oracle.queue_limit
         assert len(oracle.caches) <= oracle.cache_limit
-        assert self.num_caches == len(oracle.caches)
+        assert self.num_caches == len(oracle.caches), "what is there is what was written"
         if self._counts_bytes:
             self.check_bytes()
 
