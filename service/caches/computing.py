@@ -124,11 +124,12 @@ class Computing:
             return
         self._leave(operation, Leaving.LATE if operation.is_late(self.now_s) else Leaving.TAKEN_BACK)
         self._send(attempt.worker, AbortForward(self._number(), attempt.op_id))
-        if operation.copy_number is not None:
+        computes = operation.phase is Phase.COMPUTING
+        if computes and operation.copy_number is not None:
             self._release_copy(operation, attempt.worker)
         elif entry.visible:
             # An answer may be on its way: the worker's copy is then longer than it is known to be.
-            known = operation.base if operation.phase is Phase.COMPUTING else entry.kv_len
+            known = operation.base if computes else entry.kv_len
             self._send(attempt.worker, TruncateSequence(self._number(), entry.number, known))
 
     # Workers come, answer and go.
