@@ -264,8 +264,15 @@ class Computing:
         missing = operation.pages_needed - home.headroom
         if missing <= 0 or self._residence.make_room(home, missing, operation, self.now_s):
             return True
+        if not self._is_accompanied(operation.entry, home):
+            # Nobody is left who could make room: it finds out whether it fits.
+            return True
         full.add(home)
         return False
+
+    def _is_accompanied(self, entry: CacheEntry, home: WorkerView) -> bool:
+        """Whether others take pages of a cache's home, which they may give back."""
+        return self._residence.has_others(entry) or any(self.under_way(home))
 
     def _has_room_anywhere(self, operation: Operation, full: set[WorkerView]) -> bool:
         """The same of one whose own KV is gone meanwhile: it needs room for all of it."""
@@ -397,7 +404,7 @@ class Computing:
             operation.failures += 1
             self._residence.unsettle(entry)
             self._go_on(operation)
-        elif self._residence.has_others(entry) or any(self.under_way(home)):
+        elif self._is_accompanied(entry, home):
             self._park(operation, Need.ROOM)
         else:
             # Whoever was in its way has gone meanwhile; or it takes more than there is.
