@@ -124,11 +124,12 @@ class Computing:
             return
         self._leave(operation, Leaving.LATE if operation.is_late(self.now_s) else Leaving.TAKEN_BACK)
         self._send(attempt.worker, AbortForward(self._number(), attempt.op_id))
-        if operation.copy_number is not None:
+        computes = operation.phase is Phase.COMPUTING
+        if computes and operation.copy_number is not None:
             self._release_copy(operation, attempt.worker)
         elif entry.visible:
             # An answer may be on its way: the worker's copy is then longer than it is known to be.
-            known = operation.base if operation.phase is Phase.COMPUTING else entry.kv_len
+            known = operation.base if computes else entry.kv_len
             self._send(attempt.worker, TruncateSequence(self._number(), entry.number, known))
 
     # Workers come, answer and go.
@@ -259,23 +260,36 @@ class Computing:
 
     def _has_room(self, operation: Operation, full: set[WorkerView]) -> bool:
         """Whether there may be room for it by now. Others may have to give theirs."""
-        entry, request = operation.entry, operation.request
-        if entry.home is not None:
-            return self._has_room_on(entry.home, operation.pages_needed, operation, full)
-        # Its own KV is gone meanwhile: it needs room for all of it.
-        tokens = entry.length + (len(request.token_ids) if isinstance(request, Append) else 0)
-        there = self._placement.open_workers
-        return any(self._has_room_on(w, w.pages_for(tokens), operation, full) for w in there)
-
-    def _has_room_on(
-        self, worker: WorkerView, pages: int, operation: Operation, full: set[WorkerView]
-    ) -> bool:
-        if worker in full:
+        home = operation.entry.home
+        if home is None:
+            return self._has_room_anywhere(operation, full)
+        if home in full:
             return False
-        missing = min(pages, worker.pages_total) - worker.headroom
-        if missing <= 0 or self._residence.make_room(worker, missing, operation, self.now_s):
+        missing = operation.pages_needed - home.headroom
+        if missing <= 0 or self._residence.make_room(home, missing, operation, self.now_s):
             return True
-        full.add(worker)
+        if not self._is_accompanied(operation.entry, home):
+            # Nobody is left who could make room: it finds out whether it fits.
+            return True
+        full.add(home)
+        return False
+
+    def _is_accompanied(self, entry: CacheEntry, home: WorkerView) -> bool:
+        """Whether others take pages of a cache's home, which they may give back."""
+        return self._residence.has_others(entry) or any(self.under_way(home))
+
+    def _has_room_anywhere(self, operation: Operation, full: set[WorkerView]) -> bool:
+        """The same of one whose own KV is gone meanwhile: it needs room for all of it."""
+        tokens = operation.entry.length
+        if isinstance(operation.request, Append):
+            tokens += len(operation.request.token_ids)
+        for worker in self._placement.open_workers:
+            if worker in full:
+                continue
+            missing = min(worker.pages_for(tokens), worker.pages_total) - worker.headroom
+            if missing <= 0 or self._residence.make_room(worker, missing, operation, self.now_s):
+                return True
+            full.add(worker)
         return False
 
     # Attempts.
@@ -399,7 +413,7 @@ class Computing:
             operation.failures += 1
             self._residence.unsettle(entry)
             self._go_on(operation)
-        elif self._residence.has_others(entry) or any(self.under_way(home)):
+        elif self._is_accompanied(entry, home):
             self._park(operation, Need.ROOM)
         else:
             # Whoever was in its way has gone meanwhile; or it takes more than there is.

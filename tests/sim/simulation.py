@@ -32,7 +32,7 @@ from tests.sim.watched import CHUNK_TOKENS, LARGE_BYTES, WatchedDispatcher, Watc
 MAX_SEQ_LEN = 24
 MAX_LEASE_S = 1000.0
 # Schedules differ in length: short ones find what happens at the beginning, and cost little.
-EVENTS = (20, 40, 60, 80, 120, 200)
+EVENTS = (15, 25, 40, 60, 90, 160)
 # The first is smaller than a context. In the next two sequences get into each other's way.
 POOLS = (Pool(5, page_tokens=4), Pool(12, page_tokens=4), Pool(6), Pool(30), Pool(1000))
 # Nobody waits longer than this once workers and the journal work again.
@@ -60,9 +60,9 @@ class Simulation:
         self.oracle.budget.limit_bytes = rng.choice((rng.choice((1_500, 3_000, 6_000)), *[LARGE_BYTES] * 4))
         # Whether the disk is there all the time, and how quick it is.
         self._disk_fails = rng.random() < 0.3
-        disk_speed = rng.choice((30, 30, 10))
+        disk_speed = rng.choice((25, 25, 10, 4))
         # How often the gateway crashes, and how likely a worker that outlived it is found by the next one.
-        gateway_crashes = rng.choice((0.0, 1.0, 1.0, 6.0))
+        gateway_crashes = rng.choice((0.0, 1.0, 1.0, 5.0, 10.0))
         self._adoption = rng.choice((0.9, 0.3))
         self._now_s = 0.0
         self._names = itertools.count(1)
@@ -82,10 +82,11 @@ class Simulation:
         self._start_gateway()
         self._actions: list[tuple[Callable[[], object], float]] = [
             (self._submit, 40),
-            (self._take, 30),
-            (self._step, 30),
-            (self._deliver, 30),
+            (self._take, 20),
+            (self._step, 20),
+            (self._deliver, 20),
             (self._write, disk_speed),
+            (self._work, 20),
             (self._cancel, 2.5),
             (lambda: self.dispatcher.expire(), 2),
             (self._tick, 4),
@@ -108,6 +109,11 @@ class Simulation:
         """Anything at any moment; then all comes to rest, and then to an end."""
         for worker_id in self._worker_ids:
             self._start_worker(worker_id)
+        for _ in range(self.rng.choice((0, 2, 4))):
+            # Most schedules have something to begin with.
+            self._submit()
+            self._work()
+            self._write()
         actions, weights = zip(*self._actions, strict=True)
         for action in self.rng.choices(actions, weights, k=self.rng.choice(EVENTS)):
             action()
@@ -153,7 +159,7 @@ class Simulation:
             tenant.caches = tenant.tokens = tenant.in_flight = 0
         alive = [worker for worker in self.workers.values() if not worker.crashed]
         alive += [worker for worker, _ in self._adopting.values()]
-        self._orphans += [worker for worker in alive if self.rng.random() < 0.85]
+        self._orphans += [worker for worker in alive if self.rng.random() < 0.9]
         for worker in self._orphans:
             # What was on its way to it may have arrived.
             worker.take(self.rng.choice((0, 0, len(worker.inbox))))
@@ -165,6 +171,8 @@ class Simulation:
         self._late.clear()
         self._now_s += self.rng.choice((0.0, 0.1, 5.0))
         self._start_gateway()
+        for _ in range(self.rng.choice((0, 2, 6))):
+            self._connect()
 
     def _check_recoverable(self) -> None:
         """A gateway that came now would find all of it."""
@@ -306,6 +314,12 @@ class Simulation:
         worker = self._any_worker()
         if worker is not None and worker.outbox:
             self._deliver_events(worker, self.rng.randint(1, 4))
+
+    def _work(self) -> None:
+        """A worker does all there is to do, and says so."""
+        worker = self._any_worker()
+        if worker is not None and not worker.crashed:
+            self._deliver_all(worker)
 
     def _deliver_events(self, worker: ModelWorker, count: int) -> None:
         """A message of a worker arrives."""
