@@ -1,6 +1,6 @@
 """A journal whose disk does as the schedule wants: late, in groups, not at all; and what a crash leaves on it.
 
-Bytes are those of the encoding named below, so that what is recovered has been through it.
+Bytes are those of the real encoding, so that what is recovered has been through it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from service.caches.records import Record
 from service.journal.base import OnCommitted
-from tests.sim.rows import CorruptRecord, decode, encode, seal
+from service.journal.encoding import CorruptRecord, decode, encode, seal
 
 # Told that the oldest commit has ended, and whether it is durable, before its committer is.
 OnEnd = Callable[[bool], None]
@@ -56,7 +56,8 @@ class Disk:
 class DiskJournal:
     """The journal of one gateway: a `Journal` whose commits wait until the schedule lets them end."""
 
-    wants_compaction = False
+    model_fingerprint: str | None = None
+    oldest_waiting_s = 0.0
 
     def __init__(self, disk: Disk, clock_s: Callable[[], float], seen: Counter[str]) -> None:
         self.on_end: OnEnd = lambda _: None
@@ -107,6 +108,14 @@ class DiskJournal:
 
     def _take(self, count: int) -> list[tuple[Sequence[Record], OnCommitted]]:
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+    def bind_model(self, fingerprint: str) -> None:
+        """See `Journal.bind_model`."""
+        self.model_fingerprint = fingerprint
+
+    def wants_compaction(self, _live_bytes: int) -> bool:
+        """See `Journal.wants_compaction`."""
+        return False
 
     def begin_compaction(self) -> int:
         """See `Journal.begin_compaction`."""

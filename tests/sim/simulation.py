@@ -139,11 +139,12 @@ class Simulation:
             self.table, self.journal, self._send, lambda: self._now_s, oracle, self.trace
         )
         records = list(self._disk.recover())
-        for record, _ in records:
+        for record, wall_s in records:
             self.dispatcher.needed.written(record)
+            self.table.recovering(record, wall_s)
         tenants = {tenant.name: tenant for tenant in self.tenants}
-        self.table.recover(
-            records, now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name]
+        self.table.recovered(
+            now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name]
         )
         self.table.check_invariants()
         self.dispatcher.check_truth()
