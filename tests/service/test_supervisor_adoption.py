@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from quire.v1 import executor_pb2, worker_pb2
 
+from service.caches.effects import Claim
 from service.config import Config
-from service.pool.base import Claim
 from service.pool.launcher import Adopted
 from tests.service.test_supervisor import (
     Bench,
