@@ -85,7 +85,8 @@ class Oracle:
         # Changed in this turn: who is answered in it may have been just before.
         self._changed: set[str] = set()
         self._forks_gone: list[tuple[Tenant, str]] = []
-        # Request ids under which there was poison.
+        # The last sequence that was computed under a request id; and request ids under which there was poison.
+        self.sequences: dict[tuple[Tenant, str], int] = {}
         self.poisoned: set[tuple[Tenant, str]] = set()
         # Why workers died that computed a sequence: the numbers of the guilty, 0 for no fault of theirs.
         self.deaths: dict[int, list[int]] = {}

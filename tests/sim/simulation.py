@@ -32,7 +32,7 @@ from tests.sim.watched import CHUNK_TOKENS, LARGE_BYTES, WatchedDispatcher, Watc
 MAX_SEQ_LEN = 24
 MAX_LEASE_S = 1000.0
 # Schedules differ in length: short ones find what happens at the beginning, and cost little.
-EVENTS = (15, 25, 40, 60, 90, 160)
+EVENTS = (10, 20, 35, 50, 75, 140)
 # The first is smaller than a context. In the next two sequences get into each other's way.
 POOLS = (Pool(5, page_tokens=4), Pool(12, page_tokens=4), Pool(6), Pool(30), Pool(1000))
 # Nobody waits longer than this once workers and the journal work again.
