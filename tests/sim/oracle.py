@@ -423,7 +423,7 @@ class Oracle:
         for handle, child in zip(result.handles, children, strict=True):
             assert child.cache_id in self.caches or child.cache_id in self.gone
             seq_len = asked.done.seq_len if asked.done is not None else len(child.tokens)
-            if asked.done is not None or child.cache_id not in self._changed:
+            if asked.done is not None or child.cache_id not in self._changed | self.gone:
                 self._check_handle(handle, child, seq_len, fresh=fresh)
         self.seen["fork"] += 1
 

@@ -99,7 +99,7 @@ class Simulation:
             (self._replace, 3),
             (self._forget, 0.6),
             (self._suspect, 0.5),
-            (self._deliver_late, 1),
+            (self._deliver_late, 4),
             (self._fail_to_write, 4.0),
             (self._restart_gateway, gateway_crashes),
             (lambda: self.dispatcher.start_draining(), 0.02),
@@ -369,11 +369,14 @@ class Simulation:
             mine = operation.attempt is not None and operation.attempt.worker.epoch == worker.epoch
             whose = "its" if mine else "a"
             self.seen[f"{operation.phase.name.lower()} when {whose} worker died"] += 1
+        killed_by = worker.killed_by
+        if not killed_by and self.rng.random() < 0.5:
+            # It was only not heard: it has gone on.
+            worker.take(len(worker.inbox))
+            worker.step(all_jobs=True)
         self._late.extend((worker, event) for event in worker.outbox)
-        crashed = bool(worker.killed_by) or self.rng.random() < 0.7
-        self.dispatcher.worker_lost(
-            worker.worker_id, worker.epoch, crashed=crashed, culprit=worker.killed_by
-        )
+        crashed = bool(killed_by) or self.rng.random() < 0.7
+        self.dispatcher.worker_lost(worker.worker_id, worker.epoch, crashed=crashed, culprit=killed_by)
 
     def _drain(self) -> None:
         worker = self._any_worker()
