@@ -85,7 +85,8 @@ class Oracle:
         # Changed in this turn: who is answered in it may have been just before.
         self._changed: set[str] = set()
         self._forks_gone: list[tuple[Tenant, str]] = []
-        # Request ids under which there was poison.
+        # The last sequence that was computed under a request id; and request ids under which there was poison.
+        self.sequences: dict[tuple[Tenant, str], int] = {}
         self.poisoned: set[tuple[Tenant, str]] = set()
         # Why workers died that computed a sequence: the numbers of the guilty, 0 for no fault of theirs.
         self.deaths: dict[int, list[int]] = {}
@@ -424,7 +425,7 @@ class Oracle:
         for handle, child in zip(result.handles, children, strict=True):
             assert child.cache_id in self.caches or child.cache_id in self.gone
             seq_len = asked.done.seq_len if asked.done is not None else len(child.tokens)
-            if asked.done is not None or child.cache_id not in self._changed:
+            if asked.done is not None or child.cache_id not in self._changed | self.gone:
                 self._check_handle(handle, child, seq_len, fresh=fresh)
         self.seen["fork"] += 1
 

@@ -98,7 +98,10 @@ def _is_guilty(oracle: Oracle, asked: Asked) -> bool:
     if (asked.tenant, asked.request.request_id) in oracle.poisoned:
         # It stands for the one whose request it says it is.
         return True
-    deaths = oracle.deaths.get(asked.sequence or (cache.number if cache is not None else 0), [])
+    known = (
+        cache.number if cache is not None else oracle.sequences.get((asked.tenant, asked.request.request_id))
+    )
+    deaths = oracle.deaths.get(asked.sequence or known or 0, [])
     return 0 in deaths or len(set(deaths)) > 1 or (cache is not None and cache.number in deaths)
 
 

@@ -32,7 +32,7 @@ from tests.sim.watched import CHUNK_TOKENS, LARGE_BYTES, WatchedDispatcher, Watc
 MAX_SEQ_LEN = 24
 MAX_LEASE_S = 1000.0
 # Schedules differ in length: short ones find what happens at the beginning, and cost little.
-EVENTS = (15, 25, 40, 60, 90, 160)
+EVENTS = (10, 20, 35, 50, 75, 140)
 # The first is smaller than a context. In the next two sequences get into each other's way.
 POOLS = (Pool(5, page_tokens=4), Pool(12, page_tokens=4), Pool(6), Pool(30), Pool(1000))
 # Nobody waits longer than this once workers and the journal work again.
@@ -99,7 +99,7 @@ class Simulation:
             (self._replace, 3),
             (self._forget, 0.6),
             (self._suspect, 0.5),
-            (self._deliver_late, 1),
+            (self._deliver_late, 4),
             (self._fail_to_write, 4.0),
             (self._restart_gateway, gateway_crashes),
             (lambda: self.dispatcher.start_draining(), 0.02),
@@ -143,9 +143,7 @@ class Simulation:
             self.dispatcher.needed.written(record)
             self.table.recovering(record, wall_s)
         tenants = {tenant.name: tenant for tenant in self.tenants}
-        self.table.recovered(
-            now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name]
-        )
+        self.table.recovered(now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name])
         self.table.check_invariants()
         self.dispatcher.check_truth()
 
@@ -372,9 +370,14 @@ class Simulation:
             mine = operation.attempt is not None and operation.attempt.worker.epoch == worker.epoch
             whose = "its" if mine else "a"
             self.seen[f"{operation.phase.name.lower()} when {whose} worker died"] += 1
+        killed_by = worker.killed_by
+        if not killed_by and self.rng.random() < 0.5:
+            # It was only not heard: it has gone on.
+            worker.take(len(worker.inbox))
+            worker.step(all_jobs=True)
         self._late.extend((worker, event) for event in worker.outbox)
-        crashed = bool(worker.killed_by) or self.rng.random() < 0.7
-        self.dispatcher.worker_lost(worker.worker_id, worker.epoch, crashed=crashed, culprit=worker.killed_by)
+        crashed = bool(killed_by) or self.rng.random() < 0.7
+        self.dispatcher.worker_lost(worker.worker_id, worker.epoch, crashed=crashed, culprit=killed_by)
 
     def _drain(self) -> None:
         worker = self._any_worker()

@@ -11,7 +11,7 @@ from quire.v1 import worker_pb2
 from service.caches.effects import Command, Event, ForwardSequence, ReleaseSequences, Write
 from service.caches.ledger import Ledger
 from service.caches.placement import WorkerView
-from service.caches.requests import Release, Renew, Request, Restore
+from service.caches.requests import Append, Release, Renew, Request, Restore
 from service.caches.table import CacheTable
 from service.caches.tenants import Tenant
 from service.dispatcher import Dispatcher, OnOutcome, Outcome, SendCommand
@@ -192,6 +192,8 @@ class WatchedDispatcher(Dispatcher):
         if isinstance(command, ForwardSequence) and number:
             if asked is not None:
                 asked.sequence = number
+                if isinstance(asked.request, Append):
+                    self.oracle.sequences[asked.tenant, asked.request.request_id] = number
             cache = self.oracle.numbered.get(number)
             tokens = cache.tokens if cache is not None else []
             assert command.position <= len(tokens)
