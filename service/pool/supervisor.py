@@ -150,7 +150,7 @@ class Supervisor:
         grace_s, crashed = _END_GRACE_S, False
         try:
             end = await incarnation.watch()
-            slot.trouble, crashed = end.why, end.crashed
+            slot.trouble, crashed = end.why, end.crashed or end.hangs
             if slot.ready is None:
                 grace_s = _REFUSAL_GRACE_S
             if end.hangs:
