@@ -28,7 +28,9 @@ class Disk:
         """Writes one row of them."""
         self._last_seq += 1
         wall_ns = int(now_s * 1e9)
-        self.rows.append((self._last_seq, wall_ns, seal([encode(c) for c in commits], self._last_seq, wall_ns)))
+        self.rows.append(
+            (self._last_seq, wall_ns, seal([encode(c) for c in commits], self._last_seq, wall_ns))
+        )
 
     def tear(self, rng: random.Random) -> None:
         """The last row was being written when the machine stopped."""

@@ -138,8 +138,9 @@ class Gateway:
         return outcome.reason
 
     def tokens(self, cache_id: str) -> list[int]:
-        """What the journal holds of a cache."""
-        return list(self.journal.token_ids(cache_id))
+        """What the ledger holds of a cache."""
+        (state,) = [state for state in self.table.ledger if state.cache_id == cache_id]
+        return list(state.tokens.copy())
 
     def held(self) -> list[list[int]]:
         """What the workers hold."""

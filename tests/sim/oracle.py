@@ -212,7 +212,9 @@ class Oracle:
     def _check_own_release(self, records: Sequence[Record]) -> None:
         (record,) = records
         assert isinstance(record, CacheReleased), "the gateway does nothing else by itself"
-        assert self.numbered[record.number].promised_s <= self.now_s, "a cache lives as long as its handle says"
+        assert self.numbered[record.number].promised_s <= self.now_s, (
+            "a cache lives as long as its handle says"
+        )
         self.seen["lease ran out"] += 1
 
     def _apply(self, record: Record, asked: Asked | None) -> None:
@@ -309,6 +311,8 @@ class Oracle:
         wanted_s = asked.request.lease_s
         assert lease_s == (cache.lease_s if wanted_s is None else min(wanted_s, self.max_lease_s))
         cache.lease_s = lease_s
+        # A shorter lease counts, whoever had another in his hands.
+        cache.promised_s = min(cache.promised_s, self.now_s + lease_s)
         self._recorded(cache)
         asked.done = Done(cache, len(cache.tokens))
 

@@ -26,7 +26,9 @@ def check_refusal(oracle: Oracle, asked: Asked, error: QuireError) -> None:
         assert _OF_THE_SERVER[reason](oracle, asked), f"{asked}: not so at {oracle.now_s}"
     elif reason in _OF_WORKERS:
         assert isinstance(request, Append)
-        assert _OF_WORKERS[reason](oracle, asked), f"{asked}: no worker said so, and there is time left at {oracle.now_s}"
+        assert _OF_WORKERS[reason](oracle, asked), (
+            f"{asked}: no worker said so, and there is time left at {oracle.now_s}"
+        )
     else:
         _OF_THE_CACHE[reason](oracle, asked, oracle.cache_of(asked), error)
 
@@ -96,7 +98,9 @@ def _is_guilty(oracle: Oracle, asked: Asked) -> bool:
     if (asked.tenant, asked.request.request_id) in oracle.poisoned:
         # It stands for the one whose request it says it is.
         return True
-    known = cache.number if cache is not None else oracle.sequences.get((asked.tenant, asked.request.request_id))
+    known = (
+        cache.number if cache is not None else oracle.sequences.get((asked.tenant, asked.request.request_id))
+    )
     deaths = oracle.deaths.get(asked.sequence or known or 0, [])
     return 0 in deaths or len(set(deaths)) > 1 or (cache is not None and cache.number in deaths)
 

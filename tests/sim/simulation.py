@@ -121,7 +121,9 @@ class Simulation:
         check_rest(self.dispatcher, self.oracle, self.workers.values())
         self._check_recoverable()
         for tenant in self.tenants:
-            self._ask([Release(c.cache_id) for c in self.oracle.caches.values() if c.tenant is tenant], tenant)
+            self._ask(
+                [Release(c.cache_id) for c in self.oracle.caches.values() if c.tenant is tenant], tenant
+            )
         self._settle()
         check_end(self.dispatcher, self.workers.values())
         assert not any(t.caches or t.tokens or t.in_flight for t in self.tenants)
@@ -388,7 +390,11 @@ class Simulation:
         """Those that drain and have nothing more to do are stopped."""
         for worker in list(self.workers.values()):
             view = self.table._placement.find(worker.worker_id, worker.epoch)
-            if view is not None and view.draining and self.dispatcher.is_drained(worker.worker_id, worker.epoch):
+            if (
+                view is not None
+                and view.draining
+                and self.dispatcher.is_drained(worker.worker_id, worker.epoch)
+            ):
                 self.seen["drained"] += 1
                 self._lose(worker)
 

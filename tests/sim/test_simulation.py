@@ -369,7 +369,9 @@ def effects_as(change: Callable[[list[Effect]], list[Effect]]) -> Plant:
 
 
 def without(kind: type[AbortForward] | type[ReleaseSequences]) -> Plant:
-    return effects_as(lambda effects: [e for e in effects if not (isinstance(e, Send) and isinstance(e.command, kind))])
+    return effects_as(
+        lambda effects: [e for e in effects if not (isinstance(e, Send) and isinstance(e.command, kind))]
+    )
 
 
 nothing_aborted = without(AbortForward)
