@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from service.journal.chunks import CHUNK_TOKENS
 
 from service.caches.records import (
     CacheCreated,
@@ -15,7 +16,6 @@ from service.caches.records import (
     TokensAppended,
 )
 from service.journal.base import Journal, JournalConflict
-from service.journal.chunks import CHUNK_TOKENS
 from service.journal.memory import MemoryJournal
 
 

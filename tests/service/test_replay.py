@@ -1,4 +1,4 @@
-"""Operations whose worker is gone, full or found again are computed once, in the right place, one example each.
+"""Operations whose worker is gone, full or found again are computed once and rightly, one example each.
 
 Each of these went wrong in a schedule of `tests/sim`.
 """
@@ -9,7 +9,7 @@ import random
 from collections import Counter
 
 from service.caches.placement import WorkerView
-from service.caches.requests import Fork, Truncate
+from service.caches.requests import Appended, Fork, Truncate
 from service.errors import InvalidArgument, QuireError
 from tests.sim.disk import Disk, DiskJournal
 from tests.sim.harness import Gateway, decode, prefill
@@ -33,7 +33,7 @@ def test_a_repetition_whose_worker_dies_is_not_applied() -> None:
     gateway.start_worker("worker-0")
     gateway.work()
     outcome = gateway.replies[again]
-    assert not isinstance(outcome, QuireError) and outcome.kept == first.kept
+    assert isinstance(outcome, Appended) and outcome.kept == first.kept
     assert gateway.tokens(cache) == [1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""Rows of a journal as bytes: a stand-in with the interface of the real encoding, `service/journal/encoding.py`."""
+"""Rows of a journal as bytes: a stand-in for the real encoding, with the interface that it is to have."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from service.caches.chunks import ChunkedTokens, ChunkStore
 from service.caches.effects import Reply
 from service.caches.requests import Append, Request
 from service.caches.table import CacheTable
 from service.errors import JournalFull
-from service.caches.chunks import ChunkedTokens, ChunkStore
 from tests.sim.schedules import ScheduleFailed, run_schedules
 
 CONTROL_SCHEDULES = 300

@@ -25,8 +25,7 @@ from service.caches.effects import (
     Write,
 )
 from service.caches.entries import CacheEntry, Operation, Phase
-from service.caches.ledger import Ledger
-from service.caches.records import Record, TokensAppended
+from service.caches.records import Record
 from service.caches.requests import Append, Release, Request, Truncate
 from service.caches.table import CacheTable
 from service.dispatcher import Dispatcher
@@ -199,13 +198,13 @@ def failed_writes_taken_for_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def torn_rows_accepted(patch: pytest.MonkeyPatch) -> None:
-    decode = disk.decode
+    decode = rows.decode
 
     def until_it_breaks(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
         patch.setattr(rows, "_check_head", lambda *_: None)
         try:
             yield from decode(row, seq, wall_ns)
-        except disk.CorruptRecord:
+        except rows.CorruptRecord:
             return
 
     patch.setattr(disk, "decode", until_it_breaks)
@@ -368,7 +367,7 @@ def effects_as(change: Callable[[list[Effect]], list[Effect]]) -> Plant:
     return plant
 
 
-def without(kind: type[AbortForward] | type[ReleaseSequences]) -> Plant:
+def without(kind: type[AbortForward | ReleaseSequences]) -> Plant:
     return effects_as(
         lambda effects: [e for e in effects if not (isinstance(e, Send) and isinstance(e.command, kind))]
     )
