@@ -1,4 +1,4 @@
-"""A journal whose disk does as the schedule wants: late, in groups, not at all; and what a crash leaves on it.
+"""A journal whose disk does as the schedule wants: late, in groups, not at all; and what a crash leaves.
 
 Bytes are those of the real encoding, so that what is recovered has been through it.
 """
@@ -92,7 +92,7 @@ class DiskJournal:
             on_committed(False)
 
     def crash(self, rng: random.Random) -> None:
-        """The gateway is gone: of what was under way a part is on the disk, though nobody was told, or torn."""
+        """The gateway is gone: a part of what was under way is on the disk, unknown to all, or torn."""
         commits = self._take(rng.randint(0, len(self._waiting)))
         if any(records for records, _ in commits):
             self._disk.write([records for records, _ in commits], self._clock_s())

@@ -58,16 +58,16 @@ class Oracle:
         self.seen = seen
         # Who is nobody in particular.
         self.anonymous = Tenant()
-        self.now_s = 0.0
+        self.now_s: float = 0.0
         self.default_lease_s = 20.0
-        self.was_ready = False
-        self.draining = False
-        self.journal_works = True
-        self.queue_limit = 0
-        self.cache_limit = 0
+        self.was_ready: bool = False
+        self.draining: bool = False
+        self.journal_works: bool = True
+        self.queue_limit: int = 0
+        self.cache_limit: int = 0
         self.budget = JournalBudget()
         # What the gateway does besides, for nobody: that takes turns and places, too.
-        self.own_operations = 0
+        self.own_operations: int = 0
         # Grows when the gateway crashes. Of one incarnation of it: the request of each ticket.
         self.gateway_epoch = 0
         self.tickets: dict[int, Asked] = {}
@@ -85,7 +85,7 @@ class Oracle:
         # Changed in this turn: who is answered in it may have been just before.
         self._changed: set[str] = set()
         self._forks_gone: list[tuple[Tenant, str]] = []
-        # The last sequence that was computed under a request id; and request ids under which there was poison.
+        # The last sequence that was computed under a request id; and those under which there was poison.
         self.sequences: dict[tuple[Tenant, str], int] = {}
         self.poisoned: set[tuple[Tenant, str]] = set()
         # Why workers died that computed a sequence: the numbers of the guilty, 0 for no fault of theirs.
@@ -311,6 +311,8 @@ class Oracle:
         wanted_s = asked.request.lease_s
         assert lease_s == (cache.lease_s if wanted_s is None else min(wanted_s, self.max_lease_s))
         cache.lease_s = lease_s
+        # A shorter lease counts, whoever had another in his hands.
+        cache.promised_s = min(cache.promised_s, self.now_s + lease_s)
         self._recorded(cache)
         asked.done = Done(cache, len(cache.tokens))
 

@@ -66,7 +66,7 @@ _OF_THE_SERVER: dict[str, Callable[[Oracle, Asked], bool]] = {
 
 
 def _is_exhausted(oracle: Oracle, asked: Asked) -> bool:
-    """There was no room until its time was up; or it takes more than there is, as a copy beside its cache may."""
+    """There was no room until its time was up; or there never is, as for a copy beside its cache."""
     copies = oracle.cache_of(asked) is not None and asked.sequence and is_repetition(oracle, asked)
     return KV_EXHAUSTED in asked.failures and bool(copies or oracle.now_s >= asked.patience_s)
 

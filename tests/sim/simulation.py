@@ -88,7 +88,7 @@ class Simulation:
             (self._write, disk_speed),
             (self._work, 20),
             (self._cancel, 2.5),
-            (lambda: self.dispatcher.expire(), 2),
+            (self._expire, 2),
             (self._tick, 4),
             (self._pass_time, 5),
             (self._pause, 0.7),
@@ -102,7 +102,7 @@ class Simulation:
             (self._deliver_late, 4),
             (self._fail_to_write, 4.0),
             (self._restart_gateway, gateway_crashes),
-            (lambda: self.dispatcher.start_draining(), 0.02),
+            (self._start_draining, 0.02),
         ]
 
     def run(self) -> None:
@@ -173,6 +173,9 @@ class Simulation:
         for _ in range(self.rng.choice((0, 2, 6))):
             self._connect()
 
+    def _start_draining(self) -> None:
+        self.dispatcher.start_draining()
+
     def _check_recoverable(self) -> None:
         """A gateway that came now would find all of it."""
         ledger = Ledger(CHUNK_TOKENS)
@@ -233,6 +236,9 @@ class Simulation:
         self._probe()
         if self.table.num_parked:
             self.dispatcher.tick()
+
+    def _expire(self) -> None:
+        self.dispatcher.expire()
 
     def _pass_time(self) -> None:
         self._now_s += self.rng.choice((0.1, 1.0, 1.0, 6.0))
@@ -431,10 +437,10 @@ class Simulation:
             for worker in list(self.workers.values()):
                 worker.faults = faults
                 self._deliver_all(worker)
+            busy = self.table.operations_in_flight or len(self.journal)
             workers = self.workers.values()
-            if not self.table.operations_in_flight and all(worker.idle for worker in workers):
-                if len(workers) == len(self._worker_ids) and not len(self.journal):
-                    break
+            if not busy and len(workers) == len(self._worker_ids) and all(w.idle for w in workers):
+                break
             assert self._now_s < end_s, "somebody waits for ever"
             self._tick()
         assert not self.oracle.outstanding, "every caller is answered"

@@ -45,10 +45,11 @@ MUST_HAPPEN = (
     "a reader who stays away",
     "session answer",
     "session ANSWERS_FULL",
-    "session CACHE_LOST",
     "session JOURNAL_FULL",
     "session NO_WORKER",
-    "session WORKER_LOST",
+    "session JOURNAL_UNAVAILABLE",
+    "answered after a replay",
+    "journal failed",
 )
 
 Plant = Callable[[pytest.MonkeyPatch], None]

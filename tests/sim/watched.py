@@ -59,6 +59,11 @@ class WatchedTable(CacheTable):
         assert all(isinstance(o.request, Restore | Release) for o in own)
         return len(own)
 
+    def check_leases(self, now_s: float) -> None:
+        assert all(entry.busy or entry.expires_at_s > now_s for entry in self._catalog), (
+            "what ran out is released"
+        )
+
     def computed_on(self, worker_id: str, epoch: int) -> list[tuple[Asked | None, int]]:
         """For whom a worker computes what."""
         worker = self._placement.find(worker_id, epoch)
@@ -138,6 +143,8 @@ class WatchedDispatcher(Dispatcher):
     def expire(self, at_most: int | None = None) -> int:
         with self._turn("expire"):
             expired = super().expire(at_most)
+        if at_most is None or expired < at_most:
+            self.table.check_leases(self.oracle.now_s)
         return expired
 
     def tick(self) -> None:
