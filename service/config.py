@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import ipaddress
 import math
+import os
 import re
 import tomllib
 import types
@@ -77,21 +78,39 @@ def _setting(default: Any, help_text: str, **rule: Any) -> Any:
 
 def is_hub_id(model: str) -> bool:
     """Whether it names a model of the Hugging Face hub, and not a directory here."""
-    return len(model) <= _MAX_HUB_ID and bool(_HUB_ID.fullmatch(model)) and not Path(model).exists()
+    return len(model) <= _MAX_HUB_ID and bool(_HUB_ID.fullmatch(model)) and not _is_there(model)
 
 
 def _is_model(value: str) -> bool:
     shipped = value in (SHIPPED_MODEL, WEIGHTLESS_MODEL)
-    return shipped or (Path(value) / "config.json").is_file() or is_hub_id(value)
+    return shipped or _is_file(str(Path(value) / "config.json")) or is_hub_id(value)
 
 
 def _why_no_model(value: str) -> str:
-    matter = "it has no config.json" if Path(value).exists() else "it does not exist"
+    matter = "it has no config.json"
+    try:
+        (Path(value) / "config.json").stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        matter = matter if _is_there(value) else "it does not exist"
+    except OSError as error:
+        matter = f"it cannot be looked into ({error.strerror})"
     return f"{matter}; must be {_MODELS}"
 
 
+def _is_there(path: str) -> bool:
+    """Whether something has that name, or may have: what cannot be looked at counts as there."""
+    try:
+        Path(path).stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _is_file(value: str) -> bool:
-    return not value or Path(value).is_file()
+    # The method of Path raises where a directory on the way cannot be looked into.
+    return not value or os.path.isfile(value)  # noqa: PTH113
 
 
 def _is_private(listen: str) -> bool:

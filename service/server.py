@@ -13,7 +13,7 @@ import errno
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +34,6 @@ from service.caches.tenants import Tenant
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config
 from service.data_directory import data_directory
 from service.dispatcher import Dispatcher
-from service.doors.descriptors import with_descriptors
 from service.doors.doors import Doors
 from service.doors.guest_watch import GuestWatch
 from service.doors.tls import server_credentials
@@ -249,8 +248,10 @@ def _model_argument(model: str) -> str:
 
 
 async def serve(config: Config) -> int:
-    """Runs a gateway until a signal ends it. Returns the process's exit status."""
-    config = with_descriptors(config)
+    """Runs a gateway until a signal ends it. Returns the process's exit status.
+
+    The descriptors for it are the caller's matter: see `with_descriptors`.
+    """
     try:
         gateway = Gateway(config)
     except JournalUnusable as error:
@@ -313,13 +314,21 @@ def _try_to_bind(family: int, address: Any) -> None:
 
 def _report_failure(workers: asyncio.Task[None]) -> int:
     error = workers.exception()
-    failures = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
-    for failure in failures:
+    for failure in _single(error) if error is not None else ():
         if isinstance(failure, PoolFailed):
             _log.error("cannot start workers", error=str(failure))
         else:
             _log.error("the worker pool failed", exc_info=failure)
     return 1
+
+
+def _single(error: BaseException) -> Iterator[BaseException]:
+    """An error that is no group, or those of a group and of the groups in it."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _single(inner)
+    else:
+        yield error
 
 
 def _stop_on_signals(gateway: Gateway) -> None:

@@ -86,7 +86,8 @@ SERVICE_ROOMS = {
         "service.journal", "service.logging", "service.memory", "service.pool",
     ),
     "service.cli": (
-        "service.config", "service.doors.tokens", "service.logging", "service.printable", "service.server",
+        "service.config", "service.doors.descriptors", "service.doors.tokens", "service.logging",
+        "service.printable", "service.server",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

@@ -18,7 +18,7 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from service.cli.channel import CONTROL_TIMEOUT_S, error_reason, open_channel, print_error
 from service.cli.detokenizer import Detokenizer
-from service.cli.prompt import BadPrompt, check_prompt, prompt_ids
+from service.cli.prompt import BadPrompt, BadTokenizer, check_prompt, prompt_ids
 from service.printable import stripped
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ def generate(options: argparse.Namespace) -> int:
             _generate(stub, info, able.executor.kv_capacity_tokens, options)
         except grpc.RpcError as error:
             print_error(error)
+            return 1
+        except BadTokenizer as error:
+            print(f"quire: {error}", file=sys.stderr)
             return 1
         except BadPrompt as error:
             print(f"quire: {error}", file=sys.stderr)
@@ -171,11 +174,15 @@ class _Screen:
 
 
 def _load_tokenizer(info: executor_pb2.GetModelInfoResponse) -> Tokenizer | None:
+    """The tokenizer, None where there is none. Raises BadTokenizer."""
     if not info.tokenizer_json:
         return None
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_buffer(info.tokenizer_json)
+    try:
+        return Tokenizer.from_buffer(info.tokenizer_json)
+    except Exception as error:  # the library has no kind of its own
+        raise BadTokenizer(error) from None
 
 
 def _sampling(defaults: types_pb2.SamplingParams, options: argparse.Namespace) -> types_pb2.SamplingParams:

@@ -78,10 +78,17 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     import uvloop
 
+    from service.doors.descriptors import TooFewDescriptors, with_descriptors
     from service.logging import configure_logging
     from service.server import serve
 
     configure_logging(config.log_level, config.log_format)
+    try:
+        # Before the event loop, which takes some.
+        config = with_descriptors(config)
+    except TooFewDescriptors as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config))
 

@@ -15,8 +15,19 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 
+# Of what a library says of a server's file.
+_MOST_SHOWN = 300
+
+
 class BadPrompt(Exception):
     """The prompt cannot be turned into tokens."""
+
+
+class BadTokenizer(Exception):
+    """The tokenizer that the server hands out cannot be used."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the model's tokenizer.json cannot be used: {escaped(str(error))[:_MOST_SHOWN]}")
 
 
 def check_prompt(options: argparse.Namespace) -> None:
@@ -42,14 +53,17 @@ def _is_sound(text: str) -> bool:
 def prompt_ids(
     tokenizer: Tokenizer | None, info: executor_pb2.GetModelInfoResponse, options: argparse.Namespace
 ) -> list[int]:
-    """The tokens of the prompt that the options of `quire generate` have. Raises BadPrompt."""
+    """The tokens of the prompt that the options of `quire generate` have. Raises BadPrompt, BadTokenizer."""
     if options.tokens is not None:
         return list(options.tokens)
     if tokenizer is None:
         raise BadPrompt("this model has no tokenizer: give token ids with --tokens 1,2,3")
     text, is_chat = _prompt_text(info, options)
     # A template writes special tokens itself.
-    encoded = tokenizer.encode(text, add_special_tokens=not is_chat)
+    try:
+        encoded = tokenizer.encode(text, add_special_tokens=not is_chat)
+    except Exception as error:  # the library has no kind of its own
+        raise BadTokenizer(error) from None
     _warn_of_unknown(tokenizer, encoded, text)
     return list(encoded.ids)
 

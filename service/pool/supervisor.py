@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from quire.v1 import executor_pb2, worker_pb2
@@ -183,7 +184,9 @@ class Supervisor:
             # No descriptors or processes left, say: that may pass.
             slot.ready, slot.state = None, executor_pb2.WORKER_STATE_DEAD
             slot.trouble = f"its process cannot be started: {error.strerror}"
-            _log.error("worker cannot be started", worker_id=slot.worker_id, error=error.strerror)
+            # uvloop does not say which file it was.
+            file = error.filename or sys.executable
+            _log.error("worker cannot be started", worker_id=slot.worker_id, file=file, error=error.strerror)
             return None
         incarnation = Incarnation(slot, epoch, processes, self._config, self)
         _log.info("worker started", worker_id=slot.worker_id, epoch=slot.epoch, pid=slot.pid)
@@ -247,8 +250,10 @@ class Supervisor:
         if self._model_fingerprint is None:
             self._model_fingerprint = fingerprint
         if fingerprint != self._model_fingerprint:
+            # The reason is told to clients, who are not to learn where the model lies.
+            _log.error("the model's files were replaced", worker_id=slot.worker_id, model=self._model)
             incarnation.refuse(
-                f"{self._model} holds another model now ({fingerprint}) than the one that is served"
+                f"the model's directory holds another model now ({fingerprint}) than the one that is served"
                 f" ({self._model_fingerprint}): put that back, or restart the gateway"
             )
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -219,6 +220,28 @@ def test_a_template_that_refuses_is_told_in_a_line(
     said = "quire: the model's chat template failed: no\\x1b[2J; --raw sends the text as it is\n"
     assert capsys.readouterr() == ("", said)
     assert quire("generate", "x", "--raw", "--max-tokens", "1") == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt"),
+    [
+        ({"type": "Bogus"}, ["x"]),
+        ({"type": "Bogus"}, ["--tokens", "1"]),
+        ({"type": "WordLevel", "vocab": {"a": 0}}, ["x"]),
+        ({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}, ["x"]),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_told_in_a_line(
+    quire: Callable[..., int],
+    executor: FakeExecutor,
+    capsys: pytest.CaptureFixture[str],
+    model: dict[str, object],
+    prompt: list[str],
+) -> None:
+    executor.tokenizer_json = json.dumps({"model": model}).encode()
+    assert quire("generate", *prompt) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("quire: the model's tokenizer.json cannot be used: ") and said.count("\n") == 1
 
 
 def test_serve_of_a_model_that_is_nowhere_ends_with_a_line(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
+import os
 import pickle
 from pathlib import Path
 
@@ -79,6 +81,8 @@ def test_auto_means_none_in_every_source(tmp_path: Path) -> None:
         ("--model", "/", f"it has no config.json; {MODELS}"),
         ("--model", "", f"it has no config.json; {MODELS}"),
         ("--model", "a/b/c", f"it does not exist; {MODELS}"),
+        ("--model", "n" * 300, f"it cannot be looked into (File name too long); {MODELS}"),
+        ("--tokens", "n" * 300, "must be a file"),
         ("--model", "../qwen3", f"it does not exist; {MODELS}"),
         ("--model-download", "maybe", "must be one of off, on"),
     ],
@@ -90,6 +94,20 @@ def test_a_bad_flag_is_refused_with_what_is_allowed(flag: str, value: str, allow
     assert (error.setting, error.source) == (flag[2:].replace("-", "_"), flag)
     assert (error.value, error.allowed) == (value, allowed)
     assert all(part in str(error) for part in (error.setting, flag, repr(value), allowed))
+
+
+@pytest.mark.parametrize("model", ["/models/one", "models/one"])
+def test_a_directory_that_may_not_be_looked_into_is_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it taken for a model of the hub. To root, who may run the tests, nothing is forbidden."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", forbidden)
+    with pytest.raises(ConfigError, match=r"it cannot be looked into \(Permission denied\)"):
+        load_config({"model": model}, {})
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "a/b", "meta-llama/Llama_3.2", "0/" + "n" * 94])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 
 import pytest
 import structlog
 
 from service.config import Config
-from service.doors.descriptors import with_descriptors
+from service.doors.descriptors import TooFewDescriptors, with_descriptors
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -38,3 +40,25 @@ def test_there_are_no_more_connections_than_descriptors(
     assert now[-1] == (soft, limits[1])
     assert config.max_connections == allowed
     assert len(logs) == (allowed < wanted), "it is said once"
+
+
+@pytest.mark.parametrize("limit", [20, 12])
+def test_with_hardly_any_the_server_ends_with_a_line(limit: int) -> None:
+    """Whatever would have failed first."""
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli.main", "serve", "--listen", "127.0.0.1:0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
+    )
+    said = f"quire: {limit} descriptors are too few to serve (ulimit -n); for all connections it takes 8336\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_too_few_are_too_few_whatever_the_soft_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 32))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with pytest.raises(TooFewDescriptors, match="32 descriptors are too few"):
+        with_descriptors(Config())

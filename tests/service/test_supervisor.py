@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
+import structlog
 from quire.v1 import executor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 from service.caches.effects import Claim, Event, ReleaseSequences
@@ -119,6 +121,9 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
         return await self._exit
 
 
+MODEL = "/where/models/are"
+
+
 class FakeLauncher:
     """Starts what the test has planned: one behaviour, or one error, for each incarnation."""
 
@@ -186,7 +191,7 @@ class Bench:
         self.launcher = launcher
         self.listener = Listener()
         self.naps_s: list[float] = []
-        self.supervisor = Supervisor(config or Config(), "model", launcher, self.listener)
+        self.supervisor = Supervisor(config or Config(), MODEL, launcher, self.listener)
         instant = SimpleNamespace(sleep=self._nap, gather=asyncio.gather, TaskGroup=asyncio.TaskGroup)
         patch.setattr(supervisor_module, "asyncio", instant)
 
@@ -225,8 +230,11 @@ async def test_what_cannot_be_started_now_is_tried_again(
 ) -> None:
     error = OSError(errno.EMFILE, "too many open files")
     bench = Bench(FakeLauncher(tmp_path, *[error] * 3, works), monkeypatch)
-    running = asyncio.create_task(bench.supervisor.run())
-    assert await bench.told(1) == [("ready", 4)]
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(bench.supervisor.run())
+        assert await bench.told(1) == [("ready", 4)]
+    failed = [record["file"] for record in logs if record["event"] == "worker cannot be started"]
+    assert failed == [sys.executable] * 3
     assert bench.naps_s == [0.0, 0.25, 0.5, 1.0]
     await stop(running)
 
@@ -308,11 +316,14 @@ async def test_one_with_another_model_is_not_admitted_nor_tried_at_once(
     (slot,) = bench.supervisor.slots
     running = asyncio.create_task(bench.supervisor.run())
     assert await bench.told(1) == [("ready", 1)]
-    bench.launcher.started[0].exit()
-    assert await bench.told(1) == [("lost", 1)]
-    while bench.launcher.attempts < 4:
-        await asyncio.sleep(0.01)
+    with structlog.testing.capture_logs() as logs:
+        bench.launcher.started[0].exit()
+        assert await bench.told(1) == [("lost", 1)]
+        while bench.launcher.attempts < 4:
+            await asyncio.sleep(0.01)
     assert "holds another model now (two)" in slot.trouble and slot.ready is None
+    assert MODEL not in slot.trouble, "clients are told"
+    assert any(record.get("model") == MODEL for record in logs)
     assert await bench.told(1) == [("ready", 8)], "of the others nobody is told"
     assert bench.naps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
     assert slot.trouble == ""

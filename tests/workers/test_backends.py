@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,34 @@ def test_both_backends_say_the_same(native: Path) -> None:
             tokens.append(executor.decode(0, tokens[-1]).token_id)
         chosen.append(tokens)
     assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization_config": {}},
+        {"quantization_config": []},
+        {"quantization_config": None},
+        {"dtype": None, "torch_dtype": "torch.bfloat16"},
+    ],
+    ids=str,
+)
+def test_spellings_of_nothing_special_are_read_by_both(
+    native: Path, backend: str, settings: dict[str, object]
+) -> None:
+    file = native / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    expected = "bfloat16" if "torch_dtype" in settings else "float32"
+    assert LlmExecutor.load(native, kv_pages=4, backend=backend).info().dtype == expected
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "transformers"])
+def test_quantised_weights_are_refused_with_what_is_supported(native: Path, backend: str) -> None:
+    file = native / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(ModelError, match="quantised weights are not supported, only float32, bfloat16 and"):
+        choose_backend(native, backend)
 
 
 def test_what_is_asked_for_is_not_replaced(other: Path) -> None:

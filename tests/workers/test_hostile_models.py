@@ -216,7 +216,9 @@ def test_weights_that_change_while_they_are_loaded_are_refused(
     assert changed
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "generation_config.json", "special_tokens_map.json"]
+)
 def test_settings_that_change_while_a_model_is_loaded_are_refused(tmp_path: Path, name: str) -> None:
     make_family_model(tmp_path, *settings_of("llama"))
     with unchanged_settings(tmp_path):

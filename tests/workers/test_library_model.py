@@ -219,7 +219,8 @@ def refusal(directory: Path) -> str:
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("bert", "differs from its plain forward by"),
+        ("bert", "is_decoder: false makes this bert an encoder"),
+        ("electra", "is_decoder: false makes this electra an encoder"),
         ("mamba", "layer_types: 'linear_attention' keeps what pages do not hold"),
         ("jamba", "keeps (a state that|what) pages do not hold"),
         ("qwen3_next", "layer_types: 'linear_attention' keeps what pages do not hold"),
@@ -279,7 +280,13 @@ def test_tensors_that_do_not_fit_are_named(
         ({"vocab_size": 1 << 40}, "vocab_size: must be at most"),
         ({"num_hidden_layers": 4000}, "the config asks for more than .* parameters"),
         ({"vocab_size": 1 << 23}, "the config asks for .* numbers, the files hold"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: is not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantised weights are not supported, only float32, bfloat16 and float16",
+        ),
+        ({"max_position_embeddings": -1}, "max_position_embeddings: must be at least 2, got -1"),
+        ({"is_causal": False}, "is_causal: must be true"),
+        ({"layer_norm_eps": "small"}, r"field 'layer_norm_eps': TypeError: .*(expected|got)"),
         ({"model_type": "nothing"}, "model_type: 'nothing' is not known to the transformers library"),
         ({"hidden_act": "nothing"}, "the transformers library cannot .*nothing"),
         ({"num_attention_heads": "four"}, "the transformers library cannot read the config"),
@@ -307,3 +314,30 @@ def test_code_of_a_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.Monk
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map}))
     assert proven(directory).config.model_type == "cohere"
+
+
+def change_config(directory: Path, **settings: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_tied_and_differs_is_refused(tmp_path: Path, tied: bool) -> None:
+    """The library would take the files' word, against the config's."""
+    tiny_model("arcee", tie_word_embeddings=False).save_pretrained(tmp_path)
+    change_config(tmp_path, tie_word_embeddings=tied)
+    if tied:
+        assert "tensor lm_head.weight differs from model.embed_tokens.weight" in refusal(tmp_path)
+    else:
+        proven(tmp_path)
+
+
+def test_experts_of_which_a_token_goes_through_none_are_refused(tmp_path: Path) -> None:
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    change_config(tmp_path, num_experts_per_tok=0)
+    assert "num_experts_per_tok: must be at least 1, got 0" in refusal(tmp_path)
+
+
+def test_a_model_whose_tokens_see_those_that_follow_is_refused(tmp_path: Path) -> None:
+    tiny_model("gemma3_text", use_bidirectional_attention=True).save_pretrained(tmp_path)
+    assert "use_bidirectional_attention: must be false" in refusal(tmp_path)

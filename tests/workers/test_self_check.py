@@ -62,10 +62,29 @@ def test_slopes_that_are_left_out_are_refused() -> None:
         check_library(GatheredModel(wrong), GatheredModel(right).plain_logits)
 
 
-def test_what_is_not_a_number_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("factor", "why"),
+    [
+        (
+            torch.nan,
+            "its plain forward gives what is no number in float32, as with weights that are too large",
+        ),
+        (1e30, "its plain forward gives what is no number in float32, as with weights that are too large"),
+        (0.0, "its plain forward finds all tokens equally likely, as with weights that are all zero"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_words(factor: float, why: str) -> None:
     model = PackedModel(tiny_model("gpt2"))
-    with pytest.raises(ModelError, match="by nan"):
-        check_library(model, lambda tokens: torch.full((len(tokens), VOCAB), torch.nan))
+    with pytest.raises(ModelError, match=f"^this model: {why}$"):
+        check_library(model, lambda tokens: model.plain_logits(tokens) * factor)
+
+
+def test_what_is_no_number_over_pages_only_is_refused_in_words() -> None:
+    right, wrong = tiny_model("gpt2"), tiny_model("gpt2")
+    with torch.no_grad():
+        wrong.get_parameter("transformer.ln_f.bias").fill_(torch.inf)
+    with pytest.raises(ModelError, match="over pages it gives what is no number, unlike its plain forward"):
+        check_library(PackedModel(wrong), PackedModel(right).plain_logits)
 
 
 def test_half_precision_has_room_for_rounding_only() -> None:

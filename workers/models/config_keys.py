@@ -66,13 +66,21 @@ HARMLESS_AT: dict[str, object] = {
 }
 
 
+# What says that weights are quantised. Empty, it says nothing.
+QUANTIZATION = "quantization_config"
+QUANTIZED = f"{QUANTIZATION}: quantised weights are not supported, only float32, bfloat16 and float16"
+
+
 def check_keys(settings: Mapping[str, object], family: Family) -> None:
     """Raises UnsupportedError for a key of a config.json that means something else. null counts as absent."""
     fixed = {"attention_bias": family.qkv_bias, "mlp_bias": family.mlp_bias}
     read = READ | family.reads | {family.activation} | {name for name in fixed if fixed[name] is None}
     for name in sorted(settings.keys() - read - WITHOUT_EFFECT - family.ignores):
         value = settings[name]
-        if value is not None and (name not in HARMLESS_AT or value != HARMLESS_AT[name]):
+        if name == QUANTIZATION:
+            if value:
+                raise UnsupportedError(QUANTIZED)
+        elif value is not None and (name not in HARMLESS_AT or value != HARMLESS_AT[name]):
             raise UnsupportedError(f"{name}: is not supported, got {value!r}")
 
 

@@ -19,9 +19,11 @@ from workers.models.errors import ModelError
 # Names and places of 100,000 tensors are a tenth of this.
 MAX_JSON_VALUES = 1_000_000
 
-# What a load reads beside weights, of which each file's version is known to whoever reads them.
+# What a load reads beside weights, of which each file's version is known to whoever reads them. That of the
+# directory says which files are in it, and not what they hold.
 _SETTINGS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates",
 )  # fmt: skip
 
 Version = tuple[int, ...]

@@ -18,6 +18,7 @@ Dimension letters: T tokens of a text; R rows of a step; V vocabulary.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -76,13 +77,13 @@ def prove(
     texts = _texts(vocab_size, max_seq_len)
     with torch.inference_mode():
         paged = _run_paged(model, layers, texts, dtype, device)
-        errors = [
-            _row_errors(found, plain(torch.tensor(text, device=device)))
-            for text, found in zip(texts, paged, strict=True)
-        ]
-    of_rows = torch.cat(errors)
+        expected = torch.cat([plain(torch.tensor(text, device=device)) for text in texts])
+    found = torch.cat(paged)
+    of_rows = _row_errors(found, expected)
     # NaN has to count as the worst: `max` and `median` give it where there is one.
     error = (of_rows.max() if dtype == torch.float32 else of_rows.median()).item()
+    if not math.isfinite(error):
+        raise ModelError(f"{what}: {_why_no_number(found, expected)}")
     if not error <= tolerance(dtype):
         raise ModelError(
             f"{what}: over pages it differs from its plain forward by {error:.1e}, of which rounding in"
@@ -153,6 +154,17 @@ def _pack(items: Sequence[tuple[list[int], list[int], int, int]]) -> ForwardInpu
             context_lens_host=contexts,
         ),
     )
+
+
+def _why_no_number(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Why rows [T, V] cannot be compared with rows [T, V] of the plain forward."""
+    if expected.isfinite().all():
+        if not found.isfinite().all():
+            return "over pages it gives what is no number, unlike its plain forward: it would answer wrongly"
+        if (expected == expected[:, :1]).all(-1).any():
+            return "its plain forward finds all tokens equally likely, as with weights that are all zero"
+    dtype = str(expected.dtype).removeprefix("torch.")
+    return f"its plain forward gives what is no number in {dtype}, as with weights that are too large"
 
 
 def _row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

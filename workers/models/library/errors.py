@@ -12,6 +12,8 @@ import transformers
 
 from workers.models.errors import ModelError
 
+_MOST_SHOWN = 300
+
 
 @contextmanager
 def library_errors(doing: str) -> Iterator[None]:
@@ -32,7 +34,14 @@ def library_errors(doing: str) -> Iterator[None]:
     except (ModelError, MemoryError, RecursionError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
+        said = _one_line(str(error))
         raise ModelError(
-            f"the transformers library cannot {doing}: {type(error).__name__}: {first}"
+            f"the transformers library cannot {doing}: {type(error).__name__}: {said}"
         ) from error
+
+
+def _one_line(text: str) -> str:
+    """The beginning of a text, whose first line often names a setting only, and a later one what is wrong."""
+    joined = " ".join(text.split())
+    shown = joined if len(joined) <= _MOST_SHOWN else f"{joined[:_MOST_SHOWN]}..."
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)

@@ -219,6 +219,7 @@ def _load(
         progress(total_bytes, total_bytes)
     _check_loaded(directory, settings, info)
     assert isinstance(module, PreTrainedModel)
+    _check_tied(directory, module)
     return module
 
 
@@ -236,6 +237,20 @@ def _check_loaded(directory: Path, settings: LibrarySettings, info: Mapping[str,
         raise ModelError(f"{directory}: tensor {_names(info['unexpected_keys'])} is not part of {model}")
     if info.get("error_msgs") or info.get("conversion_errors"):
         raise ModelError(f"{directory}: tensors could not be converted for {model}")
+
+
+def _check_tied(directory: Path, module: PreTrainedModel) -> None:
+    """Raises ModelError for tensors that differ, where the config says that they are one.
+
+    The library takes each as it is, against the config, and no longer counts them among those that are tied.
+    """
+    wanted: Mapping[str, str] = module.get_expanded_tied_weights_keys(all_submodels=True)
+    for name, other in wanted.items():
+        if name not in module.all_tied_weights_keys:
+            raise ModelError(
+                f"{directory}: tensor {name} differs from {other}, and tie_word_embeddings says that they are"
+                " one"
+            )
 
 
 def _names(names: set[str]) -> str:

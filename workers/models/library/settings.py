@@ -14,8 +14,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from workers.models.config_keys import QUANTIZATION, QUANTIZED
 from workers.models.errors import ModelError
 from workers.models.files import is_there, parse_object, read_whole
 from workers.models.library.errors import library_errors
@@ -39,6 +46,10 @@ _PAGED_LAYERS = frozenset(
 # Under these names a config says how long its texts may be; some with ALiBi, which has no bound, do not.
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length")
 _LENGTH_UNSAID = 2048
+
+# How many experts there are, and how many of them a token goes through.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +97,18 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(f"model_type: {model_type!r} is not known to the transformers library")
-    for name in ("quantization_config", "fusion_config", "distributed_config", "transformers_weights"):
+    if settings.get(QUANTIZATION):
+        raise ModelError(QUANTIZED)
+    for name in ("fusion_config", "distributed_config", "transformers_weights"):
         if settings.get(name):
             raise ModelError(f"{name}: is not supported by the transformers backend")
     digest = json.dumps(settings, sort_keys=True)
     settings = {
         name: value
         for name, value in _without_absurd(settings, CONFIG_MAPPING[model_type]).items()
-        if not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
+        if name != QUANTIZATION and not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
     }
-    config = CONFIG_MAPPING[model_type].from_dict(settings)
+    config = CONFIG_MAPPING[model_type].from_dict(_with_plain_dtypes(settings))
     text = config.get_text_config(decoder=True)
     if not isinstance(text, PreTrainedConfig):
         raise ModelError(f"text_config: must be an object, got {text!r}")
@@ -106,7 +119,9 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"model_type: {model_type} is not a language model that continues a text")
     model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    _check_causal(config, text)
     _check_layers(model_type, text, model_class)
+    _check_experts(text)
     vocab_size = text.vocab_size
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise ModelError(f"vocab_size: must be at least 2, got {vocab_size!r}")
@@ -145,6 +160,16 @@ def _without_absurd(settings: Mapping[str, object], config_class: type[Any]) -> 
     return kept
 
 
+def _with_plain_dtypes(settings: Mapping[str, object]) -> dict[str, object]:
+    """The settings with dtypes as the library spells them: some configs have them as torch prints them."""
+    plain: dict[str, object] = {}
+    for name, value in settings.items():
+        plain[name] = _with_plain_dtypes(value) if isinstance(value, Mapping) else value
+        if name in ("dtype", "torch_dtype") and isinstance(value, str):
+            plain[name] = value.removeprefix("torch.")
+    return plain
+
+
 def _most(name: str) -> float:
     """The largest number that makes sense under a name."""
     if any(part in name for part in _NOT_SIZES):
@@ -175,6 +200,29 @@ def _knows(config_class: type[Any], name: str) -> bool:
     return name in known or name in config_class.attribute_map
 
 
+def _check_causal(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    """Raises ModelError for a model whose tokens see those that follow."""
+    # Decoders too have an `is_decoder` that nobody sets; but no head that fills gaps.
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(text, "is_decoder", None) is False:
+        raise ModelError(
+            f"is_decoder: false makes this {config.model_type} an encoder, and only decoders are served"
+        )
+    if getattr(text, "is_causal", None) is False:
+        raise ModelError("is_causal: must be true: only decoders are served")
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise ModelError("use_bidirectional_attention: must be false: only decoders are served")
+
+
+def _check_experts(text: PreTrainedConfig) -> None:
+    """Raises ModelError for experts of which a token goes through none."""
+    if not any(getattr(text, name, None) for name in _EXPERTS):
+        return
+    for name in _EXPERTS_PER_TOKEN:
+        per_token = getattr(text, name, None)
+        if type(per_token) is int and per_token < 1:
+            raise ModelError(f"{name}: must be at least 1, got {per_token}")
+
+
 def _check_layers(model_type: str, text: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
     """Raises ModelError for layers that keep more than keys and values."""
     for kind in getattr(text, "layer_types", None) or ():
@@ -187,9 +235,14 @@ def _check_layers(model_type: str, text: PreTrainedConfig, model_class: type[Pre
 
 
 def _longest(text: PreTrainedConfig) -> int:
-    """The longest text: of a rotation that changes when a text grows beyond a length, that length."""
-    found = (getattr(text, name, None) for name in _LENGTHS)
-    longest = next((length for length in found if isinstance(length, int) and length >= 2), _LENGTH_UNSAID)
+    """The longest text: of a rotation that changes when a text grows beyond a length, that length.
+
+    Raises ModelError.
+    """
+    said = {name: length for name in _LENGTHS if type(length := getattr(text, name, None)) is int}
+    name, longest = next(iter(said.items()), ("", _LENGTH_UNSAID))
+    if longest < 2:
+        raise ModelError(f"{name}: must be at least 2, got {longest}")
     parameters = getattr(text, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):
         if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
