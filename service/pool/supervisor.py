@@ -245,13 +245,14 @@ class Supervisor:
                 f"the journal has caches of another model ({self._expected_model}) than {self._model}"
                 f" ({fingerprint}): serve that one, give another data_dir, or move the journal away"
             )
-            incarnation.refuse(str(self._failure))
+            incarnation.refuse("the journal has caches of another model")
             return
         if self._model_fingerprint is None:
             self._model_fingerprint = fingerprint
         if fingerprint != self._model_fingerprint:
             # The reason is told to clients, who are not to learn where the model lies.
-            _log.error("the model's files were replaced", worker_id=slot.worker_id, model=self._model)
+            worker_id = incarnation.slot.worker_id
+            _log.error("the model's files were replaced", worker_id=worker_id, model=self._model)
             incarnation.refuse(
                 f"the model's directory holds another model now ({fingerprint}) than the one that is served"
                 f" ({self._model_fingerprint}): put that back, or restart the gateway"
