@@ -63,18 +63,26 @@ SERVICE_ROOMS = {
     "service.logging": ("service.background_log", "service.printable"),
     "service.doors": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
     "service.caches": ("service.errors",),
-    "service.journal": ("service.caches.records",),
-    "service.dispatcher": ("service.caches", "service.journal.base", "service.errors", "service.logging"),
+    "service.journal": (
+        "service.caches.records", "service.caches.ledger", "service.caches.chunks", "service.logging",
+    ),
+    "service.dispatcher": (
+        "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
+        "service.logging",
+    ),
+    "service.data_directory": ("service.config", "service.pool.directory"),
     "service.pool": (
         "service.caches", "service.config", "service.errors", "service.logging", "service.running_clock",
     ),
     "service.api": (
         "service.caches.requests", "service.config", "service.dispatcher", "service.errors",
         "service.doors", "service.logging", "service.memory", "service.pool.base", "service.pool.supervisor",
+        "service.pool.rotation",
         "service.printable", "service.running_clock",
     ),
     "service.server": (
-        "service.api", "service.caches", "service.config", "service.dispatcher", "service.doors",
+        "service.api", "service.caches", "service.config", "service.data_directory", "service.dispatcher",
+        "service.doors",
         "service.journal", "service.logging", "service.memory", "service.pool",
     ),
     "service.cli": (

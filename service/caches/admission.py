@@ -196,6 +196,9 @@ class WorkerLoad:
         """Raises AssertionError if this is not what there is."""
         for lane in (self._short, self._long):
             its = [ahead for ahead in all_there if ahead.lane is lane]
+            if not its:
+                assert not lane.by_caller and not any(lane.cost)
+                continue
             callers = {ahead.caller for ahead in its}
             assert lane.by_caller == {c: sum(a.cost for a in its if a.caller == c) for c in callers}
             assert lane.cost == [sum(a.cost for a in its if a.priority is p) for p in Priority]

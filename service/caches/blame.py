@@ -23,7 +23,9 @@ def blame(entries: Iterable[CacheEntry], *, crashed: bool) -> None:
     suspects = [entry for entry in under if entry.strikes == most]
     for entry in under:
         entry.strikes += _STRIKES_CRASHED if crashed else _STRIKES_KILLED
-    if most and len(suspects) == 1 and suspects[0].strikes >= _GUILTY:
+    # In company it may have been another, which was lucky until now.
+    was_alone = len(under) == 1 or most >= _GUILTY
+    if most and was_alone and len(suspects) == 1 and suspects[0].strikes >= _GUILTY:
         suspects[0].quarantined = True
 
 

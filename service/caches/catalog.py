@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from service.caches.entries import CacheEntry
 from service.caches.listing import Listing
-from service.caches.records import ForkKey
 from service.caches.requests import Fork, Handles
 from service.caches.tenants import Tenant
 from service.errors import CacheNotFound, InvalidArgument
@@ -91,7 +90,7 @@ class Catalog:
         self._listing.add(entry)
         fork = entry.state.fork
         if fork is not None:
-            self._made_by(entry, fork).setdefault(fork.index, entry)
+            self._forks.setdefault((entry.tenant, fork.request_id), {})[fork.index] = entry
 
     def remove(self, entry: CacheEntry) -> None:
         """A cache is gone, or came to nothing."""
@@ -103,15 +102,10 @@ class Catalog:
             del self._by_request_id[key]
         fork = entry.state.fork
         if fork is not None:
-            made = self._made_by(entry, fork)
-            if made.get(fork.index) is entry:
-                del made[fork.index]
+            made = self._forks[entry.tenant, fork.request_id]
+            del made[fork.index]
             if not made:
                 del self._forks[entry.tenant, fork.request_id]
-
-    def _made_by(self, entry: CacheEntry, fork: ForkKey) -> dict[int, CacheEntry]:
-        """What the fork that made `entry` has made, or the first of those at the same time under its id."""
-        return self._forks.setdefault((entry.tenant, fork.request_id), {})
 
     def check(self) -> None:
         """Raises AssertionError if the lists contradict each other."""

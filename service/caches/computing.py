@@ -265,17 +265,34 @@ class Computing:
         """Whether there may be room for it by now. Others may have to give theirs."""
         home = operation.entry.home
         if home is None:
-            # Its own KV has been given away meanwhile: it needs room for all of it.
-            return any(self._has_room_on(worker, operation, full) for worker in self._placement.open_workers)
-        return self._has_room_on(home, operation, full)
-
-    def _has_room_on(self, worker: WorkerView, operation: Operation, full: set[WorkerView]) -> bool:
-        if worker in full:
+            return self._has_room_anywhere(operation, full)
+        if home in full:
             return False
-        missing = min(operation.pages_needed, worker.pages_total) - worker.headroom
-        if missing <= 0 or self._residence.make_room(worker, missing, operation, self.now_s):
+        missing = operation.pages_needed - home.headroom
+        if missing <= 0 or self._residence.make_room(home, missing, operation, self.now_s):
             return True
-        full.add(worker)
+        if not self._is_accompanied(operation.entry, home):
+            # Nobody is left who could make room: it finds out whether it fits.
+            return True
+        full.add(home)
+        return False
+
+    def _is_accompanied(self, entry: CacheEntry, home: WorkerView) -> bool:
+        """Whether others take pages of a cache's home, which they may give back."""
+        return self._residence.has_others(entry) or any(self.under_way(home))
+
+    def _has_room_anywhere(self, operation: Operation, full: set[WorkerView]) -> bool:
+        """The same of one whose own KV is gone meanwhile: it needs room for all of it."""
+        tokens = operation.entry.length
+        if isinstance(operation.request, Append):
+            tokens += len(operation.request.token_ids)
+        for worker in self._placement.open_workers:
+            if worker in full:
+                continue
+            missing = min(worker.pages_for(tokens), worker.pages_total) - worker.headroom
+            if missing <= 0 or self._residence.make_room(worker, missing, operation, self.now_s):
+                return True
+            full.add(worker)
         return False
 
     # Attempts.
@@ -415,7 +432,7 @@ class Computing:
             operation.failures += 1
             self._residence.unsettle(entry)
             self._go_on(operation)
-        elif self._residence.has_others(entry) or any(self.under_way(home)):
+        elif self._is_accompanied(entry, home):
             self._park(operation, Need.ROOM)
         else:
             # Whoever was in its way has gone meanwhile; or it takes more than there is.

@@ -186,6 +186,11 @@ class CacheEntry:
         return self.running is not None or bool(self.waiting)
 
     @property
+    def is_committing(self) -> bool:
+        """Whether what changes it is with the journal."""
+        return self.running is not None and self.running.phase is Phase.COMMITTING
+
+    @property
     def handle(self) -> Handle:
         """What a caller learns of the cache."""
         worker_id = "" if self.home is None else self.home.worker_id

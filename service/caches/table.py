@@ -201,9 +201,9 @@ class CacheTable:
         unwanted = []
         for number, kept_len in (kept or {}).items():
             entry = self._catalog.numbered(number)
-            # It may have been cut, and extended otherwise, since its KV was claimed.
+            # It may have been cut, and extended otherwise, since its KV was claimed; or is about to be.
             kv_len = 0 if entry is None else min(kept_len, entry.unchanged_len)
-            if entry is not None and entry.home is None and kv_len:
+            if entry is not None and entry.home is None and kv_len and not entry.is_committing:
                 self._residence.settle(entry, worker, now_s, kv_len)
                 if kv_len < kept_len:
                     self._send(worker, TruncateSequence(self._number(), number, kv_len))

@@ -107,15 +107,15 @@ class Liveness:
         config = self._config
         if not self._ready and self._sorting_s is None:
             if self._must_speak and self._clock.now_s > config.heartbeat_timeout_s:
-                return End("it does not answer its new gateway", hangs=True, crashed=True)
+                return End("it does not answer its new gateway", hangs=True)
             if self._clock.now_s > config.worker_start_timeout_s:
-                return End("it did not become ready in time", hangs=True, crashed=True)
+                return End("it did not become ready in time", hangs=True)
         elif self._silent_s > config.heartbeat_timeout_s:
-            return End("it stopped answering", hangs=True, crashed=True)
+            return End("it stopped answering", hangs=True)
         elif self._step_s > step_bound_s(config.step_timeout_s, self._snapshot.step_expected_ns / 1e9):
-            return End("a step took too long", hangs=True, crashed=True)
+            return End("a step took too long", hangs=True)
         elif self._is_sorting_for_long:
-            return End("it did not say in time what it keeps", hangs=True, crashed=True)
+            return End("it did not say in time what it keeps", hangs=True)
         return None
 
     @property

@@ -19,7 +19,7 @@ from service.logging import get_logger
 from service.pool import wire
 from service.pool.base import PoolFailed, WorkerListener, WorkerSlot
 from service.pool.incarnation import Incarnation
-from service.pool.launcher import Adopted, Launcher
+from service.pool.launcher import Adopted, Launcher, WorkerProcesses
 
 _log = get_logger(__name__)
 
@@ -55,6 +55,8 @@ class Supervisor:
         self._listener = listener
         self._slots = [WorkerSlot(f"worker-{index}", index) for index in range(config.workers)]
         self._live: dict[str, Incarnation] = {}
+        # Of those that live, and of those that are being ended.
+        self._processes: set[WorkerProcesses] = set()
         # Left by an earlier gateway, and not looked at yet.
         self._adopted: dict[str, Adopted] = {}
         self._last_epoch = 0
@@ -123,8 +125,8 @@ class Supervisor:
 
     def kill(self) -> None:
         """Kills all workers at once: for an end of this process that waits for nothing."""
-        for incarnation in self._live.values():
-            incarnation.processes.kill()
+        for processes in (*self._processes, *(adopted.processes for adopted in self._adopted.values())):
+            processes.kill()
 
     async def _supervise(self, slot: WorkerSlot) -> None:
         backoff_s, failures = 0.0, 0
@@ -143,11 +145,12 @@ class Supervisor:
         if incarnation is None:
             return
         self._live[slot.worker_id] = incarnation
+        self._processes.add(incarnation.processes)
         log = _log.bind(worker_id=slot.worker_id, epoch=incarnation.epoch, pid=slot.pid)
         grace_s, crashed = _END_GRACE_S, False
         try:
             end = await incarnation.watch()
-            slot.trouble, crashed = end.why, end.crashed
+            slot.trouble, crashed = end.why, end.crashed or end.hangs
             if slot.ready is None:
                 grace_s = _REFUSAL_GRACE_S
             if end.hangs:
@@ -157,6 +160,7 @@ class Supervisor:
             self._forget(incarnation, crashed=crashed)
             await incarnation.link.close()
             status = await self._end(incarnation, grace_s)
+            self._processes.discard(incarnation.processes)
         if self._failure is not None:
             raise self._failure
         if status == EXIT_CONFIG and slot.worker_id not in self._was_ready:

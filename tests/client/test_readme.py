@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 from quire import Client
 from quire.v1 import executor_pb2
 
+from benchmarks import checkout
 from tests.gateway_process import GatewayProcess
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
@@ -42,9 +45,30 @@ def run(*command: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
+def starts_a_server(code: str) -> bool:
+    return "subprocess" in code
+
+
+def test_what_dies_is_found_again(tmp_path: Path) -> None:
+    """It kills a worker, then the server, and goes on with the same cache."""
+    (code,) = filter(starts_a_server, blocks("python"))
+    script = tmp_path / "copied.py"
+    quire = f'"{sys.executable}", "-m", "service.cli.main"'
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    script.write_text(code.replace('".venv/bin/quire"', quire).replace("127.0.0.1:50052", address))
+    # Nothing of it in the home of whoever runs it.
+    ours = checkout.environment(checkout.ROOT) | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    done = subprocess.run(
+        (sys.executable, str(script)), capture_output=True, text=True, timeout=240, env=ours, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "46 8", done.stderr
+
+
 def test_the_python_code(address: str, tmp_path: Path) -> None:
     printed = []
-    for code in blocks("python"):
+    for code in itertools.filterfalse(starts_a_server, blocks("python")):
         script = tmp_path / "copied.py"
         script.write_text(code.replace("127.0.0.1:50051", address))
         printed.append(run(sys.executable, str(script)).strip())

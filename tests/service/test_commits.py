@@ -182,16 +182,30 @@ def test_records_are_written_in_the_order_in_which_things_happened(gateway: Benc
     assert [type(record) for record in gateway.disk.written[-2:]] == [TokensAppended, CacheReleased]
 
 
-def test_forks_under_one_id_at_the_same_time_are_not_mixed_up(gateway: Bench) -> None:
-    """A caller's mistake: each is made, the id is the first one's, and all can be released."""
+def test_a_fork_is_known_by_its_id_before_it_is_written(gateway: Bench) -> None:
+    """Else two that have one id would be mixed up. One that is not written leaves the id free."""
     left, right = gateway.create(1), gateway.create(2)
-    gateway.disk.is_slow = True
-    tickets = gateway.submit(Fork(left, 1, (), "f"), Fork(right, 2, (), "f"))
+    gateway.disk.is_slow = gateway.disk.fails = True
+    first, other = gateway.submit(Fork(left, 1, (), "f"), Fork(right, 2, (), "f"))
+    assert gateway.reason(other) == "REQUEST_ID_REUSED"
     gateway.settle()
-    made = [gateway.replies[ticket] for ticket in tickets]
+    assert is_unavailable(gateway.replies[first])
     gateway.disk.is_slow = False
-    assert gateway.handles(Fork(left, 1, (), "f")) == made[0]
-    assert gateway.refusal(Fork(right, 2, (), "f")).reason == "REQUEST_ID_REUSED"
-    for _, handle in list(gateway.table.handles()):
-        assert gateway.release(handle.cache_id)
-    assert len(gateway.table) == 0
+    gateway.works_again()
+    assert len(gateway.handles(Fork(right, 2, (), "f")).handles) == 2
+
+
+def test_kv_that_comes_back_while_the_cache_grows_is_not_believed(gateway: Bench) -> None:
+    """It is as long as the cache was, not as it will be once that is written."""
+    cache = gateway.create(1, 2)
+    ticket = gateway.ask(decode(cache, 3))
+    gateway.disk.is_slow = True
+    gateway.work()
+    sequences = {number: [1, 2] for number in gateway.worker.sequences}
+    gateway.lose_worker(crashed=False)
+    gateway.start_worker("worker-0", kept=dict.fromkeys(sequences, 2), sequences=sequences)
+    gateway.settle()
+    gateway.disk.is_slow = False
+    assert isinstance(gateway.replies[ticket], Appended)
+    assert gateway.append(decode(cache, 4)).replayed_tokens == 3
+    assert gateway.held() == [[1, 2, 3, 4]]

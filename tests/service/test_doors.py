@@ -250,7 +250,7 @@ async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
         while await harness.call("Decode", f"Bearer {new}") != "alice":
             await asyncio.sleep(0.01)
         assert await harness.call("Decode", f"Bearer {old}") == "BAD_TOKEN"
-        assert doors._tenant("alice").quota.max_caches == 7, "of the same tenant as before"
+        assert doors.tenant("alice").quota.max_caches == 7, "of the same tenant as before"
     watching.cancel()
 
 

@@ -30,12 +30,18 @@ CHUNK_TOKENS = 4
 class StepwiseJournal:
     """Rows in memory; what waits is written, or fails, when it is told to."""
 
+    model_fingerprint: str | None = None
+    oldest_waiting_s = 0.0
+
     def __init__(self) -> None:
         self.rows: list[Sequence[Record]] = []
         self.waiting: collections.deque[tuple[Sequence[Record], OnCommitted] | int] = collections.deque()
         self.wants = True
         self._marks: dict[int, int] = {}
         self._dropped = 0
+
+    def bind_model(self, fingerprint: str) -> None:
+        """Of any model."""
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         self.waiting.append((records, on_committed))

@@ -204,7 +204,7 @@ async def test_a_process_is_known_by_when_it_began_and_what_it_is(registry: Regi
 
 async def adopt(data_dir: Path, grace_s: float, *configs: worker_pb2.WorkerConfig) -> dict[str, int]:
     """The epochs of what a new gateway takes over; it has ended all others then."""
-    launcher = LocalLauncher(str(data_dir), grace_s)
+    launcher = LocalLauncher(data_dir, grace_s)
     adopted = await launcher.adopt(configs)
     assert launcher.last_epoch >= 3
     await asyncio.gather(*launcher._ending)
@@ -258,13 +258,13 @@ async def test_without_a_registry_workers_end_with_their_gateway(
 ) -> None:
     (data_dir / "a-file").touch()
     monkeypatch.setattr("service.pool.local._LOCK_PATIENCE_S", 0.1)
-    first = LocalLauncher(str(data_dir), 60)
+    first = LocalLauncher(data_dir, 60)
     assert await first.adopt([CONFIG]) == {} and first._is_open
-    for other in (LocalLauncher(str(data_dir), 60), LocalLauncher(str(data_dir / "a-file"), 60)):
+    for other in (LocalLauncher(data_dir, 60), LocalLauncher(data_dir / "a-file", 60)):
         assert await other.adopt([CONFIG]) == {} and not other._is_open
         other.close()
     first.close()
     monkeypatch.setattr("service.pool.local.can_watch", lambda: False)
-    third = LocalLauncher(str(data_dir), 60)
+    third = LocalLauncher(data_dir, 60)
     assert await third.adopt([CONFIG]) == {} and not third._is_open
     third.close()

@@ -296,7 +296,7 @@ def test_caches_that_are_restored_take_nothing_from_others() -> None:
     gateway = Gateway(workers=2, pool=Pool(4, page_tokens=4))
     lost = gateway.create(1, 2, 3)
     home = handle_of(gateway, lost).worker_id
-    others = []
+    others: list[str] = []
     while len(gateway.workers[next(w for w in gateway.workers if w != home)].sequences) < 4:
         others.append(gateway.create(50 + len(others)))
     gateway.now_s += IDLE_S
@@ -312,7 +312,7 @@ def test_a_refused_creation_tells_no_worker_anything(gateway: Gateway) -> None:
     gateway.lose_worker()
     gateway.cancel(gateway.ask(prefill(1, 2)))
     gateway.start_worker("worker-0")
-    assert gateway.run(Append(prefill().kind, "", (1,), timeout_s=0.0))
+    assert gateway.refusal(Append(prefill().kind, "", (1,), timeout_s=0.0)).reason == "DEADLINE_PASSED"
     assert gateway.refusal(prefill(*range(65))).reason == "SEQUENCE_TOO_LONG"
     assert not any(message.HasField("release") for message in gateway.sent[sent:])
 

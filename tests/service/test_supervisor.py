@@ -12,10 +12,10 @@ import grpc
 import pytest
 from quire.v1 import executor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
-from service.caches.effects import Event, ReleaseSequences
+from service.caches.effects import Claim, Event, ReleaseSequences
 from service.config import Config
 from service.pool import supervisor as supervisor_module
-from service.pool.base import Claim, PoolFailed, WorkerSlot
+from service.pool.base import PoolFailed, WorkerSlot
 from service.pool.launcher import Adopted
 from service.pool.supervisor import EXIT_CONFIG, Supervisor
 
@@ -166,7 +166,7 @@ class Listener:
     def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
         self.told.put_nowait(("ready", slot.epoch, kept) if kept else ("ready", slot.epoch))
 
-    def worker_lost(self, worker_id: str, epoch: int) -> None:
+    def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
         self.told.put_nowait(("lost", epoch))
 
     def worker_suspected(self, slot: WorkerSlot) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from quire.v1 import executor_pb2, worker_pb2
 
+from service.caches.effects import Claim
 from service.config import Config
-from service.pool.base import Claim
 from service.pool.launcher import Adopted
 from tests.service.test_supervisor import (
     Bench,
@@ -160,6 +160,10 @@ async def test_workers_that_are_left_live_on_and_others_end(
     bench.supervisor.leave()
     await stop(running)
     for processes in bench.launcher.started:
+        processes.was_killed = False
+    bench.supervisor.kill()
+    for processes in bench.launcher.started:
+        assert not processes.was_killed, "they are not ours any more"
         assert processes.was_left and processes.grace_s is None
         await processes.end(grace_s=0)
     assert bench.launcher.closed

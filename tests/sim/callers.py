@@ -47,6 +47,8 @@ class Callers:
         self._history: deque[tuple[Request, Tenant]] = deque(maxlen=12)
         self._gone = ["never-existed"]
         self._last_request_id = 0
+        # How much of what they ask takes tokens away.
+        self._cuts = rng.choice((0.12, 0.12, 0.3))
 
     def tenant(self) -> Tenant:
         """Who asks next."""
@@ -64,12 +66,12 @@ class Callers:
             request: Request = self._creation()
         elif choice < 0.32:
             request = self._again(cache, tenant) or self._append(cache)
-        elif choice < 0.80:
-            request = self._append(cache)
-        elif choice < 0.88:
+        elif choice > 0.97 - self._cuts:
+            request = self._truncate(cache)
+        elif choice > 0.89 - self._cuts:
             request = self._fork(cache, tenant)
         else:
-            request = self._truncate(cache)
+            request = self._append(cache)
         if is_repeatable(request):
             self._history.append((request, tenant))
         return request

@@ -1,6 +1,6 @@
-"""A journal whose disk does as the schedule wants: late, in groups, not at all; and what a crash leaves on it.
+"""A journal whose disk does as the schedule wants: late, in groups, not at all; and what a crash leaves.
 
-Bytes are those of the encoding named below, so that what is recovered has been through it.
+Bytes are those of the real encoding, so that what is recovered has been through it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from service.caches.records import Record
 from service.journal.base import OnCommitted
-from tests.sim.rows import CorruptRecord, decode, encode, seal
+from service.journal.encoding import CorruptRecord, decode, encode, seal
 
 # Told that the oldest commit has ended, and whether it is durable, before its committer is.
 OnEnd = Callable[[bool], None]
@@ -28,7 +28,9 @@ class Disk:
         """Writes one row of them."""
         self._last_seq += 1
         wall_ns = int(now_s * 1e9)
-        self.rows.append((self._last_seq, wall_ns, seal([encode(c) for c in commits], self._last_seq, wall_ns)))
+        self.rows.append(
+            (self._last_seq, wall_ns, seal([encode(c) for c in commits], self._last_seq, wall_ns))
+        )
 
     def tear(self, rng: random.Random) -> None:
         """The last row was being written when the machine stopped."""
@@ -54,7 +56,8 @@ class Disk:
 class DiskJournal:
     """The journal of one gateway: a `Journal` whose commits wait until the schedule lets them end."""
 
-    wants_compaction = False
+    model_fingerprint: str | None = None
+    oldest_waiting_s = 0.0
 
     def __init__(self, disk: Disk, clock_s: Callable[[], float], seen: Counter[str]) -> None:
         self.on_end: OnEnd = lambda _: None
@@ -89,7 +92,7 @@ class DiskJournal:
             on_committed(False)
 
     def crash(self, rng: random.Random) -> None:
-        """The gateway is gone: of what was under way a part is on the disk, though nobody was told, or torn."""
+        """The gateway is gone: a part of what was under way is on the disk, unknown to all, or torn."""
         commits = self._take(rng.randint(0, len(self._waiting)))
         if any(records for records, _ in commits):
             self._disk.write([records for records, _ in commits], self._clock_s())
@@ -105,6 +108,14 @@ class DiskJournal:
 
     def _take(self, count: int) -> list[tuple[Sequence[Record], OnCommitted]]:
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+    def bind_model(self, fingerprint: str) -> None:
+        """See `Journal.bind_model`."""
+        self.model_fingerprint = fingerprint
+
+    def wants_compaction(self, _live_bytes: int) -> bool:
+        """See `Journal.wants_compaction`."""
+        return False
 
     def begin_compaction(self) -> int:
         """See `Journal.begin_compaction`."""

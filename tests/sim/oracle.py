@@ -40,6 +40,7 @@ from service.caches.requests import (
 from service.caches.tenants import Tenant
 from service.errors import QuireError
 from tests.sim.journal_bytes import JournalBudget
+from tests.sim.model_worker import POISON
 from tests.sim.refusals import check_refusal
 from tests.sim.toy_model import accepted_length, next_token, output_of
 from tests.sim.truth import Applied, Asked, Cache, Done, Forked, is_remembered
@@ -57,16 +58,16 @@ class Oracle:
         self.seen = seen
         # Who is nobody in particular.
         self.anonymous = Tenant()
-        self.now_s = 0.0
+        self.now_s: float = 0.0
         self.default_lease_s = 20.0
-        self.was_ready = False
-        self.draining = False
-        self.journal_works = True
-        self.queue_limit = 0
-        self.cache_limit = 0
+        self.was_ready: bool = False
+        self.draining: bool = False
+        self.journal_works: bool = True
+        self.queue_limit: int = 0
+        self.cache_limit: int = 0
         self.budget = JournalBudget()
         # What the gateway does besides, for nobody: that takes turns and places, too.
-        self.own_operations = 0
+        self.own_operations: int = 0
         # Grows when the gateway crashes. Of one incarnation of it: the request of each ticket.
         self.gateway_epoch = 0
         self.tickets: dict[int, Asked] = {}
@@ -84,6 +85,9 @@ class Oracle:
         # Changed in this turn: who is answered in it may have been just before.
         self._changed: set[str] = set()
         self._forks_gone: list[tuple[Tenant, str]] = []
+        # The last sequence that was computed under a request id; and those under which there was poison.
+        self.sequences: dict[tuple[Tenant, str], int] = {}
+        self.poisoned: set[tuple[Tenant, str]] = set()
         # Why workers died that computed a sequence: the numbers of the guilty, 0 for no fault of theirs.
         self.deaths: dict[int, list[int]] = {}
         self._submitted = 0
@@ -97,6 +101,8 @@ class Oracle:
         asked = Asked(self._submitted, request, tenant, self.now_s)
         cache = self.cache_of(asked)
         self.outstanding[asked.number] = asked
+        if isinstance(request, Append) and request.request_id and POISON in request.token_ids:
+            self.poisoned.add((tenant, request.request_id))
         self.budget.submitted(asked.number, request, len(cache.tokens) if cache is not None else 0)
         return asked
 
@@ -206,7 +212,9 @@ class Oracle:
     def _check_own_release(self, records: Sequence[Record]) -> None:
         (record,) = records
         assert isinstance(record, CacheReleased), "the gateway does nothing else by itself"
-        assert self.numbered[record.number].promised_s <= self.now_s, "a cache lives as long as its handle says"
+        assert self.numbered[record.number].promised_s <= self.now_s, (
+            "a cache lives as long as its handle says"
+        )
         self.seen["lease ran out"] += 1
 
     def _apply(self, record: Record, asked: Asked | None) -> None:
@@ -303,6 +311,8 @@ class Oracle:
         wanted_s = asked.request.lease_s
         assert lease_s == (cache.lease_s if wanted_s is None else min(wanted_s, self.max_lease_s))
         cache.lease_s = lease_s
+        # A shorter lease counts, whoever had another in his hands.
+        cache.promised_s = min(cache.promised_s, self.now_s + lease_s)
         self._recorded(cache)
         asked.done = Done(cache, len(cache.tokens))
 
@@ -417,7 +427,7 @@ class Oracle:
         for handle, child in zip(result.handles, children, strict=True):
             assert child.cache_id in self.caches or child.cache_id in self.gone
             seq_len = asked.done.seq_len if asked.done is not None else len(child.tokens)
-            if asked.done is not None or child.cache_id not in self._changed:
+            if asked.done is not None or child.cache_id not in self._changed | self.gone:
                 self._check_handle(handle, child, seq_len, fresh=fresh)
         self.seen["fork"] += 1
 

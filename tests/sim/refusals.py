@@ -26,7 +26,9 @@ def check_refusal(oracle: Oracle, asked: Asked, error: QuireError) -> None:
         assert _OF_THE_SERVER[reason](oracle, asked), f"{asked}: not so at {oracle.now_s}"
     elif reason in _OF_WORKERS:
         assert isinstance(request, Append)
-        assert _OF_WORKERS[reason](oracle, asked), f"{asked}: no worker said so, and there is time left at {oracle.now_s}"
+        assert _OF_WORKERS[reason](oracle, asked), (
+            f"{asked}: no worker said so, and there is time left at {oracle.now_s}"
+        )
     else:
         _OF_THE_CACHE[reason](oracle, asked, oracle.cache_of(asked), error)
 
@@ -64,7 +66,7 @@ _OF_THE_SERVER: dict[str, Callable[[Oracle, Asked], bool]] = {
 
 
 def _is_exhausted(oracle: Oracle, asked: Asked) -> bool:
-    """There was no room until its time was up; or it takes more than there is, as a copy beside its cache may."""
+    """There was no room until its time was up; or there never is, as for a copy beside its cache."""
     copies = oracle.cache_of(asked) is not None and asked.sequence and is_repetition(oracle, asked)
     return KV_EXHAUSTED in asked.failures and bool(copies or oracle.now_s >= asked.patience_s)
 
@@ -93,7 +95,13 @@ def _is_guilty(oracle: Oracle, asked: Asked) -> bool:
     assert isinstance(asked.request, Append)
     if POISON in asked.request.token_ids or (cache is not None and POISON in cache.tokens):
         return True
-    deaths = oracle.deaths.get(asked.sequence or (cache.number if cache is not None else 0), [])
+    if (asked.tenant, asked.request.request_id) in oracle.poisoned:
+        # It stands for the one whose request it says it is.
+        return True
+    known = (
+        cache.number if cache is not None else oracle.sequences.get((asked.tenant, asked.request.request_id))
+    )
+    deaths = oracle.deaths.get(asked.sequence or known or 0, [])
     return 0 in deaths or len(set(deaths)) > 1 or (cache is not None and cache.number in deaths)
 
 

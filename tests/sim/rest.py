@@ -25,9 +25,13 @@ def check_rest(dispatcher: WatchedDispatcher, oracle: Oracle, workers: Iterable[
                 # To hold nothing of an empty cache is to hold it.
                 assert not entry.kv_len or worker.has_forgotten(entry.number), "a copy is missing"
                 continue
-            assert copy[: entry.kv_len] == tokens[: entry.kv_len], "another sequence's tokens"
+            assert copy[: entry.kv_len] == tokens[: entry.kv_len], (
+                f"{entry.number}: another sequence's tokens"
+            )
             assert len(copy) >= entry.kv_len or worker.has_forgotten(entry.number), "a tail is missing"
-            assert len(copy) <= len(tokens) or entry.number in worker.untrimmed, f"{entry}: pages wasted"
+            assert len(copy) <= len(tokens) or entry.number in worker.untrimmed, (
+                f"{entry.number}: pages wasted"
+            )
         assert not held, f"{worker.worker_id}: {held}: sequences that nobody can name"
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from service.api.server_state import ServerState
-from service.caches.effects import Command, Event
+from service.caches.effects import Claim, Command, Event
 from service.caches.requests import Release
 from service.config import Config
 from service.pool import incarnation as incarnation_module
-from service.pool.base import Claim, WorkerSlot
+from service.pool.base import WorkerSlot
 from service.pool.supervisor import Supervisor
 from service.server import _view_of
 from tests.sim.callers import Callers
@@ -228,8 +228,8 @@ class ShellSimulation:
         self.state.worker_became_ready(slot.ready)
         self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready))
 
-    def worker_lost(self, worker_id: str, epoch: int) -> None:
-        self.dispatcher.worker_lost(worker_id, epoch)
+    def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
+        self.dispatcher.worker_lost(worker_id, epoch, crashed=crashed)
 
     def worker_suspected(self, slot: WorkerSlot) -> None:
         self.seen["suspected" if slot.suspect else "heard again"] += 1

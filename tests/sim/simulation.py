@@ -32,11 +32,11 @@ from tests.sim.watched import CHUNK_TOKENS, LARGE_BYTES, WatchedDispatcher, Watc
 MAX_SEQ_LEN = 24
 MAX_LEASE_S = 1000.0
 # Schedules differ in length: short ones find what happens at the beginning, and cost little.
-EVENTS = (20, 40, 60, 80, 120, 200)
+EVENTS = (10, 20, 35, 50, 75, 140)
 # The first is smaller than a context. In the next two sequences get into each other's way.
 POOLS = (Pool(5, page_tokens=4), Pool(12, page_tokens=4), Pool(6), Pool(30), Pool(1000))
 # Nobody waits longer than this once workers and the journal work again.
-SETTLED_S = 60.0
+SETTLED_S = 10.0
 _TICK_S = 0.05
 
 
@@ -58,8 +58,12 @@ class Simulation:
         self.oracle.queue_limit = rng.choice((6, *[1000] * 7))
         self.oracle.cache_limit = rng.choice((5, *[1000] * 5))
         self.oracle.budget.limit_bytes = rng.choice((rng.choice((1_500, 3_000, 6_000)), *[LARGE_BYTES] * 4))
-        # Whether the disk is there all the time.
+        # Whether the disk is there all the time, and how quick it is.
         self._disk_fails = rng.random() < 0.3
+        disk_speed = rng.choice((25, 25, 10, 4))
+        # How often the gateway crashes, and how likely a worker that outlived it is found by the next one.
+        gateway_crashes = rng.choice((0.0, 1.0, 1.0, 5.0, 10.0))
+        self._adoption = rng.choice((0.9, 0.3))
         self._now_s = 0.0
         self._names = itertools.count(1)
         self._disk = Disk()
@@ -78,12 +82,13 @@ class Simulation:
         self._start_gateway()
         self._actions: list[tuple[Callable[[], object], float]] = [
             (self._submit, 40),
-            (self._take, 30),
-            (self._step, 30),
-            (self._deliver, 30),
-            (self._write, 30),
+            (self._take, 20),
+            (self._step, 20),
+            (self._deliver, 20),
+            (self._write, disk_speed),
+            (self._work, 20),
             (self._cancel, 2.5),
-            (lambda: self.dispatcher.expire(), 2),
+            (self._expire, 2),
             (self._tick, 4),
             (self._pass_time, 5),
             (self._pause, 0.7),
@@ -94,16 +99,21 @@ class Simulation:
             (self._replace, 3),
             (self._forget, 0.6),
             (self._suspect, 0.5),
-            (self._deliver_late, 1),
-            (self._fail_to_write, 1.5),
-            (self._restart_gateway, 1.0),
-            (lambda: self.dispatcher.start_draining(), 0.02),
+            (self._deliver_late, 4),
+            (self._fail_to_write, 4.0),
+            (self._restart_gateway, gateway_crashes),
+            (self._start_draining, 0.02),
         ]
 
     def run(self) -> None:
         """Anything at any moment; then all comes to rest, and then to an end."""
         for worker_id in self._worker_ids:
             self._start_worker(worker_id)
+        for _ in range(self.rng.choice((0, 2, 4))):
+            # Most schedules have something to begin with.
+            self._submit()
+            self._work()
+            self._write()
         actions, weights = zip(*self._actions, strict=True)
         for action in self.rng.choices(actions, weights, k=self.rng.choice(EVENTS)):
             action()
@@ -111,7 +121,9 @@ class Simulation:
         check_rest(self.dispatcher, self.oracle, self.workers.values())
         self._check_recoverable()
         for tenant in self.tenants:
-            self._ask([Release(c.cache_id) for c in self.oracle.caches.values() if c.tenant is tenant], tenant)
+            self._ask(
+                [Release(c.cache_id) for c in self.oracle.caches.values() if c.tenant is tenant], tenant
+            )
         self._settle()
         check_end(self.dispatcher, self.workers.values())
         assert not any(t.caches or t.tokens or t.in_flight for t in self.tenants)
@@ -127,12 +139,11 @@ class Simulation:
             self.table, self.journal, self._send, lambda: self._now_s, oracle, self.trace
         )
         records = list(self._disk.recover())
-        for record, _ in records:
+        for record, wall_s in records:
             self.dispatcher.needed.written(record)
+            self.table.recovering(record, wall_s)
         tenants = {tenant.name: tenant for tenant in self.tenants}
-        self.table.recover(
-            records, now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name]
-        )
+        self.table.recovered(now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name])
         self.table.check_invariants()
         self.dispatcher.check_truth()
 
@@ -147,7 +158,7 @@ class Simulation:
             tenant.caches = tenant.tokens = tenant.in_flight = 0
         alive = [worker for worker in self.workers.values() if not worker.crashed]
         alive += [worker for worker, _ in self._adopting.values()]
-        self._orphans += [worker for worker in alive if self.rng.random() < 0.7]
+        self._orphans += [worker for worker in alive if self.rng.random() < 0.9]
         for worker in self._orphans:
             # What was on its way to it may have arrived.
             worker.take(self.rng.choice((0, 0, len(worker.inbox))))
@@ -159,6 +170,11 @@ class Simulation:
         self._late.clear()
         self._now_s += self.rng.choice((0.0, 0.1, 5.0))
         self._start_gateway()
+        for _ in range(self.rng.choice((0, 2, 6))):
+            self._connect()
+
+    def _start_draining(self) -> None:
+        self.dispatcher.start_draining()
 
     def _check_recoverable(self) -> None:
         """A gateway that came now would find all of it."""
@@ -221,6 +237,9 @@ class Simulation:
         if self.table.num_parked:
             self.dispatcher.tick()
 
+    def _expire(self) -> None:
+        self.dispatcher.expire()
+
     def _pass_time(self) -> None:
         self._now_s += self.rng.choice((0.1, 1.0, 1.0, 6.0))
 
@@ -254,11 +273,11 @@ class Simulation:
         orphans = [worker for worker in self._orphans if worker.worker_id == worker_id]
         if worker_id in self._adopting:
             self._adopted(worker_id)
-        elif orphans and self.rng.random() < 0.8:
+        elif orphans and self.rng.random() < self._adoption:
             worker = self.rng.choice(orphans)
             self._orphans.remove(worker)
             self._adopting[worker_id] = (worker, self.dispatcher.claims(worker.holdings()))
-        elif self.rng.random() < 0.5 or not orphans:
+        else:
             self._start_worker(worker_id)
 
     def _adopted(self, worker_id: str) -> None:
@@ -300,6 +319,12 @@ class Simulation:
         worker = self._any_worker()
         if worker is not None and worker.outbox:
             self._deliver_events(worker, self.rng.randint(1, 4))
+
+    def _work(self) -> None:
+        """A worker does all there is to do, and says so."""
+        worker = self._any_worker()
+        if worker is not None and not worker.crashed:
+            self._deliver_all(worker)
 
     def _deliver_events(self, worker: ModelWorker, count: int) -> None:
         """A message of a worker arrives."""
@@ -351,11 +376,14 @@ class Simulation:
             mine = operation.attempt is not None and operation.attempt.worker.epoch == worker.epoch
             whose = "its" if mine else "a"
             self.seen[f"{operation.phase.name.lower()} when {whose} worker died"] += 1
+        killed_by = worker.killed_by
+        if not killed_by and self.rng.random() < 0.5:
+            # It was only not heard: it has gone on.
+            worker.take(len(worker.inbox))
+            worker.step(all_jobs=True)
         self._late.extend((worker, event) for event in worker.outbox)
-        crashed = bool(worker.killed_by) or self.rng.random() < 0.7
-        self.dispatcher.worker_lost(
-            worker.worker_id, worker.epoch, crashed=crashed, culprit=worker.killed_by
-        )
+        crashed = bool(killed_by) or self.rng.random() < 0.7
+        self.dispatcher.worker_lost(worker.worker_id, worker.epoch, crashed=crashed, culprit=killed_by)
 
     def _drain(self) -> None:
         worker = self._any_worker()
@@ -367,7 +395,11 @@ class Simulation:
         """Those that drain and have nothing more to do are stopped."""
         for worker in list(self.workers.values()):
             view = self.table._placement.find(worker.worker_id, worker.epoch)
-            if view is not None and view.draining and self.dispatcher.is_drained(worker.worker_id, worker.epoch):
+            if (
+                view is not None
+                and view.draining
+                and self.dispatcher.is_drained(worker.worker_id, worker.epoch)
+            ):
                 self.seen["drained"] += 1
                 self._lose(worker)
 
@@ -405,10 +437,10 @@ class Simulation:
             for worker in list(self.workers.values()):
                 worker.faults = faults
                 self._deliver_all(worker)
+            busy = self.table.operations_in_flight or len(self.journal)
             workers = self.workers.values()
-            if not self.table.operations_in_flight and all(worker.idle for worker in workers):
-                if len(workers) == len(self._worker_ids) and not len(self.journal):
-                    break
+            if not busy and len(workers) == len(self._worker_ids) and all(w.idle for w in workers):
+                break
             assert self._now_s < end_s, "somebody waits for ever"
             self._tick()
         assert not self.oracle.outstanding, "every caller is answered"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from service.journal.chunks import ChunkedTokens, ChunkStore
 
+from service.caches.chunks import ChunkedTokens, ChunkStore
 from service.caches.effects import Reply
 from service.caches.requests import Append, Request
 from service.caches.table import CacheTable

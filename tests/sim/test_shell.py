@@ -45,10 +45,11 @@ MUST_HAPPEN = (
     "a reader who stays away",
     "session answer",
     "session ANSWERS_FULL",
-    "session CACHE_LOST",
     "session JOURNAL_FULL",
     "session NO_WORKER",
-    "session WORKER_LOST",
+    "session JOURNAL_UNAVAILABLE",
+    "answered after a replay",
+    "journal failed",
 )
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -102,9 +103,9 @@ def failed_starts_are_hammered(patch: pytest.MonkeyPatch) -> None:
 def who_died_is_not_told_of(patch: pytest.MonkeyPatch) -> None:
     forget = Supervisor._forget
 
-    def quietly_forget(supervisor: Supervisor, incarnation: Incarnation) -> None:
+    def quietly_forget(supervisor: Supervisor, incarnation: Incarnation, *, crashed: bool) -> None:
         incarnation.slot.ready = None
-        forget(supervisor, incarnation)
+        forget(supervisor, incarnation, crashed=crashed)
 
     patch.setattr(Supervisor, "_forget", quietly_forget)
 

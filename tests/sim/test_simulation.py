@@ -21,7 +21,6 @@ from service.caches.effects import (
     Event,
     ForwardSequence,
     ReleaseSequences,
-    Reply,
     Send,
     Write,
 )
@@ -30,7 +29,8 @@ from service.caches.records import Record
 from service.caches.requests import Append, Release, Request, Truncate
 from service.caches.table import CacheTable
 from service.dispatcher import Dispatcher
-from tests.sim import disk, rows
+from service.journal import encoding
+from tests.sim import disk
 from tests.sim.model_worker import ModelWorker
 from tests.sim.schedules import ScheduleFailed, quietly, run_schedules
 from tests.sim.simulation import Simulation
@@ -82,7 +82,7 @@ MUST_HAPPEN = (
     "adopted longer",
     "adopted not: other tokens",
     "not adopted",
-    "evicted",
+    "KV of a cache dropped",
     "repetition answered from memory",
     "repetition answered computed again",
     "repetition answered after a gateway crash",
@@ -145,14 +145,14 @@ def other_tokens_taken_for_a_repetition(patch: pytest.MonkeyPatch) -> None:
 
 
 def repetitions_not_recognised_after_a_restart(patch: pytest.MonkeyPatch) -> None:
-    recover = CacheTable.recover
+    recovered = CacheTable.recovered
 
     def forgetful(table: CacheTable, *args: Any, **kwargs: Any) -> None:
-        recover(table, *args, **kwargs)
+        recovered(table, *args, **kwargs)
         for state in table.ledger:
             state.last = None
 
-    patch.setattr(CacheTable, "recover", forgetful)
+    patch.setattr(CacheTable, "recovered", forgetful)
     # What is kept would show it at once; here callers are to.
     patch.setattr("tests.sim.watched.check_ledger", lambda *_: None)
 
@@ -199,20 +199,20 @@ def failed_writes_taken_for_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def torn_rows_accepted(patch: pytest.MonkeyPatch) -> None:
-    decode = disk.decode
+    decode = encoding.decode
 
     def until_it_breaks(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
-        patch.setattr(rows, "_check_head", lambda *_: None)
+        patch.setattr(encoding, "_check_head", lambda *_: None)
         try:
             yield from decode(row, seq, wall_ns)
-        except disk.CorruptRecord:
+        except encoding.CorruptRecord:
             return
 
     patch.setattr(disk, "decode", until_it_breaks)
 
 
 def checksums_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rows, "crc32", lambda *_: 0)
+    patch.setattr(encoding, "crc32", lambda *_: 0)
 
 
 def tokens_lost_after_verify(patch: pytest.MonkeyPatch) -> None:
@@ -369,12 +369,13 @@ def effects_as(change: Callable[[list[Effect]], list[Effect]]) -> Plant:
 
 
 def without(kind: type[AbortForward | ReleaseSequences]) -> Plant:
-    return effects_as(lambda effects: [e for e in effects if not (isinstance(e, Send) and isinstance(e.command, kind))])
+    return effects_as(
+        lambda effects: [e for e in effects if not (isinstance(e, Send) and isinstance(e.command, kind))]
+    )
 
 
 nothing_aborted = without(AbortForward)
 nothing_released = without(ReleaseSequences)
-answered_twice = effects_as(lambda effects: [e for e in effects for _ in range(1 + isinstance(e, Reply))])
 sent_twice = effects_as(
     lambda effects: [
         e for e in effects for _ in range(1 + (isinstance(e, Send) and e.command.op_id % 8 == 0))
@@ -422,7 +423,6 @@ def tenants_keep_what_they_had(patch: pytest.MonkeyPatch) -> None:
         releases_overtake,
         nothing_aborted,
         nothing_released,
-        answered_twice,
         sent_twice,
         cancelled_are_answered,
         tenants_keep_what_they_had,

@@ -67,7 +67,7 @@ class Forked:
 
 @dataclass(slots=True, eq=False)
 class Done:
-    """What a request's records made of its caches, the moment they were durable: what its answer has to say."""
+    """What a request's records made of its caches, the moment they were durable: what it is answered."""
 
     cache: Cache
     seq_len: int

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Command, Event, ForwardSequence, Write
+from service.caches.effects import Command, Event, ForwardSequence, ReleaseSequences, Write
 from service.caches.ledger import Ledger
 from service.caches.placement import WorkerView
-from service.caches.requests import Release, Renew, Request, Restore
+from service.caches.requests import Append, Release, Renew, Request, Restore
 from service.caches.table import CacheTable
 from service.caches.tenants import Tenant
 from service.dispatcher import Dispatcher, OnOutcome, Outcome, SendCommand
@@ -58,6 +58,11 @@ class WatchedTable(CacheTable):
         own = [o for ticket, o in self._operations.items() if ticket not in self.oracle.tickets]
         assert all(isinstance(o.request, Restore | Release) for o in own)
         return len(own)
+
+    def check_leases(self, now_s: float) -> None:
+        assert all(entry.busy or entry.expires_at_s > now_s for entry in self._catalog), (
+            "what ran out is released"
+        )
 
     def computed_on(self, worker_id: str, epoch: int) -> list[tuple[Asked | None, int]]:
         """For whom a worker computes what."""
@@ -138,6 +143,8 @@ class WatchedDispatcher(Dispatcher):
     def expire(self, at_most: int | None = None) -> int:
         with self._turn("expire"):
             expired = super().expire(at_most)
+        if at_most is None or expired < at_most:
+            self.table.check_leases(self.oracle.now_s)
         return expired
 
     def tick(self) -> None:
@@ -192,6 +199,8 @@ class WatchedDispatcher(Dispatcher):
         if isinstance(command, ForwardSequence) and number:
             if asked is not None:
                 asked.sequence = number
+                if isinstance(asked.request, Append):
+                    self.oracle.sequences[asked.tenant, asked.request.request_id] = number
             cache = self.oracle.numbered.get(number)
             tokens = cache.tokens if cache is not None else []
             assert command.position <= len(tokens)
@@ -213,6 +222,8 @@ class WatchedDispatcher(Dispatcher):
     def _on_send(self, worker_id: str, epoch: int, command: Command) -> None:
         self.effects += 1
         self.trace.append((worker_id, epoch, command))
+        if isinstance(command, ReleaseSequences) and self.oracle.numbered.keys() & set(command.numbers):
+            self.oracle.seen["KV of a cache dropped"] += 1
         self._send_on(worker_id, epoch, command)
 
     def _commit(self, writes: Sequence[Write]) -> None:
@@ -241,7 +252,6 @@ class WatchedDispatcher(Dispatcher):
         oracle = self.oracle
         self.trace.append((cause, *of))
         oracle.now_s = self._clock_s()
-        oracle.own_operations = self.table.own_operations()
         self.effects = 0
         yield
         oracle.turn_ended()
@@ -253,12 +263,13 @@ class WatchedDispatcher(Dispatcher):
         oracle, table = self.oracle, self.table
         table.check_invariants()
         known = oracle.outstanding.keys() | oracle.abandoned.keys()
-        assert self.operations_in_flight == len(known) + table.own_operations()
+        oracle.own_operations = table.own_operations()
+        assert self.operations_in_flight == len(known) + oracle.own_operations
         assert len(self._waiting) == len(oracle.outstanding), "only who is not answered waits"
         bounded = sum(not isinstance(a.request, Release | Renew) for a in oracle.outstanding.values())
         assert bounded <= oracle.queue_limit
         assert len(oracle.caches) <= oracle.cache_limit
-        assert self.num_caches == len(oracle.caches)
+        assert self.num_caches == len(oracle.caches), "what is there is what was written"
         if self._counts_bytes:
             self.check_bytes()
 

@@ -51,6 +51,15 @@ class _AsyncCaller(ABC):
         request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id, cache_salt)
         return AsyncCache(self._call, await self._call(_methods.PREFILL, request))
 
+    async def cache(self, cache_id: str) -> AsyncCache:
+        """A cache that was made before, perhaps by another process, as long as it is now.
+
+        Its lease begins anew. Its `output` is empty until the next append. Raises CacheNotFound.
+        """
+        request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
+        handle = (await self._call(_methods.RENEW_CACHE, request)).kv_cache
+        return AsyncCache(self._call, executor_pb2.PrefillResponse(kv_cache=handle))
+
     async def batch_decode(
         self, decodes: Sequence[tuple[AsyncCache, int]], *, output: types_pb2.OutputOptions | None = None
     ) -> list[types_pb2.StepOutput | QuireError]:

@@ -48,6 +48,15 @@ class _Caller(ABC):
         request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id, cache_salt)
         return Cache(self._call, self._call(_methods.PREFILL, request))
 
+    def cache(self, cache_id: str) -> Cache:
+        """A cache that was made before, perhaps by another process, as long as it is now.
+
+        Its lease begins anew. Its `output` is empty until the next append. Raises CacheNotFound.
+        """
+        request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
+        handle = self._call(_methods.RENEW_CACHE, request).kv_cache
+        return Cache(self._call, executor_pb2.PrefillResponse(kv_cache=handle))
+
     def batch_decode(
         self, decodes: Sequence[tuple[Cache, int]], *, output: types_pb2.OutputOptions | None = None
     ) -> list[types_pb2.StepOutput | QuireError]:

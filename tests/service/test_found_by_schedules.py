@@ -1,0 +1,123 @@
+"""Operations whose worker is gone, full or found again are computed once and rightly, one example each.
+
+Each of these went wrong in a schedule of `tests/sim`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from service.caches.placement import WorkerView
+from service.caches.requests import Appended, Fork, Truncate
+from service.errors import InvalidArgument, QuireError
+from tests.sim.disk import Disk, DiskJournal
+from tests.sim.harness import Gateway, decode, prefill
+from tests.sim.model_worker import Faults, ModelWorker, Pool
+
+
+def without_answer_in_memory(gateway: Gateway, cache: str) -> None:
+    """As after a restart of the gateway."""
+    for entry in gateway.table._catalog:
+        if entry.state.cache_id == cache:
+            entry.answer = None
+
+
+def test_a_repetition_whose_worker_dies_is_not_applied() -> None:
+    gateway = Gateway()
+    cache = gateway.create(1, 2)
+    first = gateway.append(decode(cache, 3, position=2))
+    without_answer_in_memory(gateway, cache)
+    again = gateway.ask(decode(cache, 3, position=2))
+    gateway.lose_worker()
+    gateway.start_worker("worker-0")
+    gateway.work()
+    outcome = gateway.replies[again]
+    assert isinstance(outcome, Appended) and outcome.kept == first.kept
+    assert gateway.tokens(cache) == [1, 2, 3]
+
+
+def test_a_replay_that_is_taken_back_leaves_no_tokens() -> None:
+    gateway = Gateway()
+    cache = gateway.create(1, 2)
+    gateway.lose_worker()
+    worker = gateway.start_worker("worker-0")
+    gateway.work()
+    worker.forget()
+    replaying = gateway.ask(decode(cache, 3))
+    # The forward finds no KV, and the replay is answered too late.
+    worker.take(9)
+    worker.step(all_jobs=True)
+    gateway.deliver(worker)
+    worker.take(9)
+    worker.step(all_jobs=True)
+    gateway.cancel(replaying)
+    gateway.work()
+    assert gateway.held() in ([], [[]]), "what nobody counts is not kept"
+
+
+def test_forks_of_two_caches_do_not_share_a_request_id() -> None:
+    gateway = Gateway()
+    journal = DiskJournal(Disk(), lambda: gateway.now_s, Counter())
+    one, other = gateway.create(1), gateway.create(2)
+    gateway.dispatcher._journal = journal
+    first, second = gateway.submit(Fork(one, 1, request_id="a"), Fork(other, 1, request_id="a"))
+    journal.write(9)
+    assert not isinstance(gateway.replies[first], QuireError)
+    assert isinstance(gateway.replies[second], InvalidArgument)
+    gateway.table.check_invariants()
+
+
+def test_who_waits_for_room_without_a_place_takes_that_of_idle_caches() -> None:
+    gateway = Gateway(pool=Pool(2), workers=2)
+    # One worker goes while it is asked for what nobody has room for.
+    idle = [gateway.create(*range(20)) for _ in range(2)]
+    asked = gateway.ask(prefill(*range(20)))
+    gateway.work()
+    gateway.lose_worker("worker-0")
+    gateway.now_s = 10.0
+    for _ in range(5):
+        gateway.dispatcher._caches.tick(gateway.now_s)
+        gateway.dispatcher._carry_out()
+        gateway.work()
+    assert asked in gateway.replies and not isinstance(gateway.replies[asked], QuireError)
+    assert len(idle) == 2
+
+
+def adopted(gateway: Gateway, worker: ModelWorker, kept: dict[int, int]) -> None:
+    """A worker that has outlived an earlier gateway becomes ready."""
+    gateway.workers[worker.worker_id] = worker
+    view = WorkerView(worker.worker_id, worker.epoch, 16, 100, 64, worker.pages_left)
+    gateway.dispatcher.worker_ready(view, kept)
+
+
+def orphan(epoch: int, sequences: dict[int, list[int]]) -> ModelWorker:
+    """A worker with sequences of an earlier gateway."""
+    worker = ModelWorker("worker-1", epoch, Pool(100), random.Random(0), Counter())
+    worker.faults = Faults(step=0.0, control=0.0, timeout=0.0)
+    worker.sequences = sequences
+    return worker
+
+
+def test_what_an_adopted_worker_holds_of_a_cache_that_is_elsewhere_is_dropped() -> None:
+    gateway = Gateway()
+    cache = gateway.create(1, 2)
+    (entry,) = gateway.table._catalog
+    adopted(gateway, orphan(9, {entry.number: [1, 2]}), {entry.number: 2})
+    gateway.work()
+    assert gateway.held() == [[1, 2]]
+    gateway.append(decode(cache, 3))
+
+
+def test_what_was_cut_and_extended_since_it_was_claimed_is_computed_again() -> None:
+    gateway = Gateway()
+    cache = gateway.create(1, 2, 3)
+    (entry,) = gateway.table._catalog
+    worker = orphan(9, {entry.number: [1, 2, 3]})
+    kept = worker.adopt(gateway.dispatcher.claims(worker.holdings()))
+    gateway.handles(Truncate(cache, 1))
+    gateway.append(prefill(7, 8, cache_id=cache))
+    gateway.lose_worker()
+    adopted(gateway, worker, kept)
+    gateway.append(decode(cache, 4))
+    assert gateway.held() == [[1, 7, 8, 4]]
