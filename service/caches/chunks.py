@@ -47,6 +47,12 @@ class ChunkStore:
         """Appends tokens."""
         rest = array("I", token_ids)
         room = -tokens.length % self._chunk_tokens
+        if 0 < len(rest) <= room:
+            # As most do that append one.
+            self._own_last(tokens).extend(rest)
+            self.size_bytes += _TOKEN_BYTES * len(rest)
+            tokens.length += len(rest)
+            return
         if room:
             self._own_last(tokens).extend(rest[:room])
             self.size_bytes += _TOKEN_BYTES * min(room, len(rest))
@@ -101,6 +107,18 @@ class ChunkedTokens:
             if start <= 0:
                 copied.extend(chunk.token_ids)
             start -= len(chunk.token_ids)
+        return copied
+
+    def between(self, start: int, end: int) -> array[int]:
+        """The tokens from `start` up to `end`, as a copy."""
+        copied = array("I")
+        at = 0
+        for chunk in self.chunks:
+            if at >= end:
+                break
+            if at + len(chunk.token_ids) > start:
+                copied.extend(chunk.token_ids[max(start - at, 0) : end - at])
+            at += len(chunk.token_ids)
         return copied
 
     def digest(self, length: int) -> bytes:

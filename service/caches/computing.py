@@ -12,11 +12,13 @@ A worker that dies, drops the KV or has too few pages only sends an operation ba
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from service.caches.admission import TIME_SHARES, Ahead, Leaving
 from service.caches.blame import blame, must_be_alone
+from service.caches.chunks import Chunk
 from service.caches.effects import (
     AbortForward,
     Command,
@@ -52,6 +54,8 @@ _MOST_FAILURES = 8
 # A parked operation is refused so long before its deadline, or a tenth of its time: so its caller hears why.
 _REFUSE_EARLY_S = 0.1
 
+_Key = TypeVar("_Key")
+
 
 class Outcomes(Protocol):
     """Who is told how an operation ended here."""
@@ -85,6 +89,9 @@ class Computing:
         self._max_wait_s = max_wait_s
         self._attempts: dict[int, Operation] = {}
         self._parked: dict[int, Operation] = {}
+        # Of the attempts under way: by worker and first chunk, and by worker, those that others wait for.
+        self._replayed: Counter[tuple[WorkerView, Chunk]] = Counter()
+        self._alone: Counter[WorkerView] = Counter()
         # Whether anything has happened that a parked operation may have waited for.
         self._changed = False
 
@@ -105,7 +112,7 @@ class Computing:
         if entry.quarantined:
             raise SequenceQuarantined
         need = self._place(operation)
-        if need is None and must_be_alone(entry) and self._has_suspect(entry):
+        if need is None and entry.strikes and must_be_alone(entry) and self._has_suspect(entry):
             need = Need.SOLITUDE
         if need is None and entry.kv_len < operation.base and self._has_relative(operation):
             need = Need.RELATIVE
@@ -171,7 +178,7 @@ class Computing:
     # Time passes, things change.
 
     def go_on(self) -> None:
-        """Tries those again whose obstacle may be gone, the oldest first. To be called after each input."""
+        """Tries those again whose obstacle may be gone, the oldest first. To be called after each turn."""
         if not self._changed or not self._parked:
             return
         self._changed = False
@@ -235,17 +242,13 @@ class Computing:
 
     def _has_suspect(self, entry: CacheEntry) -> bool:
         """Whether its home computes another that has to be alone."""
-        home = entry.home
-        return home is not None and any(must_be_alone(o.entry) for o in self.under_way(home))
+        return entry.home is not None and self._alone[entry.home] > 0
 
     def _has_relative(self, operation: Operation) -> bool:
         """Whether a cache with which it shares its first tokens is just being replayed there."""
         entry = operation.entry
-        home, chunks = entry.home, entry.state.tokens.chunks
-        if home is None or not chunks or not entry.state.tokens.is_shared:
-            return False
-        replaying = (o for o in self.under_way(home) if o.phase is Phase.REPLAYING)
-        return any(o.entry.state.tokens.chunks[:1] == chunks[:1] for o in replaying)
+        home, tokens = entry.home, entry.state.tokens
+        return home is not None and tokens.is_shared and self._replayed[home, tokens.chunks[0]] > 0
 
     def _is_free(self, operation: Operation, full: set[WorkerView]) -> bool:
         """Whether what a parked operation waited for may be there. `full`: workers that have no room now."""
@@ -297,7 +300,7 @@ class Computing:
     def _replay(self, operation: Operation) -> None:
         """Asks for what the worker does not have, so that it has `base` tokens."""
         entry, request = operation.entry, operation.request
-        missing = entry.state.tokens.copy()[entry.kv_len : operation.base]
+        missing = entry.state.tokens.between(entry.kv_len, operation.base)
         replay = Append(Kind.PREFILL, "", missing, rows=0)
         if isinstance(request, Append):
             replay = Append(Kind.PREFILL, "", missing, rows=0, priority=request.priority)
@@ -330,9 +333,7 @@ class Computing:
         attempt = Attempt(self._number(), worker, ahead, worker.pages_for(tokens), tokens)
         operation.attempt, operation.phase, operation.need = attempt, phase, None
         entry.was_sent = True
-        self._attempts[attempt.op_id] = operation
-        worker.load.enter(ahead, self.now_s)
-        worker.pages_queued += attempt.pages
+        self._enter(attempt, operation)
         command = ForwardSequence(
             op_id=attempt.op_id,
             number=number,
@@ -361,14 +362,32 @@ class Computing:
         _require_time(ahead, left_s)
         return ahead, min(ahead.start_within_s(left_s), wait_s)
 
+    def _enter(self, attempt: Attempt, operation: Operation) -> None:
+        """An attempt begins."""
+        entry, worker = operation.entry, attempt.worker
+        self._attempts[attempt.op_id] = operation
+        worker.load.enter(attempt.ahead, self.now_s)
+        worker.pages_queued += attempt.pages
+        if operation.phase is Phase.REPLAYING:
+            attempt.first_chunk = entry.state.tokens.chunks[0]
+            self._replayed[worker, attempt.first_chunk] += 1
+        if entry.strikes and must_be_alone(entry):
+            attempt.is_suspect = True
+            self._alone[worker] += 1
+
     def _leave(self, operation: Operation, end: Leaving) -> None:
         """Its attempt is over."""
         attempt = operation.attempt
         assert attempt is not None
         operation.attempt = None
         del self._attempts[attempt.op_id]
-        attempt.worker.load.leave(attempt.ahead, self.now_s, end)
-        attempt.worker.pages_queued -= attempt.pages
+        worker = attempt.worker
+        worker.load.leave(attempt.ahead, self.now_s, end)
+        worker.pages_queued -= attempt.pages
+        if attempt.first_chunk is not None:
+            _take_one(self._replayed, (worker, attempt.first_chunk))
+        if attempt.is_suspect:
+            _take_one(self._alone, worker)
         # Another may have waited for just that.
         self._changed = True
 
@@ -461,6 +480,15 @@ class Computing:
             its = [o.attempt for o in self.under_way(worker) if o.attempt is not None]
             assert worker.pages_queued == sum(attempt.pages for attempt in its)
             worker.load.check([attempt.ahead for attempt in its])
+        attempts = [o.attempt for o in self._attempts.values() if o.attempt is not None]
+        assert self._alone == Counter(a.worker for a in attempts if a.is_suspect)
+        assert self._replayed == Counter((a.worker, a.first_chunk) for a in attempts if a.first_chunk)
+
+
+def _take_one(counts: Counter[_Key], key: _Key) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def bug(error: Exception) -> InternalError:

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from service.caches.admission import Ahead
+from service.caches.chunks import Chunk
+from service.caches.effects import ForwardDone
 from service.caches.ledger import CacheState, fingerprint
 from service.caches.placement import WorkerView
 from service.caches.records import LastAppend, Record
-from service.caches.requests import Append, Handle, Kind, Request, Result
+from service.caches.requests import Append, Handle, Kind, Request
 from service.caches.tenants import Tenant
 
 # By so much a caller's clock may be before ours when its deadline ends a call.
@@ -70,6 +72,10 @@ class Attempt:
     # Counted in the worker's pages_queued.
     pages: int
     tokens: int
+    # Of the cache that it replays: others that begin with it wait until its pages are there.
+    first_chunk: Chunk | None = None
+    # Workers have died under its cache: others of that kind wait for its end.
+    is_suspect: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +90,8 @@ class Operation:
     submitted_s: float = 0.0
     # False: its caller has gone, or never was.
     is_answered: bool = True
+    # Nobody asked for it, so it counts as nobody's.
+    is_ours: bool = False
     phase: Phase = Phase.WAITING
     need: Need | None = None
     # While it needs room: pages on that worker, and how many there were.
@@ -100,9 +108,9 @@ class Operation:
     replayed_tokens: int = 0
     # When its caller wants it at the latest. None: there is no such time.
     deadline_s: float | None = None
-    # With the journal, and what its caller is told when they are durable.
+    # With the journal, and what the worker said of what they say.
     records: Sequence[Record] = ()
-    outcome: Result | None = None
+    done: ForwardDone | None = None
     # Counted as what the journal will take for it, until that is there or will not be.
     size_bytes: int = 0
     # Counted in the tenant's tokens until they are in the cache.

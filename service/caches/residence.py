@@ -63,14 +63,16 @@ class Residence:
 
     def make_room(self, worker: WorkerView, pages: int, wanted_by: Operation, now_s: float) -> bool:
         """Drops KV that is not in use, until about so many pages are free. False if there was none."""
-        freed = 0
-        for entry in list(self.held(worker)):
+        freed, going = 0, []
+        for entry in self.held(worker):
             if freed >= pages:
                 break
             if entry is not wanted_by.entry and _may_go(entry, wanted_by, now_s):
                 # Pages that others share stay; who finds that too little comes again.
                 freed += max(1, worker.pages_for(entry.kv_len))
-                self.unsettle(entry)
+                going.append(entry)
+        for entry in going:
+            self.unsettle(entry)
         return freed > 0
 
     def has_others(self, entry: CacheEntry) -> bool:

@@ -212,7 +212,6 @@ class CacheTable:
         if unwanted:
             self._send(worker, ReleaseSequences(self._number(), unwanted))
         self._computing.workers_changed()
-        self._end()
 
     def worker_capacity(self, worker_id: str, epoch: int, pages_available: int) -> None:
         """A worker said how many pages it has left."""
@@ -221,7 +220,6 @@ class CacheTable:
             if pages_available > worker.pages_available:
                 self._computing.workers_changed()
             worker.pages_available = pages_available
-            self._end()
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
         """Whether a worker is silent: new caches then go elsewhere; those it has wait for it."""
@@ -239,7 +237,6 @@ class CacheTable:
             for entry in idle:
                 self._residence.unsettle(entry)
             self._restore_later(idle)
-        self._end()
 
     def is_drained(self, worker_id: str, epoch: int) -> bool:
         """Whether nothing is computed on a worker any more."""
@@ -250,7 +247,6 @@ class CacheTable:
         """A worker answered a command. Nothing happens if that is not waited for any more."""
         self._begin(now_s)
         self._computing.worker_answered(event)
-        self._end()
 
     def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
         """A worker is gone, and all KV in it. `crashed`: by itself, as far as is known."""
@@ -259,7 +255,6 @@ class CacheTable:
         if worker is not None:
             self._placement.remove(worker)
             self._restore_later(self._computing.worker_lost(worker, crashed=crashed))
-        self._end()
 
     # Callers ask.
 
@@ -288,7 +283,6 @@ class CacheTable:
         self._enter(operation)
         self._touch(entry)
         self._advance(entry)
-        self._end()
         return ticket
 
     def cancel(self, ticket: int, now_s: float) -> None:
@@ -306,7 +300,6 @@ class CacheTable:
         self._computing.stop(operation)
         self._retire(operation)
         self._advance(operation.entry)
-        self._end()
 
     def expire(self, now_s: float, at_most: int | None = None) -> int:
         """Releases caches whose lease ran out and that nobody is using. Returns how many."""
@@ -318,14 +311,12 @@ class CacheTable:
         expired = list(itertools.islice(ran_out, at_most))
         for entry in expired:
             self._release(entry)
-        self._end()
         return len(expired)
 
     def tick(self, now_s: float) -> None:
         """Time has passed. To be called often while operations are parked."""
         self._begin(now_s)
         self._computing.tick()
-        self._end()
 
     # The journal answers.
 
@@ -336,7 +327,6 @@ class CacheTable:
         for ticket in tickets:
             if ticket:
                 self._committed(self._operations[ticket])
-        self._end()
 
     def journal_stalls(self) -> None:
         """What was given to the journal waits for too long: nothing more begins until it is written."""
@@ -349,7 +339,6 @@ class CacheTable:
         for ticket in tickets:
             if ticket:
                 self._not_committed(self._operations[ticket])
-        self._end()
 
     # What there is.
 
@@ -377,7 +366,13 @@ class CacheTable:
         return self.ledger.size_bytes
 
     def take_effects(self) -> list[Effect]:
-        """Everything to be done since the last call, in order. The caller owns the list."""
+        """Everything to be done since the last call, in order. The caller owns the list.
+
+        The inputs since then were one turn: what they let go on goes on now, once for all of them.
+        """
+        self._computing.go_on()
+        if self._to_restore:
+            self._restore_some()
         effects, self._effects = self._effects, []
         return effects
 
@@ -385,6 +380,8 @@ class CacheTable:
 
     def _answer_at_once(self, request: Request, tenant: Tenant) -> Result | None:
         """The answer to what needs no cache to be there."""
+        if isinstance(request, Append):
+            return None
         if isinstance(request, Release) and self._catalog.find(request.cache_id, tenant) is None:
             return Released(released=False)
         if isinstance(request, Fork) and self._catalog.find(request.cache_id, tenant) is None:
@@ -482,7 +479,7 @@ class CacheTable:
         """It waits for its turn."""
         self._operations[operation.ticket] = operation
         self._queued_bytes += operation.size_bytes
-        operation.entry.tenant.in_flight += 1
+        operation.entry.tenant.in_flight += not operation.is_ours
         operation.entry.waiting.append(operation)
 
     def _advance(self, entry: CacheEntry) -> None:
@@ -515,7 +512,7 @@ class CacheTable:
             case Fork():
                 self._start_fork(operation, request)
             case Release():
-                self._commit(operation, (CacheReleased(entry.number),), Released(released=True))
+                self._commit(operation, (CacheReleased(entry.number),))
             case Renew():
                 lease_s = entry.state.lease_s if request.lease_s is None else request.lease_s
                 renewed = LeaseRenewed(entry.number, min(lease_s, self.limits.max_lease_s))
@@ -623,7 +620,8 @@ class CacheTable:
             self._finish(operation, Appended(entry.handle, done.answer, entry.last.kept, replayed))
         else:
             self._pace.completed(self._now_s)
-            self._commit_append(operation, append, done)
+            operation.done = done
+            self._commit(operation, self._records_of(operation, append, done.kept))
             return
         self._advance(entry)
 
@@ -632,7 +630,8 @@ class CacheTable:
         self._finish(operation, error)
         self._advance(operation.entry)
 
-    def _commit_append(self, operation: Operation, append: Append, done: ForwardDone) -> None:
+    def _records_of(self, operation: Operation, append: Append, kept: int) -> Sequence[Record]:
+        """What an append writes that has been computed, and of which so many tokens stay."""
         entry, state = operation.entry, operation.entry.state
         records: list[Record] = []
         if not entry.visible:
@@ -647,26 +646,24 @@ class CacheTable:
                     state.request_id,
                 )
             )
-        kept_all = done.kept == len(append.token_ids)
+        kept_all = kept == len(append.token_ids)
         records.append(
             TokensAppended(
                 entry.number,
                 operation.base,
-                append.token_ids[: done.kept],
+                append.token_ids if kept_all else append.token_ids[:kept],
                 entry.prompt_len_after(append),
                 entry.ownership,
                 append.accept,
                 b"" if kept_all else fingerprint(append.token_ids),
             )
         )
-        # The answer waits in it; the handle is made when there is one.
-        self._commit(operation, records, Appended(None, done.answer, done.kept, operation.replayed_tokens))
+        return records
 
     # With the journal.
 
-    def _commit(self, operation: Operation, records: Sequence[Record], outcome: Result | None = None) -> None:
-        operation.phase, operation.need = Phase.COMMITTING, None
-        operation.records, operation.outcome = records, outcome
+    def _commit(self, operation: Operation, records: Sequence[Record]) -> None:
+        operation.phase, operation.need, operation.records = Phase.COMMITTING, None, records
         self._effects.append(Write(operation.ticket, records))
 
     def _committed(self, operation: Operation) -> None:
@@ -676,8 +673,7 @@ class CacheTable:
                 self.ledger.apply(record)
         except RecordConflict as error:
             # A bug of ours: what was checked when it began is not so any more.
-            self._finish(operation, bug(error))
-            self._advance(entry)
+            self._not_carried_out(operation, bug(error))
             return
         self._touch(entry)
         match request:
@@ -698,8 +694,12 @@ class CacheTable:
         if isinstance(request, Append) and entry.home is not None and entry.visible:
             # The worker has what the cache does not.
             self._send(entry.home, TruncateSequence(self._number(), entry.number, operation.base))
-        self._finish(operation, JournalUnavailable())
-        self._advance(entry)
+        self._not_carried_out(operation, JournalUnavailable())
+
+    def _not_carried_out(self, operation: Operation, error: QuireError) -> None:
+        """What its records say is not so: what waited for that goes on."""
+        self._finish(operation, error)
+        self._advance(operation.entry)
         for closing in self._released_by(operation):
             closing.closing = False
             self._advance(closing)
@@ -713,8 +713,8 @@ class CacheTable:
         return [entry for entry in found if entry is not None]
 
     def _apply_append(self, operation: Operation, append: Append) -> None:
-        entry, outcome = operation.entry, operation.outcome
-        assert isinstance(outcome, Appended)
+        entry, done = operation.entry, operation.done
+        assert done is not None
         if not entry.visible:
             state = self.ledger.get(entry.number)
             assert state is not None
@@ -722,11 +722,11 @@ class CacheTable:
             self._publish(entry)
         entry.answer = None
         if append.keeps_answer:
-            entry.answer = StoredAnswer(append.rows, append.output, outcome.answer)
+            entry.answer = StoredAnswer(append.rows, append.output, done.answer)
         if entry.home is not None:
             entry.kv_len = entry.length
         unseen = not (operation.is_answered or append.cache_id or append.request_id)
-        self._finish(operation, Appended(entry.handle, outcome.answer, outcome.kept, outcome.replayed_tokens))
+        self._finish(operation, Appended(entry.handle, done.answer, done.kept, operation.replayed_tokens))
         entry.count()
         if unseen:
             self._release(entry)
@@ -789,11 +789,12 @@ class CacheTable:
     def _retire(self, operation: Operation) -> None:
         """Takes an operation out of every table."""
         entry = operation.entry
-        self._computing.stop(operation)
+        if operation.phase is not Phase.COMMITTING:
+            self._computing.stop(operation)
         del self._operations[operation.ticket]
         self._finish_reserving(operation)
         self._queued_bytes -= operation.size_bytes
-        entry.tenant.in_flight -= 1
+        entry.tenant.in_flight -= not operation.is_ours
         if isinstance(operation.request, Restore):
             self._restoring -= 1
         if isinstance(operation.request, Fork) and operation.phase is Phase.COMMITTING:
@@ -816,7 +817,13 @@ class CacheTable:
     def _release(self, entry: CacheEntry) -> None:
         """Releases a cache for nobody: its lease ran out, or its maker had gone before he knew it."""
         operation = Operation(
-            self._number(), Release(entry.state.cache_id), entry, 0, self._now_s, is_answered=False
+            self._number(),
+            Release(entry.state.cache_id),
+            entry,
+            0,
+            self._now_s,
+            is_answered=False,
+            is_ours=True,
         )
         self._enter(operation)
         self._advance(entry)
@@ -869,7 +876,13 @@ class CacheTable:
             if all(worker.headroom < 2 * worker.pages_for(entry.length) for worker in there):
                 continue
             operation = Operation(
-                self._number(), Restore(entry.state.cache_id), entry, 0, self._now_s, is_answered=False
+                self._number(),
+                Restore(entry.state.cache_id),
+                entry,
+                0,
+                self._now_s,
+                is_answered=False,
+                is_ours=True,
             )
             self._restoring += 1
             self._enter(operation)
@@ -880,11 +893,6 @@ class CacheTable:
     def _begin(self, now_s: float) -> None:
         """An input comes."""
         self._now_s = self._computing.now_s = now_s
-
-    def _end(self) -> None:
-        """An input has been dealt with: what it lets go on goes on."""
-        self._computing.go_on()
-        self._restore_some()
 
     def _send(self, worker: WorkerView, command: Command) -> None:
         """Sends to a worker, unless that incarnation is gone and its KV with it."""
@@ -930,6 +938,6 @@ class CacheTable:
         for tenant in {entry.tenant for entry in entries.values()} | {self._anonymous}:
             its = [o for o in self._operations.values() if o.entry.tenant is tenant]
             caches = [entry for entry in entries.values() if entry.tenant is tenant]
-            assert tenant.in_flight == len(its)
+            assert tenant.in_flight == sum(not o.is_ours for o in its)
             assert tenant.caches == len(caches) + sum(o.caches for o in its)
             assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)

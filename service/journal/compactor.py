@@ -87,9 +87,11 @@ class Compactor:
 
     def _restated_for(self, records: Sequence[Record]) -> list[CacheRestated]:
         batch: dict[int, CacheRestated] = {}
+        if self._round is None:
+            return []
         for record in records:
             number = _subject(record)
-            if self._round is None or number not in self._round.pending:
+            if number not in self._round.pending:
                 continue
             if self._in_flight[number]:
                 # What the ledger says of it is not what will be true at that place in the journal.

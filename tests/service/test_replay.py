@@ -7,6 +7,8 @@ from quire.v1 import types_pb2
 
 from service.caches.requests import Append, Appended, Fork, Handle, Truncate
 from service.caches.table import Limits
+from service.caches.tenants import Quota, Tenant
+from service.dispatcher import Outcome
 from service.errors import QuireError
 from tests.sim.harness import Gateway, answer_of, decode, prefill
 from tests.sim.model_worker import Pool
@@ -313,3 +315,37 @@ def test_a_refused_creation_tells_no_worker_anything(gateway: Gateway) -> None:
     assert gateway.refusal(Append(prefill().kind, "", (1,), timeout_s=0.0)).reason == "DEADLINE_PASSED"
     assert gateway.refusal(prefill(*range(65))).reason == "SEQUENCE_TOO_LONG"
     assert not any(message.HasField("release") for message in gateway.sent[sent:])
+
+
+def test_an_answer_that_is_given_up_while_it_is_replayed_for_leaves_no_tokens() -> None:
+    """The replay may have ended on the worker; nobody would count, or give back, the pages it has taken."""
+    gateway = Gateway()
+    cache = gateway.create(1, 2)
+    gateway.append(decode(cache, 3, position=2))
+    gateway.now_s += 1000.0
+    gateway.lose_worker()
+    gateway.start_worker("worker-0")
+    ticket = gateway.ask(decode(cache, 3, position=2, output=LOGITS))
+    gateway.worker.take(len(gateway.worker.inbox))
+    gateway.worker.step(all_jobs=True)
+    assert gateway.held() == [[1, 2]]
+    gateway.cancel(ticket)
+    gateway.work()
+    assert [tokens for tokens in gateway.held() if tokens] == []
+
+
+def test_what_nobody_asked_for_is_in_nobodys_quota() -> None:
+    """A cache that is computed again after a loss does not keep its tenant from asking."""
+    gateway = Gateway(workers=2)
+    alice = Tenant("alice", Quota(max_in_flight=1))
+    outcomes: dict[int, Outcome] = {}
+    gateway.dispatcher.start([prefill(1, 2)], outcomes.__setitem__, 1, alice)
+    gateway.work()
+    made = outcomes[0]
+    assert isinstance(made, Appended) and made.handle is not None
+    gateway.lose_worker(made.handle.worker_id)
+    (other,) = gateway.workers.values()
+    assert other.inbox, "it is computed again"
+    gateway.dispatcher.start([prefill(3)], outcomes.__setitem__, 1, alice)
+    gateway.work()
+    assert isinstance(outcomes[0], Appended) and outcomes[0] is not made
