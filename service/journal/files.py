@@ -116,9 +116,10 @@ class Files:
             self._check_format(db)
             self._check_floor(db)
         with contextlib.closing(self.connect()) as db:
+            # First, since on a full disk there may be room only where the log begins anew.
+            self.floor.write(last_seq(db), synced=checkpoint(db, "PASSIVE"))
             # Says no to a file that cannot be written to.
             db.execute("UPDATE meta SET value = value WHERE key = 'first_seq'")
-            self.floor.write(last_seq(db), synced=checkpoint(db, "PASSIVE"))
 
     def _connect(self, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
         return sqlite3.connect(

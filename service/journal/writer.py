@@ -179,7 +179,7 @@ class Writer(Generic[Owner]):
         try:
             if self._db is None:
                 self._reopen()
-            self._insert(row, wall_ns)
+            self._insert_where_there_is_room(row, wall_ns)
         except FAILURES as error:
             self._warn("a write to the journal failed", error)
             if not self._is_written(error):
@@ -196,6 +196,16 @@ class Writer(Generic[Owner]):
                 return False
             self._seen_at = now
         return True
+
+    def _insert_where_there_is_room(self, row: bytes, wall_ns: int) -> None:
+        try:
+            self._insert(row, wall_ns)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorname != "SQLITE_FULL":
+                raise
+            # It may be the write-ahead log that fills the disk: after a checkpoint it begins anew.
+            self._checkpoint()
+            self._insert(row, wall_ns)
 
     def _insert(self, row: bytes, wall_ns: int) -> None:
         assert self._db is not None

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -443,6 +444,37 @@ def test_on_a_full_disk_commits_fail_and_afterwards_go_on(tmp_path: Path) -> Non
     outcomes = [ok for _, ok in lines]
     assert outcomes.count("False") == 10 and outcomes[0] == outcomes[-1] == "True"
     assert length_of_all(tmp_path) == int(lines[-1][0]) + 1
+
+
+async def test_a_disk_that_the_log_has_filled_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write-ahead log is many times as large as the records in it, and its room can be had again."""
+    room = 20
+    insert, checkpoint = writer.Writer._insert, writer.checkpoint
+
+    def insert_if_there_is_room(self: writer.Writer[object], row: bytes, wall_ns: int) -> None:
+        nonlocal room
+        if not room:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorname = "SQLITE_FULL"
+            raise error
+        room -= 1
+        insert(self, row, wall_ns)
+
+    def checkpoint_gives_room(db: sqlite3.Connection, mode: Literal["PASSIVE", "TRUNCATE"]) -> bool:
+        nonlocal room
+        room = 20
+        return checkpoint(db, mode)
+
+    monkeypatch.setattr(writer.Writer, "_insert", insert_if_there_is_room)
+    monkeypatch.setattr(writer, "checkpoint", checkpoint_gives_room)
+    journal = open_journal(tmp_path)
+    assert await commit(journal, created(1))
+    assert all([await commit(journal, appended(1, position, 7)) for position in range(100)])
+    journal.close()
+    with reopened(tmp_path) as (_, ledger):
+        assert [state.length for state in ledger] == [100]
 
 
 async def test_under_endless_traffic_the_file_stays_small(tmp_path: Path) -> None:
