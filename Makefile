@@ -46,8 +46,9 @@ $(INSTALLED): $(SERVING)
 serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)
 
+# A process for each core, up to four (one with ARGS="-n 0"); who has nothing left takes from another.
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 # llama.cpp takes minutes to build, and is one competitor of several: without it its rows say so.
 BENCH_INSTALLED := .venv/bench-$(notdir $(INSTALLED))

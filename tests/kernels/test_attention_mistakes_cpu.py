@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu import library
-from tests.kernels.cuda.test_mutations import NOTICED, ROOT, run_tests
+from tests.kernels.cuda.forked_tests import NOTICED, ROOT, ForkedTests
 
 TESTS = "tests/kernels/test_paged_attention_cpu.py"
 # By the feature whose tests have to fail: what the source says, and what it is made to say.
@@ -43,9 +43,10 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_is_noticed_and_nothing_else_is(mistaken: Path) -> None:
     if library.instruction_set() is None or shutil.which("g++") is None:
         pytest.skip("no compiled kernels here")
-    plain = run_tests(mistaken, f"{TESTS}::test_decodes_of_every_length_around_a_page")
-    assert plain.returncode == pytest.ExitCode.OK and "passed" in plain.stdout, plain.stdout + plain.stderr
-    for feature in MISTAKES:
-        outcome = run_tests(mistaken, f"{TESTS}::test_features[dtype0-{feature}-None]")
-        assert outcome.returncode in NOTICED, f"{feature}: {outcome.stdout}{outcome.stderr}"
-        assert "not computed by the kernel" not in outcome.stdout
+    with ForkedTests() as forked:
+        plain = forked.run(mistaken, f"{TESTS}::test_decodes_of_every_length_around_a_page")
+        assert plain.returncode == pytest.ExitCode.OK and "passed" in plain.output, plain.output
+        for feature in MISTAKES:
+            outcome = forked.run(mistaken, f"{TESTS}::test_features[dtype0-{feature}-None]")
+            assert outcome.returncode in NOTICED, f"{feature}: {outcome.output}"
+            assert "not computed by the kernel" not in outcome.output

@@ -7,24 +7,17 @@ must fail, or crash on an address that is wrong; and all of them must pass on th
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests.kernels.cuda.forked_tests import NOTICED, ROOT, ForkedTests
 from tests.kernels.cuda.mutation import Mutation
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-NOTICED = (pytest.ExitCode.TESTS_FAILED, -signal.SIGSEGV)
 
 
 def mutations() -> list[Mutation]:
@@ -36,51 +29,25 @@ def mutations() -> list[Mutation]:
     return found
 
 
-def run_tests(root: Path, *selections: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest in a process of its own, in the interpreter, with the `kernels` found in `root`."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--durations=0"]
-    # pytest puts these first on the path, in this order.
-    command += ["-o", f"pythonpath={root} {ROOT} {ROOT / 'clients' / 'python'}", *selections]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+@pytest.fixture(scope="module")
+def forked() -> Iterator[ForkedTests]:
+    with ForkedTests() as forked:
+        yield forked
 
 
-def test_names_are_distinct_and_their_tests_exist() -> None:
+def test_names_are_distinct_and_their_tests_exist(forked: ForkedTests) -> None:
     """That the tests pass without mistakes, they show themselves."""
     known = mutations()
     assert known and len({mutation.name for mutation in known}) == len(known)
-    outcome = run_tests(ROOT, "--collect-only", *sorted({mutation.test for mutation in known}))
-    assert outcome.returncode == pytest.ExitCode.OK, outcome.stdout
+    outcome = forked.run(ROOT, "--collect-only", *sorted({mutation.test for mutation in known}))
+    assert outcome.returncode == pytest.ExitCode.OK, outcome.output
 
 
-def try_mutation(mutation: Mutation, root: Path) -> subprocess.CompletedProcess[str]:
-    """Make the mistake in a copy below `root`, and run its tests."""
-    shutil.copytree(ROOT / "kernels", root / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    source = root.joinpath(*mutation.module.split(".")).with_suffix(".py")
-    text = source.read_text(encoding="utf-8")
-    assert text.count(mutation.old) == 1, "the text to replace must occur exactly once"
-    source.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-    return run_tests(root, mutation.test)
-
-
-Outcomes = Mapping[str, "Future[subprocess.CompletedProcess[str]]"]
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
-    """What is tried, by its name. Every core tries one: each takes seconds to import what it needs."""
-    chosen: list[Mutation] = [
-        cast(Mutation, item.callspec.params["mutation"])
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == "test_is_noticed"
-    ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        roots = (tmp_path_factory.mktemp("mistake") for _ in chosen)
-        yield {
-            mutation.name: pool.submit(try_mutation, mutation, root)
-            for mutation, root in zip(chosen, roots, strict=True)
-        }
-        pool.shutdown(cancel_futures=True)
+def test_a_copy_without_a_mistake_passes(forked: ForkedTests, tmp_path: Path) -> None:
+    """What is noticed is the mistake, and not that the tests are run with a copy, or forked."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    outcome = forked.run(tmp_path, mutations()[0].test)
+    assert outcome.returncode == pytest.ExitCode.OK and "passed" in outcome.output, outcome.output
 
 
 def tries() -> list[ParameterSet]:
@@ -92,7 +59,12 @@ def tries() -> list[ParameterSet]:
 
 
 @pytest.mark.parametrize("mutation", tries())
-def test_is_noticed(mutation: Mutation, outcomes: Outcomes) -> None:
-    outcome = outcomes[mutation.name].result()
-    assert outcome.returncode in NOTICED, f"{outcome.returncode}: {outcome.stdout}{outcome.stderr}"
-    assert "InterpreterError" not in outcome.stdout, "the mutation does not run, so it shows nothing"
+def test_is_noticed(mutation: Mutation, forked: ForkedTests, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    source = tmp_path.joinpath(*mutation.module.split(".")).with_suffix(".py")
+    text = source.read_text(encoding="utf-8")
+    assert text.count(mutation.old) == 1, "the text to replace must occur exactly once"
+    source.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    outcome = forked.run(tmp_path, mutation.test)
+    assert outcome.returncode in NOTICED, f"{outcome.returncode}: {outcome.output}"
+    assert "InterpreterError" not in outcome.output, "the mutation does not run, so it shows nothing"
