@@ -169,7 +169,7 @@ class Dispatcher:
                 self._caches.tick(self._clock_s())
                 self._carry_out()
             if self._compactor.is_underway:
-                self._compactor.step()
+                self._compact()
             if slept_s >= _EXPIRY_INTERVAL_S:
                 slept_s = 0.0
                 await self._expire_all()
@@ -180,7 +180,14 @@ class Dispatcher:
                     # An empty one: whether it can be written again.
                     self._commit(())
                 else:
-                    self._compactor.step()
+                    self._compact()
+
+    def _compact(self) -> None:
+        try:
+            self._compactor.step()
+        except Exception:
+            # A bug of ours, which only costs space.
+            _log.exception("the journal could not be compacted")
 
     async def _expire_all(self) -> None:
         expired = 0
@@ -248,7 +255,7 @@ class Dispatcher:
         """Commands go out first, so that workers compute while the journal is written."""
         for effect in effects:
             if isinstance(effect, Send):
-                self._send(effect.worker_id, effect.epoch, effect.command)
+                self._send_command(effect)
         writes = [effect for effect in effects if isinstance(effect, Write)]
         if writes:
             self._commit(writes)
@@ -260,6 +267,13 @@ class Dispatcher:
         records = [record for write in writes for record in write.records]
         tickets = [write.ticket for write in writes]
         self._compactor.commit(records, functools.partial(self._on_committed, tickets))
+
+    def _send_command(self, effect: Send) -> None:
+        try:
+            self._send(effect.worker_id, effect.epoch, effect.command)
+        except Exception:
+            # A bug of ours: what else there is to do in this turn has to be done all the same.
+            _log.exception("a command could not be sent", worker_id=effect.worker_id)
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
         if durable:
@@ -274,7 +288,11 @@ class Dispatcher:
         waiting = self._waiting.pop(ticket, None)
         if waiting is not None:
             on_outcome, index = waiting
-            on_outcome(index, outcome)
+            try:
+                on_outcome(index, outcome)
+            except Exception:
+                # A bug of ours: others are to hear all the same.
+                _log.exception("a caller could not be told", ticket=ticket)
 
 
 def _cache_ids(outcome: Outcome) -> list[str]:

@@ -12,6 +12,7 @@ A worker that dies, drops the KV or has too few pages only sends an operation ba
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
@@ -51,6 +52,10 @@ from service.errors import (
 
 # So often an operation is tried again after workers died, or had lost its KV, before its caller is told.
 _MOST_FAILURES = 8
+# Tokens that are handed out for replays within a moment, but for one cache that has more: copying and encoding
+# as many takes some milliseconds, and workers take longer to compute them.
+_REPLAYED_AT_ONCE = 1 << 15
+_MOMENT_S = 0.02
 # A parked operation is refused so long before its deadline, or a tenth of its time: so its caller hears why.
 _REFUSE_EARLY_S = 0.1
 
@@ -92,6 +97,9 @@ class Computing:
         # Of the attempts under way: by worker and first chunk, and by worker, those that others wait for.
         self._replayed: Counter[tuple[WorkerView, Chunk]] = Counter()
         self._alone: Counter[WorkerView] = Counter()
+        # Since when replays are counted, and how many tokens they have had.
+        self._replays_since_s = -math.inf
+        self._replayed_tokens = 0
         # Whether anything has happened that a parked operation may have waited for.
         self._changed = False
 
@@ -111,7 +119,9 @@ class Computing:
         entry = operation.entry
         if entry.quarantined:
             raise SequenceQuarantined
-        need = self._place(operation)
+        # Before it is placed, which for a long cache is work itself.
+        waits = entry.kv_len < operation.base and not self._may_replay()
+        need = Need.PACE if waits else self._place(operation)
         if need is None and entry.strikes and must_be_alone(entry) and self._has_suspect(entry):
             need = Need.SOLITUDE
         if need is None and entry.kv_len < operation.base and self._has_relative(operation):
@@ -119,6 +129,7 @@ class Computing:
         if need is not None:
             self._park(operation, need)
         elif entry.kv_len < operation.base:
+            self._replayed_tokens += operation.base - entry.kv_len
             self._replay(operation)
         else:
             self._compute(operation)
@@ -244,6 +255,12 @@ class Computing:
         """Whether its home computes another that has to be alone."""
         return entry.home is not None and self._alone[entry.home] > 0
 
+    def _may_replay(self) -> bool:
+        """Whether one more replay may begin in this moment."""
+        if self.now_s - self._replays_since_s >= _MOMENT_S:
+            self._replays_since_s, self._replayed_tokens = self.now_s, 0
+        return self._replayed_tokens < _REPLAYED_AT_ONCE
+
     def _has_relative(self, operation: Operation) -> bool:
         """Whether a cache with which it shares its first tokens is just being replayed there."""
         entry = operation.entry
@@ -259,6 +276,8 @@ class Computing:
                 return not self._has_suspect(operation.entry)
             case Need.RELATIVE:
                 return not self._has_relative(operation)
+            case Need.PACE:
+                return self._may_replay()
         return self._has_room(operation, full)
 
     def _has_room(self, operation: Operation, full: set[WorkerView]) -> bool:

@@ -46,6 +46,8 @@ class Need(enum.Enum):
     SOLITUDE = enum.auto()
     # A cache that shares its first tokens is being replayed, whose pages it can use then.
     RELATIVE = enum.auto()
+    # So many tokens were handed out for replays a moment ago that others have to have their turn.
+    PACE = enum.auto()
 
 
 @dataclass(slots=True)

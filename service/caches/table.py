@@ -280,6 +280,7 @@ class CacheTable:
         operation = Operation(ticket, request, entry, caller, now_s, size_bytes=size_bytes)
         if isinstance(request, Append) and request.timeout_s is not None:
             operation.deadline_s = now_s + request.timeout_s
+        self._make_way(entry, request)
         self._enter(operation)
         self._touch(entry)
         self._advance(entry)
@@ -474,6 +475,12 @@ class CacheTable:
         return CacheEntry(state, tenant, expires_at_s=self._now_s + state.lease_s, used_s=self._now_s)
 
     # An operation starts.
+
+    def _make_way(self, entry: CacheEntry, request: Request) -> None:
+        """What needs no KV does not wait until it has been restored ahead of time."""
+        running = entry.running
+        if running is not None and isinstance(running.request, Restore) and not isinstance(request, Append):
+            self._retire(running)
 
     def _enter(self, operation: Operation) -> None:
         """It waits for its turn."""

@@ -163,8 +163,14 @@ class SqliteJournal:
         return self._writer.size_bytes
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
-        """See `Journal.commit`. Raises ValueError if a value is out of its range; nothing was done then."""
-        frames = encode(records)
+        """See `Journal.commit`."""
+        try:
+            frames = encode(records)
+        except ValueError:
+            # A bug of ours: a value is out of its range.
+            _log.exception("records could not be encoded")
+            on_committed(False)
+            return
         if self._closed:
             on_committed(False)
             return
