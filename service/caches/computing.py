@@ -52,11 +52,11 @@ from service.errors import (
 
 # So often an operation is tried again after workers died, or had lost its KV, before its caller is told.
 _MOST_FAILURES = 8
-# Tokens that are handed out for replays within a moment, but for one cache that has more: copying and encoding
+# Tokens handed out for replays within a moment, but for one cache that has more: to copy and encode
 # as many takes some milliseconds, and workers take longer to compute them.
 _REPLAYED_AT_ONCE = 1 << 15
 _MOMENT_S = 0.02
-# A parked operation is refused so long before its deadline, or a tenth of its time: so its caller hears why.
+# A parked operation is refused so long before its deadline, or a tenth of its time: its caller hears why.
 _REFUSE_EARLY_S = 0.1
 
 _Key = TypeVar("_Key")
@@ -171,7 +171,7 @@ class Computing:
             operation.replayed_tokens += attempt.tokens
             self._go_on(operation)
         else:
-            entry.strikes = 0
+            entry.strikes = entry.named = 0
             self._outcomes.computed(operation, event)
 
     def worker_lost(self, worker: WorkerView, *, crashed: bool) -> list[CacheEntry]:

@@ -152,6 +152,7 @@ class CacheEntry:
     ownership: int = 0
     # For workers that died while they computed it: see `blame.py`.
     strikes: int = 0
+    named: int = 0
     quarantined: bool = False
     # False until what creates it was applied: no caller knows the id yet.
     visible: bool = False

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu import library
-from tests.kernels.cuda.test_mutations import NOTICED, ROOT, run_tests
+from tests.kernels.cuda.forked_tests import NOTICED, ROOT, ForkedTests
 
 TESTS = "tests/kernels/test_experts_cpu.py"
 # What those tests need of the library: a whole one takes longer to build.
@@ -58,10 +58,11 @@ def test_each_is_noticed_and_nothing_else_is(mistake: str | None, tmp_path: Path
         text = (directory / name).read_text(encoding="utf-8")
         assert text.count(old) == 1, "the text to replace must occur exactly once"
         (directory / name).write_text(text.replace(old, new), encoding="utf-8")
-    outcome = run_tests(tmp_path, TESTS)
+    with ForkedTests() as forked:
+        outcome = forked.run(tmp_path, TESTS)
     if mistake is None:
-        assert outcome.returncode == pytest.ExitCode.OK and "passed" in outcome.stdout, outcome.stdout
+        assert outcome.returncode == pytest.ExitCode.OK and "passed" in outcome.output, outcome.output
     else:
         # An address that is wrong may also be one that the allocator finds out about.
-        assert outcome.returncode in (*NOTICED, -signal.SIGABRT), f"{outcome.stdout}{outcome.stderr}"
-        assert "BuildError" not in outcome.stdout
+        assert outcome.returncode in (*NOTICED, -signal.SIGABRT), outcome.output
+        assert "BuildError" not in outcome.output

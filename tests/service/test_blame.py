@@ -43,6 +43,20 @@ def test_only_the_guilty_is_refused(workers: int, crashed: bool, most: int) -> N
     )
 
 
+def test_a_newcomer_does_not_throw_suspicion_on_a_suspect() -> None:
+    """A suspect that is innocent runs beside one that nobody suspects yet, and that kills."""
+    gateway = Gateway()
+    first, second = gateway.create(1), gateway.create(2)
+    entries = [gateway.table._catalog.find(cache, gateway.table._anonymous) for cache in (first, second)]
+    assert entries[0] is not None
+    # It was there when workers died of another.
+    entries[0].strikes = 4
+    innocent, deadly = gateway.submit(decode(first, 10), decode(second, DEADLY))
+    assert work(gateway) <= 4
+    assert gateway.reason(deadly) == "SEQUENCE_QUARANTINED"
+    assert isinstance(gateway.replies[innocent], Appended)
+
+
 def test_two_that_are_guilty_are_both_found() -> None:
     gateway = Gateway()
     caches = [gateway.create(n) for n in range(6)]

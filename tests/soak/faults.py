@@ -14,18 +14,18 @@ from tests.soak.tally import Tally
 
 # How likely each point is to be the end of a process that comes by. Some are passed more often than others.
 WORKER_RATES = {
-    "worker: taken": 0.0015,
-    "worker: begun": 0.0025,
-    "worker: computed, not told": 0.0025,
-    "worker: told": 0.0025,
-    "worker: queued to be sent": 0.0025,
+    "worker: taken": 0.002,
+    "worker: begun": 0.004,
+    "worker: computed, not told": 0.004,
+    "worker: told": 0.004,
+    "worker: queued to be sent": 0.004,
 }
 GATEWAY_RATES = {
-    "gateway: asked": 0.0003,
-    "gateway: computed, not written": 0.0005,
-    "gateway: given to the journal": 0.0005,
-    "gateway: written, not answered": 0.0005,
-    "gateway: answered": 0.0003,
+    "gateway: asked": 0.0001,
+    "gateway: computed, not written": 0.00015,
+    "gateway: given to the journal": 0.00015,
+    "gateway: written, not answered": 0.00015,
+    "gateway: answered": 0.0001,
 }
 _POLL_S = 0.02
 # So many faults come before the last one has healed.
@@ -43,17 +43,19 @@ class Injector:
         self._interval_s = interval_s
         self._marks_seen = 0
         self._kinds: list[tuple[float, Callable[[], Awaitable[None]]]] = [
-            (0.34, self._kill_worker),
-            (0.08, self._stop_worker),
-            (0.05, self._pause_worker),
-            (0.38, self._kill_gateway),
-            (0.10, self._kill_all),
-            (0.05, self._pause_gateway),
+            (0.50, self._kill_worker),
+            (0.07, self._stop_worker),
+            (0.07, self._pause_worker),
+            (0.22, self._kill_gateway),
+            (0.08, self._kill_all),
+            (0.06, self._pause_gateway),
         ]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until told to stop. The gateway is up at its end."""
         watch = asyncio.create_task(self._watch())
+        # The first ones have no marks: none was to end while the undisturbed texts were made.
+        await self._kill_all()
         try:
             while not stop.is_set():
                 await self._some_work()
