@@ -451,7 +451,7 @@ async def test_a_disk_that_the_log_has_filled_has_room_again(
 ) -> None:
     """The write-ahead log is many times as large as the records in it, and its room can be had again."""
     room = 20
-    insert, checkpoint = writer.Writer._insert, writer.checkpoint
+    insert = writer.Writer._insert
 
     def insert_if_there_is_room(self: writer.Writer[object], row: bytes, wall_ns: int) -> None:
         nonlocal room
@@ -465,7 +465,7 @@ async def test_a_disk_that_the_log_has_filled_has_room_again(
     def checkpoint_gives_room(db: sqlite3.Connection, mode: Literal["PASSIVE", "TRUNCATE"]) -> bool:
         nonlocal room
         room = 20
-        return checkpoint(db, mode)
+        return files.checkpoint(db, mode)
 
     monkeypatch.setattr(writer.Writer, "_insert", insert_if_there_is_room)
     monkeypatch.setattr(writer, "checkpoint", checkpoint_gives_room)
