@@ -465,7 +465,7 @@ async def test_a_disk_that_the_log_has_filled_has_room_again(
     def checkpoint_gives_room(db: sqlite3.Connection, mode: Literal["PASSIVE", "TRUNCATE"]) -> bool:
         nonlocal room
         room = 20
-        return checkpoint(db, mode)
+        return files.checkpoint(db, mode)
 
     monkeypatch.setattr(writer.Writer, "_insert", insert_if_there_is_room)
     monkeypatch.setattr(writer, "checkpoint", checkpoint_gives_room)
