@@ -451,7 +451,7 @@ async def test_a_disk_that_the_log_has_filled_has_room_again(
 ) -> None:
     """The write-ahead log is many times as large as the records in it, and its room can be had again."""
     room = 20
-    insert, checkpoint = writer.Writer._insert, files.checkpoint
+    insert = writer.Writer._insert
 
     def insert_if_there_is_room(self: writer.Writer[object], row: bytes, wall_ns: int) -> None:
         nonlocal room
