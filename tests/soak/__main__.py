@@ -46,7 +46,7 @@ async def soak(options: argparse.Namespace, directory: Path) -> Tally:
     async with grpc.aio.insecure_channel(server.address, options=_CHANNEL) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         await _wait_until_serving(stub, server)
-        texts = await Texts.of(stub, 40, spec.vocab_size, _LONGEST, options.seed)
+        texts = await Texts.of(stub, options.texts, spec.vocab_size, _LONGEST, options.seed)
         stop, no_more = asyncio.Event(), asyncio.Event()
         injector = Injector(server, tally, options.seed, options.interval_s)
         callers = [Caller(n, stub, texts, tally, options.seed) for n in range(options.callers)]
@@ -101,6 +101,7 @@ def _main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="or after so long")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of prompts and faults")
     parser.add_argument("--callers", type=int, default=8, help="callers, each with a sequence")
+    parser.add_argument("--texts", type=int, default=40, help="that they ask for")
     parser.add_argument("--workers", type=int, default=2, help="workers of the server")
     parser.add_argument(
         "--kv-pages", type=int, default=64, help="pages of each: few, so that caches are evicted"

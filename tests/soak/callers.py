@@ -48,24 +48,26 @@ class Texts:
 
     @classmethod
     async def of(cls, stub: Any, count: int, vocab: int, most: int, seed: int) -> Texts:
-        """Decodes them undisturbed."""
+        """Decodes them undisturbed, side by side."""
         rng = random.Random(seed)
-        texts = {}
-        for _ in range(count):
-            prompt = tuple(rng.randrange(1, vocab) for _ in range(rng.randint(3, 90)))
-            answer = await stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=_CALL_TIMEOUT_S)
-            text = [*prompt, answer.output.token_id]
-            cache_id = answer.kv_cache.cache_id
-            while len(text) < most:
-                request = pb.DecodeRequest(cache_id=cache_id, token_id=text[-1])
-                text.append((await stub.Decode(request, timeout=_CALL_TIMEOUT_S)).output.token_id)
-            await stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=_CALL_TIMEOUT_S)
-            texts[prompt] = text
-        return cls(texts)
+        prompts = [tuple(rng.randrange(1, vocab) for _ in range(rng.randint(3, 90))) for _ in range(count)]
+        texts = await asyncio.gather(*(_text_of(stub, prompt, most) for prompt in prompts))
+        return cls(dict(zip(prompts, texts, strict=True)))
 
     def whole(self, prompt: tuple[int, ...]) -> list[int]:
         """A prompt and what follows."""
         return self._texts[prompt]
+
+
+async def _text_of(stub: Any, prompt: tuple[int, ...], most: int) -> list[int]:
+    answer = await stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=_CALL_TIMEOUT_S)
+    text = [*prompt, answer.output.token_id]
+    cache_id = answer.kv_cache.cache_id
+    while len(text) < most:
+        request = pb.DecodeRequest(cache_id=cache_id, token_id=text[-1])
+        text.append((await stub.Decode(request, timeout=_CALL_TIMEOUT_S)).output.token_id)
+    await stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=_CALL_TIMEOUT_S)
+    return text
 
 
 class Caller:

@@ -1,0 +1,21 @@
+"""A few faults of the soak, in every run of the tests; `make soak` makes a thousand."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from tests.soak.__main__ import soak
+
+
+@pytest.mark.timeout(280)
+def test_a_few_faults_lose_nothing(tmp_path: Path) -> None:
+    options = Namespace(
+        faults=8, minutes=1.5, seed=7, callers=4, texts=8, workers=2, kv_pages=40, interval_s=0.2
+    )
+    tally = asyncio.run(soak(options, tmp_path))
+    assert tally.is_clean(), tally.details
+    assert tally.num_faults and tally.sequences
