@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +69,7 @@ from service.caches.requests import (
     Truncate,
 )
 from service.caches.residence import Residence
+from service.caches.restoring import Restoring
 from service.caches.tenants import Tenant
 from service.errors import (
     CacheLimit,
@@ -92,9 +92,6 @@ _TOKEN_BYTES = 4
 _CACHE_BYTES = 664
 # For each token of its parent a fork takes this part of a byte: pointers to what they share.
 _TOKENS_PER_SHARED_BYTE = 32
-# After a loss the caches that were used so lately are computed again before anyone asks, a few at a time.
-_RESTORE_WITHIN_S = 60.0
-_RESTORES_PER_WORKER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +144,7 @@ class CacheTable:
         self._written_s: dict[int, float] = {}
         # No worker has ever been ready: whoever comes now had better come again.
         self._was_ready = False
-        self._to_restore: deque[CacheEntry] = deque()
-        self._restoring = 0
+        self._restoring = Restoring(self._placement)
 
     # Before it begins.
 
@@ -236,7 +232,7 @@ class CacheTable:
             idle = [entry for entry in self._residence.held(worker) if not entry.busy]
             for entry in idle:
                 self._residence.unsettle(entry)
-            self._restore_later(idle)
+            self._restoring.later(idle, now_s)
 
     def is_drained(self, worker_id: str, epoch: int) -> bool:
         """Whether nothing is computed on a worker any more."""
@@ -254,7 +250,7 @@ class CacheTable:
         worker = self._placement.find(worker_id, epoch)
         if worker is not None:
             self._placement.remove(worker)
-            self._restore_later(self._computing.worker_lost(worker, crashed=crashed))
+            self._restoring.later(self._computing.worker_lost(worker, crashed=crashed), now_s)
 
     # Callers ask.
 
@@ -372,7 +368,7 @@ class CacheTable:
         The inputs since then were one turn: what they let go on goes on now, once for all of them.
         """
         self._computing.go_on()
-        if self._to_restore:
+        if self._restoring:
             self._restore_some()
         effects, self._effects = self._effects, []
         return effects
@@ -507,7 +503,7 @@ class CacheTable:
             self._discard(entry)
         elif entry.home is not None and entry.home.draining:
             self._residence.unsettle(entry)
-            self._restore_later((entry,))
+            self._restoring.later((entry,), self._now_s)
 
     def _start(self, operation: Operation) -> None:
         entry, request = operation.entry, operation.request
@@ -803,7 +799,7 @@ class CacheTable:
         self._queued_bytes -= operation.size_bytes
         entry.tenant.in_flight -= not operation.is_ours
         if isinstance(operation.request, Restore):
-            self._restoring -= 1
+            self._restoring.under_way -= 1
         if isinstance(operation.request, Fork) and operation.phase is Phase.COMMITTING:
             self._catalog.end_fork(operation.request, entry.tenant)
         if entry.running is operation:
@@ -823,17 +819,7 @@ class CacheTable:
 
     def _release(self, entry: CacheEntry) -> None:
         """Releases a cache for nobody: its lease ran out, or its maker had gone before he knew it."""
-        operation = Operation(
-            self._number(),
-            Release(entry.state.cache_id),
-            entry,
-            0,
-            self._now_s,
-            is_answered=False,
-            is_ours=True,
-        )
-        self._enter(operation)
-        self._advance(entry)
+        self._begin_ours(entry, Release(entry.state.cache_id))
 
     def _close(self, entry: CacheEntry) -> None:
         """A cache is released. Operations on it end; the release that asked for it is told so."""
@@ -865,35 +851,18 @@ class CacheTable:
 
     # KV that is gone is computed again before anyone asks.
 
-    def _restore_later(self, entries: Sequence[CacheEntry]) -> None:
-        """The caches are without a home; the last was used last."""
-        lately = [e for e in entries if e.visible and self._now_s - e.used_s < _RESTORE_WITHIN_S]
-        self._to_restore.extendleft(lately)
-
     def _restore_some(self) -> None:
-        while self._to_restore:
-            there = self._placement.open_workers
-            if self._restoring >= _RESTORES_PER_WORKER * len(there):
-                return
-            entry = self._to_restore.popleft()
-            is_wanted = self._catalog.numbered(entry.number) is entry and not entry.quarantined
-            # Not where it would take what others need.
-            if not is_wanted or entry.home is not None or entry.busy or entry.strikes:
-                continue
-            if all(worker.headroom < 2 * worker.pages_for(entry.length) for worker in there):
-                continue
-            operation = Operation(
-                self._number(),
-                Restore(entry.state.cache_id),
-                entry,
-                0,
-                self._now_s,
-                is_answered=False,
-                is_ours=True,
-            )
-            self._restoring += 1
-            self._enter(operation)
-            self._advance(entry)
+        while (entry := self._restoring.next()) is not None:
+            if self._catalog.numbered(entry.number) is entry:
+                restore = Restore(entry.state.cache_id)
+                self._restoring.under_way += 1
+                self._begin_ours(entry, restore)
+
+    def _begin_ours(self, entry: CacheEntry, request: Release | Restore) -> None:
+        """Something that nobody has asked for, and nobody is told of."""
+        operation = Operation(self._number(), request, entry, 0, self._now_s, is_answered=False, is_ours=True)
+        self._enter(operation)
+        self._advance(entry)
 
     # Small things.
 
@@ -922,7 +891,7 @@ class CacheTable:
         unseen = {o.entry.number: o.entry for o in operations.values() if not o.entry.visible}
         forked = sum(o.caches for o in operations.values())
         assert self._held == len(self._catalog) + len(unseen) + forked
-        assert self._restoring == sum(isinstance(o.request, Restore) for o in operations.values())
+        assert self._restoring.under_way == sum(isinstance(o.request, Restore) for o in operations.values())
         for ticket, operation in operations.items():
             entry = operation.entry
             assert operation.ticket == ticket
