@@ -73,7 +73,7 @@ class Injector:
         before, began_s = self._tally.tokens, time.monotonic()
         await asyncio.sleep(self._rng.uniform(0.2, 1.8) * self._interval_s)
         if self._rng.random() > _UNHEALED_SHARE:
-            wanted = before + self._rng.randint(1, 80)
+            wanted = before + self._rng.randint(1, 40)
             while self._tally.tokens < wanted and time.monotonic() - began_s < _LONGEST_WAIT_S:
                 await asyncio.sleep(_POLL_S)
 

@@ -7,7 +7,6 @@ The program itself knows nothing of this: what it calls at these points is wrapp
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -51,20 +50,21 @@ def _mark(owner: Any, name: str, before: str = "", after: str = "") -> None:
 def _serve() -> int:
     from service.cli import main as cli
     from service.dispatcher import Dispatcher
+    from service.pool import local
 
     _mark(Dispatcher, "start", before="gateway: asked")
     _mark(Dispatcher, "worker_answered", before="gateway: computed, not written")
     _mark(Dispatcher, "_commit", after="gateway: given to the journal")
     _mark(Dispatcher, "_on_committed", before="gateway: written, not answered")
     _mark(Dispatcher, "_reply", after="gateway: answered")
-    start = asyncio.create_subprocess_exec
+    command = local._command
 
-    async def start_marked(*command: str, **settings: Any) -> Any:
-        at = command.index("workers")
-        marked = (*command[:at], "tests.soak.marked", "worker", *command[at + 1 :])
-        return await start(*marked, **settings)
+    def marked_command(*args: Any) -> list[str]:
+        found = list(command(*args))
+        at = found.index("workers")
+        return [*found[:at], "tests.soak.marked", "worker", *found[at + 1 :]]
 
-    asyncio.create_subprocess_exec = start_marked  # type: ignore[assignment]
+    local._command = marked_command
     return cli.main()
 
 
