@@ -64,7 +64,7 @@ def _serve() -> int:
         at = found.index("workers")
         return [*found[:at], "tests.soak.marked", "worker", *found[at + 1 :]]
 
-    local._command = marked_command
+    local._command = marked_command  # type: ignore[assignment]
     return cli.main()
 
 
