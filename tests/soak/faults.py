@@ -14,11 +14,11 @@ from tests.soak.tally import Tally
 
 # How likely each point is to be the end of a process that comes by. Some are passed more often than others.
 WORKER_RATES = {
-    "worker: taken": 0.002,
-    "worker: begun": 0.004,
-    "worker: computed, not told": 0.004,
-    "worker: told": 0.004,
-    "worker: queued to be sent": 0.004,
+    "worker: taken": 0.0003,
+    "worker: begun": 0.0008,
+    "worker: computed, not told": 0.0008,
+    "worker: told": 0.0008,
+    "worker: queued to be sent": 0.0008,
 }
 GATEWAY_RATES = {
     "gateway: asked": 0.0001,
