@@ -88,6 +88,7 @@ class Gateway:
         # Set when the server is to end.
         self.stopping = asyncio.Event()
         self.state = ServerState(config)
+        self.state.has_recovered = len(self.caches) > 0
         self.state.slots = self.pool.slots
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
         messages = MessageLimits(

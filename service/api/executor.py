@@ -43,6 +43,9 @@ class ExecutorApi:
     async def run(self, call: Call, request: Message, context: Context) -> Message:
         """Runs one call of the table."""
         timeout_s = validation.timeout_seconds(context.time_remaining())
+        if self._state.is_awaited:
+            await self._state.first_worker(timeout_s)
+            timeout_s = validation.timeout_seconds(context.time_remaining())
         plan = await call.plan(request, self._state.limits, timeout_s)
         self._state.answers.take_until_done(plan.answer_bytes, context)
         outcomes = await self._dispatcher.run(plan.requests, current_tenant())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -14,9 +16,12 @@ from service.api.refusal_log import RefusalLog
 from service.api.validation import RequestLimits
 from service.config import Config
 from service.doors.guests import Guests
-from service.errors import NoWorker
+from service.errors import NoWorker, QueueFull
 from service.memory import OwnMemory
 from service.pool.base import WorkerSlot
+
+# When those had better come again for whom there is no room to wait.
+_RETRY_S = 1.0
 
 
 class ServerState:
@@ -35,6 +40,10 @@ class ServerState:
         self.memory = OwnMemory()
         self.refusals = RefusalLog()
         self._limits: RequestLimits | None = None
+        # Caches were found again, whose callers are there already: calls wait for the first worker.
+        self.has_recovered = False
+        self._has_worker = asyncio.Event()
+        self._waiting = 0
 
     def worker_became_ready(self, ready: worker_pb2.WorkerReady) -> None:
         """All workers serve the same model: the first that is ready describes it; the largest bounds it."""
@@ -47,6 +56,29 @@ class ServerState:
             max_seq_tokens=largest,
             max_items=self.config.max_items_per_call,
         )
+        self._has_worker.set()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether calls wait for the first worker: their caches were found again, and it is still to come."""
+        return self.has_recovered and self._limits is None
+
+    async def first_worker(self, timeout_s: float | None) -> None:
+        """Returns when a worker has loaded the model, or nobody would wait for it any longer.
+
+        Raises QueueFull if as many wait as may.
+        """
+        most = self.config.max_queued_operations
+        if self._waiting >= most:
+            raise QueueFull(most, _RETRY_S)
+        longest_s = self.config.max_wait_s
+        self._waiting += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(longest_s if timeout_s is None else min(timeout_s, longest_s)):
+                    await self._has_worker.wait()
+        finally:
+            self._waiting -= 1
 
     @property
     def max_seq_tokens(self) -> int | None:

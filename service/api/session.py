@@ -175,6 +175,8 @@ class Session:
                     raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
                 own = call.timeout if call.HasField("timeout") else None
                 timeout_s = validation.timeout_seconds(self._context.time_remaining(), own)
+                if self._state.is_awaited:
+                    await self._state.first_worker(timeout_s)
                 plan = await _CALLS[kind].plan(getattr(call, kind), self._state.limits, timeout_s)
             except QuireError as error:
                 planned.append((tag, "error", error.untraced()))

@@ -172,6 +172,7 @@ class CacheTable:
             self._last_number = max(self._last_number, state.number)
             self._publish(entry)
             entry.count()
+            self._was_ready = True
         self._written_s.clear()
 
     def claims(self, holdings: Mapping[int, int]) -> list[Claim]:

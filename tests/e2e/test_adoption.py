@@ -14,7 +14,7 @@ import grpc
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import worker_pb2, worker_pb2_grpc
+from quire.v1 import executor_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 from tests.gateway_process import GatewayProcess
 
@@ -170,3 +170,21 @@ def test_who_cannot_go_on_is_replaced(home: Home) -> None:
         fourth.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=PATIENCE_S)
     home.assert_nobody_is_left()
     assert [path.name for path in (home.path / "workers").iterdir()] == ["epoch"]
+
+
+def test_callers_of_caches_that_were_found_wait_for_the_first_worker(home: Home) -> None:
+    """Nobody adopts anybody here: the next gateway's worker has to load first, and computes all again."""
+    with home.start(model="adder", grace_s="0") as first:
+        home.meet(first)
+        cache = first.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=PATIENCE_S).kv_cache
+        crash(first)
+    second = home.start(model="adder", grace_s="0")
+    try:
+        address = second._wait_for_address()
+        with grpc.insecure_channel(address) as channel:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            decode = pb.DecodeRequest(cache_id=cache.cache_id, token_id=7, position=3)
+            answer = stub.Decode(decode, timeout=PATIENCE_S)
+        assert (answer.kv_cache.seq_len, answer.replayed_tokens) == (4, 3)
+    finally:
+        second.stop()
