@@ -338,8 +338,8 @@ class Config:
     )
     data_dir: str | None = _setting(
         None,
-        "where caches are written down, and workers found again; auto is a directory for each address in the"
-        " user's state directory, and none for a port that is chosen anew each time",
+        "where caches are written down, and workers found again; auto is a directory for each address and"
+        " model in the user's state directory, and none for a port that is chosen anew each time",
         accepts=bool,
         allowed=f"must be a directory, or {_AUTO}",
     )

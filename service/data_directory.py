@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
 from service.config import Config
 from service.pool.directory import state_dir
 
+_MODEL_BYTES = 4
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 
 
 def data_directory(config: Config) -> Path | None:
-    """The configured one, else one for each address. None: there is none that the next gateway would find."""
+    """The configured one, else one for each address and model.
+
+    None: there is none that the next gateway would find.
+    """
     if config.data_dir is not None:
         return Path(config.data_dir).resolve()
     if config.listen.endswith(":0"):
         return None
-    return state_dir() / _NOT_IN_NAMES.sub("-", config.listen).strip("-")
+    # A digest: sockets lie below it, whose paths have to be short.
+    model = hashlib.blake2b(config.model.encode(), digest_size=_MODEL_BYTES).hexdigest()
+    return state_dir() / f"{_NOT_IN_NAMES.sub('-', config.listen).strip('-')}-{model}"

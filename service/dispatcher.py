@@ -255,7 +255,7 @@ class Dispatcher:
         """Commands go out first, so that workers compute while the journal is written."""
         for effect in effects:
             if isinstance(effect, Send):
-                self._send_command(effect)
+                self._guarded(self._send, effect.worker_id, effect.epoch, effect.command)
         writes = [effect for effect in effects if isinstance(effect, Write)]
         if writes:
             self._commit(writes)
@@ -268,12 +268,13 @@ class Dispatcher:
         tickets = [write.ticket for write in writes]
         self._compactor.commit(records, functools.partial(self._on_committed, tickets))
 
-    def _send_command(self, effect: Send) -> None:
+    def _guarded(self, step: Callable[..., None], *args: object) -> None:
+        """Carries out a step of a turn. One that goes wrong does not take the others with it."""
         try:
-            self._send(effect.worker_id, effect.epoch, effect.command)
+            step(*args)
         except Exception:
-            # A bug of ours: what else there is to do in this turn has to be done all the same.
-            _log.exception("a command could not be sent", worker_id=effect.worker_id)
+            # A bug of ours.
+            _log.exception("a step of a turn failed")
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
         if durable:
@@ -288,11 +289,7 @@ class Dispatcher:
         waiting = self._waiting.pop(ticket, None)
         if waiting is not None:
             on_outcome, index = waiting
-            try:
-                on_outcome(index, outcome)
-            except Exception:
-                # A bug of ours: others are to hear all the same.
-                _log.exception("a caller could not be told", ticket=ticket)
+            self._guarded(on_outcome, index, outcome)
 
 
 def _cache_ids(outcome: Outcome) -> list[str]:

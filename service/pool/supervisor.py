@@ -242,8 +242,9 @@ class Supervisor:
         fingerprint = ready.model.fingerprint
         if self._expected_model not in (None, fingerprint):
             self._failure = PoolFailed(
-                f"the journal has caches of another model ({self._expected_model}) than {self._model}"
-                f" ({fingerprint}): serve that one, give another data_dir, or move the journal away"
+                f"the journal has caches of another model (fingerprint {self._expected_model or 'none'})"
+                f" than {self._model} ({fingerprint or 'none'}): serve that one, give another data_dir, or"
+                " move the journal away"
             )
             incarnation.refuse("the journal has caches of another model")
             return

@@ -88,8 +88,11 @@ def test_the_commands(address: str) -> None:
 
 
 def test_buf_curl_through_reflection(address: str) -> None:
-    listing, prefill = commands("buf")
+    listing, prefill, drain, shutdown = commands("buf")
     on_address = [part.replace("127.0.0.1:50051", address) for part in listing]
     assert "quire.v1.ModelExecutorService/Decode" in run(str(BIN / "buf"), *on_address)
     on_address = [part.replace("127.0.0.1:50051", address) for part in prefill]
     assert '"cacheId"' in run(str(BIN / "buf"), *on_address)
+    on_address = [part.replace("127.0.0.1:50051", address) for part in drain]
+    assert '"newPid"' in run(str(BIN / "buf"), *on_address)
+    assert "Shutdown" in shutdown[-1]

@@ -59,7 +59,8 @@ class AdminServiceServicer:
     """
 
     def Warmup(self, request, context):
-        """Returns when workers can serve: for scripts that start a server and then use it.
+        """Returns when workers can serve: for scripts that start a server and then use it. Until the server's port is open
+        there is nobody to answer: try again until it connects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -67,14 +68,15 @@ class AdminServiceServicer:
 
     def Drain(self, request, context):
         """Replaces workers, one after another, by new processes. Calls go on: what a worker computes it finishes, and
-        its caches are computed again elsewhere when they are next used. Returns when the new ones are ready.
+        its caches are computed again elsewhere when they are next used. Returns when the new ones are ready. With one worker
+        calls wait until the new one has loaded the model, or end with NO_WORKER at their deadlines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Shutdown(self, request, context):
-        """Ends the server in an orderly way, as SIGTERM does. Returns at once.
+        """Ends the server in an orderly way, as SIGTERM does; with `leave_workers` as SIGUSR2 does. Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,13 +36,16 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     Warmup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.WarmupResponse]
-    """Returns when workers can serve: for scripts that start a server and then use it."""
+    """Returns when workers can serve: for scripts that start a server and then use it. Until the server's port is open
+    there is nobody to answer: try again until it connects.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Replaces workers, one after another, by new processes. Calls go on: what a worker computes it finishes, and
-    its caches are computed again elsewhere when they are next used. Returns when the new ones are ready.
+    its caches are computed again elsewhere when they are next used. Returns when the new ones are ready. With one worker
+    calls wait until the new one has loaded the model, or end with NO_WORKER at their deadlines.
     """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]
-    """Ends the server in an orderly way, as SIGTERM does. Returns at once."""
+    """Ends the server in an orderly way, as SIGTERM does; with `leave_workers` as SIGUSR2 does. Returns at once."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -52,13 +55,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Warmup: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.WarmupResponse]  # type: ignore[assignment]
-    """Returns when workers can serve: for scripts that start a server and then use it."""
+    """Returns when workers can serve: for scripts that start a server and then use it. Until the server's port is open
+    there is nobody to answer: try again until it connects.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Replaces workers, one after another, by new processes. Calls go on: what a worker computes it finishes, and
-    its caches are computed again elsewhere when they are next used. Returns when the new ones are ready.
+    its caches are computed again elsewhere when they are next used. Returns when the new ones are ready. With one worker
+    calls wait until the new one has loaded the model, or end with NO_WORKER at their deadlines.
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]  # type: ignore[assignment]
-    """Ends the server in an orderly way, as SIGTERM does. Returns at once."""
+    """Ends the server in an orderly way, as SIGTERM does; with `leave_workers` as SIGUSR2 does. Returns at once."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """For operators. Where callers have tokens or certificates it needs the role `administer`; where they have none
@@ -71,7 +77,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WarmupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.WarmupResponse, _abc.Awaitable[_admin_pb2.WarmupResponse]]:
-        """Returns when workers can serve: for scripts that start a server and then use it."""
+        """Returns when workers can serve: for scripts that start a server and then use it. Until the server's port is open
+        there is nobody to answer: try again until it connects.
+        """
 
     @_abc_1.abstractmethod
     def Drain(
@@ -80,7 +88,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
         """Replaces workers, one after another, by new processes. Calls go on: what a worker computes it finishes, and
-        its caches are computed again elsewhere when they are next used. Returns when the new ones are ready.
+        its caches are computed again elsewhere when they are next used. Returns when the new ones are ready. With one worker
+        calls wait until the new one has loaded the model, or end with NO_WORKER at their deadlines.
         """
 
     @_abc_1.abstractmethod
@@ -89,6 +98,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ShutdownRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ShutdownResponse, _abc.Awaitable[_admin_pb2.ShutdownResponse]]:
-        """Ends the server in an orderly way, as SIGTERM does. Returns at once."""
+        """Ends the server in an orderly way, as SIGTERM does; with `leave_workers` as SIGUSR2 does. Returns at once."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,7 +32,7 @@ class ModelExecutorServiceStub:
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
     append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
     set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. What makes caches is safe to retry with `request_id` set.
+    one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
     """
 
     def __init__(self, channel):
@@ -140,7 +140,7 @@ class ModelExecutorServiceServicer:
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
     append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
     set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. What makes caches is safe to retry with `request_id` set.
+    one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
     """
 
     def Prefill(self, request, context):
@@ -377,7 +377,7 @@ class ModelExecutorService:
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
     append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
     set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. What makes caches is safe to retry with `request_id` set.
+    one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
     """
 
     @staticmethod
