@@ -19,7 +19,12 @@ from tests.gateway_process import GatewayProcess
 
 SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"]
 HEALTH = "grpc.health.v1.Health"
-SERVICES = {SERVICE.full_name, "quire.v1.AdminService", HEALTH}
+SERVICES = {
+    SERVICE.full_name,
+    "quire.v1.AdminService",
+    HEALTH,
+    "grpc.reflection.v1alpha.ServerReflection",
+}
 BUF = Path(sys.executable).parent / "buf"
 TIMEOUT_S = 60
 # What buf is told; by itself it tries version 1 first.
