@@ -52,13 +52,15 @@ async def soak(options: argparse.Namespace, directory: Path) -> Tally:
         callers = [Caller(n, stub, texts, tally, options.seed) for n in range(options.callers)]
         try:
             async with asyncio.TaskGroup() as group:
+                watch = group.create_task(injector.watch())
                 faults = group.create_task(injector.run(no_more))
-                for caller in callers:
-                    group.create_task(caller.run(stop))
+                running = [group.create_task(caller.run(stop)) for caller in callers]
                 await _until(options.faults, options.minutes, tally)
                 no_more.set()
                 await faults
                 stop.set()
+                await asyncio.wait(running)
+                watch.cancel()
         except* Stuck as stuck:
             tally.lose("unexpected errors", f"{stuck.exceptions[0]}\n{server.log_tail()}")
     status = server.stop()

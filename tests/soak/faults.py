@@ -42,6 +42,7 @@ class Injector:
         self._rng = random.Random(seed)
         self._interval_s = interval_s
         self._marks_seen = 0
+        self._keeps_rates = True
         self._kinds: list[tuple[float, Callable[[], Awaitable[None]]]] = [
             (0.50, self._kill_worker),
             (0.07, self._stop_worker),
@@ -52,21 +53,15 @@ class Injector:
         ]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until told to stop. The gateway is up at its end."""
-        watch = asyncio.create_task(self._watch())
+        """Until told to stop."""
         # The first ones have no marks: none was to end while the undisturbed texts were made.
         await self._kill_all()
-        try:
-            while not stop.is_set():
-                await self._some_work()
-                shares, kinds = zip(*self._kinds, strict=True)
-                await self._rng.choices(kinds, shares)[0]()
-        finally:
-            self._server.set_rates({})
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-            if self._server.has_ended:
-                self._server.start()
+        while not stop.is_set():
+            await self._some_work()
+            shares, kinds = zip(*self._kinds, strict=True)
+            await self._rng.choices(kinds, shares)[0]()
+        # What ends from now on ends at a mark it has; its successors have none.
+        self._keeps_rates = False
 
     async def _some_work(self) -> None:
         """Until callers have come on for a while; now and then a fault hits a server that has not healed."""
@@ -77,15 +72,15 @@ class Injector:
             while self._tally.tokens < wanted and time.monotonic() - began_s < _LONGEST_WAIT_S:
                 await asyncio.sleep(_POLL_S)
 
-    async def _watch(self) -> None:
-        """Starts the gateway again when it has ended, and notes ends at marked points."""
+    async def watch(self) -> None:
+        """Starts the gateway again when it has ended, and notes ends at marked points, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_S)
             self._note_marks()
             if self._server.has_ended:
                 rates: dict[str, float] = {}
                 # Some lives are without marks, so that signals have their turn as well.
-                if self._rng.random() < 0.8:
+                if self._keeps_rates and self._rng.random() < 0.8:
                     rates = {**WORKER_RATES, **GATEWAY_RATES}
                 self._server.set_rates(rates)
                 self._server.start()
