@@ -35,7 +35,7 @@ from service.caches.effects import (
 from service.caches.entries import Attempt, CacheEntry, Need, Operation, Phase
 from service.caches.pace import sleep_s
 from service.caches.placement import Placement, WorkerView
-from service.caches.requests import Append, Kind, Restore
+from service.caches.requests import Append, Kind, Priority, Restore
 from service.caches.residence import Residence
 from service.errors import (
     DeadlinePassed,
@@ -320,9 +320,8 @@ class Computing:
         """Asks for what the worker does not have, so that it has `base` tokens."""
         entry, request = operation.entry, operation.request
         missing = entry.state.tokens.between(entry.kv_len, operation.base)
-        replay = Append(Kind.PREFILL, "", missing, rows=0)
-        if isinstance(request, Append):
-            replay = Append(Kind.PREFILL, "", missing, rows=0, priority=request.priority)
+        priority = request.priority if isinstance(request, Append) else Priority.NORMAL
+        replay = Append(Kind.PREFILL, "", missing, rows=0, priority=priority)
         self._forward(operation, replay, entry.number, entry.kv_len, Phase.REPLAYING)
 
     def _compute(self, operation: Operation) -> None:

@@ -295,7 +295,6 @@ class CacheTable:
         operation.is_answered = False
         if operation.phase is Phase.COMMITTING or isinstance(operation.request, Release):
             return
-        self._computing.stop(operation)
         self._retire(operation)
         self._advance(operation.entry)
 
@@ -323,8 +322,7 @@ class CacheTable:
         self._begin(now_s)
         self.journal_works = True
         for ticket in tickets:
-            if ticket:
-                self._committed(self._operations[ticket])
+            self._committed(self._operations[ticket])
 
     def journal_stalls(self) -> None:
         """What was given to the journal waits for too long: nothing more begins until it is written."""
@@ -335,8 +333,7 @@ class CacheTable:
         self._begin(now_s)
         self.journal_works = False
         for ticket in tickets:
-            if ticket:
-                self._not_committed(self._operations[ticket])
+            self._not_committed(self._operations[ticket])
 
     # What there is.
 
@@ -601,8 +598,8 @@ class CacheTable:
         """Stops what runs, so that it is the next to run. It may find that its cache has gone."""
         entry = operation.entry
         self._computing.stop(operation)
-        entry.tenant.tokens -= operation.tokens
-        operation.tokens, operation.copy_number = 0, None
+        self._finish_reserving(operation)
+        operation.copy_number = None
         operation.phase, operation.need = Phase.WAITING, None
         entry.running = None
         entry.waiting.appendleft(operation)
