@@ -113,7 +113,7 @@ def _is_file(value: str) -> bool:
     return not value or os.path.isfile(value)  # noqa: PTH113
 
 
-def _is_private(listen: str) -> bool:
+def is_private(listen: str) -> bool:
     """Whether only this machine can reach the address. A name but localhost may be anywhere."""
     host = listen.rpartition(":")[0].strip("[]")
     try:
@@ -478,7 +478,7 @@ def _check_doors(config: Config, sources: Mapping[str, str]) -> None:
         value = getattr(config, name)
         if value and not getattr(config, other):
             raise ConfigError(name, sources[name], value, f"needs {other} beside it")
-    if not (_is_private(config.listen) or config.tls_cert or config.insecure == "on"):
+    if not (is_private(config.listen) or config.tls_cert or config.insecure == "on"):
         allowed = "beyond this machine TLS is needed (tls_cert and tls_key), or insecure = on"
         raise ConfigError("listen", sources.get("listen", "default"), config.listen, allowed)
 

@@ -64,7 +64,8 @@ SERVICE_ROOMS = {
     "service.doors": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
     "service.caches": ("service.errors",),
     "service.journal": (
-        "service.caches.records", "service.caches.ledger", "service.caches.chunks", "service.logging",
+        "service.caches.records", "service.caches.ledger", "service.caches.chunks", "service.caches.counts",
+        "service.logging",
     ),
     "service.dispatcher": (
         "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",

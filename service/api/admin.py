@@ -11,7 +11,7 @@ from quire.v1 import admin_pb2, executor_pb2
 
 from service.api import validation
 from service.api.server_state import ServerState
-from service.config import Config
+from service.config import Config, is_private
 from service.errors import InvalidArgument
 from service.pool.rotation import Rotation
 
@@ -22,9 +22,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 def is_offered(config: Config) -> bool:
     """Whether only those can ask who may: there are doors, or nobody but this machine can connect."""
     has_doors = bool(config.tokens or config.tls_client_ca)
-    host = config.listen.rpartition(":")[0].strip("[]")
-    is_local = config.listen.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
-    return has_doors or is_local
+    return has_doors or is_private(config.listen)
 
 
 class Stop(Protocol):

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from service.caches.admission import TIME_SHARES, Ahead, Leaving
 from service.caches.blame import blame, must_be_alone
 from service.caches.chunks import Chunk
+from service.caches.counts import take_one
 from service.caches.effects import (
     AbortForward,
     Command,
@@ -58,8 +59,6 @@ _REPLAYED_AT_ONCE = 1 << 15
 _MOMENT_S = 0.02
 # A parked operation is refused so long before its deadline, or a tenth of its time: its caller hears why.
 _REFUSE_EARLY_S = 0.1
-
-_Key = TypeVar("_Key")
 
 
 class Outcomes(Protocol):
@@ -403,9 +402,9 @@ class Computing:
         worker.load.leave(attempt.ahead, self.now_s, end)
         worker.pages_queued -= attempt.pages
         if attempt.first_chunk is not None:
-            _take_one(self._replayed, (worker, attempt.first_chunk))
+            take_one(self._replayed, (worker, attempt.first_chunk))
         if attempt.is_suspect:
-            _take_one(self._alone, worker)
+            take_one(self._alone, worker)
         # Another may have waited for just that.
         self._changed = True
 
@@ -501,12 +500,6 @@ class Computing:
         attempts = [o.attempt for o in self._attempts.values() if o.attempt is not None]
         assert self._alone == Counter(a.worker for a in attempts if a.is_suspect)
         assert self._replayed == Counter((a.worker, a.first_chunk) for a in attempts if a.first_chunk)
-
-
-def _take_one(counts: Counter[_Key], key: _Key) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
 
 
 def bug(error: Exception) -> InternalError:

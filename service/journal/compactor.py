@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from service.caches.chunks import Chunk
+from service.caches.counts import take_one
 from service.caches.ledger import CacheState, Ledger
 from service.caches.records import (
     CacheForked,
@@ -116,8 +117,10 @@ class Compactor:
         self._unsteady.update(unsteady)
 
         def committed(ok: bool) -> None:
-            _subtract(self._in_flight, numbers)
-            _subtract(self._unsteady, unsteady)
+            for number in numbers:
+                take_one(self._in_flight, number)
+            for number in unsteady:
+                take_one(self._unsteady, number)
             if restated and current is self._round:
                 self._settle([record.number for record in restated], ok)
             on_committed(ok)
@@ -225,10 +228,3 @@ def _numbers(record: Record) -> tuple[int, ...]:
     if isinstance(record, CacheForked):
         return (record.parent, *(child.number for child in record.children))
     return (record.number,)
-
-
-def _subtract(counts: collections.Counter[int], numbers: Iterable[int]) -> None:
-    for number in numbers:
-        counts[number] -= 1
-        if not counts[number]:
-            del counts[number]
