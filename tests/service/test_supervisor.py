@@ -75,6 +75,17 @@ async def gives_up(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectRespo
         yield response
 
 
+_SERVERS: list[grpc.aio.Server] = []
+
+
+@pytest.fixture(autouse=True)
+async def servers_end_with_the_test() -> AsyncIterator[None]:
+    """Also those that a start was cancelled in. One that outlives its event loop complains in a later test."""
+    yield
+    while _SERVERS:
+        await _SERVERS.pop().stop(None)
+
+
 class Processes(worker_pb2_grpc.WorkerServiceServicer):
     """An incarnation. Its process ends when it is ended, or as the test says; the stream may end before."""
 
@@ -89,6 +100,7 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
         self._status = status
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._server = grpc.aio.server()
+        _SERVERS.append(self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(address)
 
@@ -192,7 +204,7 @@ class Bench:
         self.listener = Listener()
         self.naps_s: list[float] = []
         self.supervisor = Supervisor(config or Config(), MODEL, launcher, self.listener)
-        instant = SimpleNamespace(sleep=self._nap, gather=asyncio.gather, TaskGroup=asyncio.TaskGroup)
+        instant = SimpleNamespace(**(vars(asyncio) | {"sleep": self._nap}))
         patch.setattr(supervisor_module, "asyncio", instant)
 
     async def _nap(self, seconds: float) -> None:

@@ -19,9 +19,12 @@ from tests.service.test_supervisor import (
     Requests,
     gives_up,
     ready,
+    servers_end_with_the_test,
     stop,
     works,
 )
+
+__all__ = ["servers_end_with_the_test"]
 
 Responses = AsyncIterator[worker_pb2.ConnectResponse]
 CLAIMS = [Claim(1, 10, b"d" * 16), Claim(2, 20, b"e" * 16)]
@@ -141,7 +144,7 @@ async def test_one_that_serves_another_model_is_not_admitted(
 ) -> None:
     bench = Inherited(FakeLauncher(tmp_path, works), monkeypatch, Config(workers=2))
     await bench.inherit(tmp_path, keeps)
-    bench.supervisor._model_fingerprint = "two"
+    bench.supervisor.serving.fingerprint = "two"
     running = asyncio.create_task(bench.supervisor.run())
     while "holds another model" not in bench.supervisor.slots[0].trouble:
         await asyncio.sleep(0.01)
