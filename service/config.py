@@ -133,6 +133,10 @@ def _is_listen_address(value: str) -> bool:
     return ":" not in host or (host.startswith("[") and host.endswith("]"))
 
 
+def _is_http_address(value: str) -> bool:
+    return not value or (_is_listen_address(value) and not value.startswith("unix:"))
+
+
 def _is_revision(value: str) -> bool:
     return len(value) <= _MAX_HUB_ID and bool(_REVISION.fullmatch(value))
 
@@ -172,6 +176,12 @@ class Config:
         accepts=_is_listen_address,
         allowed=f"must be host:port, [ipv6]:port, or unix:/path of at most {_MAX_SOCKET_PATH_BYTES} bytes",
     )
+    openai_listen: str = _setting(
+        "",
+        "also serve OpenAI's API over HTTP on this address; port 0 takes a free port",
+        accepts=_is_http_address,
+        allowed="must be host:port or [ipv6]:port",
+    )
     insecure: str = _setting(
         "off", "listen beyond this machine without TLS: whoever is on the way reads and writes all", **_SWITCH
     )
@@ -181,6 +191,7 @@ class Config:
         "", "PEM file of CAs; only clients with a certificate of theirs may connect", **_FILE
     )
     tokens: str = _setting("", "TOML file of bearer tokens and tenants, see `quire token`", **_FILE)
+    runtimes: str = _setting("", "TOML file of further runtimes, such as providers, and of routing", **_FILE)
     reflection: str = _setting("on", "whether the server describes its calls to clients", **_SWITCH)
     workers: int = _setting(
         1, "worker processes; sequences are spread over them, each holds the weights", minimum=1, maximum=256
@@ -282,6 +293,12 @@ class Config:
     )
     max_sessions: int = _setting(
         1024, "sessions, and other streams of requests, that may be open at once", minimum=1, maximum=1 << 20
+    )
+    max_executions: int = _setting(
+        4096,
+        "executions under way or being read, of all callers; as many that have ended may be kept beside",
+        minimum=1,
+        maximum=1 << 20,
     )
     max_connections: int = _setting(
         4096,
@@ -478,9 +495,11 @@ def _check_doors(config: Config, sources: Mapping[str, str]) -> None:
         value = getattr(config, name)
         if value and not getattr(config, other):
             raise ConfigError(name, sources[name], value, f"needs {other} beside it")
-    if not (is_private(config.listen) or config.tls_cert or config.insecure == "on"):
-        allowed = "beyond this machine TLS is needed (tls_cert and tls_key), or insecure = on"
-        raise ConfigError("listen", sources.get("listen", "default"), config.listen, allowed)
+    for name in ("listen", "openai_listen"):
+        value = getattr(config, name)
+        if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
+            allowed = "beyond this machine TLS is needed (tls_cert and tls_key), or insecure = on"
+            raise ConfigError(name, sources.get(name, "default"), value, allowed)
 
 
 def _from_file(path: Path) -> dict[str, tuple[Any, str]]:

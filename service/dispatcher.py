@@ -15,7 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from service.caches.effects import Claim, Command, CommandFailed, Effect, Event, Reply, Send, Write
 from service.caches.placement import WorkerView
-from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request, Result
+from service.caches.requests import (
+    Append,
+    Appended,
+    Fork,
+    Handle,
+    Handles,
+    Release,
+    Remembered,
+    Request,
+    Result,
+)
 from service.caches.table import CacheTable
 from service.caches.tenants import Tenant
 from service.errors import InternalError, QuireError, WorkerFault
@@ -134,6 +144,24 @@ class Dispatcher:
         """A tenant's caches, oldest first, each with a number that only grows: those above `after`."""
         return self._caches.handles(after, tenant)
 
+    def recall(self, request_id: str, tenant: Tenant | None = None) -> list[Remembered | None]:
+        """See `CacheTable.recall`."""
+        return self._caches.recall(request_id, tenant)
+
+    def forget(self, request_ids: Sequence[str], tenant: Tenant | None = None) -> None:
+        """Releases what creations and forks with these request ids have made, also what is with the journal.
+
+        Those that are under way are to be cancelled before.
+        """
+        # What is with the journal now is there, or will not be, when this is.
+        self._compactor.commit((), lambda _durable: self._release_made(request_ids, tenant))
+
+    def _release_made(self, request_ids: Sequence[str], tenant: Tenant | None) -> None:
+        made = [cache for key in request_ids for cache in self.recall(key, tenant) if cache is not None]
+        if made:
+            releases = [Release(cache.cache_id) for cache in made]
+            self.start(releases, lambda *_: None, self.new_caller(), tenant)
+
     @property
     def num_caches(self) -> int:
         """Caches known."""
@@ -143,6 +171,11 @@ class Dispatcher:
     def operations_in_flight(self) -> int:
         """Operations waiting or running."""
         return self._caches.operations_in_flight
+
+    @property
+    def expected_wait_s(self) -> float:
+        """About how long what waits or runs will take; 0: there is a worker with nothing to do."""
+        return self._caches.expected_wait_s
 
     def start_draining(self) -> None:
         """From now on new operations are refused; those in flight go on."""
@@ -196,6 +229,35 @@ class Dispatcher:
             await asyncio.sleep(0)
         if expired:
             _log.info("leases ran out", caches=expired)
+
+    # Weights.
+
+    @property
+    def weights(self) -> int:
+        """The weights that new caches are of."""
+        return self._caches.weights
+
+    def weights_switched(self, weights: int, *, drain: bool) -> None:
+        """New caches are of other weights from now on. `drain`: those there are may be used on."""
+        self._caches.weights_switched(weights, self._clock_s(), drain=drain)
+        self._carry_out()
+
+    def weights_drained(self, weights: int) -> None:
+        """Caches of these weights may not be used any more; what was asked of them before goes on."""
+        self._caches.weights_drained(weights, self._clock_s())
+
+    def weights_ended(self, weights: int) -> None:
+        """Nothing is computed with these weights any more."""
+        self._caches.weights_ended(weights, self._clock_s())
+        self._carry_out()
+
+    def uses_of(self, weights: int) -> int:
+        """How many operations want something computed with these weights."""
+        return self._caches.uses_of(weights)
+
+    def weights_of(self, cache_id: str, tenant: Tenant | None = None) -> int | None:
+        """The weights of a tenant's cache; None: there is no such cache."""
+        return self._caches.weights_of(cache_id, tenant)
 
     # Workers.
 
@@ -292,7 +354,7 @@ class Dispatcher:
             self._guarded(on_outcome, index, outcome)
 
 
-def _cache_ids(outcome: Outcome) -> list[str]:
+def cache_ids(outcome: Outcome) -> list[str]:
     """The caches an answer speaks of."""
     if isinstance(outcome, Handles):
         return [handle.cache_id for handle in outcome.handles]
@@ -309,7 +371,7 @@ def _unseen(request: Request, outcome: Outcome | None) -> list[str]:
         is_secret = isinstance(request, Fork) and not request.request_id
     if outcome is None or isinstance(outcome, QuireError) or not is_secret:
         return []
-    return _cache_ids(outcome)
+    return cache_ids(outcome)
 
 
 def _log_failure(worker_id: str, failed: CommandFailed) -> None:

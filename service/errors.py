@@ -3,12 +3,18 @@
     QuireError
     ├── InvalidArgument        INVALID_ARGUMENT     reason and field given by the check that failed
     ├── CacheNotFound          NOT_FOUND            CACHE_NOT_FOUND
+    ├── RuntimeNotFound        NOT_FOUND            RUNTIME_NOT_FOUND
     ├── PositionMismatch       FAILED_PRECONDITION  POSITION_MISMATCH
     ├── Unsupported            FAILED_PRECONDITION  UNSUPPORTED_BY_EXECUTOR
+    ├── NoTokenizer            FAILED_PRECONDITION  NO_TOKENIZER
+    ├── WeightsChanged         FAILED_PRECONDITION  WEIGHTS_CHANGED
+    ├── LoadFailed             FAILED_PRECONDITION  LOAD_FAILED
+    ├── ExecutionLost          FAILED_PRECONDITION  EXECUTION_LOST
     ├── SequenceTooLong        OUT_OF_RANGE         SEQUENCE_TOO_LONG
     ├── TruncateBeyondEnd      OUT_OF_RANGE         TRUNCATE_BEYOND_END
     ├── KvExhausted            RESOURCE_EXHAUSTED   KV_EXHAUSTED
     ├── QueueFull              RESOURCE_EXHAUSTED   QUEUE_FULL
+    ├── TooManyExecutions      RESOURCE_EXHAUSTED   QUEUE_FULL
     ├── Overloaded             RESOURCE_EXHAUSTED   OVERLOADED
     ├── CacheLimit             RESOURCE_EXHAUSTED   CACHE_LIMIT
     ├── JournalFull            RESOURCE_EXHAUSTED   JOURNAL_FULL
@@ -17,16 +23,20 @@
     ├── SessionLimit           RESOURCE_EXHAUSTED   SESSION_LIMIT
     ├── SlowConsumer           RESOURCE_EXHAUSTED   SLOW_CONSUMER
     ├── QuotaExceeded          RESOURCE_EXHAUSTED   QUOTA
+    ├── NoMemory               RESOURCE_EXHAUSTED   NO_MEMORY
     ├── Unauthenticated        UNAUTHENTICATED      reason given by the door
     ├── RoleMissing            PERMISSION_DENIED    ROLE_MISSING
     ├── NoWorker               UNAVAILABLE          NO_WORKER
     ├── Draining               UNAVAILABLE          DRAINING
     ├── WorkerLost             UNAVAILABLE          WORKER_LOST
     ├── JournalUnavailable     UNAVAILABLE          JOURNAL_UNAVAILABLE
+    ├── ResumedElsewhere       ABORTED              RESUMED_ELSEWHERE
+    ├── Loading                ABORTED              LOADING
     ├── DeadlinePassed         DEADLINE_EXCEEDED    DEADLINE_PASSED
     ├── MessageTimeout         DEADLINE_EXCEEDED    MESSAGE_TIMEOUT
     ├── WorkerFault            INTERNAL             WORKER_FAULT
     ├── SequenceQuarantined    INTERNAL             SEQUENCE_QUARANTINED
+    ├── ProviderFailure        by the reason: PROVIDER_CODES
     └── InternalError          INTERNAL             INTERNAL
 
 Messages are written for the caller and hold only what the caller sent or may know. RetryInfo is attached only
@@ -100,6 +110,16 @@ class CacheNotFound(QuireError):
         super().__init__("no such cache: it never existed, was released, or its lease ran out")
 
 
+class RuntimeNotFound(QuireError):
+    """The configuration has no runtime of that name."""
+
+    code = "NOT_FOUND"
+    reason = "RUNTIME_NOT_FOUND"
+
+    def __init__(self) -> None:
+        super().__init__("no such runtime: ListRuntimes names those there are")
+
+
 class PositionMismatch(QuireError):
     """The stated position is neither the length nor the base of an identical last append."""
 
@@ -118,6 +138,41 @@ class Unsupported(QuireError):
 
     code = "FAILED_PRECONDITION"
     reason = "UNSUPPORTED_BY_EXECUTOR"
+
+
+class NoTokenizer(QuireError):
+    """Text was sent or wanted, and the model has no tokenizer."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "NO_TOKENIZER"
+
+    def __init__(self) -> None:
+        super().__init__("the model has no tokenizer: send and ask for tokens")
+
+
+class WeightsChanged(QuireError):
+    """The server has other weights now than those of the cache, or than those the call was checked for."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "WEIGHTS_CHANGED"
+
+    def __init__(self, *, can_be_repeated: bool = False) -> None:
+        """`can_be_repeated`: the call is about no cache of the weights before."""
+        super().__init__(
+            "the server serves other weights now: "
+            + ("nothing was applied, call again" if can_be_repeated else "this cache can only be released"),
+            retry_after_s=0.01 if can_be_repeated else None,
+        )
+
+
+class LoadFailed(QuireError):
+    """Other weights could not be loaded. What was served is served on."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "LOAD_FAILED"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; the weights before are served on")
 
 
 class SequenceTooLong(QuireError):
@@ -170,6 +225,20 @@ class QueueFull(QuireError):
     def __init__(self, limit: int, retry_after_s: float) -> None:
         super().__init__(
             f"{limit} operations are already waiting or running",
+            metadata={"limit": str(limit)},
+            retry_after_s=retry_after_s,
+        )
+
+
+class TooManyExecutions(QuireError):
+    """As many executions are under way as may be, of all or of the tenant."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "QUEUE_FULL"
+
+    def __init__(self, limit: int, retry_after_s: float, *, of_tenant: bool = False) -> None:
+        super().__init__(
+            f"{limit} executions{' of the tenant' if of_tenant else ''} are already under way",
             metadata={"limit": str(limit)},
             retry_after_s=retry_after_s,
         )
@@ -283,6 +352,20 @@ class QuotaExceeded(QuireError):
         )
 
 
+class NoMemory(QuireError):
+    """Other weights do not fit beside those that are served."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "NO_MEMORY"
+
+    def __init__(self, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(
+            f"the weights need {needed_bytes >> 20} MiB beside those that are served, and"
+            f" {available_bytes >> 20} MiB are free",
+            metadata={"needed_bytes": str(needed_bytes), "available_bytes": str(available_bytes)},
+        )
+
+
 class Unauthenticated(QuireError):
     """Nobody knows who calls. Says nothing of which tokens exist."""
 
@@ -343,14 +426,52 @@ class JournalUnavailable(QuireError):
         super().__init__("the journal cannot be written; nothing was applied", retry_after_s=1.0)
 
 
+class ResumedElsewhere(QuireError):
+    """Another client reads the execution now."""
+
+    code = "ABORTED"
+    reason = "RESUMED_ELSEWHERE"
+
+    def __init__(self) -> None:
+        super().__init__("the execution was asked for again with its request_id, and goes on there")
+
+
+class ExecutionLost(QuireError):
+    """A client has a part of an execution, and what follows it is not there any more."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "EXECUTION_LOST"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "what follows resume_after is not there any more, and made again it could be another text:"
+            " ask under another request_id"
+        )
+
+
+class Loading(QuireError):
+    """Other weights are being loaded, or those before are still in use."""
+
+    code = "ABORTED"
+    reason = "LOADING"
+
+    def __init__(self) -> None:
+        super().__init__("weights are being loaded or drained: one after the other", retry_after_s=1.0)
+
+
 class DeadlinePassed(QuireError):
-    """The call's deadline passed before its turn came."""
+    """The call's deadline passed before its turn came, or a sample's before its end."""
 
     code = "DEADLINE_EXCEEDED"
     reason = "DEADLINE_PASSED"
 
-    def __init__(self) -> None:
-        super().__init__("the deadline passed before the call's turn came; nothing was applied")
+    def __init__(self, *, has_begun: bool = False) -> None:
+        """`has_begun`: a part of a sample is there."""
+        super().__init__(
+            "the deadline passed before the sample's end; what came before stands"
+            if has_begun
+            else "the deadline passed before the call's turn came; nothing was applied"
+        )
 
 
 class MessageTimeout(QuireError):
@@ -384,6 +505,36 @@ class SequenceQuarantined(QuireError):
 
     def __init__(self) -> None:
         super().__init__("workers died while they computed this sequence; it is not computed any more")
+
+
+# What a remote provider's failure is to callers. Trouble with this server's credentials must not look like
+# trouble with theirs: UNAUTHENTICATED, PERMISSION_DENIED. INVALID_ARGUMENT would have to name a field.
+PROVIDER_CODES = {
+    "RATE_LIMITED": "RESOURCE_EXHAUSTED",
+    "BACKPRESSURE": "RESOURCE_EXHAUSTED",
+    "BUDGET_EXCEEDED": "RESOURCE_EXHAUSTED",
+    "CIRCUIT_OPEN": "UNAVAILABLE",
+    "NETWORK_ERROR": "UNAVAILABLE",
+    "SERVER_ERROR": "UNAVAILABLE",
+    "TIMEOUT": "DEADLINE_EXCEEDED",
+    "CONTEXT_LENGTH_EXCEEDED": "OUT_OF_RANGE",
+    "CONTENT_FILTERED": "FAILED_PRECONDITION",
+    "BAD_REQUEST": "FAILED_PRECONDITION",
+    "UNAUTHORIZED": "FAILED_PRECONDITION",
+    "FORBIDDEN": "FAILED_PRECONDITION",
+    "UNSUPPORTED": "FAILED_PRECONDITION",
+    "INTERNAL": "INTERNAL",
+}
+
+
+class ProviderFailure(QuireError):
+    """A runtime's provider has failed, or a runtime was not asked. `field`: of an item, what it cannot do."""
+
+    def __init__(
+        self, reason: str, message: str, *, field: str = "", retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, metadata={"field": field} if field else {}, retry_after_s=retry_after_s)
+        self.reason, self.code = reason, PROVIDER_CODES[reason]
 
 
 class InternalError(QuireError):

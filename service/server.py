@@ -15,14 +15,23 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, worker_pb2
+from quire.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    executor_pb2,
+    executor_pb2_grpc,
+    runner_pb2,
+    runner_pb2_grpc,
+    worker_pb2,
+)
 
 from service.api import admin
 from service.api.executor import ExecutorApi
+from service.api.health import HealthApi
 from service.api.interceptor import CallInterceptor
 from service.api.parsing import MessageLimits
 from service.api.reflection import add_reflection
@@ -31,10 +40,10 @@ from service.caches.effects import Claim, Event
 from service.caches.placement import WorkerView
 from service.caches.table import CacheTable, Limits
 from service.caches.tenants import Tenant
-from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config
+from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config, ConfigError
 from service.data_directory import data_directory
 from service.dispatcher import Dispatcher
-from service.doors.doors import Doors
+from service.doors.doors import Doors, current_tenant
 from service.doors.guest_watch import GuestWatch
 from service.doors.tls import server_credentials
 from service.doors.transport import server_options
@@ -44,15 +53,31 @@ from service.journal.sqlite import SqliteJournal, open_journal
 from service.logging import drain_log, get_logger
 from service.memory import MemoryReturner
 from service.pool.base import PoolFailed, WorkerSlot
+from service.pool.crew import Crew
 from service.pool.local import LocalLauncher
 from service.pool.rotation import Rotation
+from service.pool.served import Served, ServedFile, choose, from_mark, to_mark
 from service.pool.supervisor import Supervisor
+from service.runtimes.config_file import BadRuntimes, Runtimes
+from service.runtimes.config_file import load as load_runtimes
+from service.runtimes.executions import Executions
+from service.runtimes.loading import WeightsLoader
+from service.runtimes.local import LocalRuntime
+from service.runtimes.remote.runtime import RemoteRuntime
+from service.runtimes.router import Router
+from service.runtimes.servicer import RunnerApi
+from service.runtimes.sources import FindModel, Sources
+from service.text.text_model import TextModel
+
+if TYPE_CHECKING:
+    from service.openai.front import OpenAiFront
 
 _log = get_logger(__name__)
 
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 EXECUTOR_SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].full_name
-_HEALTH_NAMES = ("", EXECUTOR_SERVICE)
+RUNNER_SERVICE = runner_pb2.DESCRIPTOR.services_by_name["ModelRunnerService"].full_name
+_HEALTH_NAMES = ("", EXECUTOR_SERVICE, RUNNER_SERVICE)
 _SHIPPED_MODEL_DIR = Path(__file__).parent.parent / "workers" / "models" / SHIPPED_MODEL
 # What open streams (health watches) get after all of our own calls have ended.
 _FINAL_GRACE_S = 0.2
@@ -62,7 +87,9 @@ _POLL_INTERVAL_S = 0.02
 class Gateway:
     """Owner of all parts of one gateway; tells them of one another (a WorkerListener)."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, find_model: FindModel | None = None) -> None:
+        """`find_model`: finds models of the hub for LoadWeights. Raises JournalUnusable."""
+        self._find_model = find_model
         self.config = config
         limits = Limits(
             max_queued_operations=config.max_queued_operations,
@@ -76,28 +103,42 @@ class Gateway:
         self.doors = Doors.of(config)
         self.caches = CacheTable(limits)
         self.journal = self._open_journal(directory)
+        self.served_file = ServedFile(directory)
+        self._served_as_written = self.served_file.read()
+        of_caches, in_journal = from_mark(self.journal.model_fingerprint)
+        self.served = choose(self._served_as_written, _model_argument(config.model), in_journal)
+        self._log_served()
+        self.caches.weights = self.served.weights
         self.pool = Supervisor(
             config,
-            _model_argument(config.model),
+            self.served.model,
             LocalLauncher(directory, config.orphan_grace_s if directory is not None else 0.0),
             self,
-            expected_model=self.journal.model_fingerprint if len(self.caches) else None,
+            expected_model=of_caches if self.caches.has_weights(self.served.weights) else None,
+            weights=self.served.weights,
         )
         self.dispatcher = Dispatcher(self.caches, self.journal, self.pool.send)
         self.rotation = Rotation(self.pool, self.dispatcher)
         # Set when the server is to end.
         self.stopping = asyncio.Event()
         self.state = ServerState(config)
+        self.state.weights = self.served.weights
+        self.state.weights_of = lambda cache_id: self.dispatcher.weights_of(cache_id, current_tenant())
         self.state.has_recovered = len(self.caches) > 0
         self.state.slots = self.pool.slots
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
+        self.text = TextModel(lambda: self.state.first_ready)
+        self.router = self._new_router()
+        self.executions = Executions(self.router, self.state)
+        self.runner = RunnerApi(self.executions, self.router, self.state)
+        self.front = self._open_front() if config.openai_listen else None
         messages = MessageLimits(
             config.max_calls_per_message,
             config.max_items_per_call,
             max_seq_tokens=lambda: self.state.max_seq_tokens,
             vocab_size=lambda: self.state.vocab_size,
         )
-        self.health = health.aio.HealthServicer()
+        self.health = HealthApi()
         self.credentials = server_credentials(config)
         self.server = grpc.aio.server(
             interceptors=[CallInterceptor(messages, self.doors, self.state.reception, self.state.refusals)],
@@ -105,6 +146,40 @@ class Gateway:
         )
         self._guests: GuestWatch | None = None
         self._background: list[asyncio.Task[None]] = []
+
+    def _new_router(self) -> Router:
+        """The runtimes, and who takes a batch. Raises BadRuntimes."""
+        configured = Runtimes() if not self.config.runtimes else load_runtimes(Path(self.config.runtimes))
+        loader = WeightsLoader(
+            self.pool,
+            self.dispatcher,
+            self.state,
+            self.rotation,
+            Sources(_SHIPPED_MODEL_DIR, self._find_model),
+            self.served_file,
+            self.served.configured,
+            self._on_switch,
+        )
+        local = LocalRuntime(self.dispatcher, self.state, self.text, self.rotation, loader)
+        return Router([local, *map(RemoteRuntime, configured.providers)], configured.routing)
+
+    def _log_served(self) -> None:
+        written, served = self._served_as_written, self.served
+        if served.model != served.configured:
+            _log.info(
+                "serving the weights that were loaded last", model=served.model, configured=served.configured
+            )
+        elif written is not None and written.model != served.model:
+            _log.warning("serving what the settings name, not what was loaded last", loaded=written.model)
+
+    def _open_front(self) -> OpenAiFront:
+        """The HTTP front. Raises ConfigError without the libraries that it needs."""
+        try:
+            from service.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries are an extra
+        except ModuleNotFoundError as error:
+            allowed = f"needs {error.name}: pip install 'quire-server[openai]'"
+            raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
+        return OpenAiFront(self.executions, self.router, self.state, self.text, self.doors)
 
     def _open_journal(self, directory: Path | None) -> SqliteJournal | MemoryJournal:
         """The journal, with what it has kept in the table. Raises JournalUnusable."""
@@ -136,7 +211,10 @@ class Gateway:
         # Its data calls come from a table, which the stubs cannot see.
         servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, self.api)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, self.server)
-        names = [EXECUTOR_SERVICE, health.SERVICE_NAME]
+        runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(
+            cast(runner_pb2_grpc.ModelRunnerServiceServicer, self.runner), self.server
+        )
+        names = [EXECUTOR_SERVICE, RUNNER_SERVICE, health.SERVICE_NAME]
         if admin.is_offered(self.config):
             operators = cast(
                 admin_pb2_grpc.AdminServiceServicer,
@@ -173,6 +251,8 @@ class Gateway:
             group.create_task(self.state.reception.run(), name="reception")
             if self._guests is not None:
                 group.create_task(self._guests.run(), name="guests")
+            if self.front is not None:
+                group.create_task(self.front.run(), name="front")
             group.create_task(MemoryReturner(self.state.memory).run(), name="memory")
 
     async def drain(self) -> None:
@@ -182,12 +262,19 @@ class Gateway:
             await self._set_health(name, serving=False)
         # Load balancers see NOT_SERVING and look elsewhere while calls are still taken.
         await asyncio.sleep(self.config.lame_duck_s)
+        deadline_s = time.monotonic() + self.config.drain_grace_s
+        # Each step of an execution is an operation anew: they end first.
+        self.executions.drain()
+        while self.executions.num_unfinished and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        self.executions.end_all()
         self.dispatcher.start_draining()
         self.api.end_sessions()
-        deadline_s = time.monotonic() + self.config.drain_grace_s
         # Polled: an event for it would cost each call something, for the sake of one moment.
         while self.dispatcher.operations_in_flight and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_INTERVAL_S)
+        if self.front is not None:
+            await self.front.stop(_FINAL_GRACE_S)
         await self.server.stop(_FINAL_GRACE_S)
 
     # WorkerListener.
@@ -199,10 +286,34 @@ class Gateway:
     def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
         """Tells the parts of a worker that can serve."""
         assert slot.ready is not None
-        self.state.worker_became_ready(slot.ready)
-        self.journal.bind_model(slot.ready.model.fingerprint)
-        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready), kept)
+        self.state.worker_became_ready(slot.ready, slot.weights)
+        if slot.weights == self.dispatcher.weights:
+            self._bind(slot.ready.model.fingerprint, slot.weights)
+            self._write_served()
+        view = _view_of(slot.worker_id, slot.epoch, slot.ready, slot.weights)
+        self.dispatcher.worker_ready(view, kept)
         self._publish_health()
+
+    def _on_switch(self, crew: Crew) -> None:
+        """These weights are served from now on."""
+        self._served_as_written = self.served = Served(self.served.configured, crew.model, crew.weights)
+        self._bind(crew.fingerprint or "", crew.weights)
+        self.state.slots = crew.slots
+        self._publish_health()
+
+    def _write_served(self) -> None:
+        """The settings name something else than when weights were loaded, and it can be served."""
+        if self._served_as_written in (None, self.served):
+            return
+        try:
+            # Once, before anybody calls.
+            self.served_file.write(self.served)
+            self._served_as_written = self.served
+        except OSError as error:
+            _log.warning("it cannot be written down which weights are served", error=error.strerror)
+
+    def _bind(self, fingerprint: str, weights: int) -> None:
+        self.journal.bind_model(to_mark(fingerprint, weights))
 
     def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
         """Tells the parts of a worker that is gone."""
@@ -229,7 +340,7 @@ class Gateway:
         await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
 
-def _view_of(worker_id: str, epoch: int, ready: worker_pb2.WorkerReady) -> WorkerView:
+def _view_of(worker_id: str, epoch: int, ready: worker_pb2.WorkerReady, weights: int = 0) -> WorkerView:
     """What the caches need to know of a worker."""
     return WorkerView(
         worker_id,
@@ -238,6 +349,7 @@ def _view_of(worker_id: str, epoch: int, ready: worker_pb2.WorkerReady) -> Worke
         pages_total=ready.pages_total,
         capacity_tokens=ready.executor.kv_capacity_tokens,
         pages_available=ready.pages_total,
+        weights=weights,
     )
 
 
@@ -248,23 +360,33 @@ def _model_argument(model: str) -> str:
     return str(_SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model).resolve())
 
 
-async def serve(config: Config) -> int:
+async def serve(config: Config, find_model: FindModel | None = None) -> int:
     """Runs a gateway until a signal ends it. Returns the process's exit status.
 
-    The descriptors for it are the caller's matter: see `with_descriptors`.
+    The descriptors for it are the caller's matter: see `with_descriptors`. `find_model`: see `Gateway`.
     """
     try:
-        gateway = Gateway(config)
+        gateway = Gateway(config, find_model)
     except JournalUnusable as error:
         _log.error("cannot use the journal", error=str(error))
         return 1
+    except BadRuntimes as error:
+        _log.error("cannot use the runtimes", error=str(error))
+        return 2
     try:
         port = await gateway.start()
     except RuntimeError:
         _log.error("cannot listen", listen=config.listen, error=why_not_listening(config.listen))
         return 1
-    listen = f"{config.listen.rpartition(':')[0]}:{port}" if port > 1 else config.listen
-    _log.info("listening", listen=listen, model=config.model, workers=config.workers)
+    if gateway.front is not None:
+        try:
+            http_port = gateway.front.bind()
+        except OSError as error:
+            _log.error("cannot listen", listen=config.openai_listen, error=error.strerror)
+            await gateway.server.stop(0)
+            return 1
+        _log.info("listening for HTTP", listen=_listen(config.openai_listen, http_port))
+    _log.info("listening", listen=_listen(config.listen, port), model=config.model, workers=config.workers)
     _stop_on_signals(gateway)
     workers = asyncio.create_task(gateway.run_workers(), name="workers")
     stopping = asyncio.create_task(gateway.stopping.wait())
@@ -280,10 +402,17 @@ async def serve(config: Config) -> int:
     workers.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await workers
+    await gateway.router.close()
+    gateway.text.close()
     # What the last answers rest on; it has been written already, as a rule.
     gateway.journal.close()
     _log.info("stopped")
     return status
+
+
+def _listen(address: str, port: int) -> str:
+    """An address with the port that it took; that of a Unix socket as it is."""
+    return f"{address.rpartition(':')[0]}:{port}" if port > 1 else address
 
 
 def why_not_listening(listen: str) -> str:

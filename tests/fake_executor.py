@@ -1,4 +1,4 @@
-"""An executor service in this process for tests of clients: keeps token lists, computes nothing.
+"""The services in this process for tests of clients: keeps token lists, computes nothing.
 
 After a cache's tokens t comes the token `script[len(t) - prompt length]` while the script lasts, then
 `sum(t) % VOCAB`. Steps are fenced like the real ones. Failures are planted, before or after a call takes
@@ -20,7 +20,11 @@ from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
-from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
+from tokenizers import Tokenizer
+
+from service.runtimes.sample import Plan, Sample
+from service.text.stops import StopTexts
 
 VOCAB = 1000
 EOS = 999
@@ -57,7 +61,9 @@ def rich_status(
     return status
 
 
-class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
+class FakeExecutor(
+    executor_pb2_grpc.ModelExecutorServiceServicer, runner_pb2_grpc.ModelRunnerServiceServicer
+):
     """See the module. `calls` has every request by method, `caches` the tokens of every live cache."""
 
     def __init__(self) -> None:
@@ -72,6 +78,8 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
         self.max_seq_len = 4096
         self.decode_delay_s = 0.0
         self.decoding = threading.Event()
+        # An execution has ended, however it did.
+        self.ended = threading.Event()
         self._prompt_len: dict[str, int] = {}
         self._by_request_id: dict[str, str] = {}
         self._forked: dict[str, list[str]] = {}
@@ -218,16 +226,62 @@ class FakeExecutor(executor_pb2_grpc.ModelExecutorServiceServicer):
                 uptime_ms=61_000,
             )
 
+    def Execute(self, request: Any, context: Any) -> Iterator[runner_pb2.ExecuteResponse]:
+        """One item after another. A failure of "Step" is one of the item at its next step."""
+        with self._call("Execute", request, context):
+            pass
+        yield runner_pb2.ExecuteResponse(started=runner_pb2.ExecutionStarted(runtime="local"))
+        for item in request.items:
+            cache_id = f"execution-{item.item_id}"
+            self.caches[cache_id] = list(item.tokens.token_ids)
+            self._prompt_len[cache_id] = len(item.tokens.token_ids)
+            try:
+                for chunk in self._steps(cache_id, item, context):
+                    yield runner_pb2.ExecuteResponse(chunks=[chunk])
+            finally:
+                del self.caches[cache_id]
+                self.ended.set()
+
+    def _steps(self, cache_id: str, item: Any, context: Any) -> Iterator[runner_pb2.SampleChunk]:
+        tokens = self.caches[cache_id]
+        room = self.max_seq_len - len(tokens) + 1
+        plan = Plan(
+            item_id=item.item_id,
+            prompt=list(tokens),
+            max_tokens=min(item.max_tokens or room, room),
+            end_ids=frozenset({EOS}),
+            stops=StopTexts(item.stop),
+            tokenizer=Tokenizer.from_buffer(self.tokenizer_json) if self.tokenizer_json else None,
+            with_logprobs=item.logprobs,
+        )
+        sample = Sample(plan, 0)
+        while not sample.is_finished and context.is_active():
+            self.decoding.set()
+            time.sleep(self.decode_delay_s)
+            if self._before["Step"]:
+                yield sample.fail(self._before["Step"].pop(0))
+                return
+            output = self._output(cache_id)
+            tokens.append(output.token_id)
+            yield sample.take(output.token_id, output)
+
     def _unimplemented(self, request: Any, context: Any) -> NoReturn:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "not needed by any test")
         raise AssertionError("abort raises")
 
     BatchPrefill: Any = _unimplemented
+    BatchForward: Any = _unimplemented
     UnifiedForward: Any = _unimplemented
     ListCaches: Any = _unimplemented
     GetCacheMetrics: Any = _unimplemented
     GetLoraMetrics: Any = _unimplemented
     Session: Any = _unimplemented
+    ListRuntimes: Any = _unimplemented
+    GetRuntime: Any = _unimplemented
+    EstimateCost: Any = _unimplemented
+    CancelExecution: Any = _unimplemented
+    LoadWeights: Any = _unimplemented
+    RebuildSession: Any = _unimplemented
 
     @contextmanager
     def _call(self, method: str, request: Any, context: Any) -> Iterator[None]:
@@ -275,6 +329,7 @@ def serving(executor: FakeExecutor) -> Iterator[str]:
     """Serves `executor` on a free port. Yields the target."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, server)
+    runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(executor, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

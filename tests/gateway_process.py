@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 from quire.v1 import executor_pb2
 
 from benchmarks import checkout, gateway_process
@@ -37,6 +39,14 @@ class GatewayProcess(gateway_process.GatewayProcess):
         while not condition():
             assert time.monotonic() < give_up_s, f"it never happened:\n{self.log()}"
             time.sleep(0.01)
+
+    def worker_processes(self) -> set[psutil.Process]:
+        """Those of its workers that run. One that is being replaced has no process, or one that is gone."""
+        running = set()
+        for worker in self.status().workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                running.add(psutil.Process(worker.pid))
+        return running
 
     def wait_until_in_flight(self, count: int) -> None:
         """Until at least so many operations are."""

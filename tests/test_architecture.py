@@ -25,6 +25,9 @@ WORKER_LAYERS = (
         "step_shares",
         "forward_queue",
         "coalescing",
+        "run_ahead",
+        "underway",
+        "distribution",
         "batch",
         "running",
         "keeping",
@@ -81,14 +84,25 @@ SERVICE_ROOMS = {
         "service.pool.rotation",
         "service.printable", "service.running_clock",
     ),
+    "service.text": ("service.errors", "service.logging", "service.printable"),
+    "service.runtimes": (
+        "service.api", "service.caches.requests", "service.caches.tenants", "service.config",
+        "service.dispatcher", "service.doors", "service.errors", "service.logging", "service.pool",
+        "service.text",
+    ),
+    "service.openai": (
+        "service.api", "service.config", "service.doors", "service.errors", "service.logging",
+        "service.printable", "service.runtimes", "service.text",
+    ),
     "service.server": (
         "service.api", "service.caches", "service.config", "service.data_directory", "service.dispatcher",
         "service.doors",
-        "service.journal", "service.logging", "service.memory", "service.pool",
+        "service.journal", "service.logging", "service.memory", "service.openai", "service.pool",
+        "service.runtimes", "service.text",
     ),
     "service.cli": (
-        "service.config", "service.doors.descriptors", "service.doors.tokens", "service.logging",
-        "service.printable", "service.server",
+        "service.config", "service.doors.descriptors", "service.doors.tokens", "service.errors",
+        "service.logging", "service.printable", "service.server", "service.text",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.
@@ -226,7 +240,12 @@ def test_the_caches_know_no_messages() -> None:
 
 def test_only_the_pool_speaks_with_workers() -> None:
     """Others read the answers and descriptions that pass through them."""
-    readers = ("service.api.answers", "service.api.server_state", "service.server")
+    readers = (
+        "service.api.answers",
+        "service.api.server_state",
+        "service.server",
+        "service.text.text_model",
+    )
     assert offenders("service", ("quire.v1.worker_pb2",), ("service.pool", *readers)) == []
     assert offenders("service", ("quire.v1.worker_pb2_grpc",), ("service.pool.link",)) == []
 

@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from workers.models.inputs import AttentionBatch, ForwardInputs
-from workers.operations import Kind
+from workers.operations import GREEDY, Forward, OutputSpec, RowChoice
 from workers.running import Chunk
-from workers.sampling import SamplingRow
+from workers.sampling import Draft, SamplingRow
+
+_LIKE_ALL = RowChoice()
 
 
 def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
@@ -69,28 +71,48 @@ def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:
     for chunk in chunks:
         op, committed = chunk.op, len(chunk.running.sequence)
         history: Sequence[int] | NDArray[np.int64] = ()
-        if chunk.wanted and op.output.sampling is not None and op.output.sampling.has_penalty:
+        if chunk.told and op.output.sampling is not None and op.output.sampling.has_penalty:
             # One for all rows of the chunk: each of them a history of its own would cost tokens x rows.
             history = np.concatenate([chunk.running.sequence.token_ids.as_array(), chunk.token_ids])
-        for index in chunk.wanted:
+        # The first ones only say how likely the next token was.
+        rows += [SamplingRow()] * (chunk.rows - chunk.told)
+        for index in range(chunk.count - chunk.told, chunk.count):
             # The chosen token would stand at this position; the tokens before it are its history.
             position = committed + index + 1
+            choice = op.choices[chunk.start + index] if op.choices else _LIKE_ALL
+            draft = None
+            if choice.draft is not None:
+                draft = Draft(op.token_ids[chunk.start + index + 1], choice.draft)
             rows.append(
                 SamplingRow(
                     spec=op.output.sampling,
-                    mask=op.output.mask,
+                    mask=choice.mask or op.output.mask,
+                    draft=draft,
                     position=position,
                     history=history,
                     history_len=min(position, len(history)),
-                    prompt_len=op.prompt_len,
+                    prompt_len=_counted_from(op),
                 )
             )
     return rows
 
 
-def score_targets(chunk: Chunk) -> list[int]:
-    """Of a scoring operation: the token that really follows each wanted one; none after the last."""
-    if chunk.op.kind is not Kind.SCORE:
-        return []
-    first, end = chunk.start + chunk.wanted.start, chunk.start + chunk.count
-    return list(chunk.op.token_ids[first + 1 : end + 1])
+def _counted_from(op: Forward) -> int:
+    """Where the tokens begin that frequency and presence penalties count."""
+    sampling = op.output.sampling
+    return op.prompt_len if sampling is None or sampling.penalty_from is None else sampling.penalty_from
+
+
+def output_specs(chunks: Sequence[Chunk]) -> list[OutputSpec]:
+    """What is to be said of each wanted row; R entries in the order of `ForwardInputs.wanted_rows`."""
+    specs: list[OutputSpec] = []
+    for chunk in chunks:
+        specs += [GREEDY] * (chunk.rows - chunk.told) + [chunk.op.output] * chunk.told
+    return specs
+
+
+def score_targets(chunk: Chunk) -> tuple[int, list[int]]:
+    """The scored tokens that follow wanted ones of a chunk, and how many of its wanted rows come before."""
+    op, first_row = chunk.op, chunk.start + chunk.wanted.start
+    first_scored = max(first_row + 1, len(op.token_ids) - op.scored)
+    return first_scored - first_row - 1, list(op.token_ids[first_scored : chunk.start + chunk.count + 1])

@@ -29,6 +29,8 @@ _BUSY_GAP_NS = _BUSY_WAIT_NS
 # How many messages the mean gap between two of them remembers, about.
 _GAP_MEMORY = 8
 _LONGEST_GAP_NS = 10_000_000
+# More sequences than are answered within a few steps.
+_REMEMBERED = 1 << 14
 
 
 class CoalescingWindow:
@@ -41,6 +43,8 @@ class CoalescingWindow:
         self._unhurried: set[int] = set()
         # Came back in time after their last answer.
         self._prompt: set[int] = set()
+        # Answered by the last steps and not taken since: until when it would have been back in time.
+        self._in_time: dict[int, int] = {}
         # Answered a moment ago and not back yet, by when that was, the oldest first.
         self._away: dict[int, int] = {}
         self._closes_ns = 0
@@ -57,10 +61,14 @@ class CoalescingWindow:
             if self._away[sequence] > now_ns - _MAX_WAIT_NS:
                 break
             del self._away[sequence]
+        self._closes_ns = now_ns + min(int(step_ns * _MAX_SHARE), _MAX_WAIT_NS)
         for sequence in answered:
             (self._expected if sequence in self._prompt else self._unhurried).add(sequence)
             self._away[sequence] = now_ns
-        self._closes_ns = now_ns + min(int(step_ns * _MAX_SHARE), _MAX_WAIT_NS)
+            self._in_time[sequence] = self._closes_ns
+        # Who has gone for good is not remembered for long.
+        while len(self._in_time) > _REMEMBERED:
+            del self._in_time[next(iter(self._in_time))]
         self._busy_closes_ns = now_ns + _BUSY_WAIT_NS
 
     def message(self, now_ns: int) -> None:
@@ -69,10 +77,13 @@ class CoalescingWindow:
         self._mean_gap_ns += (gap_ns - self._mean_gap_ns) // _GAP_MEMORY
         self._last_message_ns = now_ns
 
-    def arrived(self, sequence: int, now_ns: int) -> None:
-        """A sequence has its next operation. If it was answered just now, it will be waited for next time."""
-        answered_last = sequence in self._expected or sequence in self._unhurried
-        if answered_last and now_ns <= self._closes_ns:
+    def arrived(self, sequence: int, came_ns: int) -> None:
+        """A sequence has its next operation, which came then. If in time, it is waited for next time.
+
+        It may have been taken a step later than it came: callers in two halves, each of which comes back
+        while the other's step runs, would otherwise never share one.
+        """
+        if came_ns <= self._in_time.pop(sequence, 0):
             self._prompt.add(sequence)
         self._expected.discard(sequence)
         self._unhurried.discard(sequence)
@@ -83,6 +94,7 @@ class CoalescingWindow:
         self._expected.discard(sequence)
         self._unhurried.discard(sequence)
         self._prompt.discard(sequence)
+        self._in_time.pop(sequence, None)
         self._away.pop(sequence, None)
 
     def remaining_ns(self, now_ns: int, waiting: int) -> int:

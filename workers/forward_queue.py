@@ -18,7 +18,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from workers.operations import Forward, Priority
-from workers.running import RunningForward
+from workers.running import Behind, RunningForward
 
 # A forward with no more tokens than this to go is short.
 SHORT_TOKENS = 16
@@ -31,7 +31,7 @@ _HEAD_STARTS = {Priority.LOW: -1, Priority.NORMAL: 0, Priority.HIGH: 1}
 
 @dataclass(slots=True, eq=False)
 class QueuedForward:
-    """A forward held. Changed by `ForwardQueue` only, but for `step`; `running` belongs to the engine."""
+    """A forward held. The scheduler has its notes here, and `running` is the engine's."""
 
     arrival: int
     op: Forward
@@ -46,6 +46,8 @@ class QueuedForward:
     in_line: bool = False
     # What it has become; None before it has begun.
     running: RunningForward | None = None
+    # While it waits for what another one computes: the scheduler's note.
+    behind: Behind | None = None
     # The last step it was put in: the scheduler's note.
     step: int = -1
 
@@ -62,7 +64,7 @@ class QueuedForward:
 
 def cost_of(op: Forward, tokens: int) -> int:
     """What the last `tokens` of a forward cost a step: its tokens, and its rows by their weight."""
-    return tokens + min(op.rows, tokens) * op.output.row_weight
+    return tokens + min(op.wanted_rows, tokens) * op.output.row_weight
 
 
 by_arrival = attrgetter("arrival")

@@ -8,6 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Kind(enum.Enum):
@@ -67,6 +72,8 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
+    # Where frequency and presence penalties begin to count; None: behind the prompt.
+    penalty_from: int | None = None
 
     @property
     def has_penalty(self) -> bool:
@@ -88,6 +95,27 @@ class TokenMask:
     allowed: Sequence[int] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftProbabilities:
+    """What another model drew a token from.
+
+    Attributes:
+        ids: [n] int64, ascending; None: all tokens of the vocabulary.
+        probabilities: [n] float64, together 1.
+    """
+
+    ids: NDArray[np.int64] | None
+    probabilities: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowChoice:
+    """How one row of a verify differs: a mask of its own, and what the next token was drawn from."""
+
+    mask: TokenMask | None = None
+    draft: DraftProbabilities | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
     """What to compute and return for each wanted row. A token is always chosen."""
@@ -98,6 +126,8 @@ class OutputSpec:
     logprob: bool = False
     sampling: Sampling | None = None
     mask: TokenMask | None = None
+    # The log-probability of the chosen token in the distribution that it was drawn from.
+    sampled_logprob: bool = False
 
     @property
     def row_weight(self) -> int:
@@ -118,6 +148,7 @@ class RowOutput:
 
     token_id: int
     logprob: float | None = None
+    sampled_logprob: float | None = None
     top_ids: Sequence[int] = ()
     top_logprobs: Sequence[float] = ()
     chosen_logprobs: Sequence[float] = ()
@@ -130,7 +161,8 @@ class RowOutput:
 class Forward:
     """Append `token_ids` to `sequence` at `position`: the one primitive.
 
-    `rows` of its last tokens have an output: 0 none, 1 the last, len(token_ids) all.
+    `rows` of its last tokens have an output: 0 none, 1 the last, len(token_ids) all. `scored` of its last
+    tokens are answered with their log-probabilities behind those before them: all but the first can be.
     """
 
     op_id: int
@@ -151,6 +183,16 @@ class Forward:
     # time.monotonic_ns() after which it is not started any more. None: no limit.
     deadline_ns: int | None = None
     arrived_ns: int = 0
+    # The chosen token is expected to be appended next, with the same output: see `run_ahead`.
+    run_ahead: bool = False
+    scored: int = 0
+    # One for each token, or empty.
+    choices: Sequence[RowChoice] = ()
+
+    @property
+    def wanted_rows(self) -> int:
+        """Of how many of the last tokens the row of logits is computed. The row before a token scores it."""
+        return max(self.rows, self.scored + 1) if self.scored else self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +286,9 @@ class ForwardDone:
     outputs: Sequence[RowOutput]
     kept: int
     reused: int
+    # Of the scored tokens: the log-probability, and whether no other token was more likely.
     token_logprobs: Sequence[float]
+    token_is_argmax: Sequence[bool]
     queue_ns: int
     compute_ns: int
     steps: int

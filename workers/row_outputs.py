@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,15 +62,23 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
     return outputs
 
 
-def score_tokens(logits: Tensor, targets: Tensor) -> list[float]:
-    """The log-probability of one given token in each row.
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Of given tokens: how likely they were (-inf: ruled out), and whether no other token was more likely."""
+
+    logprobs: list[float]
+    is_argmax: list[bool]
+
+
+def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
+    """What rows say of one given token each.
 
     Args:
         logits: [R, V] floating point. Not modified.
         targets: [R] int64 in [0, V), any device.
 
     Returns:
-        R floats; -inf where the model rules the token out.
+        R of both.
 
     Raises:
         ValueError: shapes do not fit.
@@ -79,14 +88,16 @@ def score_tokens(logits: Tensor, targets: Tensor) -> list[float]:
         raise ValueError(f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}")
     targets = targets.to(logits.device)
     scores: list[float] = []
+    is_argmax: list[bool] = []
     for start in range(0, logits.shape[0], _ROWS_AT_A_TIME):
         end = start + _ROWS_AT_A_TIME
-        logprobs = torch.log_softmax(logits[start:end].float(), dim=-1)
-        scores += logprobs.gather(1, targets[start:end].unsqueeze(1)).flatten().tolist()
+        block, wanted = logits[start:end].float(), targets[start:end].unsqueeze(1)
+        scores += torch.log_softmax(block, dim=-1).gather(1, wanted).flatten().tolist()
+        is_argmax += (block.gather(1, wanted).flatten() >= block.amax(dim=-1)).tolist()
     bad = [row for row, score in enumerate(scores) if math.isnan(score)]
     if bad:
         raise BadLogitsError(bad)
-    return scores
+    return TokenScores(scores, is_argmax)
 
 
 def encode_logits(row: Tensor, number_format: LogitsFormat) -> bytes:

@@ -25,11 +25,20 @@ class RunningForward:
     steps: int = 0
     outputs: list[RowOutput] = field(default_factory=list)
     token_logprobs: list[float] = field(default_factory=list)
+    token_is_argmax: list[bool] = field(default_factory=list)
 
     @property
     def remaining(self) -> int:
         """Tokens not yet in the cache."""
         return len(self.op.token_ids) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A forward had better begin when another, which has begun, has computed so many of its tokens."""
+
+    op_id: int
+    computed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +61,17 @@ class Chunk:
 
     @property
     def rows(self) -> int:
-        """How many of them have an output: the last ones, as far as they are among the op's last `rows`."""
-        first_wanted = len(self.op.token_ids) - self.op.rows
-        return max(0, self.start + self.count - max(self.start, first_wanted))
+        """Of how many of them the row of logits is computed: the last ones, as far as the op wants them."""
+        return self._last(self.op.wanted_rows)
+
+    @property
+    def told(self) -> int:
+        """How many of these rows have an output: the last ones. The others only score what follows."""
+        return self._last(self.op.rows)
+
+    def _last(self, count: int) -> int:
+        """How many of the op's last `count` tokens are in the chunk."""
+        return max(0, self.start + self.count - max(self.start, len(self.op.token_ids) - count))
 
     @property
     def wanted(self) -> range:

@@ -13,8 +13,11 @@ ids beyond the vocabulary are passed over, so that one row never takes the batch
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from workers.counter_rng import GUMBEL_MAX, gumbel, mix_key
 from workers.logit_settings import HistoryCounter, Ids, Masks, TokenCounts, in_vocabulary
-from workers.operations import Sampling, TokenMask
+from workers.operations import DraftProbabilities, Sampling, TokenMask
 
 _NEG_INF = float("-inf")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -38,8 +41,27 @@ _TOP_P_CUTS = (3.0, 6.0, 9.0, 12.0)
 _SMALL_RACE = 2048
 _RACE_HEAD = 4.0
 
+# Logits that are worth a thread: a millisecond or so.
+_LEAST_OF_A_THREAD = 1 << 17
+
 Row = NDArray[np.float32]  # [V] logits
 Reals = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A token that another model drew, and what from."""
+
+    token_id: int
+    drawn_from: DraftProbabilities
+
+    def of(self, token_ids: Ids) -> Reals:
+        """[n] how likely each of these tokens was there."""
+        ids, probabilities = self.drawn_from.ids, self.drawn_from.probabilities
+        if ids is None:
+            return probabilities[token_ids]
+        at = np.minimum(np.searchsorted(ids, token_ids), len(ids) - 1)
+        return np.where(ids[at] == token_ids, probabilities[at], 0.0)
 
 
 class SamplingError(Exception):
@@ -80,6 +102,7 @@ class SamplingRow:
         history: every token of the sequence before it; read only where a penalty is set. Rows of one
             forward share it, and it may go on beyond this one's.
         history_len: the tokens of `history` that are before it; None: all.
+        draft: the token that stands there already, and what it was drawn from; `distribution` chooses then.
         prompt_len: the tokens of `history` that frequency and presence penalties do not count.
     """
 
@@ -89,6 +112,7 @@ class SamplingRow:
     history: Sequence[int] | Ids = ()
     prompt_len: int = 0
     history_len: int | None = None
+    draft: Draft | None = None
 
     def counts(self, counter: HistoryCounter) -> TokenCounts:
         """The tokens before it."""
@@ -117,29 +141,64 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if not finite.all():
         raise BadLogitsError((~finite).nonzero().flatten().tolist())
 
-    chosen_ids: dict[int, int] = {}
-    forbidden: list[int] = []
-    masks, counter = Masks(logits.shape[1]), HistoryCounter(logits.shape[1])
-    for index, row in enumerate(rows):
-        spec = row.spec or _GREEDY
-        if row.mask is None and spec.temperature <= 0 and not spec.changes_logits:
-            continue
-        values = logits[index].cpu().numpy()
-        if row.mask is not None:
-            values = np.where(masks.allowed(row.mask), values, np.float32(_NEG_INF))
-        if spec.changes_logits:
-            values = _adjusted(values, spec, row.counts(counter) if spec.has_penalty else None)
-        token = _choose_one(values, row, spec)
-        if token is None:
-            forbidden.append(index)
-        else:
-            chosen_ids[index] = token
+    others = [index for index, row in enumerate(rows) if not _is_greedy(row)]
+    found = _choose_others(logits, rows, others)
+    forbidden = [index for index, token in zip(others, found, strict=True) if token is None]
     if forbidden:
         raise NothingAllowedError(forbidden)
-    if chosen_ids:
-        where = torch.tensor(list(chosen_ids), device=logits.device)
-        chosen[where] = torch.tensor(list(chosen_ids.values()), device=logits.device)
+    if others:
+        chosen[torch.tensor(others, device=logits.device)] = torch.tensor(found, device=logits.device)
     return chosen
+
+
+def _is_greedy(row: SamplingRow) -> bool:
+    """Whether the most likely token is chosen, whatever else is set."""
+    spec = row.spec or _GREEDY
+    return row.mask is None and spec.temperature <= 0 and not spec.changes_logits
+
+
+def _choose_others(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequence[int]) -> list[int | None]:
+    """The tokens of rows that settings choose, in the order of `indexes`; None: nothing is allowed.
+
+    A row of a large vocabulary takes milliseconds, in which numpy lets other threads run: several are chosen
+    at once. A row's token does not depend on what is beside it.
+    """
+    parts = min(torch.get_num_threads(), len(indexes) * logits.shape[1] // _LEAST_OF_A_THREAD)
+    if parts < 2:
+        return _choose_some(logits, rows, indexes)
+    # Neighbours stay together: they share masks and histories.
+    cuts = [len(indexes) * part // parts for part in range(parts + 1)]
+    some = [indexes[first:end] for first, end in itertools.pairwise(cuts)]
+    tokens = _threads(parts).map(lambda part: _choose_some(logits, rows, part), some)
+    return list(itertools.chain.from_iterable(tokens))
+
+
+def _choose_some(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequence[int]) -> list[int | None]:
+    masks, counter = Masks(logits.shape[1]), HistoryCounter(logits.shape[1])
+    return [
+        _choose_one(
+            adjusted(logits[index].cpu().numpy(), rows[index], masks, counter),
+            rows[index],
+            rows[index].spec or _GREEDY,
+        )
+        for index in indexes
+    ]
+
+
+@functools.cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="sampling")
+
+
+def adjusted(logits: Row, row: SamplingRow, masks: Masks, counter: HistoryCounter) -> Row:
+    """Logits after mask, bias and penalties: [V] float32; those that were given if there are none."""
+    spec = row.spec or _GREEDY
+    values = logits
+    if row.mask is not None:
+        values = np.where(masks.allowed(row.mask), values, np.float32(_NEG_INF))
+    if spec.changes_logits:
+        values = _adjusted(values, spec, row.counts(counter) if spec.has_penalty else None)
+    return values
 
 
 def best_k(row: Row, k: int) -> Ids:

@@ -27,14 +27,19 @@ from dataclasses import dataclass
 from workers.forward_queue import SHORT_TOKENS, ForwardQueue, Lane, QueuedForward
 from workers.operations import Forward, Kind
 from workers.prefill_share import PrefillShare
-from workers.running import Chunk, RunningForward
+from workers.running import Behind, Chunk, RunningForward
 from workers.step_shares import StepShares
 
-# Starts a forward: what it has become, or None if it could not begin, which is answered already.
-Begin = Callable[[Forward], RunningForward | None]
+# Starts a forward: what it has become, or what it waits for first, or None if it could not begin, which is
+# answered already.
+Begin = Callable[[Forward], RunningForward | Behind | None]
 
 # One n-th of a step is held back for the first long forward.
 LONG_SHARE = 4
+
+# So many forwards that wait for others may be found in a step, in each lane: to see that of one costs as much
+# as its prompt is long, and all others wait meanwhile.
+_MOST_FOUND_WAITING = 16
 
 # So many steps longer than without priorities somebody may have to wait for those of higher priority.
 HEAD_START_STEPS = 64
@@ -147,8 +152,10 @@ class Scheduler:
         """Queue `op`. Raises ValueError for an op_id that is held, or an op without tokens for its rows."""
         if self._queue.get(op.op_id) is not None:
             raise ValueError(f"operation {op.op_id} is queued already")
-        if not op.token_ids or not 0 <= op.rows <= len(op.token_ids):
-            raise ValueError(f"operation {op.op_id} wants {op.rows} rows of {len(op.token_ids)} tokens")
+        if not op.token_ids or not 0 <= op.wanted_rows <= len(op.token_ids):
+            raise ValueError(
+                f"operation {op.op_id} wants {op.wanted_rows} rows of {len(op.token_ids)} tokens"
+            )
         self._queue.add(op)
 
     def remove(self, op_id: int) -> QueuedForward | None:
@@ -172,8 +179,9 @@ class Scheduler:
         """Choose the next step. Empty if nothing is held, or forwards failed to begin.
 
         `begin(op)` is called once for each forward, when there is budget for its first token. It must leave a
-        token to compute. If it returns None the forward leaves the scheduler; if it raises, nothing is lost
-        and the forward is begun again in a later step.
+        token to compute. If it returns None the forward leaves the scheduler; if what it is behind, it is
+        called again when that is computed; if it raises, nothing is lost and the forward is begun again in a
+        later step.
         """
         expired = self._queue.expire(now_ns)
         self._steps += 1
@@ -252,16 +260,24 @@ class Scheduler:
         stays that of the batch.
         """
         placed_before = len(chunks)
-        i = 0
+        i = found_waiting = 0
         while i < len(lane.line):
             entry = lane.line[i]
             if entry.step == self._steps or (lane is self._queue.short and self._shares.is_spent(entry)):
+                i += 1
+                continue
+            if self._waits(entry):
                 i += 1
                 continue
             if self._fit(entry, budget) == 0:
                 break
             running = entry.running or self._begin(entry, begin)
             if running is None:
+                # It has left, or it waits.
+                i += entry.behind is not None
+                found_waiting += entry.behind is not None
+                if found_waiting == _MOST_FOUND_WAITING:
+                    break
                 continue
             count = self._fit(entry, budget)
             if count == 0:
@@ -276,9 +292,12 @@ class Scheduler:
         return len(chunks) > placed_before
 
     def _begin(self, entry: QueuedForward, begin: Begin) -> RunningForward | None:
-        """Begin `entry`, which may change lanes by that. None if it fails to begin, and so has left."""
-        entry.lane.turn(entry.tag, entry.cost)  # Also of one that fails to begin.
+        """Begin `entry`, which may change lanes by that. None: it waits, or it failed and has left."""
         running = begin(entry.op)
+        if isinstance(running, Behind):
+            entry.behind = running
+            return None
+        entry.lane.turn(entry.tag, entry.cost)  # Also of one that fails to begin.
         if running is None:
             self._queue.leave(entry)
         elif running.remaining < 1:
@@ -287,6 +306,15 @@ class Scheduler:
         else:
             self._queue.mark_begun(entry, running)
         return running
+
+    def _waits(self, entry: QueuedForward) -> bool:
+        """Whether another forward has still to compute what this one can use."""
+        if entry.behind is None:
+            return False
+        first = self._queue.get(entry.behind.op_id)
+        if first is None or first.running is None or first.running.computed >= entry.behind.computed:
+            entry.behind = None
+        return entry.behind is not None
 
     def _fit(self, entry: QueuedForward, budget: _Budget) -> int:
         """Return how many tokens of `entry` fit into `budget`: 0 if none."""
@@ -312,4 +340,4 @@ class Scheduler:
 
 def _tokens_before_rows(entry: QueuedForward) -> int:
     """How many of the tokens to go come before the first that has a row."""
-    return max(0, entry.remaining - entry.op.rows)
+    return max(0, entry.remaining - entry.op.wanted_rows)

@@ -118,7 +118,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                 )
             executor.warmup()
             scheduler = self._make_scheduler(executor)
-            steps = StepLoop(executor.engine, scheduler, self._emit)
+            able = executor.capabilities()
+            steps = StepLoop(
+                executor.engine,
+                scheduler,
+                self._emit,
+                able.kv_capacity_tokens,
+                # On a CPU a step takes the cores from those who bring the next commands.
+                guesses_untold=not able.device.startswith("cpu"),
+            )
             self._loop.call_soon_threadsafe(self._became_ready, executor, scheduler, steps)
             steps.run()
             executor.shutdown()

@@ -2,7 +2,8 @@
 
 One thread owns the engine and the scheduler, and everything in them. Commands come in through a queue in
 batches; between two steps all that have come are taken, so that whatever arrived together runs together.
-Results go out once per step. What a cancelled or failed operation did is rolled back before the next step.
+Results go out once per step, and before it what is known already. What a cancelled or failed operation did is
+rolled back before the next step.
 
 It does not know protobuf, sockets or the event loop: `server.py` does.
 """
@@ -31,14 +32,16 @@ from workers.operations import (
     FailureReason,
     Fork,
     Forward,
+    ForwardDone,
     IntegrityReport,
     Release,
     Result,
     StartOver,
     Truncate,
 )
+from workers.run_ahead import PATIENCE_S, RunAhead, is_guess
 from workers.runners.base import DeviceLostError
-from workers.running import Chunk, RunningForward
+from workers.running import Behind, Chunk, RunningForward
 from workers.scheduler import Scheduler
 
 _log = structlog.get_logger(__name__)
@@ -52,15 +55,26 @@ class StepLoop:
     A round is `take`, `step`, `flush`: `run` repeats it, and whoever has its thread may go through one.
     """
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, emit: Emit) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        emit: Emit,
+        max_seq_tokens: int,
+        *,
+        guesses_untold: bool = False,
+    ) -> None:
+        """`max_seq_tokens`: the longest sequence that the engine has room for. Further: see `RunAhead`."""
         self._engine = engine
         self._scheduler = scheduler
         self._emit = emit
-        self._inbox: queue.SimpleQueue[Sequence[Command | StartOver] | None] = queue.SimpleQueue()
+        # Commands, and when they came.
+        self._inbox: queue.SimpleQueue[tuple[Sequence[Command | StartOver], int] | None] = queue.SimpleQueue()
         self._results: list[Result] = []
         # Sequences whose callers the running step has answered, and who may come back with the next token.
         self._answered: list[int] = []
         self._window = CoalescingWindow()
+        self._ahead = RunAhead(engine, scheduler, max_seq_tokens, guesses_untold=guesses_untold)
         self._stopping = threading.Event()
         # Who waits for the walk under way, and for the next one; see `_go_on_walking`.
         self._walk: Iterator[None] | None = None
@@ -71,7 +85,7 @@ class StepLoop:
 
     def submit(self, commands: Sequence[Command | StartOver]) -> None:
         """Queues commands that take effect in this order. Those of one call are seen together."""
-        self._inbox.put(commands)
+        self._inbox.put((commands, time.monotonic_ns()))
 
     def stop(self) -> None:
         """Ends the loop after the running step."""
@@ -89,6 +103,8 @@ class StepLoop:
         """Runs until `stop`."""
         while not self._stopping.is_set():
             self.take()
+            # Also what was asked for, and is computed already: its callers need not wait for the next step.
+            self.flush()
             self.step()
             self.flush()
 
@@ -98,31 +114,42 @@ class StepLoop:
         With something to run it may wait a moment for callers who are about to come back.
         """
         is_busy = len(self._scheduler) or self._walk is not None or self._to_walk_for
-        commands = None if is_busy else self._inbox.get()
+        taken = None if is_busy else self._wait()
         while True:
-            if any(isinstance(command, Forward) for command in commands or ()):
-                self._window.message(time.monotonic_ns())
-            for command in commands or ():
+            commands, came_ns = taken or ((), 0)
+            if any(isinstance(command, Forward) for command in commands):
+                self._window.message(came_ns)
+            for command in commands:
                 if isinstance(command, StartOver):
                     self._start_over(command)
                 else:
-                    self._carry_out(command)
+                    self._carry_out(command, came_ns)
             wait_ns = 0
             # A prefill does not wait for decodes, unless it was told to run beside them.
             may_wait = not self._scheduler.has_long or self._scheduler.protects_decodes
             if may_wait and len(self._scheduler) < self._scheduler.max_batch_items:
                 wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
             try:
-                commands = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
+                taken = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
             except queue.Empty:
                 if not wait_ns:
                     return
-                commands = None
+                taken = None
             if self._stopping.is_set():
                 return
 
+    def _wait(self) -> tuple[Sequence[Command | StartOver], int] | None:
+        """The next commands, and when they came; None: the loop is to end. Nothing is computed meanwhile."""
+        if self._ahead.holds_any:
+            try:
+                return self._inbox.get(timeout=PATIENCE_S)
+            except queue.Empty:
+                self._ahead.drop_all()
+        return self._inbox.get()
+
     def _start_over(self, command: StartOver) -> None:
         """Nothing of what was asked before is gone on with, or answered. What fails here ends the worker."""
+        self._ahead.drop_all()
         for entry in self._scheduler.clear():
             if entry.running is not None:
                 self._engine.roll_back(entry.running)
@@ -131,12 +158,12 @@ class StepLoop:
         self._answered, self._window = [], CoalescingWindow()
         self._results = [take_stock(self._engine, command.stream)]
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: Command, came_ns: int) -> None:
         try:
             match command:
                 case Forward():
-                    self._window.arrived(command.sequence, time.monotonic_ns())
-                    self._scheduler.add(command)
+                    self._window.arrived(command.sequence, came_ns)
+                    self._add(command)
                     return
                 case Abort():
                     self._abort(command)
@@ -145,6 +172,7 @@ class StepLoop:
                     self._check(command)
                     return
                 case Adopt():
+                    self._ahead.drop_all()
                     self._results.append(keep_claimed(self._engine, command))
                     return
                 case _:
@@ -156,7 +184,21 @@ class StepLoop:
             _log.exception("a command failed")
             self._results.append(Failed(command.op_id, FailureReason.FAULT, repr(error)))
 
+    def _add(self, op: Forward) -> None:
+        """Queues a forward, or answers it if it was guessed."""
+        done = self._ahead.claim(op)
+        if done is None:
+            self._scheduler.add(op)
+        else:
+            self._answer(op, done)
+
+    def _answer(self, op: Forward, done: ForwardDone) -> None:
+        self._results.append(done)
+        if not self._ahead.follow(op, done) and not op.ephemeral:
+            self._answered.append(op.sequence)
+
     def _change(self, command: Fork | Truncate | Release) -> None:
+        self._ahead.drop(command.sequences if isinstance(command, Release) else (command.sequence,))
         match command:
             case Fork():
                 self._engine.fork(command.sequence, command.children)
@@ -205,10 +247,12 @@ class StepLoop:
     def step(self) -> None:
         """One forward over whatever the scheduler picks, and a slice of a check of the pool."""
         self._go_on_walking()
+        self._ahead.next_step()
         batch = self._scheduler.next_batch(time.monotonic_ns(), self._begin)
         for op in batch.expired:
             self._results.append(Failed(op.op_id, FailureReason.TIMEOUT))
         if not batch.chunks:
+            self._ahead.drop_unclaimed(time.monotonic_ns())
             return
         began_ns = time.monotonic_ns()
         self._run(batch.chunks)
@@ -216,11 +260,15 @@ class StepLoop:
         self._scheduler.took(batch.chunks, now_ns - began_ns)
         self._window.opened(self._answered, now_ns, now_ns - began_ns)
         self._answered = []
+        self._ahead.drop_unclaimed(now_ns)
 
-    def _begin(self, op: Forward) -> RunningForward | None:
+    def _begin(self, op: Forward) -> RunningForward | Behind | None:
         """Prepares an operation for its first step; answers it if that fails."""
         try:
-            return self._engine.begin(op)
+            behind = self._engine.behind(op)
+            if behind is not None:
+                return behind
+            return self._begin_with_room(op)
         except DeviceLostError:
             raise
         except OutOfPages as error:
@@ -235,8 +283,33 @@ class StepLoop:
         except Exception as error:
             _log.exception("an operation could not begin")
             failure = Failed(op.op_id, FailureReason.FAULT, repr(error))
-        self._results.append(failure)
+        self._fail(op, failure)
         return None
+
+    def _begin_with_room(self, op: Forward) -> RunningForward | Behind | None:
+        """As `Engine.begin`. Nobody is refused for pages that guesses have, and a guess may have to go."""
+        if is_guess(op):
+            if self._ahead.may_begin(op):
+                return self._engine.begin(op)
+            self._ahead.forget(op)
+            return None
+        while True:
+            try:
+                return self._engine.begin(op)
+            except OutOfPages:
+                if self._ahead.make_room():
+                    continue
+                behind = self._ahead.wait_for_room()
+                if behind is None:
+                    raise
+                return behind
+
+    def _fail(self, op: Forward, failure: Failed) -> None:
+        """Answers a forward that has left; of a guess nobody is told."""
+        if is_guess(op):
+            self._ahead.forget(op)
+        else:
+            self._results.append(failure)
 
     def _run(self, chunks: Sequence[Chunk]) -> None:
         """Runs the chunks together; if that fails, each alone, so that only the cause of it fails."""
@@ -251,17 +324,21 @@ class StepLoop:
                 (chunk,) = chunks
                 self._scheduler.remove(chunk.op.op_id)
                 self._engine.roll_back(chunk.running)
-                self._results.append(Failed(chunk.op.op_id, FailureReason.FAULT, repr(error)))
+                self._fail(chunk.op, Failed(chunk.op.op_id, FailureReason.FAULT, repr(error)))
                 return
             _log.warning("a shared step failed; its items are run one by one", error=repr(error))
             for chunk in chunks:
                 self._run([chunk])
             return
         for chunk in chunks:
-            if self._scheduler.advance(chunk):
-                self._results.append(self._engine.complete(chunk.running, len(chunks)))
-                if not chunk.op.ephemeral:
-                    self._answered.append(chunk.op.sequence)
+            if not self._scheduler.advance(chunk):
+                continue
+            if is_guess(chunk.op):
+                # Its caller had what he needs to go on when this began.
+                self._ahead.hold(chunk.running, len(chunks))
+                self._answered.append(chunk.op.sequence)
+            else:
+                self._answer(chunk.op, self._engine.complete(chunk.running, len(chunks)))
 
     def flush(self) -> None:
         """Hands out the results that have come together."""

@@ -2,9 +2,9 @@
 
 A step is over for all at once, so who has hundreds of forwards in it makes everyone else wait for them. He
 may, as long as nobody else is there. Beside others he gets as much as all who want less have together; or,
-where they want little, so much as makes a step that does nothing half as long again. Then nobody waits for
-more than twice the step that those before him would have, and a step in which all want alike is as full as
-ever.
+where they want little, so much as makes a step that does nothing half as long again; a quarter more if that
+is all he has. Then nobody waits for much more than twice the step that those before him would have, and a
+step in which all want alike is as full as ever.
 
 What that is is learnt from how long steps took: where reading the weights takes longer than what is
 computed with them, hundreds of decodes cost no one anything, and nobody is bounded.
@@ -25,6 +25,8 @@ LEAST_FREE_COST = 32
 _MOST_FREE_COST = 1 << 20
 # One step in so many has shares of half the size: steps that are all alike do not tell what they cost.
 _TRIED_EVERY = 8
+# A caller whose forwards are at most such a part more than his share has them all in one step.
+_TOLERATED = 4
 # How much of what was learnt an older step still counts for, at the next.
 _MEMORY = 0.995
 
@@ -65,7 +67,8 @@ class StepShares:
         )
         for cost, caller in sorted((cost, caller) for caller, cost in greedy.items()):
             bound = max(free, others) if others else cost
-            if bound < cost:
+            # What is left for a step of its own costs everybody more than a step that is a little longer.
+            if bound + bound // _TOLERATED < cost:
                 self._left[caller] = bound >> (self._steps % _TRIED_EVERY == 0)
             others += min(cost, bound)
 

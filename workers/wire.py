@@ -24,6 +24,7 @@ from workers.operations import (
     Claim,
     Command,
     Done,
+    DraftProbabilities,
     Failed,
     FailureReason,
     Fork,
@@ -34,6 +35,7 @@ from workers.operations import (
     OutputSpec,
     Priority,
     Release,
+    RowChoice,
     RowOutput,
     Sampling,
     TokenMask,
@@ -113,6 +115,9 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int)
         priority=_PRIORITIES[message.priority],
         deadline_ns=now_ns + message.timeout_ns if message.timeout_ns else None,
         arrived_ns=now_ns,
+        run_ahead=message.run_ahead,
+        scored=message.scored,
+        choices=[_to_choice(row, vocab_size) for row in message.verify_rows],
     )
 
 
@@ -122,6 +127,7 @@ def _to_output(message: types_pb2.OutputOptions, vocab_size: int) -> OutputSpec:
         top_logprobs=message.top_logprobs,
         logprob_token_ids=tuple(message.logprob_token_ids),
         logprob=message.logprob,
+        sampled_logprob=message.sampled_logprob,
         sampling=_to_sampling(message.sampling) if message.HasField("sampling") else None,
         mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
     )
@@ -137,10 +143,29 @@ def _to_sampling(message: types_pb2.SamplingParams) -> Sampling:
     return Sampling(**given, logit_bias=dict(message.logit_bias))
 
 
+def _to_choice(message: types_pb2.VerifyRow, vocab_size: int) -> RowChoice:
+    return RowChoice(
+        mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
+        draft=_to_draft(message.draft) if message.HasField("draft") else None,
+    )
+
+
+def _to_draft(message: types_pb2.DraftProbabilities) -> DraftProbabilities:
+    """The gateway has checked them; what rounding left out of their sum is shared out."""
+    if message.dense:
+        ids, probabilities = None, np.frombuffer(message.dense, dtype="<f4").astype(np.float64)
+    else:
+        ids = np.fromiter(message.token_ids, dtype=np.int64, count=len(message.token_ids))
+        probabilities = np.fromiter(message.probabilities, dtype=np.float64, count=len(ids))
+        order = np.argsort(ids)
+        ids, probabilities = ids[order], probabilities[order]
+    return DraftProbabilities(ids, probabilities / probabilities.sum())
+
+
 def _to_mask(message: types_pb2.TokenMask, vocab_size: int) -> TokenMask:
     """A list becomes bits here, once: what follows reads a mask for every row, in every step."""
     if message.WhichOneof("kind") == "packed":
-        if len(message.packed) * 8 >= vocab_size + 8:
+        if len(message.packed) > (vocab_size + 31) // 32 * 4:
             raise ValueError(f"a mask of {len(message.packed)} bytes for {vocab_size} tokens")
         return TokenMask(packed=message.packed)
     ids = message.allowed.ids
@@ -184,11 +209,14 @@ def _forward_done(result: ForwardDone) -> worker_pb2.ForwardDone:
             batch_items=result.batch_items,
         ),
         token_logprobs=result.token_logprobs,
+        token_is_argmax=result.token_is_argmax,
     )
 
 
 def _row(row: RowOutput) -> types_pb2.StepOutput:
-    message = types_pb2.StepOutput(token_id=row.token_id, logprob=row.logprob)
+    message = types_pb2.StepOutput(
+        token_id=row.token_id, logprob=row.logprob, sampled_logprob=row.sampled_logprob
+    )
     if row.top_ids:
         message.top.token_ids.extend(row.top_ids)
         message.top.logprobs.extend(row.top_logprobs)

@@ -19,6 +19,9 @@ _MAX_TIMESTAMP_S = 253_402_300_799
 _OneOutput: TypeAlias = (
     executor_pb2.PrefillResponse | executor_pb2.DecodeResponse | executor_pb2.UnifiedForwardItemResponse
 )
+_Scored: TypeAlias = (
+    executor_pb2.PrefillResponse | executor_pb2.ForwardVerifyResponse | executor_pb2.ForwardResponse
+)
 
 
 def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
@@ -36,7 +39,7 @@ def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
 
 def decode(result: Appended, into: _OneOutput) -> None:
     """A decode's answer. One that is not a final chunk of a UnifiedForward has no output."""
-    done = _done(result)
+    done = done_of(result)
     _write_cache(result, into.kv_cache)
     if done.outputs:
         into.output.CopyFrom(done.outputs[0])
@@ -49,24 +52,32 @@ def prefill(
 ) -> None:
     """A prefill's answer: a decode's, and what was reused."""
     decode(result, into)
-    into.reused_tokens = _done(result).reused_tokens
+    into.reused_tokens = done_of(result).reused_tokens
+
+
+def scored_prefill(result: Appended, into: executor_pb2.PrefillResponse) -> None:
+    """A prefill's answer, with the scores of its tokens."""
+    prefill(result, into)
+    _write_scores(done_of(result), into)
 
 
 def verify(result: Appended, into: executor_pb2.ForwardVerifyResponse) -> None:
     """A verify's answer. The first token of a verify is no draft."""
-    done = _done(result)
+    done = done_of(result)
     _write_cache(result, into.kv_cache)
     into.outputs.extend(done.outputs)
     into.accepted = result.kept - 1
+    _write_scores(done, into)
     into.timing.CopyFrom(done.timing)
     into.replayed_tokens = result.replayed_tokens
 
 
 def score(result: Appended, into: executor_pb2.ForwardResponse) -> None:
     """A scoring's answer."""
-    done = _done(result)
+    done = done_of(result)
     into.outputs.extend(done.outputs)
-    into.token_logprobs.extend(done.token_logprobs)
+    _write_scores(done, into)
+    into.reused_tokens = done.reused_tokens
     into.timing.CopyFrom(done.timing)
 
 
@@ -87,9 +98,15 @@ def released(result: Released, into: executor_pb2.ReleaseCacheResponse) -> None:
     into.released = result.released
 
 
-def _done(result: Appended) -> worker_pb2.ForwardDone:
+def done_of(result: Appended) -> worker_pb2.ForwardDone:
+    """What the worker said of an append."""
     assert isinstance(result.answer, worker_pb2.ForwardDone)
     return result.answer
+
+
+def _write_scores(done: worker_pb2.ForwardDone, into: _Scored) -> None:
+    into.token_logprobs.extend(done.token_logprobs)
+    into.token_is_argmax.extend(done.token_is_argmax)
 
 
 def _write_cache(result: Appended, into: types_pb2.KvCacheHandle) -> None:

@@ -10,6 +10,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
 from service.api.validation import RequestLimits
+from service.api.verify_rows import check_verify_rows
 from service.caches.requests import Append, Kind, Priority
 from service.errors import InvalidArgument
 
@@ -22,8 +23,8 @@ _OnCache: TypeAlias = (
 
 
 # Each cache keeps its last answer, and what was asked for, up to this size.
-_MAX_KEPT_BYTES = 1 << 14
-_PRIORITIES = {
+MAX_KEPT_BYTES = 1 << 14
+PRIORITIES = {
     types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
     types_pb2.PRIORITY_LOW: Priority.LOW,
     types_pb2.PRIORITY_NORMAL: Priority.NORMAL,
@@ -33,8 +34,12 @@ _PRIORITIES = {
 
 def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Prefill. Raises InvalidArgument, and Unsupported for an adapter."""
+    limits = limits.of(request.cache_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_creation(request)
+    scored = 0
+    if request.HasField("score_from"):
+        scored = validation.check_scored(request.score_from, len(request.token_ids))
     return _append(
         request,
         limits,
@@ -42,6 +47,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
         kind=Kind.PREFILL,
         token_ids=_packed(request.token_ids),
         rows=1,
+        scored=scored,
         lease_s=validation.lease_seconds(request.lease) if request.HasField("lease") else None,
         request_id=request.request_id,
         cache_salt=request.cache_salt,
@@ -50,6 +56,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
 
 def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Decode. Raises InvalidArgument."""
+    limits = limits.of(request.cache_id)
     validation.check_cache_id(request.cache_id)
     validation.check_token(request.token_id, limits)
     return _append(request, limits, timeout_s, kind=Kind.DECODE, token_ids=(request.token_id,), rows=1)
@@ -59,9 +66,11 @@ def verify(
     request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits, timeout_s: float | None
 ) -> Append:
     """A ForwardVerify: an output for every token. Raises InvalidArgument."""
+    limits = limits.of(request.cache_id)
     validation.check_cache_id(request.cache_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_accept(request)
+    check_verify_rows(request, limits)
     token_ids = _packed(request.token_ids)
     return _append(
         request,
@@ -70,7 +79,9 @@ def verify(
         kind=Kind.VERIFY,
         token_ids=token_ids,
         rows=len(token_ids),
+        scored=len(token_ids) - 1 if request.score else 0,
         accept=request.accept,
+        choices=_copied(request.rows),
     )
 
 
@@ -78,6 +89,7 @@ def unified_item(
     item: executor_pb2.UnifiedForwardItem, limits: RequestLimits, timeout_s: float | None
 ) -> Append:
     """An item of a UnifiedForward: a decode, a prefill, or a chunk of one. Raises InvalidArgument."""
+    limits = limits.of(item.cache_id)
     validation.check_tokens(item.token_ids, limits)
     is_final = item.is_final_chunk or not item.HasField("is_final_chunk")
     is_decode = bool(item.cache_id) and is_final and len(item.token_ids) == 1
@@ -86,19 +98,24 @@ def unified_item(
 
 
 def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
-    """A Forward: an output for every token, and no cache. Raises InvalidArgument."""
+    """A Forward: outputs from a token on, and no cache. Raises InvalidArgument."""
     validation.check_tokens(request.token_ids, limits)
+    validation.check_cache_salt(request.cache_salt)
     token_ids = _packed(request.token_ids)
-    output, answer_bytes = _checked_output(request, limits, len(token_ids))
+    scored = validation.check_scored(request.score_from, len(token_ids))
+    output, answer_bytes = _checked_output(request, limits, scored + 1, scored)
     return Append(
         kind=Kind.SCORE,
         cache_id="",
         token_ids=token_ids,
-        rows=len(token_ids),
+        rows=scored + 1,
+        scored=scored,
         output=output,
+        cache_salt=request.cache_salt,
         timeout_s=timeout_s,
         priority=_priority(request),
         answer_bytes=answer_bytes,
+        weights=limits.weights,
     )
 
 
@@ -110,36 +127,51 @@ def _append(
     kind: Kind,
     token_ids: Sequence[int],
     rows: int,
+    scored: int = 0,
+    choices: tuple[types_pb2.VerifyRow, ...] | None = None,
     **rest: Any,
 ) -> Append:
     """An append to a cache. `rest` is what only one kind has."""
     position = request.position if request.HasField("position") else None
     if position and not request.cache_id:
         raise InvalidArgument("BAD_POSITION", "position", "a new cache starts at position 0")
-    output, answer_bytes = _checked_output(request, limits, rows)
-    kept_bytes = answer_bytes + (0 if output is None else output.ByteSize())
+    output, answer_bytes = _checked_output(request, limits, rows, scored)
+    kept_bytes = answer_bytes + sum(message.ByteSize() for message in (output, *(choices or ())) if message)
     return Append(
         kind=kind,
         cache_id=request.cache_id,
         token_ids=token_ids,
         position=position,
         rows=rows,
+        scored=scored,
+        choices=choices,
         output=output,
         timeout_s=timeout_s,
         priority=_priority(request),
         answer_bytes=answer_bytes,
         has_logits=output is not None and bool(output.logits),
-        is_large=kept_bytes > _MAX_KEPT_BYTES,
+        is_large=kept_bytes > MAX_KEPT_BYTES,
+        weights=limits.weights,
         **rest,
     )
 
 
 def _priority(request: _OnCache | executor_pb2.ForwardRequest) -> Priority:
     """Raises InvalidArgument for a number without a name."""
-    priority = _PRIORITIES.get(request.priority)
+    priority = PRIORITIES.get(request.priority)
     if priority is None:
         raise InvalidArgument("BAD_PRIORITY", "priority", f"priority {request.priority} has no name")
     return priority
+
+
+def _copied(rows: Sequence[types_pb2.VerifyRow]) -> tuple[types_pb2.VerifyRow, ...] | None:
+    """Messages of their own, as `_checked_output` gives. None: there are none."""
+    copies = []
+    for row in rows:
+        copy = types_pb2.VerifyRow()
+        copy.CopyFrom(row)
+        copies.append(copy)
+    return tuple(copies) or None
 
 
 def _packed(token_ids: Sequence[int]) -> array[int]:
@@ -148,15 +180,15 @@ def _packed(token_ids: Sequence[int]) -> array[int]:
 
 
 def _checked_output(
-    request: _OnCache | executor_pb2.ForwardRequest, limits: RequestLimits, rows: int
+    request: _OnCache | executor_pb2.ForwardRequest, limits: RequestLimits, rows: int, scored: int
 ) -> tuple[types_pb2.OutputOptions | None, int]:
     """The options, and the most bytes of an answer. Raises InvalidArgument.
 
     They are a message of their own: a part of the request would keep all of it in memory.
     """
     if not request.HasField("output"):
-        return None, validation.check_output(None, limits, rows)
-    answer_bytes = validation.check_output(request.output, limits, rows)
+        return None, validation.check_output(None, limits, rows, scored)
+    answer_bytes = validation.check_output(request.output, limits, rows, scored)
     output = types_pb2.OutputOptions()
     output.CopyFrom(request.output)
     return output, answer_bytes

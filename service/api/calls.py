@@ -85,14 +85,16 @@ def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
     async def plan(batch: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
         validation.check_batch(batch.items, limits)
         breather = Breather()
-        times = Counter(item.cache_id for item in batch.items)
+        # A scoring has no cache, so none occurs twice.
+        times = Counter(getattr(item, "cache_id", "") for item in batch.items)
         # An append, or why there is none.
         checked: list[Append | QuireError] = []
         for index, item in enumerate(batch.items):
             if breather.due:
                 await breather.breathe()
             try:
-                if item.cache_id and times[item.cache_id] > 1:
+                cache_id = getattr(item, "cache_id", "")
+                if cache_id and times[cache_id] > 1:
                     # Which of two should come first, nobody can say: both fail.
                     raise InvalidArgument(
                         "DUPLICATE_CACHE_IN_BATCH", "cache_id", "the cache occurs more than once in the batch"
@@ -147,11 +149,12 @@ def _renew(request: executor_pb2.RenewCacheRequest, *_: object) -> Renew:
 
 
 CALLS = (
-    _single("Prefill", appends.prefill, answers.prefill),
+    _single("Prefill", appends.prefill, answers.scored_prefill),
     _single("Decode", appends.decode, answers.decode),
     _single("ForwardVerify", appends.verify, answers.verify),
     _single("Forward", appends.score, answers.score),
-    _batch("BatchPrefill", appends.prefill, answers.prefill),
+    _batch("BatchForward", appends.score, answers.score),
+    _batch("BatchPrefill", appends.prefill, answers.scored_prefill),
     _batch("BatchDecode", appends.decode, answers.decode),
     _batch("UnifiedForward", appends.unified_item, answers.prefill),
     _single("ForkCache", _fork, answers.caches),

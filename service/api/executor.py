@@ -42,10 +42,8 @@ class ExecutorApi:
 
     async def run(self, call: Call, request: Message, context: Context) -> Message:
         """Runs one call of the table."""
+        await self._state.first_worker(context.time_remaining())
         timeout_s = validation.timeout_seconds(context.time_remaining())
-        if self._state.is_awaited:
-            await self._state.first_worker(timeout_s)
-            timeout_s = validation.timeout_seconds(context.time_remaining())
         plan = await call.plan(request, self._state.limits, timeout_s)
         self._state.answers.take_until_done(plan.answer_bytes, context)
         outcomes = await self._dispatcher.run(plan.requests, current_tenant())
@@ -117,7 +115,7 @@ class ExecutorApi:
         await self._pool.refresh_snapshots()
         return executor_pb2.GetStatusResponse(
             state=self._state.state,
-            workers=[_worker_status(slot) for slot in self._pool.slots],
+            workers=[_worker_status(slot) for slot in self._pool.all_slots],
             uptime_ms=self._state.uptime_ms,
             caches=self._dispatcher.num_caches,
             operations_in_flight=self._dispatcher.operations_in_flight,
@@ -138,7 +136,7 @@ class ExecutorApi:
     ) -> executor_pb2.GetCacheMetricsResponse:
         await self._pool.refresh_snapshots(check_integrity=request.check_integrity)
         response = executor_pb2.GetCacheMetricsResponse()
-        for slot in self._pool.slots:
+        for slot in self._pool.all_slots:
             worker = response.workers.add(worker_id=slot.worker_id, pool=slot.snapshot.pool)
             if slot.snapshot.HasField("pool_intact"):
                 worker.pool_intact = slot.snapshot.pool_intact
@@ -149,7 +147,7 @@ class ExecutorApi:
     ) -> executor_pb2.GetLoraMetricsResponse:
         await self._pool.refresh_snapshots()
         response = executor_pb2.GetLoraMetricsResponse()
-        for slot in self._pool.slots:
+        for slot in self._pool.all_slots:
             response.workers.add(worker_id=slot.worker_id, adapters=slot.snapshot.lora_adapters)
         return response
 

@@ -24,6 +24,7 @@ from service.api import validation
 from service.api.breath import Breather
 from service.api.calls import CALLS, Outcome, Plan
 from service.api.parsing import Large, Malformed
+from service.api.reading import is_read
 from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.config import Config
@@ -47,8 +48,6 @@ _log = get_logger(__name__)
 
 # A message of answers that would be larger is sent in several.
 _TARGET_MESSAGE_BYTES = 1 << 20
-# The time that a caller has for reading is waited for in so many parts.
-_STALL_PARTS = 8
 # What a call without logits weighs until it is answered and read, about.
 _LEAST_CALL_BYTES = 1024
 # Calls that are started in one go, in requests that touch one cache: a few milliseconds' worth.
@@ -175,8 +174,7 @@ class Session:
                     raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
                 own = call.timeout if call.HasField("timeout") else None
                 timeout_s = validation.timeout_seconds(self._context.time_remaining(), own)
-                if self._state.is_awaited:
-                    await self._state.first_worker(timeout_s)
+                await self._state.first_worker(timeout_s)
                 plan = await _CALLS[kind].plan(getattr(call, kind), self._state.limits, timeout_s)
             except QuireError as error:
                 planned.append((tag, "error", error.untraced()))
@@ -285,28 +283,16 @@ class Session:
         """
         writing = asyncio.ensure_future(self._context.write(message))
         try:
-            is_read = await self._is_read(writing)
+            was_read = await is_read(writing, self._config.session_stall_s)
         except asyncio.CancelledError:
             writing.cancel()
             raise
-        if not is_read:
+        if not was_read:
             self._give_up()
             self._hold(size_bytes - self._held_bytes)
             await writing
             raise SlowConsumer(self._config.session_stall_s)
         await writing
-
-    async def _is_read(self, writing: asyncio.Future[None]) -> bool:
-        """Whether a message is read in time.
-
-        After a stop of the gateway only the part is over that it fell into: what the caller has read
-        meanwhile is seen before his time is over.
-        """
-        for _ in range(_STALL_PARTS):
-            done, _ = await asyncio.wait({writing}, timeout=self._config.session_stall_s / _STALL_PARTS)
-            if done:
-                return True
-        return False
 
     def _give_up(self) -> None:
         assert self._reader is not None

@@ -35,6 +35,8 @@ _ACCEPTS = frozenset(types_pb2.VerifyAccept.values())
 _TOP_ENTRY_BYTES = 10
 # A row's token id, log-probability and framing, generously.
 _ROW_BYTES = 80
+# A score: a log-probability, and whether it is the largest.
+_SCORE_BYTES = 5
 # The rest of an answer: its handle, timing and framing, or the error of a batch's item in its place.
 ANSWER_BYTES = 512
 # A handle in a list of them, generously.
@@ -51,6 +53,15 @@ class RequestLimits:
     # The most tokens that a sequence can have in any worker. What is longer need not be looked at.
     max_seq_tokens: int = 1 << 32
     max_items: int = 1024
+    # Of which weights they are. Where there are caches of others: the limits for a cache, if it is known.
+    weights: int = 0
+    of_others: Callable[[str], RequestLimits | None] | None = None
+
+    def of(self, cache_id: str) -> RequestLimits:
+        """Those for an append to a cache; an empty id is a new one. Raises WeightsChanged."""
+        if self.of_others is None or not cache_id:
+            return self
+        return self.of_others(cache_id) or self
 
 
 def check_tokens(token_ids: Sequence[int], limits: RequestLimits) -> None:
@@ -59,10 +70,11 @@ def check_tokens(token_ids: Sequence[int], limits: RequestLimits) -> None:
         raise InvalidArgument("EMPTY_TOKENS", "token_ids", "at least one token is needed")
     if len(token_ids) > limits.max_seq_tokens:
         raise SequenceTooLong(len(token_ids), limits.max_seq_tokens)
-    _check_vocabulary(token_ids, limits, "token_ids")
+    check_vocabulary(token_ids, limits, "token_ids")
 
 
-def _check_vocabulary(token_ids: Sequence[int], limits: RequestLimits, field: str) -> None:
+def check_vocabulary(token_ids: Sequence[int], limits: RequestLimits, field: str) -> None:
+    """All tokens are in the vocabulary; there is at least one."""
     if max(token_ids) >= limits.vocab_size:
         index = next(i for i, token in enumerate(token_ids) if token >= limits.vocab_size)
         raise InvalidArgument(
@@ -88,13 +100,23 @@ def check_cache_id(cache_id: str, field: str = "cache_id") -> None:
         raise InvalidArgument("EMPTY_CACHE_ID", field, "a cache_id is needed")
 
 
-def check_output(output: types_pb2.OutputOptions | None, limits: RequestLimits, rows: int) -> int:
+def check_scored(score_from: int, tokens: int) -> int:
+    """Tokens from `score_from` on can be scored. Returns how many; of the first one there is no row."""
+    if score_from >= tokens:
+        text = f"must be below {tokens}, the number of tokens, of which the first cannot be scored"
+        raise InvalidArgument("BAD_SCORE_FROM", "score_from", text)
+    return tokens - max(score_from, 1)
+
+
+def check_output(
+    output: types_pb2.OutputOptions | None, limits: RequestLimits, rows: int, scored: int = 0
+) -> int:
     """Options can be met, and the answer for `rows` positions fits a response: what is applied can be sent.
 
     Returns the answer's size in bytes, at most.
     """
     row_bytes = _ROW_BYTES if output is None else _check_options(output, limits)
-    size_bytes = ANSWER_BYTES + rows * row_bytes
+    size_bytes = ANSWER_BYTES + rows * row_bytes + scored * _SCORE_BYTES
     check_response_size(size_bytes, limits, "output")
     return size_bytes
 
@@ -111,12 +133,12 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
             "BAD_OUTPUT", "output.logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} are allowed"
         )
     if output.logprob_token_ids:
-        _check_vocabulary(output.logprob_token_ids, limits, "output.logprob_token_ids")
+        check_vocabulary(output.logprob_token_ids, limits, "output.logprob_token_ids")
     if output.HasField("sampling"):
         _check_sampling(output.sampling, limits)
     if output.HasField("mask"):
-        _check_mask(output.mask, limits)
-    _check_choice_left(output, limits)
+        check_mask(output.mask, limits)
+    check_choice_left(output, limits)
     row_bytes = limits.vocab_size * _ELEMENT_BYTES[output.logits]
     return row_bytes + _TOP_ENTRY_BYTES * output.top_logprobs + 4 * len(output.logprob_token_ids) + _ROW_BYTES
 
@@ -163,11 +185,13 @@ def _check_sampling(sampling: types_pb2.SamplingParams, limits: RequestLimits) -
             raise _bad_sampling("logit_bias", "finite, or -infinity")
 
 
-def _check_mask(mask: types_pb2.TokenMask, limits: RequestLimits) -> None:
+def check_mask(mask: types_pb2.TokenMask, limits: RequestLimits) -> None:
+    """A mask is one, of this vocabulary."""
     match mask.WhichOneof("kind"):
         case "packed":
-            needed = (limits.vocab_size + 7) // 8
-            if len(mask.packed) != needed:
+            # Grammars are compiled to words of 32 bits.
+            needed, words = (limits.vocab_size + 7) // 8, (limits.vocab_size + 31) // 32 * 4
+            if len(mask.packed) not in (needed, words):
                 raise InvalidArgument(
                     "BAD_MASK",
                     "output.mask.packed",
@@ -182,14 +206,16 @@ def _check_mask(mask: types_pb2.TokenMask, limits: RequestLimits) -> None:
                     "output.mask.allowed",
                     f"{len(mask.allowed.ids)} ids were sent, there are {limits.vocab_size} tokens",
                 )
-            _check_vocabulary(mask.allowed.ids, limits, "output.mask.allowed.ids")
+            check_vocabulary(mask.allowed.ids, limits, "output.mask.allowed.ids")
         case None:
             raise InvalidArgument("BAD_MASK", "output.mask", "one of packed and allowed is needed")
 
 
-def _check_choice_left(output: types_pb2.OutputOptions, limits: RequestLimits) -> None:
+def check_choice_left(output: types_pb2.OutputOptions, limits: RequestLimits) -> None:
     """At least one token can still be chosen after the mask and the forbidding biases."""
-    forbidden = {t for t, bias in output.sampling.logit_bias.items() if bias == -math.inf}
+    biases = output.sampling.logit_bias.items()
+    # Whether all of them are tokens is looked at elsewhere, be it later.
+    forbidden = {t for t, bias in biases if bias == -math.inf and t < limits.vocab_size}
     if not output.HasField("mask") and len(forbidden) < limits.vocab_size:
         return
     left = False
@@ -221,12 +247,17 @@ def check_creation(request: executor_pb2.PrefillRequest) -> None:
     if request.adapter_id:
         raise Unsupported("this executor has no LoRA adapters", metadata={"field": "adapter_id"})
     check_request_id(request.request_id)
-    if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+    check_cache_salt(request.cache_salt)
+    if request.cache_salt and request.cache_id:
+        raise InvalidArgument("BAD_CACHE_SALT", "cache_salt", "a cache has the salt it was made with")
+
+
+def check_cache_salt(salt: str) -> None:
+    """The salt is short enough to be kept."""
+    if len(salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidArgument(
             "BAD_CACHE_SALT", "cache_salt", f"at most {MAX_CACHE_SALT_CHARS} characters are allowed"
         )
-    if request.cache_salt and request.cache_id:
-        raise InvalidArgument("BAD_CACHE_SALT", "cache_salt", "a cache has the salt it was made with")
 
 
 def check_request_id(text: str) -> None:

@@ -162,7 +162,7 @@ class WorkerLoad:
         """What would be ahead of an append."""
         tokens = len(append.token_ids)
         lane = self._long if tokens > _SHORT_TOKENS else self._short
-        cost, priority = tokens + append.rows, append.priority
+        cost, priority = tokens + max(append.rows, append.scored), append.priority
         low, normal, high = lane.cost
         before = high
         if priority < Priority.HIGH:

@@ -60,6 +60,12 @@ class Catalog:
             raise CacheNotFound
         return Handles(tuple(made[index].handle for index in range(key.count)))
 
+    def children(self, request_id: str, tenant: Tenant) -> list[CacheEntry | None]:
+        """What a fork with this request id has made, in order; None in the place of what is gone since."""
+        made = self._forks.get((tenant, request_id), {}) if request_id else {}
+        keys = [entry.state.fork for entry in made.values()]
+        return [made.get(index) for index in range(keys[0].count)] if keys and keys[0] is not None else []
+
     def begin_fork(self, request: Fork, tenant: Tenant) -> None:
         """A fork goes to the journal. Raises InvalidArgument if another with its request id is there."""
         key = (tenant, request.request_id)

@@ -237,10 +237,10 @@ class Computing:
         if entry.home is not None and entry.home.draining:
             self._residence.unsettle(entry)
         if entry.home is None:
-            if not self._placement.open_workers:
+            if not self._placement.open_workers(entry.state.weights):
                 return Need.WORKER
             whole = [*entry.state.tokens.copy(), *tokens]
-            worker = self._placement.choose(whole, entry.state.salt)
+            worker = self._placement.choose(whole, entry.state.salt, entry.state.weights)
             self._placement.computes(whole, worker, entry.state.salt)
             self._residence.settle(entry, worker, self.now_s)
             entry.ownership += 1
@@ -270,7 +270,7 @@ class Computing:
         """Whether what a parked operation waited for may be there. `full`: workers that have no room now."""
         match operation.need:
             case Need.WORKER:
-                return bool(self._placement.open_workers)
+                return bool(self._placement.open_workers(operation.entry.state.weights))
             case Need.SOLITUDE:
                 return not self._has_suspect(operation.entry)
             case Need.RELATIVE:
@@ -304,7 +304,7 @@ class Computing:
         tokens = operation.entry.length
         if isinstance(operation.request, Append):
             tokens += len(operation.request.token_ids)
-        for worker in self._placement.open_workers:
+        for worker in self._placement.open_workers(operation.entry.state.weights):
             if worker in full:
                 continue
             missing = min(worker.pages_for(tokens), worker.pages_total) - worker.headroom
@@ -444,7 +444,7 @@ class Computing:
             self._go_on(operation)
             return
         whole = home.pages_for(entry.length) + error.pages_needed
-        others = [w for w in self._placement.open_workers if w is not home]
+        others = [w for w in self._placement.open_workers(home.weights) if w is not home]
         if any(w.headroom >= whole for w in others) and operation.failures < _MOST_FAILURES:
             operation.failures += 1
             self._residence.unsettle(entry)
@@ -485,6 +485,7 @@ class Computing:
             assert operation.phase in (Phase.REPLAYING, Phase.COMPUTING)
             assert operations.get(operation.ticket) is operation
             assert operation.entry.home is operation.attempt.worker, "it is computed where its KV is"
+            assert operation.attempt.worker.weights == operation.entry.state.weights
             assert self._placement.has(operation.attempt.worker)
         for ticket, operation in self._parked.items():
             assert operations.get(ticket) is operation and operation.phase is Phase.PARKED

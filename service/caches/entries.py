@@ -55,12 +55,19 @@ class StoredAnswer:
     """The answer of a cache's last append, kept to answer its repetition."""
 
     rows: int
+    scored: int
+    choices: object
     output: object
     answer: object
 
     def answers(self, append: Append) -> bool:
         """Whether the repetition asks for the very same output."""
-        return append.rows == self.rows and append.output == self.output
+        return (append.rows, append.scored, append.choices, append.output) == (
+            self.rows,
+            self.scored,
+            self.choices,
+            self.output,
+        )
 
 
 @dataclass(slots=True)

@@ -57,6 +57,8 @@ class CacheState:
     # Of the KV that the last tokens were computed on.
     ownership: int = 0
     last: LastAppend | None = None
+    # With which its tokens are computed, and with no others.
+    weights: int = 0
 
     @property
     def length(self) -> int:
@@ -101,6 +103,7 @@ class Ledger:
                     record.seed,
                     record.lease_s,
                     record.request_id,
+                    weights=record.weights,
                 )
             case CacheTruncated():
                 self._truncate(record)
@@ -140,6 +143,7 @@ class Ledger:
             shares_with=shares_with.number if shares_with is not None and shared_len else 0,
             shared_len=shared_len,
             token_ids=state.tokens.copy(shared_len),
+            weights=state.weights,
         )
 
     def _append(self, record: TokensAppended) -> None:
@@ -182,6 +186,7 @@ class Ledger:
             fork=key,
             tokens=self._store.fork(parent.tokens),
             prompt_len=parent.prompt_len,
+            weights=parent.weights,
         )
 
     def _restate(self, record: CacheRestated) -> None:
@@ -209,6 +214,7 @@ class Ledger:
             record.prompt_len,
             record.ownership,
             record.last,
+            record.weights,
         )
 
     def _require_new(self, number: int) -> None:

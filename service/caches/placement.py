@@ -1,5 +1,7 @@
 """The workers that are ready, and which of them takes a new sequence. Pure: no clock, no I/O.
 
+Weights are kept apart: a sequence goes to workers that have its own.
+
 The worker that already computed the longest prefix of the prompt takes it, as long as it has room for the
 rest; else the one with the most free KV, less what is queued on it.
 """
@@ -39,6 +41,8 @@ class WorkerView:
     suspect: bool = False
     # It is about to be replaced: nothing begins there any more.
     draining: bool = False
+    # Which weights it has loaded.
+    weights: int = 0
 
     @property
     def headroom(self) -> int:
@@ -120,18 +124,17 @@ class Placement:
         """Whether this incarnation is ready."""
         return self._workers.get(worker.worker_id) is worker
 
-    @property
-    def open_workers(self) -> list[WorkerView]:
-        """Those that take sequences."""
-        return [worker for worker in self if not worker.draining]
+    def open_workers(self, weights: int) -> list[WorkerView]:
+        """Those that take sequences of these weights."""
+        return [worker for worker in self if worker.weights == weights and not worker.draining]
 
-    def choose(self, token_ids: Sequence[int], salt: bytes = b"") -> WorkerView:
+    def choose(self, token_ids: Sequence[int], salt: bytes = b"", weights: int = 0) -> WorkerView:
         """The worker for a sequence that starts with `token_ids`. Raises NoWorker if there is none.
 
         Only sequences of the same salt share their beginnings. It may be full: then the worker refuses, which
         says exactly how many pages are missing.
         """
-        there = self.open_workers
+        there = self.open_workers(weights)
         if not there:
             raise NoWorker
         heard = [w for w in there if not w.suspect] or there

@@ -23,6 +23,8 @@ class CacheCreated:
     lease_s: float
     # Under which its creation is recognised when it is repeated. Empty: it is not.
     request_id: str
+    # Of which weights it is: with no others anything is ever computed for it.
+    weights: int = 0
 
 
 @plain
@@ -60,7 +62,7 @@ class Child:
 
 @plain
 class CacheForked:
-    """New caches with the tokens, the tenant, the salt and the lease of `parent`."""
+    """New caches with the tokens, the tenant, the salt, the lease and the weights of `parent`."""
 
     parent: int
     children: Sequence[Child]
@@ -124,6 +126,7 @@ class CacheRestated:
     shared_len: int
     # Those that follow.
     token_ids: Sequence[int]
+    weights: int = 0
 
 
 Record = (

@@ -57,6 +57,14 @@ class Append:
     has_logits: bool = False
     # Whether the answer, or what it was asked for with, is too large to be kept for a repetition otherwise.
     is_large: bool = False
+    # For which weights it was checked: with others its tokens mean something else. None: for those there are.
+    weights: int | None = None
+    # The chosen token is expected to be appended next, with the same output.
+    run_ahead: bool = False
+    # How many of the last tokens are answered with their log-probabilities.
+    scored: int = 0
+    # How single tokens' outputs differ. Opaque. Equal ones ask for the same.
+    choices: object = None
 
     @property
     def keeps_answer(self) -> bool:
@@ -159,3 +167,12 @@ class Released:
 
 
 Result = Appended | Handles | Released
+
+
+@plain
+class Remembered:
+    """A cache that was made under a request id, as it is now. `token_ids`: all of them."""
+
+    cache_id: str
+    token_ids: Sequence[int]
+    weights: int

@@ -33,10 +33,16 @@ class Restoring:
         lately = [e for e in entries if e.visible and now_s - e.used_s < _LATELY_S]
         self._waiting.extendleft(lately)
 
+    def forget(self, weights: int) -> None:
+        """Nothing is computed with these any more."""
+        self._waiting = deque(entry for entry in self._waiting if entry.state.weights != weights)
+
     def next(self) -> CacheEntry | None:
         """One that is to be restored now, the one used last first. None: none is, for now."""
-        there = self._placement.open_workers
-        while self._waiting and self.under_way < _AT_ONCE_PER_WORKER * len(there):
+        while self._waiting:
+            there = self._placement.open_workers(self._waiting[0].state.weights)
+            if self.under_way >= _AT_ONCE_PER_WORKER * len(there):
+                break
             entry = self._waiting.popleft()
             idle = entry.visible and entry.home is None and not entry.busy
             suspicious = entry.quarantined or entry.strikes

@@ -13,6 +13,9 @@ An operation is checked when its turn comes, against the length that the ones be
 goes to the journal as records; once they are durable they are applied, and its caller is answered. If they
 cannot be written, nothing has happened. Where the KV is (`residence.py`) is no part of this: a cache without
 KV is computed again when it is next needed, so no loss of a worker changes what a cache is.
+
+A cache is of the weights that were served when it was created, and so are its forks: it is computed with
+those or not at all. When others are served it can be used on for a while, or only be released (`weights_*`).
 """
 
 from __future__ import annotations
@@ -59,9 +62,11 @@ from service.caches.requests import (
     Fork,
     Handle,
     Handles,
+    Kind,
     Priority,
     Release,
     Released,
+    Remembered,
     Renew,
     Request,
     Restore,
@@ -82,6 +87,7 @@ from service.errors import (
     QueueFull,
     QuireError,
     TruncateBeyondEnd,
+    WeightsChanged,
 )
 
 # Operations that may wait behind one another on one cache.
@@ -90,6 +96,8 @@ MAX_WAITING_PER_CACHE = 64
 _TOKEN_BYTES = 4
 # What a new cache takes there before it has a second chunk of tokens.
 _CACHE_BYTES = 664
+# What somebody new may ask for.
+_A_PROMPT = Append(Kind.PREFILL, "", range(256))
 # For each token of its parent a fork takes this part of a byte: pointers to what they share.
 _TOKENS_PER_SHARED_BYTE = 32
 
@@ -121,6 +129,9 @@ class CacheTable:
         self.draining = False
         # False: the journal could not be written. Nothing is computed that could not be kept.
         self.journal_works = True
+        # The weights that new caches are of, and those whose caches may be used beside.
+        self.weights = 0
+        self._usable: set[int] = set()
         self.ledger = Ledger()
         self._new_cache_id = new_cache_id
         self._new_seed = new_seed
@@ -200,7 +211,8 @@ class CacheTable:
             entry = self._catalog.numbered(number)
             # It may have been cut, and extended otherwise, since its KV was claimed; or is about to be.
             kv_len = 0 if entry is None else min(kept_len, entry.unchanged_len)
-            if entry is not None and entry.home is None and kv_len and not entry.is_committing:
+            is_free = entry is not None and entry.home is None and not entry.is_committing
+            if entry is not None and is_free and kv_len and entry.state.weights == worker.weights:
                 self._residence.settle(entry, worker, now_s, kv_len)
                 if kv_len < kept_len:
                     self._send(worker, TruncateSequence(self._number(), number, kv_len))
@@ -252,6 +264,56 @@ class CacheTable:
         if worker is not None:
             self._placement.remove(worker)
             self._restoring.later(self._computing.worker_lost(worker, crashed=crashed), now_s)
+
+    # Weights come and go.
+
+    def weights_switched(self, weights: int, now_s: float, *, drain: bool) -> None:
+        """New caches are of other weights from now on. `drain`: those there are may be used on."""
+        self._begin(now_s)
+        if drain:
+            self._usable.add(self.weights)
+        self.weights = weights
+        self._computing.workers_changed()
+
+    def weights_drained(self, weights: int, now_s: float) -> None:
+        """Caches of these weights may not be used any more; what was asked of them before goes on."""
+        self._begin(now_s)
+        self._usable.discard(weights)
+
+    def weights_ended(self, weights: int, now_s: float) -> None:
+        """Nothing is computed with these weights any more: what has not been ends, and no worker has them."""
+        self._begin(now_s)
+        self._usable.discard(weights)
+        self._restoring.forget(weights)
+        its = [o for o in self._operations.values() if o.entry.state.weights == weights]
+        for operation in its:
+            if operation.phase is not Phase.COMMITTING and not isinstance(operation.request, Release):
+                self._finish(operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
+        for worker in [worker for worker in self._placement if worker.weights == weights]:
+            self._placement.remove(worker)
+            self._residence.lose(worker)
+        # Releases may have waited behind them.
+        for entry in dict.fromkeys(operation.entry for operation in its):
+            self._advance(entry)
+
+    def uses_of(self, weights: int) -> int:
+        """How many operations want something computed with these weights."""
+        return sum(
+            o.entry.state.weights == weights and not isinstance(o.request, Release | Restore)
+            for o in self._operations.values()
+        )
+
+    def weights_of(self, cache_id: str, tenant: Tenant | None = None) -> int | None:
+        """The weights of a tenant's cache; None: there is no such cache."""
+        entry = self._catalog.find(cache_id, tenant or self._anonymous)
+        return None if entry is None else entry.state.weights
+
+    def has_weights(self, weights: int) -> bool:
+        """Whether there are caches of these weights."""
+        return any(state.weights == weights for state in self.ledger)
+
+    def _can_use(self, weights: int) -> bool:
+        return weights == self.weights or weights in self._usable
 
     # Callers ask.
 
@@ -342,6 +404,16 @@ class CacheTable:
         for entry in self._catalog.after(after, tenant or self._anonymous):
             yield entry.order, entry.handle
 
+    def recall(self, request_id: str, tenant: Tenant | None = None) -> list[Remembered | None]:
+        """The caches that a creation or a fork with this request id has made, as they are now.
+
+        None in the place of those that are gone; empty if all are, or there never were any.
+        """
+        tenant = tenant or self._anonymous
+        entry = self._catalog.made_by(request_id, tenant)
+        made = [entry] if entry is not None and entry.visible else self._catalog.children(request_id, tenant)
+        return [None if entry is None else _remembered(entry.state) for entry in made]
+
     def __len__(self) -> int:
         return len(self._catalog)
 
@@ -349,6 +421,12 @@ class CacheTable:
     def operations_in_flight(self) -> int:
         """Operations waiting or running."""
         return len(self._operations)
+
+    @property
+    def expected_wait_s(self) -> float:
+        """About how long a new sequence would wait for its turn; inf: there is no worker."""
+        workers = self._placement.open_workers(self.weights)
+        return min((worker.load.look(_A_PROMPT, 0).expected_s() for worker in workers), default=math.inf)
 
     @property
     def num_parked(self) -> int:
@@ -381,7 +459,11 @@ class CacheTable:
             return Released(released=False)
         if isinstance(request, Fork) and self._catalog.find(request.cache_id, tenant) is None:
             # It may have released its parent.
-            return self._catalog.forked_by(request, tenant)
+            made = self._catalog.forked_by(request, tenant)
+            children = self._catalog.children(request.request_id, tenant) if made is not None else []
+            if not all(child is None or self._can_use(child.state.weights) for child in children):
+                raise WeightsChanged
+            return made
         return None
 
     def _admit(self, request: Request, tenant: Tenant) -> int:
@@ -433,9 +515,18 @@ class CacheTable:
             if known is None:
                 raise CacheNotFound
             entry = known
+        if not isinstance(request, Release):
+            self._require_weights(entry, request)
         if len(entry.waiting) >= MAX_WAITING_PER_CACHE and not isinstance(request, Release | Renew):
             raise QueueFull(MAX_WAITING_PER_CACHE, self._pace.wait_s(len(entry.waiting)))
         return entry
+
+    def _require_weights(self, entry: CacheEntry, request: Request) -> None:
+        """Raises WeightsChanged if the cache may not be used, or the request is meant for others."""
+        weights = entry.state.weights
+        checked = request.weights if isinstance(request, Append) else None
+        if not self._can_use(weights) or checked not in (None, weights):
+            raise WeightsChanged
 
     def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
         if not append.is_scoring:
@@ -443,6 +534,9 @@ class CacheTable:
         tenant.require(caches=1, tokens=len(append.token_ids))
         if not self._was_ready:
             raise NoWorker
+        weights = self.weights if append.weights is None else append.weights
+        if not self._can_use(weights):
+            raise WeightsChanged(can_be_repeated=True)
         lease_s = self.limits.default_lease_s if append.lease_s is None else append.lease_s
         state = CacheState(
             number=self._number(),
@@ -452,6 +546,7 @@ class CacheTable:
             seed=self._new_seed(),
             lease_s=min(lease_s, self.limits.max_lease_s),
             request_id="" if append.is_scoring else append.request_id,
+            weights=weights,
         )
         entry = self._new_entry(state, tenant)
         entry.ephemeral = append.is_scoring
@@ -645,6 +740,7 @@ class CacheTable:
                     state.seed,
                     state.lease_s,
                     state.request_id,
+                    state.weights,
                 )
             )
         kept_all = kept == len(append.token_ids)
@@ -723,7 +819,9 @@ class CacheTable:
             self._publish(entry)
         entry.answer = None
         if append.keeps_answer:
-            entry.answer = StoredAnswer(append.rows, append.output, done.answer)
+            entry.answer = StoredAnswer(
+                append.rows, append.scored, append.choices, append.output, done.answer
+            )
         if entry.home is not None:
             entry.kv_len = entry.length
         unseen = not (operation.is_answered or append.cache_id or append.request_id)
@@ -899,6 +997,8 @@ class CacheTable:
         self._catalog.check()
         entries = {entry.number: entry for entry in self._catalog} | unseen
         assert len(self.ledger) == len(self._catalog)
+        for entry in entries.values():
+            assert entry.home is None or entry.home.weights == entry.state.weights, "computed with its own"
         for entry in self._catalog:
             assert self.ledger.get(entry.number) is entry.state, "what is kept is kept once"
             assert all(operations.get(o.ticket) is o for o in entry.operations())
@@ -915,3 +1015,7 @@ class CacheTable:
             assert tenant.in_flight == sum(not o.is_ours for o in its)
             assert tenant.caches == len(caches) + sum(o.caches for o in its)
             assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)
+
+
+def _remembered(state: CacheState) -> Remembered:
+    return Remembered(state.cache_id, state.tokens.copy(), state.weights)

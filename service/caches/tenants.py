@@ -1,11 +1,13 @@
 """Whose caches are: what a tenant holds, and how much of it may be held. Pure: no clock, no I/O.
 
-The table counts what a tenant holds and refuses what goes beyond its quota; who the tenant of a call is, the
-doors have found out.
+The table counts what a tenant holds and refuses what goes beyond its quota; calls of providers, which it does
+not see, count themselves. Who the tenant of a call is, the doors have found out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from service.errors import QuotaExceeded
@@ -43,6 +45,8 @@ class Tenant:
     caches: int = 0
     tokens: int = 0
     in_flight: int = 0
+    # Calls of providers for it, which count beside those.
+    _remote_calls: int = field(default=0, repr=False)
     # Requests that may come now; grows with time.
     _credit: float = field(default=0.0, repr=False)
     _credited_s: float | None = field(default=None, repr=False)
@@ -59,10 +63,21 @@ class Tenant:
         quota = self.quota
         if quota is UNBOUNDED:
             return
-        if quota.max_in_flight is not None and self.in_flight >= quota.max_in_flight:
+        in_flight = self.in_flight + self._remote_calls
+        if quota.max_in_flight is not None and in_flight >= quota.max_in_flight:
             raise QuotaExceeded("max_in_flight", quota.max_in_flight, _RETRY_S)
         if quota.max_per_s is not None:
             self._spend(quota.max_per_s, now_s)
+
+    @contextmanager
+    def remote_call(self, now_s: float) -> Iterator[None]:
+        """Around a call of a provider, with its wait: it is one more request. Raises as `take_turn`."""
+        self.take_turn(now_s)
+        self._remote_calls += 1
+        try:
+            yield
+        finally:
+            self._remote_calls -= 1
 
     def require(self, *, caches: int = 0, tokens: int = 0) -> None:
         """Raises QuotaExceeded if it may not hold so much more. Waiting does not help, releasing does."""

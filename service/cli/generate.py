@@ -1,23 +1,32 @@
-"""`quire generate`: continues a prompt through the RPCs, and shows each token as it arrives.
+"""`quire generate`: continues a prompt through Execute, and shows what comes as it comes.
 
-This is also the smallest complete caller: tokens in, a Prefill, one Decode for each further token, a release.
+The tokens of the prompt are made here, with the model's tokenizer and template as the server hands them out;
+the text of what follows is the server's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
-from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from google.rpc import status_pb2
+from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
-from service.cli.channel import CONTROL_TIMEOUT_S, error_reason, open_channel, print_error
-from service.cli.detokenizer import Detokenizer
+from service.cli.channel import (
+    CONTROL_TIMEOUT_S,
+    connected,
+    error_reason,
+    print_error,
+    print_status,
+    status_reason,
+)
 from service.cli.prompt import BadPrompt, BadTokenizer, check_prompt, prompt_ids
 from service.printable import stripped
 
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
 # How long a worker may take to load, and how often it is asked for.
 WORKER_PATIENCE_S = 60.0
 POLL_INTERVAL_S = 0.5
+NO_WORKER = "NO_WORKER"
 _Answer = TypeVar("_Answer")
 
 
@@ -34,15 +44,16 @@ def generate(options: argparse.Namespace) -> int:
     """Runs the command with the options of `service.cli.main`. Returns the exit status."""
     if hasattr(sys.stdout, "reconfigure"):  # a replaced stdout may be anything
         sys.stdout.reconfigure(errors="replace")
-    with open_channel(options) as channel:
+    with connected(options) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         try:
             check_prompt(options)
-            info = _patiently(stub, lambda: _model_info(stub))
-            able = stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest(), timeout=CONTROL_TIMEOUT_S)
-            _generate(stub, info, able.executor.kv_capacity_tokens, options)
+            _generate(channel, _patiently(channel, lambda: _model_info(stub)), options)
         except grpc.RpcError as error:
             print_error(error)
+            return 1
+        except _Failed as error:
+            print_status(error.status)
             return 1
         except BadTokenizer as error:
             print(f"quire: {error}", file=sys.stderr)
@@ -53,24 +64,29 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _patiently(stub: executor_pb2_grpc.ModelExecutorServiceStub, call: Callable[[], _Answer]) -> _Answer:
-    """The answer of `call`, made again for a while as long as no worker is ready. Raises grpc.RpcError."""
+def _patiently(channel: grpc.Channel, call: Callable[[], _Answer]) -> _Answer:
+    """The answer of `call`, made again for a while as long as no worker is ready. Raises what it raises."""
     give_up_s = time.monotonic() + WORKER_PATIENCE_S
     told = ""
     while True:
         try:
             return call()
-        except grpc.RpcError as error:
-            if error_reason(cast(grpc.Call, error)) != "NO_WORKER" or time.monotonic() > give_up_s:
+        except (grpc.RpcError, _Failed) as error:
+            if _reason(error) != NO_WORKER or time.monotonic() > give_up_s:
                 raise
-        if (progress := _progress(stub)) != told:
+        if (progress := _progress(channel)) != told:
             print(f"quire: waiting for a worker{progress}", file=sys.stderr)
             told = progress
         time.sleep(POLL_INTERVAL_S)
 
 
-def _progress(stub: executor_pb2_grpc.ModelExecutorServiceStub) -> str:
+def _reason(error: grpc.RpcError | _Failed) -> str:
+    return status_reason(error.status) if isinstance(error, _Failed) else error_reason(cast(grpc.Call, error))
+
+
+def _progress(channel: grpc.Channel) -> str:
     """How far the workers have loaded, as the end of a sentence."""
+    stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
     # Not every token may ask.
     with contextlib.suppress(grpc.RpcError):
         workers = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=CONTROL_TIMEOUT_S).workers
@@ -84,93 +100,94 @@ def _model_info(stub: executor_pb2_grpc.ModelExecutorServiceStub) -> executor_pb
 
 
 def _generate(
-    stub: executor_pb2_grpc.ModelExecutorServiceStub,
-    info: executor_pb2.GetModelInfoResponse,
-    capacity_tokens: int,
-    options: argparse.Namespace,
+    channel: grpc.Channel, info: executor_pb2.GetModelInfoResponse, options: argparse.Namespace
 ) -> None:
     tokenizer = _load_tokenizer(info)
-    prompt = prompt_ids(tokenizer, info, options)
-    wanted = types_pb2.OutputOptions(
-        sampling=_sampling(info.sampling_defaults, options), logprob=options.logprobs
+    item = runner_pb2.ExecuteItem(
+        item_id="prompt",
+        tokens=runner_pb2.TokenPrompt(token_ids=prompt_ids(tokenizer, info, options)),
+        sampling=_sampling(info.sampling_defaults, options),
+        max_tokens=options.max_tokens,
+        logprobs=options.logprobs,
     )
-    # The last token is never appended, so one more than a sequence can have can be shown.
-    room = max(1, capacity_tokens - len(prompt) + 1)
-    screen = _Screen(tokenizer, prompt, with_logprobs=options.logprobs)
+    # The id is in the server's log, too.
+    request = runner_pb2.ExecuteRequest(items=[item], request_id=uuid.uuid4().hex)
+    screen = _Screen(info.model.eos_token_ids, has_text=tokenizer is not None, with_logprobs=options.logprobs)
     try:
-        for output in _outputs(stub, prompt, wanted, min(options.max_tokens, room)):
-            if output.token_id in info.model.eos_token_ids:
-                break
-            screen.show(output)
+        for chunk in _chunks(channel, request):
+            screen.show(chunk)
     finally:
         screen.finish()
 
 
-def _outputs(
-    stub: executor_pb2_grpc.ModelExecutorServiceStub,
-    prompt: Sequence[int],
-    wanted: types_pb2.OutputOptions,
-    max_tokens: int,
-) -> Iterator[types_pb2.StepOutput]:
-    """Yields what each call says; the cache is released however the loop over it ends."""
-    # The id makes a repeated request find the same cache; it also is in the server's log.
-    request = executor_pb2.PrefillRequest(token_ids=prompt, output=wanted, request_id=uuid.uuid4().hex)
-    prefilled = _patiently(stub, lambda: _prefill(stub, request))
-    cache, output = prefilled.kv_cache, prefilled.output
+def _chunks(channel: grpc.Channel, request: runner_pb2.ExecuteRequest) -> Iterator[runner_pb2.SampleChunk]:
+    """What comes of a request; it is cancelled however the loop over it ends. Raises RpcError, _Failed."""
+    stub = runner_pb2_grpc.ModelRunnerServiceStub(channel)
+    call, first = _patiently(channel, lambda: _begun(stub, request))
     try:
-        yield output
-        for _ in range(max_tokens - 1):
-            decode = executor_pb2.DecodeRequest(
-                cache_id=cache.cache_id, token_id=output.token_id, position=cache.seq_len, output=wanted
-            )
-            decoded = stub.Decode(decode)
-            cache, output = decoded.kv_cache, decoded.output
-            yield output
+        for response in itertools.chain([first], call):
+            for chunk in response.chunks:
+                if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
+                    raise _Failed(chunk.error)
+                yield chunk
     finally:
-        _release(stub, cache.cache_id)
-
-
-def _release(stub: executor_pb2_grpc.ModelExecutorServiceStub, cache_id: str) -> None:
-    # A server that cannot be told has lost the cache, or will drop it when its lease runs out; what went
-    # wrong before is what the user wants to know.
-    with contextlib.suppress(grpc.RpcError):
-        stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache_id), timeout=CONTROL_TIMEOUT_S)
-
-
-def _prefill(
-    stub: executor_pb2_grpc.ModelExecutorServiceStub, request: executor_pb2.PrefillRequest
-) -> executor_pb2.PrefillResponse:
-    """Prefill that Ctrl-C cancels: a cancelled prefill makes no cache, an abandoned one would."""
-    call = stub.Prefill.future(request)
-    try:
-        return call.result()
-    except KeyboardInterrupt:
+        # Nothing happens to one that has ended.
         call.cancel()
-        raise
+
+
+def _begun(
+    stub: runner_pb2_grpc.ModelRunnerServiceStub, request: runner_pb2.ExecuteRequest
+) -> tuple[Any, runner_pb2.ExecuteResponse]:
+    """A call, and its first message. Raises grpc.RpcError, and _Failed where there is no worker."""
+    call = stub.Execute(request)
+    first = next(call, runner_pb2.ExecuteResponse())
+    for chunk in first.chunks:
+        if status_reason(chunk.error) == NO_WORKER:
+            call.cancel()
+            raise _Failed(chunk.error)
+    return call, first
+
+
+class _Failed(Exception):
+    """What was asked for has failed, and nothing else of the call: there was nothing else."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
 
 
 class _Screen:
-    """Shows tokens on standard output: text, ids where there is no tokenizer, or a line for each token."""
+    """Shows what comes on standard output: text, ids where there is none, or a line for each token."""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], *, with_logprobs: bool) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt) if tokenizer is not None else None
+    def __init__(self, end_ids: Collection[int], *, has_text: bool, with_logprobs: bool) -> None:
+        self._end_ids = end_ids
+        self._has_text = has_text
         self._with_logprobs = with_logprobs
         self._line_is_open = False
 
-    def show(self, output: types_pb2.StepOutput) -> None:
-        """Shows one token at once."""
-        text = self._detokenizer.push(output.token_id) if self._detokenizer is not None else ""
+    def show(self, chunk: runner_pb2.SampleChunk) -> None:
+        """Shows what has come, at once."""
+        token_ids = list(chunk.token_ids)
+        if chunk.finish_reason and token_ids and token_ids[-1] in self._end_ids:
+            # It only says that this is the end.
+            token_ids.pop()
         if self._with_logprobs:
-            line = f"{output.token_id}\t{output.logprob:.4f}" + (f"\t{text!r}" if self._detokenizer else "")
-            print(line, flush=True)
+            self._show_lines(token_ids, chunk)
             return
-        print(stripped(text) if self._detokenizer is not None else f"{output.token_id} ", end="", flush=True)
-        self._line_is_open = True
+        shown = stripped(chunk.text) if self._has_text else "".join(f"{token_id} " for token_id in token_ids)
+        print(shown, end="", flush=True)
+        self._line_is_open = self._line_is_open or bool(token_ids or shown)
+
+    def _show_lines(self, token_ids: Sequence[int], chunk: runner_pb2.SampleChunk) -> None:
+        """The text of several tokens is shown with the last of them."""
+        for index, (token_id, told) in enumerate(zip(token_ids, chunk.logprobs, strict=False), start=1):
+            text = chunk.text if index == len(token_ids) else ""
+            print(f"{token_id}\t{told.logprob:.4f}" + (f"\t{text!r}" if self._has_text else ""), flush=True)
 
     def finish(self) -> None:
-        """Shows what was held back and ends the line."""
+        """Ends the line."""
         if self._line_is_open:
-            print(stripped(self._detokenizer.flush()) if self._detokenizer is not None else "", flush=True)
+            print(flush=True)
 
 
 def _load_tokenizer(info: executor_pb2.GetModelInfoResponse) -> Tokenizer | None:

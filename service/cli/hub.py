@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,16 @@ class HubError(Exception):
     """A model cannot be had. The message is one line, which says why and what to do."""
 
 
-def find_model(hub_id: str, revision: str | None, *, download: bool) -> Path:
+def find_model(
+    hub_id: str, revision: str | None, *, download: bool, on_progress: Callable[[float], None] | None = None
+) -> Path:
     """The directory that holds a model: in the local cache, after a download if it is not there.
 
     Args:
         hub_id: ORG/NAME, checked.
         revision: A commit, branch or tag, checked; None: the main branch.
-        download: Whether it may be downloaded. Progress goes to standard error.
+        download: Whether it may be downloaded. Progress goes to standard error,
+        on_progress: or here: how much of the weights is there, from 0 to 1.
 
     Raises:
         HubError: It is not there, and cannot be downloaded or may not be.
@@ -59,7 +62,7 @@ def find_model(hub_id: str, revision: str | None, *, download: bool) -> Path:
         why_not = "HF_HUB_OFFLINE is set" if download else "model_download is off"
         raise HubError(f"{_named(hub_id, revision)} is no directory here and {matter}; {why_not}")
     try:
-        return _download(hub_id, revision)
+        return _download(hub_id, revision, on_progress)
     except Exception as error:
         # Beside its own errors, the library lets those of its HTTP client through.
         raise _explained(error, hub_id, revision) from error
@@ -114,7 +117,7 @@ def _shards(index: Path) -> list[str]:
     return sorted(names)
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], None] | None) -> Path:
     """Fetches what the cache lacks of a model. Raises HubError, and whatever the library does."""
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -131,8 +134,15 @@ def _download(hub_id: str, revision: str | None) -> Path:
     weights = _shards(directory / _INDEX) if index else [_WEIGHTS]
     total_bytes = sum(sizes.get(name, 0) for name in weights)
     _tell(f"downloading {_named(hub_id, revision)} from {_host()}: {total_bytes / 1e6:,.0f} MB")
+    done_bytes = 0
     for name in weights:
-        hf_hub_download(hub_id, name, revision=directory.name, tqdm_class=_progress())
+        progress = _progress()
+        if on_progress is not None:
+            from service.cli.progress_lines import progress_parts
+
+            progress = progress_parts(done_bytes, total_bytes, on_progress)
+        hf_hub_download(hub_id, name, revision=directory.name, tqdm_class=progress)
+        done_bytes += sizes.get(name, 0)
     return directory
 
 

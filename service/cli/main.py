@@ -1,4 +1,4 @@
-"""The command `quire`: serve | status | generate | token.
+"""The command `quire`: serve | status | generate | load | token.
 
 Exit status: 0 done, 1 it failed while it ran, 2 it was called wrongly. Each command imports what it needs
 when it runs, so that none waits for another's libraries; what is loaded here is the standard library only.
@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
+from service.cli.load.options import add_load_flags
 from service.config import ConfigError, add_flags, is_hub_id, load_config
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -56,6 +59,12 @@ def _generate(parsed: argparse.Namespace) -> int:
     return generate(parsed)
 
 
+def _load(parsed: argparse.Namespace) -> int:
+    from service.cli.load.command import load
+
+    return load(parsed)
+
+
 def _token(parsed: argparse.Namespace) -> int:
     from service.cli.token import make_token
 
@@ -89,11 +98,28 @@ def _serve(parsed: argparse.Namespace) -> int:
     except TooFewDescriptors as error:
         print(f"quire: {error}", file=sys.stderr)
         return 1
+    # A busy event loop releases the interpreter for moments only. A thread that wants it, such as the
+    # journal's, asks for it after so long without such a moment. With Python's 5 ms that may never be, and
+    # commits waited seconds.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config))
+        may_download = config.model_download == "on"
+        return runner.run(serve(config, functools.partial(_find_on_hub, download=may_download)))
 
 
-_COMMANDS = {"serve": _serve, "status": _status, "generate": _generate, "token": _token}
+def _find_on_hub(hub_id: str, on_progress: Callable[[float], None], *, download: bool) -> Path:
+    """A model that a running server is to serve. Raises LoadFailed."""
+    from service.cli.hub import HubError, find_model
+    from service.errors import LoadFailed
+
+    try:
+        return find_model(hub_id, None, download=download, on_progress=on_progress)
+    except HubError as error:
+        raise LoadFailed(str(error)) from None
+
+
+_SWITCH_INTERVAL_S = 0.0005
+_COMMANDS = {"serve": _serve, "status": _status, "generate": _generate, "load": _load, "token": _token}
 
 
 class _Version(argparse.Action):
@@ -149,9 +175,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
     generate = commands.add_parser(
         "generate",
-        help="continue a prompt, token by token",
-        description="Continues a prompt: a Prefill and one Decode for each token. Tokens are drawn as the"
-        " model's makers recommend (its generation_config.json), but for what the flags say.",
+        help="continue a prompt",
+        description="Continues a prompt, and shows what comes as it comes. Tokens are drawn as the model's"
+        " makers recommend (its generation_config.json), but for what the flags say.",
     )
     _add_target(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
@@ -167,6 +193,15 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     generate.add_argument(
         "--logprobs", action="store_true", help="a line for each token: id, log-probability, text"
     )
+
+    load = commands.add_parser(
+        "load",
+        help="test a server under load",
+        description="Sends requests as fast as it is told, and says how long their tokens took, and whether"
+        " the server or the client was the limit. Ctrl-C ends it with what there is.",
+    )
+    _add_target(load)
+    add_load_flags(load)
 
     token = commands.add_parser(
         "token",

@@ -1,9 +1,13 @@
-"""The progress of a download in lines, for logs: bars that draw over themselves are for terminals."""
+"""The progress of a download in lines, for logs, or as a number.
+
+Bars that draw over themselves are for terminals.
+"""
 
 from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from huggingface_hub.utils.tqdm import tqdm
@@ -33,3 +37,13 @@ class ProgressLines(tqdm):
             # The library puts the commit before the name.
             name = str(self.desc).rpartition("/")[2]
             print(f"quire: {escaped(name)}: {percent}%", file=sys.stderr, flush=True)
+
+
+def progress_parts(done_bytes: int, total_bytes: int, tell: Callable[[float], None]) -> Any:
+    """What tells how much there is, from 0 to 1, of all files: before this one `done_bytes` were."""
+
+    class ProgressParts(ProgressLines):
+        def display(self, *_: object, **__: object) -> None:
+            tell(min(1.0, (done_bytes + self.n) / total_bytes) if total_bytes else 0.0)
+
+    return ProgressParts

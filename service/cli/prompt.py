@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import executor_pb2
 
-from service.cli.chat_template import TemplateError, render_chat
 from service.printable import escaped
+from service.text.chat_template import TemplateError, render_chat
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from service.cli.channel import CONTROL_TIMEOUT_S, open_channel, print_error
+from service.cli.channel import CONTROL_TIMEOUT_S, connected, print_error
 from service.printable import escaped
 
 # Where no terminal's width counts, every column is shown in full.
@@ -50,19 +50,18 @@ def show_status(options: argparse.Namespace) -> int:
     in_place = console.is_terminal and not options.wide
     if not in_place:
         console.width = _WIDTH_OF_ALL
-    with open_channel(options) as channel:
-        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-        try:
+    # Ctrl-C is the only way to end --watch, so not a failure.
+    interrupted = 1 if interval_s is None else 0
+    try:
+        with connected(options, interrupted) as channel:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
             if interval_s is None:
                 console.print(render(_read(stub), None))
             else:
                 _watch(stub, console, interval_s, in_place=in_place)
-        except grpc.RpcError as error:
-            print_error(error)
-            return 1
-        except KeyboardInterrupt:
-            # The only way to end --watch, so not a failure.
-            return 0 if interval_s is not None else 1
+    except grpc.RpcError as error:
+        print_error(error)
+        return 1
     return 0
 
 

@@ -28,6 +28,9 @@ _OURS = "/quire.v1."
 _ROLES = {
     **dict.fromkeys(("GetStatus", "GetCacheMetrics", "GetLoraMetrics"), (Role.OBSERVE,)),
     **dict.fromkeys(("GetModelInfo", "GetCapabilities", "ListCaches"), (Role.CALL, Role.OBSERVE)),
+    **dict.fromkeys(("GetRuntime", "ListRuntimes"), (Role.CALL, Role.OBSERVE)),
+    # They change what is served to all.
+    **dict.fromkeys(("LoadWeights", "RebuildSession"), (Role.ADMINISTER,)),
 }
 # The table of caches counts what is asked of it, so that a Session is no way around a quota.
 _NOT_COUNTED_BY_THE_TABLE = frozenset({*_ROLES, "Session"})

@@ -8,6 +8,8 @@ A row holds the records of one or more commits:
 all little-endian. The crc of a row is over what precedes it, and over the row's number and time, which are
 kept beside it; that of a frame over what precedes it in the frame. A frame is one record; or it is a run of
 appends of one token each, which is what a turn of decodes is: 20 bytes an append, decoded many at a time.
+
+The weights of a cache are at the end of what makes it, and only if they are not the first ones.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ _ROW_HEAD = struct.Struct("<BBHI")
 _ROW_KEY = struct.Struct("<Qq")
 _FRAME_HEAD = struct.Struct("<IB")
 _CRC = struct.Struct("<I")
-# All that precedes the body of the first frame.
-_TURN_HEAD = struct.Struct("<B3sIIIB")
+_ROW_HEAD_BYTES: Final = _ROW_HEAD.size
+_CRC_OF_WHOLE: Final = 0x2144DF1C
+# All that precedes the body of the first frame. The version and the zeros behind it are one number.
+_TURN_HEAD = struct.Struct("<IIIIB")
 _ROW_START: Final = _ROW_HEAD.size + _CRC.size
 FRAME_BYTES: Final = _FRAME_HEAD.size + _CRC.size
 
@@ -140,20 +144,19 @@ def decode_turn(row: bytes, seq: int, wall_ns: int) -> bytes | None:
     """
     if len(row) < _TURN_HEAD.size + _CRC.size:
         return None
-    version, zeros, length, head_crc, size, kind = _TURN_HEAD.unpack_from(row)
-    end = _TURN_HEAD.size + size
+    start, length, head_crc, size, kind = _TURN_HEAD.unpack_from(row)
     if (
         kind != _SINGLES
-        or version != VERSION
-        or any(zeros)
+        or start != VERSION
         or length != len(row) - _ROW_START
-        or end + _CRC.size != len(row)
+        or size != len(row) - _TURN_HEAD.size - _CRC.size
         or size % SINGLE_BYTES
-        or crc32(row[: _ROW_HEAD.size], crc32(_ROW_KEY.pack(seq, wall_ns))) != head_crc
-        or crc32(row[_ROW_START:end]) != int.from_bytes(row[end:], "little")
+        or crc32(row[:_ROW_HEAD_BYTES], crc32(_ROW_KEY.pack(seq, wall_ns))) != head_crc
+        # Of a text with its own checksum behind it, that is always this.
+        or crc32(row[_ROW_START:]) != _CRC_OF_WHOLE
     ):
         return None
-    return row[_TURN_HEAD.size : end]
+    return row[_TURN_HEAD.size : -_CRC.size]
 
 
 def decode_packed(row: bytes, seq: int, wall_ns: int) -> Iterator[Record | Singles]:
@@ -218,6 +221,7 @@ def _encode_created(record: CacheCreated) -> bytes:
         _blob(record.tenant.encode()),
         _blob(record.request_id.encode()),
         _blob(record.salt),
+        _weights(record.weights),
     )
 
 
@@ -267,7 +271,7 @@ def _encode_restated(record: CacheRestated) -> bytes:
         parts += (_LAST_HEAD.pack(last.base, last.kept, last.accept), _blob(last.asked))
     if fork is not None:
         parts += (_FORK_HEAD.pack(fork.parent, fork.index, fork.count), _blob(fork.request_id.encode()))
-    return _frame(_RESTATED, *parts, _tokens(record.token_ids))
+    return _frame(_RESTATED, *parts, _tokens(record.token_ids), _weights(record.weights))
 
 
 _ENCODERS: Final[dict[type, Callable[..., bytes]]] = {
@@ -283,6 +287,10 @@ _ENCODERS: Final[dict[type, Callable[..., bytes]]] = {
 
 def _blob(data: bytes) -> bytes:
     return _LENGTH.pack(len(data)) + data
+
+
+def _weights(number: int) -> bytes:
+    return _NUMBER.pack(number) if number else b""
 
 
 def _tokens(token_ids: Sequence[int]) -> bytes:
@@ -333,6 +341,10 @@ class _Body:
             raise CorruptRecord(at, "tokens are cut")
         return _array_of(packed)
 
+    def weights(self) -> int:
+        """What a record may have at its end."""
+        return self.values(_NUMBER)[0] if self._at < self._end else 0
+
     def end(self) -> None:
         if self._at != self._end:
             raise CorruptRecord(self._at, "a record goes on after its end")
@@ -357,7 +369,7 @@ def _decode_one(row: bytes, kind: int, at: int, end: int) -> Record:
 def _decode_created(body: _Body) -> CacheCreated:
     number, seed, lease_s = body.values(_CREATED_HEAD)
     cache_id, tenant, request_id = body.text(), body.text(), body.text()
-    return CacheCreated(number, cache_id, tenant, body.blob(), seed, lease_s, request_id)
+    return CacheCreated(number, cache_id, tenant, body.blob(), seed, lease_s, request_id, body.weights())
 
 
 def _decode_appended(body: _Body) -> TokensAppended:
@@ -404,6 +416,7 @@ def _decode_restated(body: _Body) -> CacheRestated:
         shares_with,
         shared_len,
         body.tokens(),
+        body.weights(),
     )
 
 

@@ -27,6 +27,8 @@ class WorkerSlot:
     trouble: str = ""
     ready: worker_pb2.WorkerReady | None = None
     snapshot: worker_pb2.WorkerSnapshot = field(default_factory=worker_pb2.WorkerSnapshot)
+    # Which weights its workers have.
+    weights: int = 0
 
 
 class WorkerListener(Protocol):

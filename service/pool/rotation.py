@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +50,12 @@ class Rotation:
         self._clock_s = clock_s
         self._turn = asyncio.Lock()
 
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Within this no worker is being replaced. Entering it waits for the one that is."""
+        async with self._turn:
+            yield
+
     async def replace(self, worker_id: str, grace_s: float) -> list[Replaced]:
         """Replaces a worker, or all with an empty id. Raises InvalidArgument or NoWorker.
 
@@ -59,18 +66,38 @@ class Rotation:
             raise InvalidArgument("UNKNOWN_WORKER", "worker_id", "no worker has this id")
         return [await self._replace(slot, grace_s) for slot in wanted]
 
+    async def renew(self, grace_s: float) -> list[Replaced]:
+        """Replaces all workers that are ready; the others are being made anew already. Raises NoWorker."""
+        replaced = []
+        for slot in self._pool.slots:
+            async with self._turn:
+                if self._is_ready(slot):
+                    replaced.append(await self._replace_now(slot, grace_s))
+        return replaced
+
     async def _replace(self, slot: WorkerSlot, grace_s: float) -> Replaced:
         async with self._turn:
-            if slot.state != executor_pb2.WORKER_STATE_READY:
+            if not self._is_ready(slot):
                 raise NoWorker
-            epoch, pid = slot.epoch, slot.pid
-            _log.info("replacing a worker", worker_id=slot.worker_id, epoch=epoch)
-            self._drains.worker_draining(slot.worker_id, epoch)
-            until_s = self._clock_s() + grace_s
-            # Polled: events for it would cost each answer something, for the sake of one moment.
-            while not self._drains.is_drained(slot.worker_id, epoch) and self._clock_s() < until_s:  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
-            self._pool.retire(slot.worker_id, epoch)
-            while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
-            return Replaced(slot.worker_id, pid, slot.pid)
+            return await self._replace_now(slot, grace_s)
+
+    def _is_ready(self, slot: WorkerSlot) -> bool:
+        """Whether there is anything to replace: it serves, and its weights still do."""
+        return slot.state == executor_pb2.WORKER_STATE_READY and slot in self._pool.slots
+
+    async def _replace_now(self, slot: WorkerSlot, grace_s: float) -> Replaced:
+        """In its turn. Raises NoWorker if no other comes in the time that a worker may take to start."""
+        epoch, pid = slot.epoch, slot.pid
+        _log.info("replacing a worker", worker_id=slot.worker_id, epoch=epoch)
+        self._drains.worker_draining(slot.worker_id, epoch)
+        until_s = self._clock_s() + grace_s
+        # Polled: events for it would cost each answer something, for the sake of one moment.
+        while not self._drains.is_drained(slot.worker_id, epoch) and self._clock_s() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        self._pool.retire(slot.worker_id, epoch)
+        until_s = self._clock_s() + self._pool.start_timeout_s
+        while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:
+            if self._clock_s() > until_s:
+                raise NoWorker
+            await asyncio.sleep(_POLL_S)
+        return Replaced(slot.worker_id, pid, slot.pid)

@@ -3,6 +3,9 @@
 Each slot has one task: start an incarnation, wait until it is ready, watch it, clean up, start the next. The
 first may be one that an earlier gateway has left. An incarnation that is at its end is killed before another
 takes its place, so that nothing of it can answer later. Where workers run is the launcher's.
+
+Other weights have slots of their own (a `Crew`). They are loaded beside those that serve, tried once, and
+serve when they are told to; until then nothing that happens to them is of any consequence to the others.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextvars import Context
 
 from quire.v1 import executor_pb2, worker_pb2
 
@@ -19,6 +23,7 @@ from service.config import Config
 from service.logging import get_logger
 from service.pool import wire
 from service.pool.base import PoolFailed, WorkerListener, WorkerSlot
+from service.pool.crew import Crew
 from service.pool.incarnation import Incarnation
 from service.pool.launcher import Adopted, Launcher, WorkerProcesses
 
@@ -48,13 +53,16 @@ class Supervisor:
         launcher: Launcher,
         listener: WorkerListener,
         expected_model: str | None = None,
+        weights: int = 0,
     ) -> None:
         """`expected_model`: the fingerprint of that whose caches there are; another one cannot be served."""
         self._config = config
-        self._model = model
         self._launcher = launcher
         self._listener = listener
-        self._slots = [WorkerSlot(f"worker-{index}", index) for index in range(config.workers)]
+        # Those that serve, and all there are, by their weights.
+        self._serving = Crew(weights, model, config.workers, expected_model)
+        self._crews = {weights: self._serving}
+        self._group: asyncio.TaskGroup | None = None
         self._live: dict[str, Incarnation] = {}
         # Of those that live, and of those that are being ended.
         self._processes: set[WorkerProcesses] = set()
@@ -64,14 +72,64 @@ class Supervisor:
         self._leaves = False
         self._was_ready: set[str] = set()
         self._failure: PoolFailed | None = None
-        self._expected_model = expected_model
-        # Of the first worker that was ready: all others must serve the same model.
-        self._model_fingerprint: str | None = None
+
+    @property
+    def serving(self) -> Crew:
+        """The workers that new caches go to."""
+        return self._serving
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
-        """All workers, in a stable order."""
-        return self._slots
+        """Those that serve, in a stable order."""
+        return self._serving.slots
+
+    @property
+    def all_slots(self) -> Sequence[WorkerSlot]:
+        """Also those that load other weights, and those that had weights before and are still in use."""
+        return [slot for crew in self._crews.values() for slot in crew.slots]
+
+    @property
+    def start_timeout_s(self) -> float:
+        """How long a worker may take until it serves."""
+        return self._config.worker_start_timeout_s
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether those that serve compute on the CPU, as far as is known."""
+        return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
+
+    # Other weights.
+
+    def load(self, weights: int, model: str) -> Crew:
+        """Starts workers with other weights beside those that serve."""
+        crew = Crew(weights, model, self._config.workers)
+        crew.is_loading = True
+        self._crews[weights] = crew
+        self._start(crew)
+        return crew
+
+    def keep(self, crew: Crew) -> None:
+        """What was loaded is kept running from now on."""
+        crew.is_loading = False
+
+    def serve(self, crew: Crew) -> None:
+        """New caches go to these workers from now on."""
+        self._serving = crew
+
+    async def end(self, crew: Crew) -> None:
+        """Ends workers that do not serve, or do no more."""
+        for task in crew.tasks:
+            task.cancel()
+        await asyncio.gather(*crew.tasks, return_exceptions=True)
+        self._crews.pop(crew.weights, None)
+
+    def _start(self, crew: Crew) -> None:
+        assert self._group is not None
+        for slot in crew.slots:
+            name = f"supervise-{slot.worker_id}"
+            # In a context of its own: whoever wanted the weights has nothing to do with what comes later.
+            task = self._group.create_task(self._supervise(slot, crew), name=name, context=Context())
+            crew.tasks.append(task)
 
     def send(self, worker_id: str, epoch: int, command: effects.Command) -> None:
         """Sends a command to one incarnation; dropped if that one is gone."""
@@ -106,14 +164,17 @@ class Supervisor:
         Then they are ended, unless `leave` was called before.
         """
         try:
-            configs = [self._worker_config(slot) for slot in self._slots]
+            configs = [self._worker_config(slot, self._serving) for slot in self.slots]
             self._adopted.update(await self._launcher.adopt(configs))
             self._last_epoch = self._launcher.last_epoch
-            async with asyncio.TaskGroup() as group:
-                for slot in self._slots:
-                    group.create_task(self._supervise(slot), name=f"supervise-{slot.worker_id}")
-        except* PoolFailed as failures:
-            raise failures.exceptions[0] from None
+            async with asyncio.TaskGroup() as self._group:
+                self._start(self._serving)
+        except ExceptionGroup as failures:
+            # Not `except*`: before Python 3.11.4 what is raised there comes in a group again.
+            failed = failures.subgroup(PoolFailed)
+            if failed is None:
+                raise
+            raise failed.exceptions[0] from None
         finally:
             for adopted in self._adopted.values():
                 if not self._leaves:
@@ -129,20 +190,28 @@ class Supervisor:
         for processes in (*self._processes, *(adopted.processes for adopted in self._adopted.values())):
             processes.kill()
 
-    async def _supervise(self, slot: WorkerSlot) -> None:
+    async def _supervise(self, slot: WorkerSlot, crew: Crew) -> None:
         backoff_s, failures = 0.0, 0
         while True:
             await asyncio.sleep(backoff_s)
-            await self._run_once(slot)
+            try:
+                await self._run_once(slot, crew)
+            except PoolFailed as failed:
+                if not crew.is_loading:
+                    raise
+                crew.fail(str(failed))
+            if crew.is_loading:
+                crew.fail(f"{slot.worker_id} did not come to serve: {slot.trouble}")
+                return
             # One that served is replaced at once. One that did not is not hammered, however long it took.
             failures = failures + 1 if slot.ready is None else 0
             if failures >= _MAX_START_FAILURES and not self._was_ready:
                 raise PoolFailed(f"{slot.worker_id} failed to start {failures} times in a row; see its log")
             backoff_s = min(max(0.25, backoff_s * 2), _MAX_BACKOFF_S) if failures else 0.0
 
-    async def _run_once(self, slot: WorkerSlot) -> None:
+    async def _run_once(self, slot: WorkerSlot, crew: Crew) -> None:
         """One incarnation from its start to the end of its processes."""
-        incarnation = await self._obtain(slot)
+        incarnation = await self._obtain(slot, crew)
         if incarnation is None:
             return
         self._live[slot.worker_id] = incarnation
@@ -157,6 +226,11 @@ class Supervisor:
             if end.hangs:
                 grace_s = 0.0
             log.warning("worker is gone", why=end.why)
+        except asyncio.CancelledError:
+            if crew.is_loading:
+                # It is taken back, and has nothing that is worth waiting for.
+                grace_s = 0.0
+            raise
         finally:
             self._forget(incarnation, crashed=crashed)
             await incarnation.link.close()
@@ -167,7 +241,7 @@ class Supervisor:
         if status == EXIT_CONFIG and slot.worker_id not in self._was_ready:
             raise PoolFailed("the worker refused its configuration; its last log line says why")
 
-    async def _obtain(self, slot: WorkerSlot) -> Incarnation | None:
+    async def _obtain(self, slot: WorkerSlot, crew: Crew) -> Incarnation | None:
         """One that was left by an earlier gateway, or a new one; None if none can be started now."""
         adopted = self._adopted.pop(slot.worker_id, None)
         if adopted is not None:
@@ -179,7 +253,7 @@ class Supervisor:
         self._last_epoch += 1
         epoch = self._last_epoch
         try:
-            processes = await self._launcher.start(self._worker_config(slot), epoch)
+            processes = await self._launcher.start(self._worker_config(slot, crew), epoch)
         except OSError as error:
             # No descriptors or processes left, say: that may pass.
             slot.ready, slot.state = None, executor_pb2.WORKER_STATE_DEAD
@@ -200,7 +274,7 @@ class Supervisor:
             return None
         return await incarnation.processes.end(grace_s=grace_s)
 
-    def _worker_config(self, slot: WorkerSlot) -> worker_pb2.WorkerConfig:
+    def _worker_config(self, slot: WorkerSlot, crew: Crew) -> worker_pb2.WorkerConfig:
         """The settings that workers have too, by their names, and what only the pool knows."""
         config = worker_pb2.WorkerConfig()
         for field in config.DESCRIPTOR.fields:
@@ -208,9 +282,9 @@ class Supervisor:
             if value is not None:
                 setattr(config, field.name, value)
         config.worker_id = slot.worker_id
-        config.model = self._model
+        config.model = crew.model
         config.device_index = slot.index
-        config.model_was_proved = self._model_fingerprint is not None
+        config.model_was_proved = crew.fingerprint is not None
         cores = max(1, (os.cpu_count() or 1) // self._config.workers)
         config.threads = self._config.threads_per_worker or cores
         return config
@@ -239,24 +313,24 @@ class Supervisor:
 
         What it holds from an earlier gateway's time is sorted out first.
         """
-        fingerprint = ready.model.fingerprint
-        if self._expected_model not in (None, fingerprint):
+        crew, fingerprint = self._crews[incarnation.slot.weights], ready.model.fingerprint
+        if crew.expected_model not in (None, fingerprint):
             self._failure = PoolFailed(
-                f"the journal has caches of another model (fingerprint {self._expected_model or 'none'})"
-                f" than {self._model} ({fingerprint or 'none'}): serve that one, give another data_dir, or"
+                f"the journal has caches of another model (fingerprint {crew.expected_model or 'none'})"
+                f" than {crew.model} ({fingerprint or 'none'}): serve that one, give another data_dir, or"
                 " move the journal away"
             )
             incarnation.refuse("the journal has caches of another model")
             return
-        if self._model_fingerprint is None:
-            self._model_fingerprint = fingerprint
-        if fingerprint != self._model_fingerprint:
+        if crew.fingerprint is None:
+            crew.fingerprint = fingerprint
+        if fingerprint != crew.fingerprint:
             # The reason is told to clients, who are not to learn where the model lies.
             worker_id = incarnation.slot.worker_id
-            _log.error("the model's files were replaced", worker_id=worker_id, model=self._model)
+            _log.error("the model's files were replaced", worker_id=worker_id, model=crew.model)
             incarnation.refuse(
                 f"the model's directory holds another model now ({fingerprint}) than the one that is served"
-                f" ({self._model_fingerprint}): put that back, or restart the gateway"
+                f" ({crew.fingerprint}): put that back, or restart the gateway"
             )
             return
         if not ready.holdings:
@@ -275,6 +349,7 @@ class Supervisor:
         backend = ready.model.backend
         _log.info("worker ready", worker_id=slot.worker_id, epoch=slot.epoch, backend=backend, kept=len(kept))
         self._listener.worker_ready(slot, kept)
+        self._crews[slot.weights].has_one_more()
 
     def suspected(self, incarnation: Incarnation) -> None:
         """Passes on that a worker is silent, or heard again."""

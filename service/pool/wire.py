@@ -56,6 +56,10 @@ def _fill_forward(body: worker_pb2.ForwardCommand, command: effects.ForwardSeque
             body.output.sampling.seed = command.seed
     if append.accept and not command.keep_all:
         body.accept = append.accept  # type: ignore[assignment]
+    body.run_ahead = append.run_ahead
+    body.scored = append.scored
+    if isinstance(append.choices, tuple):
+        body.verify_rows.extend(append.choices)
     body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
     if command.timeout_s is not None:
         body.timeout_ns = max(1, int(command.timeout_s * 1e9))

@@ -21,6 +21,10 @@ _DETAILS = "grpc-status-details-bin"
     [
         (grpc.StatusCode.INVALID_ARGUMENT, "EMPTY_TOKENS", quire.InvalidRequest),
         (grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND", quire.CacheNotFound),
+        (grpc.StatusCode.NOT_FOUND, "RUNTIME_NOT_FOUND", quire.RuntimeNotFound),
+        (grpc.StatusCode.NOT_FOUND, "", quire.NotFound),
+        (grpc.StatusCode.ABORTED, "RESUMED_ELSEWHERE", quire.Aborted),
+        (grpc.StatusCode.FAILED_PRECONDITION, "EXECUTION_LOST", quire.PreconditionFailed),
         (grpc.StatusCode.FAILED_PRECONDITION, "POSITION_MISMATCH", quire.PositionMismatch),
         (grpc.StatusCode.FAILED_PRECONDITION, "UNSUPPORTED_BY_EXECUTOR", quire.PreconditionFailed),
         (grpc.StatusCode.OUT_OF_RANGE, "SEQUENCE_TOO_LONG", quire.OutOfRange),

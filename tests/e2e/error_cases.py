@@ -91,7 +91,7 @@ def bad_masks() -> Iterator[Bad]:
         return types.OutputOptions(mask=types.TokenMask(**kind))
 
     yield "empty mask", masked(), "BAD_MASK", "output.mask"
-    for size in (0, VOCAB // 8 - 1, VOCAB // 8 + 1):
+    for size in (0, VOCAB // 8 - 1, VOCAB // 8 + 1, VOCAB // 8 + 4):
         yield f"mask of {size}", masked(packed=b"\xff" * size), "BAD_MASK", "output.mask.packed"
     yield "mask of zeros", masked(packed=bytes(VOCAB // 8)), "BAD_MASK", "output.mask"
     yield "nothing allowed", masked(allowed=types.TokenIds()), "BAD_MASK", "output.mask.allowed"
@@ -227,9 +227,51 @@ def field_cases() -> Iterator[Case]:
         output = types.OutputOptions(sampling=sampling)
         verify = pb.ForwardVerifyRequest(cache_id=UNKNOWN, token_ids=[1], accept=accept, output=output)
         yield case("ForwardVerify", verify, reason, at)
+    yield case("Forward", pb.ForwardRequest(token_ids=[1, 2], score_from=2), "BAD_SCORE_FROM", "score_from")
+    yield case("Prefill", pb.PrefillRequest(token_ids=[1], score_from=1), "BAD_SCORE_FROM", "score_from")
+    yield case(
+        "Forward", pb.ForwardRequest(token_ids=[1], cache_salt="s" * 129), "BAD_CACHE_SALT", "cache_salt"
+    )
+    for rows, accept, reason, at in _verify_rows():
+        verify = pb.ForwardVerifyRequest(cache_id=UNKNOWN, token_ids=[1, 2], accept=accept, rows=rows)
+        yield case("ForwardVerify", verify, reason, at)
+    yield case("BatchForward", pb.BatchForwardRequest(), "EMPTY_BATCH", "items")
     yield case("BatchPrefill", pb.BatchPrefillRequest(), "EMPTY_BATCH", "items")
     yield case("BatchDecode", pb.BatchDecodeRequest(), "EMPTY_BATCH", "items")
     yield case("UnifiedForward", pb.UnifiedForwardRequest(), "EMPTY_BATCH", "items")
+
+
+def _verify_rows() -> Iterator[tuple[list[types.VerifyRow], Any, str, str]]:
+    """Rows for the tokens [1, 2] that cannot be: how they are accepted, the reason, and where."""
+    plain, keep, speculative = types.VerifyRow(), types.VERIFY_ACCEPT_GREEDY, types.VERIFY_ACCEPT_SPECULATIVE
+
+    def draft(ids: list[int], probabilities: list[float], dense: bytes = b"") -> types.VerifyRow:
+        drawn_from = types.DraftProbabilities(token_ids=ids, probabilities=probabilities, dense=dense)
+        return types.VerifyRow(draft=drawn_from)
+
+    yield [plain], keep, "BAD_VERIFY_ROWS", "rows"
+    yield [], speculative, "BAD_VERIFY_ROWS", "rows"
+    yield [plain, plain], speculative, "BAD_DRAFT", "rows[0].draft"
+    yield [draft([2], [1.0]), plain], keep, "BAD_DRAFT", "rows[0].draft"
+    yield [draft([2], [1.0]), draft([2], [1.0])], speculative, "BAD_DRAFT", "rows[1].draft"
+    wrong: tuple[tuple[list[int], list[float], str], ...] = (
+        ([], [], ".token_ids"),
+        ([2], [0.5, 0.5], ".token_ids"),
+        ([2, 2], [0.5, 0.5], ".token_ids"),
+        ([2, 3], [0.5, 0.6], ""),
+        ([2, 3], [1.5, -0.5], ""),
+        ([2, 3], [math.nan, 1.0], ""),
+        ([2, 3], [math.inf, 0.0], ""),
+        ([3, 4], [0.5, 0.5], ""),
+        ([2, 3], [0.0, 1.0], ""),
+    )
+    for ids, probabilities, at in wrong:
+        yield [draft(ids, probabilities), plain], speculative, "BAD_DRAFT", f"rows[0].draft{at}"
+    outside = draft([2, VOCAB], [0.5, 0.5])
+    yield [outside, plain], speculative, "TOKEN_OUT_OF_VOCAB", "rows[0].draft.token_ids[1]"
+    yield [draft([], [], b"1234"), plain], speculative, "BAD_DRAFT", "rows[0].draft.dense"
+    masked = types.VerifyRow(mask=types.TokenMask(packed=bytes(VOCAB // 8)))
+    yield [plain, masked], keep, "BAD_MASK", "rows[1].mask"
 
 
 def size_cases() -> Iterator[Case]:

@@ -6,8 +6,10 @@ computes from the tokens alone; at the end everything is released and every pool
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -33,6 +35,9 @@ prompts = st.one_of(
     st.integers(1, 60).map(lambda n: [(3 * i + 1) % VOCAB for i in range(n)]),
 )
 picks = st.integers(0, 10_000)
+
+# What has scores of its tokens.
+Scored: TypeAlias = pb.PrefillResponse | pb.ForwardVerifyResponse | pb.ForwardResponse
 
 
 @dataclass
@@ -78,10 +83,21 @@ class ParityMachine(RuleBasedStateMachine):
         assert handle.cache_id == held.cache_id
         assert handle.seq_len == len(held.tokens)
 
+    def check_scores(self, answer: Scored, tokens: list[int], first: int) -> None:
+        """The scores are those of the tokens from index `first` on."""
+        logits = hf_logits(self.harness.model, tokens)[first - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(tokens) - first), tokens[first:]]
+        torch.testing.assert_close(torch.tensor(answer.token_logprobs), expected, rtol=1e-4, atol=1e-4)
+        assert list(answer.token_is_argmax) == (logits.argmax(-1) == torch.tensor(tokens[first:])).tolist()
+
     @precondition(lambda self: len(self.held) < 6)
-    @rule(tokens=prompts)
-    def prefill(self, tokens: list[int]) -> None:
-        answer = self.stub.Prefill(pb.PrefillRequest(token_ids=tokens, output=WITH_LOGITS), timeout=30)
+    @rule(tokens=prompts, score_from=st.none() | st.integers(0, 50))
+    def prefill(self, tokens: list[int], score_from: int | None) -> None:
+        if score_from is not None:
+            score_from %= len(tokens)
+        request = pb.PrefillRequest(token_ids=tokens, output=WITH_LOGITS, score_from=score_from)
+        answer = self.stub.Prefill(request, timeout=30)
+        self.check_scores(answer, tokens, len(tokens) if score_from is None else max(1, score_from))
         held = Held(answer.kv_cache.cache_id, list(tokens))
         self.held.append(held)
         self.check_step(held, answer.kv_cache)
@@ -203,6 +219,7 @@ class ParityMachine(RuleBasedStateMachine):
         # The first drafts are what the model will say, the rest is chance.
         truth = hf_greedy(self.harness.model, [*held.tokens, first], min(right, len(drafts)))
         fed = [first, *truth, *drafts[len(truth) :]]
+        score = len(drafts) % 2 == 0
         mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_UNSPECIFIED
         answer = self.stub.ForwardVerify(
             pb.ForwardVerifyRequest(
@@ -211,10 +228,13 @@ class ParityMachine(RuleBasedStateMachine):
                 position=len(held.tokens),
                 accept=mode,
                 output=WITH_LOGITS,
+                score=score,
             ),
             timeout=30,
         )
         base = list(held.tokens)
+        if score:
+            self.check_scores(answer, base + fed, len(base) + 1)
         assert len(answer.outputs) == len(fed)
         for index, output in enumerate(answer.outputs):
             self.check_row(output, base + fed[: index + 1])
@@ -266,11 +286,42 @@ class ParityMachine(RuleBasedStateMachine):
     @rule(tokens=prompts)
     def score(self, tokens: list[int]) -> None:
         answer = self.stub.Forward(pb.ForwardRequest(token_ids=tokens, output=WITH_LOGITS), timeout=30)
-        logits = hf_logits(self.harness.model, tokens)
         self.check_row(answer.outputs[-1], tokens)
         assert len(answer.outputs) == len(tokens)
-        expected = logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
-        torch.testing.assert_close(torch.tensor(answer.token_logprobs), expected, rtol=1e-4, atol=1e-4)
+        self.check_scores(answer, tokens, 1)
+
+    @rule(context=prompts, choices=st.lists(prompts, min_size=1, max_size=4), output=st.booleans())
+    def score_choices(self, context: list[int], choices: list[list[int]], output: bool) -> None:
+        items = [
+            pb.ForwardRequest(
+                token_ids=context + choice,
+                score_from=len(context),
+                output=WITH_LOGITS if output else None,
+            )
+            for choice in choices
+        ]
+        results = self.stub.BatchForward(pb.BatchForwardRequest(items=items), timeout=30).results
+        for choice, result in zip(choices, results, strict=True):
+            assert len(result.response.outputs) == len(choice) + 1
+            self.check_scores(result.response, context + choice, len(context))
+            if output:
+                self.check_row(result.response.outputs[0], context)
+
+    @precondition(lambda self: bool(self.held))
+    @rule(number=picks, count=st.integers(1, 8))
+    def say(self, number: int, count: int) -> None:
+        """A text, token by token: from some length on the worker computes the next one ahead."""
+        held = self.pick(number)
+        if len(held.tokens) + count > MAX_TOKENS:
+            return
+        expected = hf_greedy(self.harness.model, held.tokens, count + 1)
+        for token, following in itertools.pairwise(expected):
+            request = pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=len(held.tokens))
+            answer = self.stub.Decode(request, timeout=30)
+            held.last = (len(held.tokens), [token])
+            held.tokens.append(token)
+            self.check_step(held, answer.kv_cache)
+            assert answer.output.token_id == following
 
     def teardown(self) -> None:
         for held in self.held:

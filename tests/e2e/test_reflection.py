@@ -22,6 +22,7 @@ HEALTH = "grpc.health.v1.Health"
 SERVICES = {
     SERVICE.full_name,
     "quire.v1.AdminService",
+    "quire.v1.ModelRunnerService",
     HEALTH,
     "grpc.reflection.v1alpha.ServerReflection",
 }

@@ -12,10 +12,10 @@ import grpc
 import pytest
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
+from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 from tests.raw_messages import packed
 
@@ -61,13 +61,6 @@ class Lane:
                 assert result.tag not in results
                 results[result.tag] = result
         return results
-
-
-def reason_of(error: Any) -> str:
-    status = rpc_status.from_call(error)
-    info = error_details_pb2.ErrorInfo()
-    assert status is not None and status.details[0].Unpack(info)
-    return info.reason
 
 
 def info_in(result: pb.SessionResult) -> error_details_pb2.ErrorInfo:
@@ -284,7 +277,7 @@ def test_a_caller_that_does_not_read_is_cut_off_and_hurts_nobody(gateway: Gatewa
     error = asyncio.run(stall())
     answered = others.stop()
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert reason_of_async(error) == "SLOW_CONSUMER"
+    assert reason_of(error) == "SLOW_CONSUMER"
     assert answered > 10, "a neighbour's calls go on meanwhile"
     # 2000 answers of 64 kB would be 128 MB.
     assert gateway.status().memory_bytes - before < 100 << 20
@@ -296,17 +289,6 @@ async def _rows_of_logits(count: int) -> AsyncIterator[pb.SessionRequest]:
     for tag in range(count):
         request = pb.ForwardRequest(token_ids=[i % 1000 for i in range(16)], output=output)
         yield pb.SessionRequest(calls=[pb.SessionCall(tag=tag, forward=request)])
-
-
-def reason_of_async(error: grpc.aio.AioRpcError) -> str:
-    info = error_details_pb2.ErrorInfo()
-    from google.rpc import status_pb2
-
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin":
-            status = status_pb2.Status.FromString(value)  # type: ignore[arg-type]
-            assert status.details[0].Unpack(info)
-    return info.reason
 
 
 class Neighbour(threading.Thread):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
-from quire import Client
-from quire.v1 import executor_pb2, types_pb2
+from quire import Client, item
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from transformers import PreTrainedTokenizerFast
 
 from service.cli.main import main
@@ -135,3 +136,51 @@ def test_what_is_recommended_can_be_asked_for(
         drawn.append(capsys.readouterr().out)
     assert drawn[0] == drawn[1] != drawn[2]
     gateway.assert_pools_are_whole()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"enum": ["small", "large"]},
+        "counts": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": -99, "maximum": 99},
+            "maxItems": 3,
+        },
+    },
+    "required": ["name", "size", "counts"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(16, marks=pytest.mark.thorough)])
+def test_json_of_a_random_model_is_always_of_its_schema(gateway: GatewayProcess, times: int) -> None:
+    hot = types_pb2.SamplingParams(temperature=1.5)
+    constraint = runner_pb2.Constraint(json_schema=json.dumps(SCHEMA))
+    with Client(gateway.address) as client:
+        for number in range(times):
+            items = [
+                item(f"{number} {n}", item_id=str(n), n=16, sampling=hot, constraint=constraint)
+                for n in range(4)
+            ]
+            texts: dict[tuple[str, int], str] = defaultdict(str)
+            for delta in client.execute(items):
+                assert not delta.HasField("error"), delta.error
+                texts[delta.item_id, delta.sample] += delta.text
+            assert len(texts) == 64 and len(set(texts.values())) > 32
+            for text in texts.values():
+                found = json.loads(text)
+                assert list(found) == ["name", "size", "counts"]
+                assert len(found["name"]) <= 8 and found["size"] in ("small", "large")
+                assert all(-99 <= count <= 99 for count in found["counts"]) and len(found["counts"]) <= 3
+
+
+def test_messages_are_written_as_the_template_says(
+    gateway: GatewayProcess, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    prompt = dict(tokenizer.apply_chat_template(messages, add_generation_prompt=True))["input_ids"]  # type: ignore[arg-type]
+    with Client(gateway.address) as client:
+        wanted = [list(d.token_ids) for d in client.execute(prompt, max_tokens=12)]
+        assert [list(d.token_ids) for d in client.execute(messages, max_tokens=12)] == wanted

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import psutil
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
@@ -52,13 +49,6 @@ def decode(
 ) -> pb.DecodeResponse:
     request = pb.DecodeRequest(cache_id=cache.kv_cache.cache_id, token_id=7, position=position)
     return gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
-
-
-def reason_of(error: Any) -> str:
-    status = rpc_status.from_call(error)
-    info = error_details_pb2.ErrorInfo()
-    assert status is not None and status.details[0].Unpack(info)
-    return info.reason
 
 
 def gone(gateway: GatewayProcess, pid: int) -> bool:

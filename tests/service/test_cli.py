@@ -35,6 +35,11 @@ def ids(text: str) -> list[int]:
     return list(TOKENIZER.encode(text).ids)
 
 
+def prompts(executor: FakeExecutor) -> list[list[int]]:
+    """Of all calls of Execute."""
+    return [list(request.items[0].tokens.token_ids) for request in executor.calls["Execute"]]
+
+
 @pytest.fixture
 def executor() -> FakeExecutor:
     executor = FakeExecutor()
@@ -59,9 +64,7 @@ def test_generate_continues_a_text(
     executor.script = [*ids("46 é€"), EOS]
     assert quire("generate", "12+34=") == 0
     assert capsys.readouterr().out == "46 é€\n"
-    assert list(executor.calls["Prefill"][0].token_ids) == ids("12+34=")
-    assert len(executor.calls["Decode"]) == len(ids("46 é€")), "one call for each token"
-    assert [request.position for request in executor.calls["Decode"]][:3] == [6, 7, 8]
+    assert prompts(executor) == [ids("12+34=")], "one call for all tokens"
     assert executor.caches == {}
 
 
@@ -71,7 +74,6 @@ def test_generate_stops_at_max_tokens_and_at_the_end_of_the_context(
     executor.script = ids("abcdefgh")
     assert quire("generate", "x", "--max-tokens", "3") == 0
     assert capsys.readouterr().out == "abc\n"
-    assert len(executor.calls["Decode"]) == 2, "the last token need not be appended"
     executor.max_seq_len = 3
     assert quire("generate", "x") == 0
     assert capsys.readouterr().out == "abc\n"
@@ -97,7 +99,10 @@ def test_generate_takes_and_shows_token_ids(
     executor.script = [5, 6, 7]
     assert quire("generate", "--tokens", "1,2,3", "--max-tokens", "3") == 0
     assert capsys.readouterr().out == "5 6 7 \n"
-    assert list(executor.calls["Prefill"][0].token_ids) == [1, 2, 3]
+    assert prompts(executor) == [[1, 2, 3]]
+    executor.script = [5, EOS]
+    assert quire("generate", "--tokens", "1,2,3") == 0
+    assert capsys.readouterr().out == "5 \n", "the token that only says that it ends is not shown"
 
 
 def test_generate_shows_logprobs(
@@ -107,7 +112,7 @@ def test_generate_shows_logprobs(
     assert quire("generate", "x", "--max-tokens", "3", "--logprobs") == 0
     a, first, second = ids("aé")
     assert capsys.readouterr().out == f"{a}\t-0.5000\t'a'\n{first}\t-0.5000\t''\n{second}\t-0.5000\t'é'\n"
-    assert executor.calls["Prefill"][0].output.logprob
+    assert executor.calls["Execute"][0].items[0].logprobs
 
 
 def test_generate_sends_only_the_sampling_that_was_given(
@@ -117,12 +122,9 @@ def test_generate_sends_only_the_sampling_that_was_given(
         quire("generate", "x", "--max-tokens", "2", "--temperature", "0.5", "--top-k", "0", "--seed", "3")
         == 0
     )
-    for request in (executor.calls["Prefill"][0], executor.calls["Decode"][0]):
-        sampling = request.output.sampling
-        assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 0, 3)
-        assert (
-            sampling.HasField("top_k") and not sampling.HasField("top_p") and not sampling.HasField("min_p")
-        )
+    sampling = executor.calls["Execute"][0].items[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 0, 3)
+    assert sampling.HasField("top_k") and not sampling.HasField("top_p") and not sampling.HasField("min_p")
 
 
 def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
@@ -133,7 +135,7 @@ def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
     assert quire("generate", "x", "--max-tokens", "1") == 0
     assert quire("generate", "x", "--max-tokens", "1", "--temperature", "0", "--seed", "3") == 0
     assert quire("generate", "x", "--max-tokens", "1", "--top-k", "0", "--repetition-penalty", "1") == 0
-    plain, greedy, other = (request.output.sampling for request in executor.calls["Prefill"])
+    plain, greedy, other = (request.items[0].sampling for request in executor.calls["Execute"])
     assert plain == own
     own.temperature, own.seed = 0, 3
     assert greedy == own
@@ -170,7 +172,7 @@ def test_generate_writes_a_message_as_the_chat_template_says(
 ) -> None:
     executor.chat_template = types_pb2.ChatTemplate(sources={"default": QWEN})
     assert quire("generate", "2 < 3?", "--max-tokens", "1", *flags) == 0
-    assert list(executor.calls["Prefill"][0].token_ids) == ids(prompt)
+    assert prompts(executor) == [ids(prompt)]
 
 
 def test_special_tokens_are_added_to_text_and_not_to_what_a_template_wrote(
@@ -185,7 +187,7 @@ def test_special_tokens_are_added_to_text_and_not_to_what_a_template_wrote(
     )
     for flags in (["--chat"], ["--raw"]):
         assert quire("generate", "x", "--max-tokens", "1", *flags) == 0
-    assert [list(request.token_ids) for request in executor.calls["Prefill"]] == [[256, *ids("x")]] * 2
+    assert prompts(executor) == [[256, *ids("x")]] * 2
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_a_prompt_that_makes_no_sense_is_refused(
 ) -> None:
     assert quire("generate", *arguments) == 2
     assert capsys.readouterr() == ("", f"quire: {said}\n")
-    assert executor.calls["Prefill"] == []
+    assert executor.calls["Execute"] == []
 
 
 def test_a_template_that_refuses_is_told_in_a_line(
@@ -253,16 +255,16 @@ def test_serve_of_a_model_that_is_nowhere_ends_with_a_line(tmp_path: Path) -> No
     assert error == f"quire: org/name {where}\n"
 
 
-def test_a_failed_call_is_told_in_a_line_and_the_cache_released(
+def test_a_failure_is_told_in_a_line(
     quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    executor.fail("Decode", rich_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", "no pages"))
+    executor.fail("Step", rich_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", "no pages"))
     assert quire("generate", "x") == 1
-    assert capsys.readouterr().err == "quire: RESOURCE_EXHAUSTED KV_EXHAUSTED no pages\n"
-    executor.fail("Prefill", rich_status(grpc.StatusCode.INVALID_ARGUMENT, "BAD_SAMPLING", "top_p"))
+    assert capsys.readouterr() == ("", "quire: RESOURCE_EXHAUSTED KV_EXHAUSTED no pages\n")
+    executor.fail("Execute", rich_status(grpc.StatusCode.INVALID_ARGUMENT, "BAD_SAMPLING", "top_p"))
     assert quire("generate", "x") == 1
     assert capsys.readouterr() == ("", "quire: INVALID_ARGUMENT BAD_SAMPLING top_p\n")
-    assert len(executor.calls["ReleaseCache"]) == 1
+    assert executor.ended.wait(timeout=60)
     assert executor.caches == {}
 
 
@@ -275,7 +277,7 @@ def test_generate_waits_for_a_worker(
     no_worker = rich_status(grpc.StatusCode.UNAVAILABLE, "NO_WORKER", "no worker is ready")
     monkeypatch.setattr(generate, "POLL_INTERVAL_S", 0.0)
     executor.script = [*ids("46"), EOS]
-    for method in ("GetModelInfo", "GetModelInfo", "Prefill"):
+    for method in ("GetModelInfo", "GetModelInfo", "Execute"):
         executor.fail(method, no_worker)
     assert quire("generate", "x") == 0
     out, err = capsys.readouterr()
@@ -448,7 +450,7 @@ def iter_lines(process: subprocess.Popen[str], until: int) -> Iterator[str]:
         yield process.stdout.readline()
 
 
-def test_an_interrupted_generate_releases_its_cache(target: str, executor: FakeExecutor) -> None:
+def test_an_interrupted_generate_leaves_nothing(target: str, executor: FakeExecutor) -> None:
     executor.decode_delay_s = 0.3
     with run("generate", "x", "--target", target) as process:
         assert executor.decoding.wait(timeout=60)
@@ -456,7 +458,7 @@ def test_an_interrupted_generate_releases_its_cache(target: str, executor: FakeE
         assert process.wait(timeout=30) == 1
         _, error = process.communicate()
     assert error.strip() == ""
-    assert len(executor.calls["ReleaseCache"]) == 1
+    assert executor.ended.wait(timeout=60)
     assert executor.caches == {}
 
 
@@ -470,6 +472,7 @@ def test_a_reader_that_leaves_is_not_an_error(target: str, executor: FakeExecuto
         assert process.wait(timeout=30) == 1
         _, error = process.communicate()
     assert error == ""
+    assert executor.ended.wait(timeout=60)
     assert executor.caches == {}
 
 
@@ -482,9 +485,10 @@ def test_what_a_server_sends_does_not_move_the_terminal(
     executor.script = [*ids("a\x1b[31mb\r\n\tc\x07"), EOS]
     assert quire("generate", "x") == 0
     assert capsys.readouterr().out == "a[31mb\n\tc\n"
-    executor.fail("Prefill", rich_status(grpc.StatusCode.INTERNAL, ATTACK, ATTACK))
-    assert quire("generate", "x") == 1
-    assert capsys.readouterr().err[:-1].isprintable()
+    for method in ("Execute", "Step"):
+        executor.fail(method, rich_status(grpc.StatusCode.INTERNAL, ATTACK, ATTACK))
+        assert quire("generate", "x") == 1
+        assert capsys.readouterr().err[:-1].isprintable()
 
 
 def test_a_status_does_not_move_the_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:

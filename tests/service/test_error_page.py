@@ -54,8 +54,10 @@ def raised() -> dict[str, tuple[str, set[str]]]:
             if keyword.arg == "metadata" and isinstance(keyword.value, ast.Dict):
                 keys[name] |= {str(key.value) for key in keyword.value.keys if isinstance(key, ast.Constant)}
     for kind in errors.QuireError.__subclasses__():
-        if kind.__name__ not in GIVEN:
+        if kind is not errors.ProviderFailure and kind.__name__ not in GIVEN:
             rows[kind.reason] = kind.code, keys[kind.__name__]
+    for reason, code in errors.PROVIDER_CODES.items():
+        rows[reason] = code, {"field"} if reason == "UNSUPPORTED" else set()
     return rows
 
 

@@ -31,12 +31,25 @@ def unpacked(status: status_pb2.Status) -> list[Message]:
 ROWS = [
     (errors.InvalidArgument("BAD_MASK", "output.mask", "no"), code_pb2.INVALID_ARGUMENT, "BAD_MASK", False),
     (errors.CacheNotFound(), code_pb2.NOT_FOUND, "CACHE_NOT_FOUND", False),
+    (errors.RuntimeNotFound(), code_pb2.NOT_FOUND, "RUNTIME_NOT_FOUND", False),
+    (errors.WeightsChanged(), code_pb2.FAILED_PRECONDITION, "WEIGHTS_CHANGED", False),
+    (errors.WeightsChanged(can_be_repeated=True), code_pb2.FAILED_PRECONDITION, "WEIGHTS_CHANGED", True),
+    (errors.LoadFailed("no"), code_pb2.FAILED_PRECONDITION, "LOAD_FAILED", False),
+    (errors.NoMemory(9, 8), code_pb2.RESOURCE_EXHAUSTED, "NO_MEMORY", False),
+    (errors.Loading(), code_pb2.ABORTED, "LOADING", True),
+    (errors.NoTokenizer(), code_pb2.FAILED_PRECONDITION, "NO_TOKENIZER", False),
+    (errors.ExecutionLost(), code_pb2.FAILED_PRECONDITION, "EXECUTION_LOST", False),
+    (errors.ResumedElsewhere(), code_pb2.ABORTED, "RESUMED_ELSEWHERE", False),
     (errors.PositionMismatch(3, 5), code_pb2.FAILED_PRECONDITION, "POSITION_MISMATCH", False),
     (errors.Unsupported("no"), code_pb2.FAILED_PRECONDITION, "UNSUPPORTED_BY_EXECUTOR", False),
+    (errors.WeightsChanged(), code_pb2.FAILED_PRECONDITION, "WEIGHTS_CHANGED", False),
+    (errors.WeightsChanged(can_be_repeated=True), code_pb2.FAILED_PRECONDITION, "WEIGHTS_CHANGED", True),
+    (errors.LoadFailed("no"), code_pb2.FAILED_PRECONDITION, "LOAD_FAILED", False),
     (errors.SequenceTooLong(9, 8), code_pb2.OUT_OF_RANGE, "SEQUENCE_TOO_LONG", False),
     (errors.TruncateBeyondEnd(9, 8), code_pb2.OUT_OF_RANGE, "TRUNCATE_BEYOND_END", False),
     (errors.KvExhausted(9, 8), code_pb2.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", True),
     (errors.QueueFull(9, 0.25), code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", True),
+    (errors.TooManyExecutions(9, 1.0), code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", True),
     (errors.Overloaded(2.0, 1.0, 1.0), code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED", True),
     (errors.CacheLimit(9), code_pb2.RESOURCE_EXHAUSTED, "CACHE_LIMIT", True),
     (errors.JournalFull(9), code_pb2.RESOURCE_EXHAUSTED, "JOURNAL_FULL", True),
@@ -46,22 +59,30 @@ ROWS = [
     (errors.SlowConsumer(30.0), code_pb2.RESOURCE_EXHAUSTED, "SLOW_CONSUMER", False),
     (errors.QuotaExceeded("max_per_s", 9, 0.5), code_pb2.RESOURCE_EXHAUSTED, "QUOTA", True),
     (errors.QuotaExceeded("max_caches", 9), code_pb2.RESOURCE_EXHAUSTED, "QUOTA", False),
+    (errors.NoMemory(9, 8), code_pb2.RESOURCE_EXHAUSTED, "NO_MEMORY", False),
     (errors.Unauthenticated("BAD_TOKEN", "no"), code_pb2.UNAUTHENTICATED, "BAD_TOKEN", False),
     (errors.RoleMissing("observe"), code_pb2.PERMISSION_DENIED, "ROLE_MISSING", False),
     (errors.NoWorker(), code_pb2.UNAVAILABLE, "NO_WORKER", True),
     (errors.Draining(), code_pb2.UNAVAILABLE, "DRAINING", True),
     (errors.WorkerLost(), code_pb2.UNAVAILABLE, "WORKER_LOST", True),
     (errors.JournalUnavailable(), code_pb2.UNAVAILABLE, "JOURNAL_UNAVAILABLE", True),
+    (errors.Loading(), code_pb2.ABORTED, "LOADING", True),
     (errors.DeadlinePassed(), code_pb2.DEADLINE_EXCEEDED, "DEADLINE_PASSED", False),
     (errors.MessageTimeout(30.0), code_pb2.DEADLINE_EXCEEDED, "MESSAGE_TIMEOUT", False),
     (errors.WorkerFault(), code_pb2.INTERNAL, "WORKER_FAULT", False),
     (errors.SequenceQuarantined(), code_pb2.INTERNAL, "SEQUENCE_QUARANTINED", False),
     (errors.InternalError(), code_pb2.INTERNAL, "INTERNAL", False),
 ]
+PROVIDER_ROWS = [
+    (errors.ProviderFailure(reason, "no"), code_pb2.Code.Value(code), reason, False)
+    for reason, code in errors.PROVIDER_CODES.items()
+]
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "reason", "retry"), ROWS, ids=[f"{row[2]}-{row[3]}" for row in ROWS]
+    ("error", "code", "reason", "retry"),
+    [*ROWS, *PROVIDER_ROWS],
+    ids=[f"{type(row[0]).__name__}-{row[2]}-{row[3]}" for row in [*ROWS, *PROVIDER_ROWS]],
 )
 def test_each_error_has_its_code_reason_and_details(
     error: errors.QuireError, code: int, reason: str, retry: bool
@@ -81,11 +102,16 @@ def test_each_error_has_its_code_reason_and_details(
         assert (violation.field, violation.reason) == ("output.mask", "BAD_MASK")
 
 
+def test_trouble_with_a_provider_never_looks_like_the_callers_own() -> None:
+    assert not {"UNAUTHENTICATED", "PERMISSION_DENIED"} & set(errors.PROVIDER_CODES.values())
+
+
 def test_the_table_names_every_error_there_is() -> None:
     def kinds_below(kind: type[errors.QuireError]) -> set[type[errors.QuireError]]:
         return {kind}.union(*(kinds_below(below) for below in kind.__subclasses__()))
 
-    kinds = kinds_below(errors.QuireError) - {errors.QuireError}
+    # Its reasons and codes are a table of their own.
+    kinds = kinds_below(errors.QuireError) - {errors.QuireError, errors.ProviderFailure}
     assert kinds == {type(row[0]) for row in ROWS}
     drawn = re.findall(r"── (\w+) +([A-Z_]+) +([A-Z_]+|reason)", errors.__doc__ or "")
     reasons = {row[2] for row in ROWS} - {"BAD_MASK", "BAD_TOKEN"} | {"reason"}

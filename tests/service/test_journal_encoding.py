@@ -36,12 +36,14 @@ TOKENS = st.one_of(
 )
 SMALL = st.integers(0, 2**32 - 1)
 SINGLE = st.builds(TokensAppended, SMALL, SMALL, st.tuples(TOKEN), SMALL, SMALL)
+# Mostly the first ones, of which nothing is written.
+WEIGHTS = st.just(0) | U64
 LAST = st.builds(LastAppend, U64, U64, U64, BYTES)
 FORK = st.builds(ForkKey, TEXT, U64, U64, U64)
 CHILDREN = st.lists(st.builds(Child, U64, TEXT, U64), max_size=4)
 RECORD = st.one_of(
     SINGLE,
-    st.builds(CacheCreated, U64, TEXT, TEXT, BYTES, U64, SECONDS, TEXT),
+    st.builds(CacheCreated, U64, TEXT, TEXT, BYTES, U64, SECONDS, TEXT, WEIGHTS),
     st.builds(TokensAppended, U64, U64, TOKENS, U64, U64, U64, BYTES),
     st.builds(CacheTruncated, U64, U64),
     st.builds(CacheForked, U64, CHILDREN, TEXT),
@@ -49,7 +51,7 @@ RECORD = st.one_of(
     st.builds(CacheReleased, U64),
     st.builds(
         CacheRestated, U64, TEXT, TEXT, BYTES, U64, SECONDS, TEXT, U64, U64, st.none() | LAST,
-        st.none() | FORK, U64, U64, TOKENS,
+        st.none() | FORK, U64, U64, TOKENS, WEIGHTS,
     ),
 )  # fmt: skip
 RECORDS = st.lists(RECORD, max_size=8)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2, types_pb2
 
 from service import errors
-from service.api import validation
+from service.api import appends, validation
 from service.api.status import to_status
 from service.api.validation import RequestLimits
 
@@ -134,12 +134,25 @@ def test_a_choice_must_be_left(
 
 
 @given(packed=st.binary(max_size=12))
+@example(packed=bytes(8))
 def test_a_packed_mask_has_one_bit_for_each_token(packed: bytes) -> None:
+    """It ends with the last byte that has one, or with the last word; the bits behind say nothing."""
     output = types_pb2.OutputOptions(mask=types_pb2.TokenMask(packed=packed))
-    if len(packed) != VOCAB // 8:
+    if len(packed) not in (VOCAB // 8, 8):
         assert refusal_of(output) == ("BAD_MASK", "output.mask.packed")
     else:
-        assert refusal_of(output) == (None if any(packed) else ("BAD_MASK", "output.mask"))
+        assert refusal_of(output) == (None if any(packed[: VOCAB // 8]) else ("BAD_MASK", "output.mask"))
+
+
+def test_a_bias_of_no_token_beside_a_mask_of_a_position() -> None:
+    """Masks of positions are looked at before the settings that are for all of them."""
+    row = types_pb2.VerifyRow(mask=types_pb2.TokenMask(packed=b"\xff" * ((VOCAB + 7) // 8)))
+    sampling = types_pb2.SamplingParams(logit_bias={BIG: -math.inf})
+    request = executor_pb2.ForwardVerifyRequest(
+        cache_id="a", token_ids=[1], rows=[row], output=types_pb2.OutputOptions(sampling=sampling)
+    )
+    expected = ("TOKEN_OUT_OF_VOCAB", f"output.sampling.logit_bias[{BIG}]")
+    assert refusal(appends.verify, request, LIMITS, None) == expected
 
 
 def test_a_mask_has_no_more_ids_than_there_are_tokens() -> None:

@@ -89,6 +89,8 @@ class Callers:
         caches = list(self._oracle.caches.values())
         if len(self._tenants) > 1 and self._rng.random() < 0.97:
             caches = [cache for cache in caches if cache.tenant is tenant]
+        if self._oracle.weights and self._rng.random() < 0.8:
+            caches = [cache for cache in caches if self._oracle.can_use(cache.weights)]
         return self._rng.choice(caches) if caches else None
 
     def _name(self, cache: Cache) -> str:
@@ -175,7 +177,7 @@ class Callers:
         tokens, salt = list(cache.tokens), (cache.seed, cache.prompt_len) if sampled else None
         drafts = self._tokens(1, 1)
         for _ in range(self._rng.randint(0, 4)):
-            right = next_token(tokens + drafts, salt)
+            right = next_token(tokens + drafts, salt, cache.weights)
             drafts.append(right if self._rng.random() < 0.75 else (right + 1) % VOCAB)
         return drafts
 

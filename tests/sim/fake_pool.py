@@ -77,7 +77,8 @@ class Processes:
         raise AssertionError("nobody leaves")
 
     async def end(self, *, grace_s: float) -> int:
-        assert self.hangs or grace_s, "one that is well was judged dead"
+        is_spare = self.worker.weights > self._pool.served_weights
+        assert self.hangs or grace_s or is_spare, "one that is well was judged dead"
         self.exit(0 if grace_s else -9)
         return await self._exit
 
@@ -152,6 +153,8 @@ class FakeLauncher:
         # How often starting fails.
         self.failing = 0.0
         self.running: dict[str, Processes] = {}
+        # Others that were never served may end as they like.
+        self.served_weights = 0
         self.closed = False
         self._rng = rng
         self._seen = seen
@@ -179,6 +182,7 @@ class FakeLauncher:
             self._failed(worker_id, "spawn refused")
             raise OSError(errno.EAGAIN, "resource temporarily unavailable")
         worker = ModelWorker(worker_id, epoch, self.pages, self._rng, self._seen)
+        worker.weights = int(worker_id.partition(".")[2] or 0)
         processes = Processes(f"sim:{worker_id}-{epoch}", worker, self)
         self.running[worker_id] = self._by_address[processes.address] = processes
         loop, load_s = asyncio.get_running_loop(), self._rng.uniform(0.1, LOAD_S)

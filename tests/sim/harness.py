@@ -59,11 +59,13 @@ class Gateway:
         worker_id: str,
         kept: Mapping[int, int] | None = None,
         sequences: Mapping[int, list[int]] | None = None,
+        weights: int = 0,
     ) -> ModelWorker:
         """`kept`: what the gateway takes over of its `sequences`."""
         self._last_epoch += 1
         worker = ModelWorker(worker_id, self._last_epoch, self.pool, random.Random(0), Counter())
         worker.faults = Faults(step=0.0, control=0.0, timeout=0.0)
+        worker.weights = weights
         worker.sequences.update(sequences or {})
         self.workers[worker_id] = worker
         view = WorkerView(
@@ -73,6 +75,7 @@ class Gateway:
             pages_total=self.pool.pages,
             capacity_tokens=min(MAX_SEQ_LEN, self.pool.pages * self.pool.page_tokens),
             pages_available=self.pool.pages,
+            weights=weights,
         )
         self.dispatcher.worker_ready(view, kept)
         return worker

@@ -76,6 +76,8 @@ class ModelWorker:
     ) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
+        # Which it has loaded: what it says depends on them.
+        self.weights = 0
         self.pool = pool
         self.faults = Faults()
         # A crashed worker does nothing more; what it had sent may still arrive.
@@ -310,7 +312,7 @@ class ModelWorker:
         sampled = body.output.HasField("sampling")
         salt = (body.output.sampling.seed, body.prompt_len) if sampled else None
         ends = range(body.position + 1, len(tokens) + 1)
-        chosen = [next_token(tokens[:end], salt) for end in ends]
+        chosen = [next_token(tokens[:end], salt, self.weights) for end in ends]
         kept = accepted_length(job.tokens, chosen) if body.accept else len(job.tokens)
         del tokens[body.position + kept :]
         if body.ephemeral:

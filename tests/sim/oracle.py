@@ -63,6 +63,9 @@ class Oracle:
         self.was_ready: bool = False
         self.draining: bool = False
         self.journal_works: bool = True
+        # The weights that are served, and those whose caches may be used beside.
+        self.weights = 0
+        self.draining_weights: set[int] = set()
         self.queue_limit: int = 0
         self.cache_limit: int = 0
         self.budget = JournalBudget()
@@ -99,7 +102,9 @@ class Oracle:
     def submitted(self, request: Request, tenant: Tenant) -> Asked:
         self._submitted += 1
         asked = Asked(self._submitted, request, tenant, self.now_s)
+        asked.weights = self.weights
         cache = self.cache_of(asked)
+        asked.could_be_used = cache is None or self.can_use(cache.weights)
         self.outstanding[asked.number] = asked
         if isinstance(request, Append) and request.request_id and POISON in request.token_ids:
             self.poisoned.add((tenant, request.request_id))
@@ -145,6 +150,7 @@ class Oracle:
         self._groups.clear()
         self.gateway_epoch += 1
         self.journal_works, self.was_ready, self.draining = True, False, False
+        self.draining_weights.clear()
         for cache in self.caches.values():
             cache.epoch = 0
             # Uses that nobody wrote down are forgotten.
@@ -159,6 +165,10 @@ class Oracle:
         cache = self.caches.get(request.cache_id)
         return cache if cache is not None and cache.tenant is asked.tenant else None
 
+    def can_use(self, weights: int) -> bool:
+        """Whether anything but a release may be asked of caches of these weights."""
+        return weights == self.weights or weights in self.draining_weights
+
     def replied(self, asked: Asked, outcome: Result | QuireError) -> None:
         """A reply: exactly one for each request that was not cancelled, and the right one."""
         assert self.outstanding.pop(asked.number, None) is asked, "a reply to nobody, or a second one"
@@ -171,6 +181,7 @@ class Oracle:
         assert not asked.failed
         assert asked.records is None or asked.durable, "answered before it is durable"
         self._check_order(asked)
+        assert asked.could_be_used or isinstance(asked.request, Release), "of weights that are gone"
         match asked.request:
             case Append():
                 assert isinstance(outcome, Appended)
@@ -251,7 +262,10 @@ class Oracle:
         # A repetition that finds its original undone is that of its first asker, whose lease that is.
         cache = Cache(record.cache_id, record.number, asked.tenant, record.seed, record.lease_s)
         assert append.request_id or cache.lease_s == min(lease_s, self.max_lease_s)
-        cache.request_id = append.request_id
+        cache.request_id, cache.weights = append.request_id, record.weights
+        wanted = asked.weights if append.weights is None else append.weights
+        # A repetition may meet its original, which was asked for before.
+        assert record.weights == wanted or (append.request_id and record.weights < wanted)
         self._add(cache)
         if append.request_id:
             self.made[key] = cache
@@ -262,6 +276,7 @@ class Oracle:
         base, tokens, kept = record.position, list(append.token_ids), len(record.token_ids)
         assert base == len(cache.tokens), "an append at the end"
         assert append.position in (None, base), "an append is applied where it says"
+        assert append.weights in (None, cache.weights), "with the weights it was checked for"
         assert base + len(tokens) <= self.capacity_tokens
         assert list(record.token_ids) == tokens[:kept]
         if append.cache_id:
@@ -300,6 +315,7 @@ class Oracle:
         for index, child in enumerate(record.children):
             cache = Cache(child.cache_id, child.number, parent.tenant, child.seed, parent.lease_s)
             cache.tokens, cache.prompt_len = parent.tokens[:], parent.prompt_len
+            cache.weights = parent.weights
             if fork.request_id:
                 cache.fork = (forked, index)
             forked.children.append(cache)
@@ -358,10 +374,12 @@ class Oracle:
     def _check_append(self, asked: Asked, append: Append, result: Appended) -> None:
         if append.is_scoring:
             assert result.handle is None and asked.records is None
-            self._check_outputs(append, result, list(append.token_ids), None, 0)
+            self._check_outputs(append, result, list(append.token_ids), None, 0, asked.weights)
         elif asked.done is not None:
             done = asked.done
-            chosen = self._check_outputs(append, result, done.tokens, done.cache, done.prompt_len)
+            chosen = self._check_outputs(
+                append, result, done.tokens, done.cache, done.prompt_len, done.cache.weights
+            )
             kept = accepted_length(append.token_ids, chosen) if append.accept else len(append.token_ids)
             assert result.kept == kept == _done(result).kept
             assert done.seq_len == len(done.tokens) - len(append.token_ids) + kept
@@ -374,17 +392,24 @@ class Oracle:
         cache = self.cache_of(asked)
         assert cache is not None and cache.last is not None, "a success that was not written"
         last = cache.last
+        assert append.weights in (None, cache.weights), "with the weights it was checked for"
         assert cache.is_repeat(append, asked.position), "only a repetition is answered without being applied"
         assert result.kept == last.kept
         tokens = cache.tokens[: last.base] + list(append.token_ids)
-        self._check_outputs(append, result, tokens, cache, cache.prompt_len)
+        self._check_outputs(append, result, tokens, cache, cache.prompt_len, cache.weights)
         self._check_handle(result.handle, cache, len(cache.tokens), fresh=False)
         where = "from memory" if not asked.sequence and is_remembered(append, last) else "computed again"
         self.seen[f"repetition answered {where}"] += 1
         self.seen["repetition answered after a gateway crash"] += last.epoch < self.gateway_epoch
 
     def _check_outputs(
-        self, append: Append, result: Appended, tokens: Sequence[int], cache: Cache | None, prompt_len: int
+        self,
+        append: Append,
+        result: Appended,
+        tokens: Sequence[int],
+        cache: Cache | None,
+        prompt_len: int,
+        weights: int,
     ) -> list[int]:
         """Asserts that the answer has the wanted rows; returns what the model chooses in every row."""
         options = append.output or types_pb2.OutputOptions()
@@ -396,7 +421,7 @@ class Oracle:
         first = len(tokens) - len(append.token_ids) + 1
         if not append.accept:
             first = len(tokens) - append.rows + 1
-        chosen = [next_token(tokens[:end], salt) for end in range(first, len(tokens) + 1)]
+        chosen = [next_token(tokens[:end], salt, weights) for end in range(first, len(tokens) + 1)]
         wanted = chosen[len(chosen) - append.rows :]
         outputs = list(_done(result).outputs)
         assert outputs == [output_of(token, options) for token in wanted], "what the model says of the tokens"

@@ -20,7 +20,8 @@ def check_refusal(oracle: Oracle, asked: Asked, error: QuireError) -> None:
     """Asserts that `error` is a true answer to a request at this point."""
     request, reason = asked.request, error.reason
     if isinstance(request, Release | Renew):
-        allowed = {"JOURNAL_UNAVAILABLE"} | ({"CACHE_NOT_FOUND"} if isinstance(request, Renew) else set())
+        of_a_cache = {"CACHE_NOT_FOUND", "WEIGHTS_CHANGED"} if isinstance(request, Renew) else set()
+        allowed = {"JOURNAL_UNAVAILABLE"} | of_a_cache
         assert reason in allowed, "to release is always possible, and to renew what is there"
     if reason in _OF_THE_SERVER:
         assert _OF_THE_SERVER[reason](oracle, asked), f"{asked}: not so at {oracle.now_s}"
@@ -158,7 +159,10 @@ def _check_position(_: Oracle, asked: Asked, cache: Cache | None, error: QuireEr
 def _check_reused(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
     if isinstance(asked.request, Fork):
         forked = oracle.forked.get((asked.tenant, asked.request.request_id))
-        other_parent = forked is not None and cache is not None and cache.number != forked.parent
+        other_parent = forked is not None and (
+            # Its parent may be released in this very turn.
+            cache.number != forked.parent if cache is not None else asked.request.cache_id in oracle.gone
+        )
         on_their_way = (a.request for a in [*oracle.outstanding.values(), *oracle.abandoned.values()])
         rivals = [r for r in on_their_way if isinstance(r, Fork) and r.request_id == asked.request.request_id]
         assert rivals or other_parent or (forked is not None and forked.request.count != asked.request.count)
@@ -168,10 +172,26 @@ def _check_reused(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireErr
     assert not cache.is_repeat(asked.request, 0), "a repetition is answered"
 
 
+def _check_weights(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
+    request = asked.request
+    stated = request.weights if isinstance(request, Append) else None
+    if cache is not None:
+        assert not oracle.can_use(cache.weights) or stated not in (None, cache.weights), "it can be used"
+    elif isinstance(request, Fork):
+        forked = oracle.forked[asked.tenant, request.request_id]
+        assert any(not oracle.can_use(child.weights) for child in forked.children)
+    else:
+        assert isinstance(request, Append) and not request.cache_id
+        wanted = asked.weights if stated is None else stated
+        # A repetition may have met its original, which was asked for before.
+        assert not oracle.can_use(wanted) or (request.request_id and oracle.weights)
+
+
 _OF_THE_CACHE: dict[str, Callable[[Oracle, Asked, Cache | None, QuireError], None]] = {
     "CACHE_NOT_FOUND": _check_not_found,
     "SEQUENCE_TOO_LONG": _check_too_long,
     "TRUNCATE_BEYOND_END": _check_beyond,
     "POSITION_MISMATCH": _check_position,
     "REQUEST_ID_REUSED": _check_reused,
+    "WEIGHTS_CHANGED": _check_weights,
 }

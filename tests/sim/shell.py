@@ -9,21 +9,32 @@ python -m tests.sim --shell --seeds 4711     # one again, with its trace if it f
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quire.v1 import runner_pb2
 
 from service.api.server_state import ServerState
 from service.caches.effects import Claim, Command, Event
 from service.caches.requests import Release
 from service.config import Config
+from service.errors import LoadFailed, Loading, NoWorker
 from service.pool import incarnation as incarnation_module
 from service.pool.base import WorkerSlot
+from service.pool.crew import Crew
+from service.pool.rotation import Rotation
+from service.pool.served import Served, ServedFile
 from service.pool.supervisor import Supervisor
+from service.runtimes import loading as loading_module
+from service.runtimes.loading import WeightsLoader
+from service.runtimes.sources import Sources
 from service.server import _view_of
 from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
@@ -64,6 +75,7 @@ class ShellSimulation:
             max_session_calls=rng.choice((1, 4, 16)),
             max_response_bytes=rng.choice((2048, 8192, 1 << 20)),
             max_unread_bytes=rng.choice((6000, 1 << 20)),
+            drain_grace_s=2.0,
         )
         self.table = new_table(rng, oracle)
         self.journal = DiskJournal(Disk(), self.loop.time, seen)
@@ -76,6 +88,12 @@ class ShellSimulation:
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
         self.supervisor = Supervisor(config, "model", self.launcher, self)
         self.state = ServerState(config)
+        self.state.weights_of = self.dispatcher.weights_of
+        self.rotation = Rotation(self.supervisor, self.dispatcher, self.loop.time)
+        self.loader = SimulatedLoader(self)
+        self._loads: list[asyncio.Task[Any]] = []
+        # In some schedules weights change.
+        loads = 1.5 if seed % 3 == 1 else 0.0
         self.peers: list[Peer] = []
         self._unary: list[asyncio.Task[Any]] = []
         # What went wrong where nobody waits for it.
@@ -95,13 +113,18 @@ class ShellSimulation:
             (self.floor.hang, 0.7),
             (self.floor.go_on, 1.5),
             (self._pause, 2),
+            (self._load_weights, loads),
+            (self._leave_load, loads / 3),
+            (self._rebuild, loads / 3),
         ]
 
     def run(self) -> None:
         """Anything at any moment; then all comes to rest, and then to an end."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(incarnation_module, "WorkerLink", self.launcher.link)
-            patch.setattr(incarnation_module, "time", SimpleNamespace(monotonic=self.loop.time))
+            virtual = SimpleNamespace(monotonic=self.loop.time)
+            patch.setattr(incarnation_module, "time", virtual)
+            patch.setattr(loading_module, "time", virtual)
             self.loop.set_exception_handler(self._on_failure)
             self.loop.run_to_end(self._main())
 
@@ -192,6 +215,40 @@ class ShellSimulation:
         elif peer is not None and not peer.has_closed:
             peer.half_close()
 
+    # Weights.
+
+    def _load_weights(self) -> None:
+        self._in_background(self._load(self.rng.choice((0.0, 0.0, 1.0, 3.0))))
+
+    async def _load(self, drain_s: float) -> None:
+        try:
+            async with contextlib.aclosing(self.loader.load("model", drain_s)) as saying:
+                phases = [said.phase async for said in saying]
+            assert phases[-1] == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
+            self.seen["weights loaded"] += 1
+        except (LoadFailed, Loading) as error:
+            self.seen[error.reason] += 1
+
+    def _rebuild(self) -> None:
+        self._in_background(self._renew())
+
+    async def _renew(self) -> None:
+        with contextlib.suppress(NoWorker):
+            self.seen["rebuilt"] += len(await self.rotation.renew(self.rng.choice((0.0, 1.0))))
+
+    def _leave_load(self) -> None:
+        if self._loads:
+            self.rng.choice(self._loads).cancel()
+
+    def _in_background(self, step: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(step)
+        task.add_done_callback(self._on_end)
+        self._loads.append(task)
+
+    def on_switch(self, crew: Crew) -> None:
+        self.seen["weights switched"] += 1
+        self.launcher.served_weights = crew.weights
+
     # Time.
 
     def _pause(self) -> None:
@@ -225,8 +282,8 @@ class ShellSimulation:
 
     def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
         assert slot.ready is not None
-        self.state.worker_became_ready(slot.ready)
-        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready))
+        self.state.worker_became_ready(slot.ready, slot.weights)
+        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready, slot.weights))
 
     def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
         self.dispatcher.worker_lost(worker_id, epoch, crashed=crashed)
@@ -274,12 +331,15 @@ class ShellSimulation:
             self.journal.write(len(self.journal))
             await self._pass_time(0.25)
         assert all(slot.ready is not None for slot in self.supervisor.slots), "every worker is there again"
+        assert self.supervisor.all_slots == list(self.supervisor.slots), "and nobody else is"
         assert not self.oracle.outstanding, "every caller is answered, or undone"
 
     def _is_at_rest(self) -> bool:
         processes = self.launcher.running.values()
         busy = not all(p.answers and p.worker.idle for p in processes)
-        everyone = len(processes) == len(self.supervisor.slots)
+        if not all(task.done() for task in self._loads) or self.loader.is_busy:
+            return False
+        everyone = len(processes) == len(self.supervisor.all_slots)
         return everyone and not (busy or len(self.journal) or self.table.operations_in_flight)
 
     @property
@@ -298,3 +358,35 @@ class ShellSimulation:
     def _raise_failures(self) -> None:
         if self._failures:
             raise self._failures[0]
+
+
+class SimulatedSources(Sources):
+    """Finds anything at once."""
+
+    async def find(self, source: str) -> str:
+        return source
+
+
+class SimulatedLoader(WeightsLoader):
+    """Loads weights, with a disk that takes its time or fails."""
+
+    def __init__(self, simulation: ShellSimulation) -> None:
+        super().__init__(
+            simulation.supervisor,
+            simulation.dispatcher,
+            simulation.state,
+            simulation.rotation,
+            SimulatedSources(Path(), None),
+            ServedFile(None),
+            "model",
+            simulation.on_switch,
+        )
+        self._rng = simulation.rng
+
+    def _require_memory(self, model: str) -> None:
+        """There is enough."""
+
+    async def _write_down(self, served: Served) -> None:
+        await asyncio.sleep(self._rng.choice((0.0, 0.05)))
+        if self._rng.random() < 0.2:
+            raise OSError(errno.ENOSPC, "no space")

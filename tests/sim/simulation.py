@@ -6,6 +6,7 @@ python -m tests.sim --seeds 4711         # one again, with its trace if it fails
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections import Counter, deque
@@ -17,7 +18,7 @@ from quire.v1 import worker_pb2
 from service.caches.effects import Claim, Command
 from service.caches.ledger import Ledger
 from service.caches.placement import WorkerView
-from service.caches.requests import Release, Request
+from service.caches.requests import Append, Release, Request
 from service.caches.table import Limits
 from service.caches.tenants import Tenant
 from service.pool import wire
@@ -71,7 +72,15 @@ class Simulation:
         self._patience = rng.choice((1, 3, 8, 20))
         self._last_epoch = 0
         self.workers: dict[str, ModelWorker] = {}
-        self._worker_ids = [f"worker-{index}" for index in range(rng.choice((1, 1, 2, 3)))]
+        self._num_workers = rng.choice((1, 1, 2, 3))
+        # Which weights are served, as it is written down; those that are loaded beside, and those before that
+        # are still in use, and whether callers may use those.
+        self._weights = 0
+        self._loading: int | None = None
+        self._before: int | None = None
+        self._before_drains = False
+        # In some schedules nearly all is about that.
+        self._switches = 12.0 if seed % 6 == 1 else 0.0
         # Those that have outlived their gateway, and those of them that were told what is wanted of them.
         self._orphans: list[ModelWorker] = []
         self._adopting: dict[str, tuple[ModelWorker, list[Claim]]] = {}
@@ -103,6 +112,7 @@ class Simulation:
             (self._fail_to_write, 4.0),
             (self._restart_gateway, gateway_crashes),
             (self._start_draining, 0.02),
+            (self._change_weights, self._switches),
         ]
 
     def run(self) -> None:
@@ -134,6 +144,8 @@ class Simulation:
         """A gateway without workers, which knows what is on the disk."""
         oracle, rng = self.oracle, self.rng
         self.table = new_table(rng, oracle, self._names)
+        self.table.weights = oracle.weights = self._weights
+        self._loading = self._before = None
         self.journal = DiskJournal(self._disk, lambda: self._now_s, self.seen)
         self.dispatcher = WatchedDispatcher(
             self.table, self.journal, self._send, lambda: self._now_s, oracle, self.trace
@@ -164,7 +176,9 @@ class Simulation:
             worker.take(self.rng.choice((0, 0, len(worker.inbox))))
             if self.rng.random() < 0.5:
                 worker.step()
-        self._orphans = [worker for worker in self._orphans if not worker.crashed]
+        # Those with other weights are not taken over.
+        served = (worker for worker in self._orphans if worker.weights == self._weights)
+        self._orphans = [worker for worker in served if not worker.crashed]
         self.workers.clear()
         self._adopting.clear()
         self._late.clear()
@@ -201,8 +215,20 @@ class Simulation:
         self._ask([self.callers.request(tenant) for _ in range(self.rng.choice((1, 1, 1, 1, 2, 4)))], tenant)
 
     def _ask(self, requests: Sequence[Request], tenant: Tenant) -> None:
-        """Those of one call are submitted together."""
+        """Those of one call are submitted together. Most were checked for the weights that they are for."""
+        requests = [self._checked(request) for request in requests]
         self.dispatcher.start(requests, lambda *_: None, caller=1, tenant=tenant)
+
+    def _checked(self, request: Request) -> Request:
+        if not (self._switches and isinstance(request, Append) and request.weights is None):
+            return request
+        if self.rng.random() < 0.3:
+            return request
+        cache = self.oracle.caches.get(request.cache_id)
+        # Some know the cache from before, and not that there are other weights now.
+        is_mistaken = self._before_drains and self.rng.random() < 0.8
+        weights = self._weights if is_mistaken or cache is None else cache.weights
+        return dataclasses.replace(request, weights=weights)
 
     def _cancel(self) -> None:
         """Who goes takes back one call, or all of a Session."""
@@ -259,6 +285,64 @@ class Simulation:
         for arrival in arrivals:
             arrival()
 
+    # Weights.
+
+    @property
+    def _worker_ids(self) -> list[str]:
+        """Who is to be there."""
+        known = (self._weights, self._loading, self._before)
+        return [worker_id for weights in known if weights is not None for worker_id in self._crew(weights)]
+
+    def _crew(self, weights: int) -> list[str]:
+        suffix = f".{weights}" if weights else ""
+        return [f"worker-{index}{suffix}" for index in range(self._num_workers)]
+
+    def _change_weights(self) -> None:
+        """The next thing that comes of a load."""
+        if self._before is not None:
+            self._end_weights_before()
+        elif self._loading is None:
+            self._loading = self._weights + 1
+        elif self.rng.random() < 0.1:
+            self._take_back()
+        elif all(worker_id in self.workers for worker_id in self._crew(self._loading)):
+            self._switch()
+
+    def _switch(self) -> None:
+        before, self._weights = self._weights, self._loading or 0
+        if self.rng.random() < 0.1:
+            self.seen["gateway crash between a switch that is written down and its making"] += 1
+            self._restart_gateway()
+            return
+        self._before_drains = self.rng.random() < 0.5
+        self._loading, self._before = None, before
+        self.seen["weights switched"] += 1
+        self.seen["in flight when weights were switched"] += len(self.oracle.outstanding)
+        self.dispatcher.weights_switched(self._weights, drain=self._before_drains)
+
+    def _end_weights_before(self) -> None:
+        assert self._before is not None
+        if self._before_drains:
+            self._before_drains = False
+            self.dispatcher.weights_drained(self._before)
+        elif not self.dispatcher.uses_of(self._before) or self.rng.random() < 0.3:
+            self.seen["in flight when weights ended"] += self.dispatcher.uses_of(self._before)
+            self._end_crew(self._before)
+            self._before = None
+
+    def _take_back(self) -> None:
+        if self._loading is not None:
+            self.seen["weights taken back"] += 1
+            self._end_crew(self._loading)
+            self._loading = None
+
+    def _end_crew(self, weights: int) -> None:
+        self.dispatcher.weights_ended(weights)
+        for worker_id in self._crew(weights):
+            worker = self.workers.pop(worker_id, None)
+            if worker is not None:
+                self._late.extend((worker, event) for event in worker.outbox)
+
     # Workers.
 
     def _any_worker(self) -> ModelWorker | None:
@@ -291,6 +375,7 @@ class Simulation:
         self._last_epoch += 1
         worker = ModelWorker(worker_id, self._last_epoch, self._pool, self.rng, self.seen)
         worker.faults = self._faults
+        worker.weights = int(worker_id.partition(".")[2] or 0)
         self._is_ready(worker, {})
 
     def _is_ready(self, worker: ModelWorker, kept: dict[int, int]) -> None:
@@ -302,6 +387,7 @@ class Simulation:
             pages_total=self._pool.pages,
             capacity_tokens=self._capacity_tokens,
             pages_available=worker.pages_left,
+            weights=worker.weights,
         )
         self.dispatcher.worker_ready(view, kept)
 
@@ -426,6 +512,9 @@ class Simulation:
         """Nothing goes wrong any more, but for what is poison: everybody is answered, and in time."""
         end_s = self._now_s + SETTLED_S
         faults = Faults(step=0.0, control=0.0, timeout=0.0, poison=self._faults.poison)
+        self._take_back()
+        while self._before is not None:
+            self._end_weights_before()
         while True:
             self._notice()
             self._replace()

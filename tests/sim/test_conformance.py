@@ -63,7 +63,8 @@ class RealWorker:
         # Op ids that fail when they run.
         self.faulty: set[int] = set()
         scheduler = Scheduler(STEP.tokens, STEP.items, STEP.rows)
-        self._loop = StepLoop(self.engine, scheduler, self.results.extend)
+        # Nothing is guessed: the model computes what it was asked for.
+        self._loop = StepLoop(self.engine, scheduler, self.results.extend, max_seq_tokens=0)
         self._begin, self._execute = self.engine.begin, self.engine.execute
         self.engine.begin = self._note_begin  # type: ignore[method-assign]
         self.engine.execute = self._execute_and_choose  # type: ignore[method-assign]

@@ -16,9 +16,11 @@ from service.api.session import Session
 from service.caches.table import CacheTable
 from service.pool import supervisor as supervisor_module
 from service.pool.base import WorkerSlot
+from service.pool.crew import Crew
 from service.pool.incarnation import Incarnation
 from service.pool.liveness import Liveness
 from service.pool.supervisor import Supervisor
+from service.runtimes.loading import WeightsLoader
 from tests.sim.schedules import ScheduleFailed, quietly, run_schedules
 from tests.sim.shell import ShellSimulation
 
@@ -50,6 +52,10 @@ MUST_HAPPEN = (
     "session JOURNAL_UNAVAILABLE",
     "answered after a replay",
     "journal failed",
+    "weights switched",
+    "rebuilt",
+    "LOAD_FAILED",
+    "session WEIGHTS_CHANGED",
 )
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -88,8 +94,8 @@ def leases_do_not_run_out(patch: pytest.MonkeyPatch) -> None:
 def failed_starts_are_not_tried_again(patch: pytest.MonkeyPatch) -> None:
     run_once = Supervisor._run_once
 
-    async def gives_up(supervisor: Supervisor, slot: WorkerSlot) -> None:
-        await run_once(supervisor, slot)
+    async def gives_up(supervisor: Supervisor, slot: WorkerSlot, crew: Crew) -> None:
+        await run_once(supervisor, slot, crew)
         if slot.ready is None:
             await asyncio.get_running_loop().create_future()
 
@@ -115,15 +121,15 @@ def stalled_readers_calls_are_not_undone(patch: pytest.MonkeyPatch) -> None:
 
 
 def stalled_readers_are_not_cut_off(patch: pytest.MonkeyPatch) -> None:
-    async def patiently(_: Session, writing: asyncio.Future[None]) -> bool:
+    async def patiently(writing: asyncio.Future[None], _stall_s: float) -> bool:
         await writing
         return True
 
-    patch.setattr(Session, "_is_read", patiently)
+    patch.setattr("service.api.session.is_read", patiently)
 
 
 def a_pause_is_the_readers_fault(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("service.api.session._STALL_PARTS", 1)
+    patch.setattr("service.api.reading._STALL_PARTS", 1)
 
 
 def sessions_are_read_without_end(patch: pytest.MonkeyPatch) -> None:
@@ -139,9 +145,22 @@ def answers_keep_their_bytes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AnswerBudget, "exchange", keeps)
 
 
+def those_taken_back_stay(patch: pytest.MonkeyPatch) -> None:
+    async def no_one(*_: object) -> None:
+        pass
+
+    patch.setattr(WeightsLoader, "_take_back", no_one)
+
+
+def a_dead_worker_is_switched_to(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Crew, "fail", lambda crew, _: crew._loaded.set())
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        those_taken_back_stay,
+        a_dead_worker_is_switched_to,
         pauses_count_as_silence,
         silence_is_not_noticed,
         leases_do_not_run_out,

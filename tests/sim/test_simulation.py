@@ -25,6 +25,8 @@ from service.caches.effects import (
     Write,
 )
 from service.caches.entries import CacheEntry, Operation, Phase
+from service.caches.ledger import CacheState, Ledger
+from service.caches.placement import Placement
 from service.caches.records import Record
 from service.caches.requests import Append, Release, Request, Truncate
 from service.caches.table import CacheTable
@@ -82,6 +84,11 @@ MUST_HAPPEN = (
     "adopted longer",
     "adopted not: other tokens",
     "not adopted",
+    "weights switched",
+    "weights taken back",
+    "in flight when weights were switched",
+    "in flight when weights ended",
+    "gateway crash between a switch that is written down and its making",
     "KV of a cache dropped",
     "repetition answered from memory",
     "repetition answered computed again",
@@ -101,6 +108,7 @@ MUST_HAPPEN = (
     "SEQUENCE_TOO_LONG",
     "DEADLINE_PASSED",
     "TRUNCATE_BEYOND_END",
+    "WEIGHTS_CHANGED",
     "WORKER_FAULT",
 )
 
@@ -331,6 +339,54 @@ def the_parked_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Computing, "go_on", lambda _: None)
 
 
+# Weights.
+
+
+def computed_by_anybody(patch: pytest.MonkeyPatch) -> None:
+    """A sequence goes to any worker, whatever it has loaded. Callers are to see it."""
+    patch.setattr(Placement, "open_workers", lambda placement, _: [w for w in placement if not w.draining])
+    patch.setattr(CacheTable, "check_invariants", lambda _: None)
+    patch.setattr("tests.sim.watched.WatchedDispatcher.expect", lambda *_: None)
+
+
+def caches_of_the_weights_before_used_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CacheTable, "_can_use", lambda *_: True)
+
+
+def checked_for_any_weights(patch: pytest.MonkeyPatch) -> None:
+    """What was checked for other weights is computed with those there are."""
+    require = CacheTable._require_weights
+
+    def unchecked(table: CacheTable, entry: CacheEntry, request: Request) -> None:
+        if isinstance(request, Append):
+            request = dataclasses.replace(request, weights=None)
+        require(table, entry, request)
+
+    patch.setattr(CacheTable, "_require_weights", unchecked)
+
+
+def weights_not_written_down(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(encoding, "_weights", lambda _: b"")
+    # What is kept would show it at once; here callers are to.
+    patch.setattr("tests.sim.watched.check_ledger", lambda *_: None)
+
+
+def forks_are_of_the_present_weights(patch: pytest.MonkeyPatch) -> None:
+    child_of = Ledger._child_of
+
+    def of_the_first(*args: Any) -> CacheState:
+        child = child_of(*args)
+        child.weights = 0
+        return child
+
+    patch.setattr(Ledger, "_child_of", of_the_first)
+    patch.setattr("tests.sim.watched.check_ledger", lambda *_: None)
+
+
+def what_is_under_way_survives_its_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CacheTable, "weights_ended", lambda *_: None)
+
+
 # Order, and what is left behind.
 
 
@@ -419,6 +475,12 @@ def tenants_keep_what_they_had(patch: pytest.MonkeyPatch) -> None:
         nobody_is_quarantined,
         all_are_quarantined,
         the_parked_are_forgotten,
+        computed_by_anybody,
+        caches_of_the_weights_before_used_on,
+        checked_for_any_weights,
+        weights_not_written_down,
+        forks_are_of_the_present_weights,
+        what_is_under_way_survives_its_weights,
         order_not_kept,
         releases_overtake,
         nothing_aborted,

@@ -43,6 +43,8 @@ class Cache:
     promised_s: float = 0.0
     # When the last record of it was written.
     recorded_s: float = 0.0
+    # Those that were served when its creation was asked for.
+    weights: int = 0
 
     def is_repeat(self, append: Append, position: int | None) -> bool:
         """Whether an append says what the last one said."""
@@ -97,6 +99,9 @@ class Asked:
     sequence: int = 0
     failures: list[int] = field(default_factory=list)
     deaths: int = 0
+    # Those that were served when it was asked, and whether its cache could be used then.
+    weights: int = 0
+    could_be_used: bool = True
 
     @property
     def position(self) -> int | None:

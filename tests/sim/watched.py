@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Command, Event, ForwardSequence, ReleaseSequences, Write
+from service.caches.effects import Command, Event, ForwardDone, ForwardSequence, ReleaseSequences, Write
+from service.caches.entries import Phase
 from service.caches.ledger import Ledger
 from service.caches.placement import WorkerView
 from service.caches.requests import Append, Release, Renew, Request, Restore
@@ -52,6 +53,11 @@ class WatchedTable(CacheTable):
         if operation is None:
             return None, 0
         return self.oracle.tickets.get(operation.ticket), operation.entry.number
+
+    def computes(self, op_id: int) -> int:
+        """The sequence that a forward computes, and does not replay; 0: none."""
+        operation = self._computing._attempts.get(op_id)
+        return operation.entry.number if operation is not None and operation.phase is Phase.COMPUTING else 0
 
     def own_operations(self) -> int:
         """Those that nobody has asked for."""
@@ -192,8 +198,29 @@ class WatchedDispatcher(Dispatcher):
         self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
     ) -> None:
         events = list(events)
+        for event in events:
+            if isinstance(event, ForwardDone):
+                # Who is computed after all has a clean slate again, poison or not.
+                self.killed.pop(self.table.computes(event.op_id), None)
         with self._turn("deliver", *(event.op_id for event in events)):
             super().worker_answered(worker_id, epoch, events, pages_available)
+
+    def weights_switched(self, weights: int, *, drain: bool) -> None:
+        if drain:
+            self.oracle.draining_weights.add(self.oracle.weights)
+        self.oracle.weights = weights
+        with self._turn("weights switched", weights, drain):
+            super().weights_switched(weights, drain=drain)
+
+    def weights_drained(self, weights: int) -> None:
+        self.oracle.draining_weights.discard(weights)
+        with self._turn("weights drained", weights):
+            super().weights_drained(weights)
+
+    def weights_ended(self, weights: int) -> None:
+        self.oracle.draining_weights.discard(weights)
+        with self._turn("weights ended", weights):
+            super().weights_ended(weights)
 
     def start_draining(self) -> None:
         super().start_draining()
@@ -211,6 +238,7 @@ class WatchedDispatcher(Dispatcher):
                 if isinstance(asked.request, Append):
                     self.oracle.sequences[asked.tenant, asked.request.request_id] = number
             cache = self.oracle.numbered.get(number)
+            assert cache is None or cache.weights == worker.weights, "computed with its own weights"
             tokens = cache.tokens if cache is not None else []
             assert command.position <= len(tokens)
             worker.expected[command.op_id] = tokens[: command.position]
@@ -299,5 +327,6 @@ def check_ledger(ledger: Ledger, oracle: Oracle) -> None:
         assert list(state.tokens.copy()) == cache.tokens
         assert (state.cache_id, state.tenant, state.seed) == (cache.cache_id, cache.tenant.name, cache.seed)
         assert (state.lease_s, state.prompt_len) == (cache.lease_s, cache.prompt_len)
+        assert state.weights == cache.weights
         assert state.request_id == cache.request_id and (state.fork is None) is (cache.fork is None)
         assert (state.last is None) is (cache.last is None)

@@ -26,6 +26,22 @@ def test_it_waits_for_callers_who_came_back_in_time() -> None:
     assert window.remaining_ns(102 * MS, waiting=4) == 0, "all are here"
 
 
+def test_two_halves_that_come_back_while_the_others_step_runs_find_together() -> None:
+    window = CoalescingWindow()
+    window.opened([1, 2], 0, 40 * MS)
+    # The step of the others begins at once, and is over when these are taken, who had come in time.
+    window.opened([3, 4], 40 * MS, 40 * MS)
+    for sequence in (1, 2):
+        window.arrived(sequence, 2 * MS)
+    window.opened([1, 2], 80 * MS, 40 * MS)
+    for sequence in (3, 4):
+        window.arrived(sequence, 42 * MS)
+    assert window.remaining_ns(81 * MS, waiting=2) == 9 * MS
+    for sequence in (1, 2):
+        window.arrived(sequence, 83 * MS)
+    assert window.remaining_ns(83 * MS, waiting=4) == 0, "all are here"
+
+
 def test_a_stranger_is_not_waited_for() -> None:
     window = CoalescingWindow()
     window.opened([1, 2], 0, 40 * MS)

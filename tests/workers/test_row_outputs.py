@@ -144,11 +144,17 @@ def test_scores_are_the_targets_logprobs() -> None:
     logits[7, 11] = -INF
     targets = torch.arange(50)
     targets[7] = 11
+    targets[9] = logits[9].argmax()
+    # Of two that are as likely, each is.
+    logits[12, 200] = logits[12].max()
+    targets[12] = 200
     scores = score_tokens(logits, targets)
-    for row, target, score in zip(logits, targets.tolist(), scores, strict=True):
+    for row, target, score in zip(logits, targets.tolist(), scores.logprobs, strict=True):
         assert_close(score, exact_logprobs(row)[target], row)
-    assert scores == [score_tokens(logits[n : n + 1], targets[n : n + 1])[0] for n in range(50)]
-    assert score_tokens(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)) == []
+    alone = [score_tokens(logits[n : n + 1], targets[n : n + 1]) for n in range(50)]
+    assert scores.logprobs == [score.logprobs[0] for score in alone]
+    assert scores.is_argmax == [n in (9, 12) for n in range(50)]
+    assert score_tokens(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)).logprobs == []
 
 
 def test_unusable_logits_have_no_scores() -> None:

@@ -29,6 +29,9 @@ from workers.running import Chunk
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
+# More than any of these has.
+MAX_SEQ_TOKENS = 1 << 10
+
 
 def forward(op_id: int) -> Forward:
     return Forward(
@@ -50,7 +53,7 @@ def run(loop: StepLoop, results: list[Result], count: int) -> None:
 
 
 def make_loop(engine: Engine, results: list[Result]) -> StepLoop:
-    return StepLoop(engine, Scheduler(64, 16, max_rows=16), results.extend)
+    return StepLoop(engine, Scheduler(64, 16, max_rows=16), results.extend, MAX_SEQ_TOKENS)
 
 
 def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +100,9 @@ def test_a_bounded_prefill_waits_for_those_who_decode(monkeypatch: pytest.Monkey
     engine = PagedAttentionExecutor.create(kv_pages=64).engine
     for protected, waits in ((8, True), (None, False)):
         results: list[Result] = []
-        loop = StepLoop(engine, Scheduler(64, 16, 16, max_mixed_prefill_tokens=protected), results.extend)
+        loop = StepLoop(
+            engine, Scheduler(64, 16, 16, max_mixed_prefill_tokens=protected), results.extend, MAX_SEQ_TOKENS
+        )
         asked: list[int] = []
         monkeypatch.setattr(
             loop._window, "remaining_ns", lambda _now, waiting, asked=asked: asked.append(waiting) or 0
@@ -116,7 +121,7 @@ def test_a_bounded_prefill_waits_for_those_who_decode(monkeypatch: pytest.Monkey
 
 def test_a_full_step_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = PagedAttentionExecutor.create(kv_pages=64).engine
-    loop = StepLoop(engine, Scheduler(64, 2, max_rows=2), lambda _: None)
+    loop = StepLoop(engine, Scheduler(64, 2, max_rows=2), lambda _: None, MAX_SEQ_TOKENS)
     monkeypatch.setattr(loop._window, "remaining_ns", lambda *_: pytest.fail("it asked how long to wait"))
     loop.submit([forward(op_id) for op_id in (1, 2, 3)])
     loop.take()
@@ -127,7 +132,7 @@ def test_an_abort_of_what_has_not_begun_touches_nothing() -> None:
     """Its sequence is another forward's, which is in the middle of a prompt."""
     engine = PagedAttentionExecutor.create(kv_pages=16).engine
     results: list[Result] = []
-    loop = StepLoop(engine, Scheduler(16, 4, max_rows=4), results.extend)
+    loop = StepLoop(engine, Scheduler(16, 4, max_rows=4), results.extend, MAX_SEQ_TOKENS)
     prompt = Forward(2, sequence=1, position=2, token_ids=list(range(40)))
     behind = Forward(3, sequence=1, position=2, token_ids=[7])
     loop.submit([forward(1), prompt, behind])

@@ -271,3 +271,12 @@ def test_a_batch_that_comes_again_and_again_alone_is_not_split() -> None:
     scheduler._shares._modest.append({1: 20, 2: 20})
     sizes = [sizes_of(caller, 32) for caller in range(3, 20)]
     assert len(sizes[0]) > 1 and sizes[-1] == [32]
+
+
+def test_a_batch_that_is_little_more_than_its_share_is_not_split() -> None:
+    model = Model(base_ns=60, unit_ns=3)
+    for caller in range(100, 131):
+        model.add(caller, 1, think_ns=10**9)
+    assert len(model.step()) == 31
+    model.add(GREEDY, 32)
+    assert [len(model.step()) for _ in range(20)] == [32] * 20

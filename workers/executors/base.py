@@ -265,8 +265,8 @@ class ModelExecutor:
         """Raises an ExecutorError for what the model cannot do."""
         if not op.token_ids:
             raise EmptyTokens(f"nothing to append to sequence {op.sequence}")
-        if not 0 <= op.rows <= len(op.token_ids):
-            raise RowsOutOfRange(f"{op.rows} rows of {len(op.token_ids)} tokens")
+        if not 0 <= op.wanted_rows <= len(op.token_ids):
+            raise RowsOutOfRange(f"{op.wanted_rows} rows of {len(op.token_ids)} tokens")
         vocab_size = self._model.vocab_size
         for tokens in (op.token_ids, op.output.logprob_token_ids):
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:

@@ -19,15 +19,17 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.batch import pack, sampling_rows, score_targets
+from workers.batch import output_specs, pack, sampling_rows, score_targets
+from workers.distribution import sampled_logprobs, with_drafts
 from workers.executors.errors import DuplicateSequence, KvMissing, TruncateBeyondEnd
 from workers.executors.info import StepCounts
 from workers.kv.table import KvSequence, KvTable, PoolUsage
 from workers.kv.tensors import KvTensors
 from workers.operations import Accept, Forward, ForwardDone, Kind
-from workers.row_outputs import build_outputs, score_tokens
+from workers.row_outputs import TokenScores, build_outputs, score_tokens
 from workers.runners.base import Runner, device_errors
-from workers.running import Chunk, RunningForward
+from workers.running import Behind, Chunk, RunningForward
+from workers.underway import Underway
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Engine:
         self.kv = kv
         self.runner = runner
         self._kv_table = kv_table
+        self._underway = Underway(kv_table)
         self._counts = StepCounts()
         # In time.monotonic_ns(); 0 between steps.
         self._step_began_ns = 0
@@ -72,7 +75,7 @@ class Engine:
             table.truncate(sequence, op.position)
         started_ns = time.monotonic_ns()
         # One token is always left to compute, so that every operation takes part in a step.
-        reusable_tokens = len(op.token_ids) - max(op.rows, 1)
+        reusable_tokens = len(op.token_ids) - max(op.wanted_rows, 1)
         try:
             reused = table.match_prefix(sequence, op.token_ids, reusable_tokens)
             copies = table.reserve(sequence, len(op.token_ids) - reused)
@@ -87,7 +90,13 @@ class Engine:
             raise
         if op.kind is Kind.PREFILL:
             table.count_prompt(len(op.token_ids), reused)
-        return RunningForward(op, sequence, reused, computed=reused, started_ns=started_ns)
+        running = RunningForward(op, sequence, reused, computed=reused, started_ns=started_ns)
+        self._underway.goes_on(running)
+        return running
+
+    def behind(self, op: Forward) -> Behind | None:
+        """Whose pages an operation that has not begun could use if it waited for them. None: nobody's."""
+        return self._underway.behind(op)
 
     def execute(self, chunks: Sequence[Chunk]) -> None:
         """One forward over chunks of operations that have begun; adds their outputs to them.
@@ -109,9 +118,13 @@ class Engine:
     def _execute(self, chunks: Sequence[Chunk]) -> None:
         inputs = pack(chunks, self.kv.page_size)
         with device_errors():
-            result = self.runner.step(inputs, sampling_rows(chunks))
-            specs = [chunk.op.output for chunk in chunks for _ in chunk.wanted]
-            outputs = build_outputs(result.logits, result.chosen, specs)
+            rows, specs = sampling_rows(chunks), output_specs(chunks)
+            result = self.runner.step(inputs, rows)
+            chosen = with_drafts(result.logits, result.chosen, rows)
+            outputs = build_outputs(result.logits, chosen, specs)
+            said = [output.token_id for output in outputs]
+            for row, logprob in sampled_logprobs(result.logits, said, rows, specs).items():
+                outputs[row].sampled_logprob = logprob
             scores = _scores(chunks, result.logits)
         first = 0
         for chunk, chunk_scores in zip(chunks, scores, strict=True):
@@ -119,8 +132,10 @@ class Engine:
             self._kv_table.append(running.sequence, chunk.token_ids)
             running.computed += chunk.count
             running.steps += 1
-            running.outputs += outputs[first:last]
-            running.token_logprobs += chunk_scores
+            self._underway.goes_on(running)
+            running.outputs += outputs[last - chunk.told : last]
+            running.token_logprobs += chunk_scores.logprobs
+            running.token_is_argmax += chunk_scores.is_argmax
             first = last
         self._counts.steps += 1
         self._counts.batch_items += len(chunks)
@@ -129,6 +144,7 @@ class Engine:
     def complete(self, running: RunningForward, batch_items: int) -> ForwardDone:
         """Settles an operation whose tokens are all in the cache, and returns its answer."""
         op = running.op
+        self._underway.ended(running)
         kept = len(op.token_ids) if op.accept is Accept.ALL else 1 + _accepted_drafts(running)
         self._kv_table.truncate(running.sequence, op.position + kept)
         if op.ephemeral:
@@ -142,6 +158,7 @@ class Engine:
             kept=kept,
             reused=running.reused,
             token_logprobs=running.token_logprobs,
+            token_is_argmax=running.token_is_argmax,
             queue_ns=max(0, running.started_ns - op.arrived_ns) if op.arrived_ns else 0,
             compute_ns=compute_ns,
             steps=running.steps,
@@ -150,6 +167,7 @@ class Engine:
 
     def roll_back(self, running: RunningForward) -> None:
         """Leaves the operation's sequence as it was before it."""
+        self._underway.ended(running)
         self._restore(running.op)
 
     def _restore(self, op: Forward) -> None:
@@ -229,13 +247,13 @@ class Engine:
         return known
 
 
-def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[list[float]]:
-    """For each chunk the log-probabilities of the tokens that follow its wanted ones, if it asks for them."""
+def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[TokenScores]:
+    """For each chunk what its rows say of the scored tokens that follow them."""
     scores, first = [], 0
     for chunk in chunks:
-        targets = score_targets(chunk)
-        rows = logits[first : first + len(targets)]
-        scores.append(score_tokens(rows, torch.tensor(targets)) if targets else [])
+        skipped, targets = score_targets(chunk)
+        rows = logits[first + skipped : first + skipped + len(targets)]
+        scores.append(score_tokens(rows, torch.tensor(targets)) if targets else TokenScores([], []))
         first += chunk.rows
     return scores
 

@@ -119,7 +119,7 @@ class KvTable:
         if len(seq) % page_size or seq.reserved_len_tokens != len(seq):
             return 0
         whole_tokens = max(0, min(limit, len(tokens))) // page_size * page_size
-        digest = seq.digests[-1] if seq.digests else root_digest(seq.salt)
+        digest = _last_digest(seq)
         reused_tokens = 0
         while reused_tokens < whole_tokens:
             page_tokens = tokens[reused_tokens : reused_tokens + page_size]
@@ -137,6 +137,34 @@ class KvTable:
         seq.reserved_len_tokens += reused_tokens
         self._tokens += reused_tokens
         return reused_tokens
+
+    def look_up(
+        self, seq: KvSequence | None, salt: bytes, tokens: Sequence[int], limit: int
+    ) -> tuple[int, bytes | None]:
+        """How many tokens `match_prefix` would find, and the digest of the page that it would look for next.
+
+        `seq` None: a sequence with this salt that is not there yet. The digest is None where no further page
+        could be shared.
+        """
+        page_size = self.page_size
+        if seq is not None and (len(seq) % page_size or seq.reserved_len_tokens != len(seq)):
+            return 0, None
+        if seq is None:
+            seq = KvSequence(-1, salt)
+        digest = _last_digest(seq)
+        for start in range(0, max(0, min(limit, len(tokens))) // page_size * page_size, page_size):
+            digest = page_digest(digest, tokens[start : start + page_size])
+            if self._pool.lookup(digest) is None:
+                return start, digest
+        return 0, None
+
+    def next_digest(self, seq: KvSequence, tokens: Sequence[int]) -> bytes | None:
+        """The digest of the page that is full next if `tokens` follow; None: they do not fill it."""
+        begun = len(seq) % self.page_size
+        if begun + len(tokens) < self.page_size:
+            return None
+        page_tokens = [*seq.token_ids[len(seq) - begun : len(seq)], *tokens[: self.page_size - begun]]
+        return page_digest(_last_digest(seq), page_tokens)
 
     def count_prompt(self, tokens: int, reused_tokens: int) -> None:
         """Count a prompt for `usage`, once it is sure to be computed: as often as it is begun, so once."""
@@ -205,7 +233,7 @@ class KvTable:
         self._tokens += len(tokens)
         for i in range(len(seq.digests), end // self.page_size):
             page_tokens = seq.token_ids[i * self.page_size : (i + 1) * self.page_size]
-            digest = page_digest(seq.digests[-1] if seq.digests else root_digest(seq.salt), page_tokens)
+            digest = page_digest(_last_digest(seq), page_tokens)
             seq.digests.append(digest)
             self._pool.publish(seq.pages[i], digest)
 
@@ -314,3 +342,8 @@ class KvTable:
     def _check_owned(self, seq: KvSequence) -> None:
         if self._sequences.get(seq.key) is not seq:
             raise ValueError(f"sequence {seq.key} is not in this table")
+
+
+def _last_digest(seq: KvSequence) -> bytes:
+    """What the next page of a sequence follows."""
+    return seq.digests[-1] if seq.digests else root_digest(seq.salt)

@@ -7,6 +7,8 @@
         while token not in stop:
             token = cache.decode(token).token_id
 
+Whole texts are the server's loop: `for chunk in client.execute("Once", max_tokens=20): print(chunk.text)`.
+
 `AsyncClient` is the same with `await`; `client.session()` has the same operations, many at once on a stream.
 The generated stubs are in `quire.v1`; importing them loads none of the client, so what stands here is loaded
 when it is first used.
@@ -18,49 +20,74 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire._batches import PrefillItem, Scored, ScoreItem, checked
+    from quire._items import item
+    from quire._options import draft_from_top, draft_probabilities, output_options, token_mask, verify_rows
     from quire.aio import AsyncCache, AsyncClient, AsyncSession
     from quire.client import Cache, Client, Session
     from quire.errors import (
+        Aborted,
         CacheNotFound,
         Cancelled,
         DeadlineExceeded,
         InternalError,
         InvalidRequest,
+        NotFound,
         OutOfRange,
         PermissionDenied,
         PositionMismatch,
         PreconditionFailed,
         QuireError,
         ResourceExhausted,
+        RuntimeNotFound,
         SessionEnded,
         Unauthenticated,
         Unavailable,
     )
+    from quire.executions import AsyncExecution, Execution
     from quire.v1.types_pb2 import (
         PRIORITY_HIGH,
         PRIORITY_LOW,
         PRIORITY_NORMAL,
+        VERIFY_ACCEPT_GREEDY,
+        VERIFY_ACCEPT_SAMPLED,
+        VERIFY_ACCEPT_SPECULATIVE,
+        DraftProbabilities,
         OutputOptions,
         SamplingParams,
         StepOutput,
         TokenMask,
+        VerifyRow,
     )
 
 _HOME = {
+    "quire._items": ("item",),
+    "quire._batches": ("PrefillItem", "ScoreItem", "Scored", "checked"),
+    "quire._options": (
+        "draft_from_top",
+        "draft_probabilities",
+        "output_options",
+        "token_mask",
+        "verify_rows",
+    ),
+    "quire.executions": ("AsyncExecution", "Execution"),
     "quire.aio": ("AsyncCache", "AsyncClient", "AsyncSession"),
     "quire.client": ("Cache", "Client", "Session"),
     "quire.errors": (
+        "Aborted",
         "CacheNotFound",
         "Cancelled",
         "DeadlineExceeded",
         "InternalError",
         "InvalidRequest",
+        "NotFound",
         "OutOfRange",
         "PermissionDenied",
         "PositionMismatch",
         "PreconditionFailed",
         "QuireError",
         "ResourceExhausted",
+        "RuntimeNotFound",
         "SessionEnded",
         "Unauthenticated",
         "Unavailable",
@@ -69,10 +96,15 @@ _HOME = {
         "PRIORITY_HIGH",
         "PRIORITY_LOW",
         "PRIORITY_NORMAL",
+        "VERIFY_ACCEPT_GREEDY",
+        "VERIFY_ACCEPT_SAMPLED",
+        "VERIFY_ACCEPT_SPECULATIVE",
+        "DraftProbabilities",
         "OutputOptions",
         "SamplingParams",
         "StepOutput",
         "TokenMask",
+        "VerifyRow",
     ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -81,30 +113,50 @@ __all__ = [
     "PRIORITY_HIGH",
     "PRIORITY_LOW",
     "PRIORITY_NORMAL",
+    "VERIFY_ACCEPT_GREEDY",
+    "VERIFY_ACCEPT_SAMPLED",
+    "VERIFY_ACCEPT_SPECULATIVE",
+    "Aborted",
     "AsyncCache",
     "AsyncClient",
+    "AsyncExecution",
     "AsyncSession",
     "Cache",
     "CacheNotFound",
     "Cancelled",
     "Client",
     "DeadlineExceeded",
+    "DraftProbabilities",
+    "Execution",
     "InternalError",
     "InvalidRequest",
+    "NotFound",
     "OutOfRange",
     "OutputOptions",
     "PermissionDenied",
     "PositionMismatch",
     "PreconditionFailed",
+    "PrefillItem",
     "QuireError",
     "ResourceExhausted",
+    "RuntimeNotFound",
     "SamplingParams",
+    "ScoreItem",
+    "Scored",
     "Session",
     "SessionEnded",
     "StepOutput",
     "TokenMask",
     "Unauthenticated",
     "Unavailable",
+    "VerifyRow",
+    "checked",
+    "draft_from_top",
+    "draft_probabilities",
+    "item",
+    "output_options",
+    "token_mask",
+    "verify_rows",
 ]
 
 

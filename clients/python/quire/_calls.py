@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
@@ -20,9 +20,9 @@ DEFAULT_MAX_RESPONSE_BYTES = 64 << 20
 # Calls that may be sent twice: readers, those that `position` or a request id fences, and those whose repeat
 # changes nothing. UnifiedForward is not among them, as a repeat would make caches anew.
 _RETRIED = (
-    "Prefill", "BatchPrefill", "Decode", "BatchDecode", "ForwardVerify", "Forward", "ForkCache",
-    "TruncateKV", "ReleaseCache", "ListCaches", "RenewCache", "GetModelInfo", "GetCapabilities", "GetStatus",
-    "GetCacheMetrics", "GetLoraMetrics",
+    "Prefill", "BatchPrefill", "Decode", "BatchDecode", "ForwardVerify", "Forward", "BatchForward",
+    "ForkCache", "TruncateKV", "ReleaseCache", "ListCaches", "RenewCache", "GetModelInfo", "GetCapabilities",
+    "GetStatus", "GetCacheMetrics", "GetLoraMetrics",
 )  # fmt: skip
 _SERVICE_CONFIG = json.dumps(
     {
@@ -45,13 +45,21 @@ _SERVICE_CONFIG = json.dumps(
 # Begins the request ids that were made here, so that no caller knows them.
 _OWN_REQUEST_ID = "auto-"
 
+_State = TypeVar("_State", bound="CacheState")
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What `verify` found: `accepted` drafts are kept, `outputs[accepted]` says what follows them."""
+    """What `verify` found: `accepted` drafts are kept, `outputs[accepted]` says what follows them.
+
+    With `score`, `token_logprobs` says of each draft how likely it was under the model's own distribution,
+    and `token_is_argmax` whether no other token was more likely.
+    """
 
     outputs: Sequence[types_pb2.StepOutput]
     accepted: int
+    token_logprobs: Sequence[float] = ()
+    token_is_argmax: Sequence[bool] = ()
 
 
 def channel_options(max_request_bytes: int, max_response_bytes: int) -> list[tuple[str, int | str]]:
@@ -89,31 +97,19 @@ def prioritise(request: Message, priority: types_pb2.Priority) -> None:
                 append.priority = priority
 
 
-def prefill_request(
-    token_ids: Sequence[int],
-    output: types_pb2.OutputOptions | None,
-    lease_s: float | None,
-    adapter_id: str,
-    request_id: str,
-    cache_salt: str,
-) -> executor_pb2.PrefillRequest:
-    """A request for a new cache, always with a request id, so that a retry finds the cache it made before."""
-    return executor_pb2.PrefillRequest(
-        token_ids=token_ids,
-        output=output,
-        lease=duration(lease_s),
-        adapter_id=adapter_id,
-        request_id=request_id or _new_request_id(),
-        cache_salt=cache_salt,
-    )
-
-
-def _new_request_id() -> str:
+def new_request_id() -> str:
+    """One that no caller knows."""
     return _OWN_REQUEST_ID + uuid.uuid4().hex
 
 
 def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str]:
     """Ids of the caches that a call has made and that only its answer tells of."""
+    if isinstance(request, executor_pb2.BatchPrefillRequest):
+        return [
+            made.response.kv_cache.cache_id
+            for item, made in zip(request.items, result.batch_prefill.results, strict=False)
+            if made.HasField("response") and item.request_id.startswith(_OWN_REQUEST_ID)
+        ]
     if not isinstance(request, executor_pb2.PrefillRequest | executor_pb2.ForkCacheRequest):
         return []
     if not request.request_id.startswith(_OWN_REQUEST_ID):
@@ -141,15 +137,23 @@ class CacheState:
         self.reused_tokens = prefilled.reused_tokens
         # Tokens that had to be computed again for the last append, since their KV was gone.
         self.replayed_tokens = prefilled.replayed_tokens
+        # Of the tokens that the last append scored, from its index max(score_from, 1) on: log-probabilities
+        # under the model's own distribution, and whether no other token was more likely. Else empty.
+        self.token_logprobs: Sequence[float] = prefilled.token_logprobs
+        self.token_is_argmax: Sequence[bool] = prefilled.token_is_argmax
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.cache_id} of {self.seq_len} tokens>"
 
     def _extend_request(
-        self, token_ids: Sequence[int], output: types_pb2.OutputOptions | None
+        self, token_ids: Sequence[int], output: types_pb2.OutputOptions | None, score_from: int | None
     ) -> executor_pb2.PrefillRequest:
         return executor_pb2.PrefillRequest(
-            cache_id=self.cache_id, token_ids=token_ids, position=self.seq_len, output=output
+            cache_id=self.cache_id,
+            token_ids=token_ids,
+            position=self.seq_len,
+            output=output,
+            score_from=score_from,
         )
 
     def _verify_request(
@@ -157,9 +161,17 @@ class CacheState:
         token_ids: Sequence[int],
         output: types_pb2.OutputOptions | None,
         accept: types_pb2.VerifyAccept,
+        score: bool,
+        rows: Sequence[types_pb2.VerifyRow],
     ) -> executor_pb2.ForwardVerifyRequest:
         return executor_pb2.ForwardVerifyRequest(
-            cache_id=self.cache_id, token_ids=token_ids, position=self.seq_len, output=output, accept=accept
+            cache_id=self.cache_id,
+            token_ids=token_ids,
+            position=self.seq_len,
+            output=output,
+            accept=accept,
+            score=score,
+            rows=rows,
         )
 
     def _truncate_request(self, new_len: int) -> executor_pb2.TruncateKVRequest:
@@ -167,10 +179,15 @@ class CacheState:
         position = None if new_len == self.seq_len else self.seq_len
         return executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
 
-    def _fork_request(self, count: int, request_id: str) -> executor_pb2.ForkCacheRequest:
+    def _fork_request(
+        self, count: int, release: Iterable[CacheState], request_id: str
+    ) -> executor_pb2.ForkCacheRequest:
         """Always with a request id, so that a retry finds the copies it made before."""
         return executor_pb2.ForkCacheRequest(
-            cache_id=self.cache_id, count=count, request_id=request_id or _new_request_id()
+            cache_id=self.cache_id,
+            count=count,
+            release=[cache.cache_id for cache in release],
+            request_id=request_id or new_request_id(),
         )
 
     def _appended(
@@ -179,13 +196,23 @@ class CacheState:
         self.seq_len = response.kv_cache.seq_len
         self.replayed_tokens = response.replayed_tokens
         self.output = response.output
+        if isinstance(response, executor_pb2.PrefillResponse):
+            self.token_logprobs, self.token_is_argmax = response.token_logprobs, response.token_is_argmax
+        else:
+            self.token_logprobs = self.token_is_argmax = ()
         return response.output
 
     def _verified(self, response: executor_pb2.ForwardVerifyResponse) -> Verified:
         self.seq_len = response.kv_cache.seq_len
         self.replayed_tokens = response.replayed_tokens
         self.output = response.outputs[response.accepted]
-        return Verified(tuple(response.outputs), response.accepted)
+        self.token_logprobs = self.token_is_argmax = ()
+        return Verified(
+            tuple(response.outputs),
+            response.accepted,
+            tuple(response.token_logprobs),
+            tuple(response.token_is_argmax),
+        )
 
     def _forked(self, response: executor_pb2.ForkCacheResponse) -> list[executor_pb2.PrefillResponse]:
         """For each copy, the answer that a prefill would have given."""
@@ -204,25 +231,28 @@ def decode_request(
     )
 
 
-# Caches with the token that each of them appends.
-Decodes = Sequence[tuple[CacheState, int]]
+# Caches with the token that each of them appends, and perhaps an output of its own.
+Decodes: TypeAlias = Sequence[tuple[_State, int] | tuple[_State, int, types_pb2.OutputOptions | None]]
 
 
 def batch_decode_request(
-    decodes: Decodes, output: types_pb2.OutputOptions | None
+    decodes: Decodes[_State], output: types_pb2.OutputOptions | None
 ) -> executor_pb2.BatchDecodeRequest:
-    """One token for each of several caches."""
+    """One token for each of several caches; `output` is for those that have none of their own."""
     return executor_pb2.BatchDecodeRequest(
-        items=[decode_request(cache, token_id, output) for cache, token_id in decodes]
+        items=[
+            decode_request(cache, token_id, own[0] if own and own[0] is not None else output)
+            for cache, token_id, *own in decodes
+        ]
     )
 
 
 def batch_decoded(
-    decodes: Decodes, response: executor_pb2.BatchDecodeResponse
+    decodes: Decodes[_State], response: executor_pb2.BatchDecodeResponse
 ) -> list[types_pb2.StepOutput | QuireError]:
     """Updates the caches that grew. Failed items become exceptions that are returned, not raised."""
     results: list[types_pb2.StepOutput | QuireError] = []
-    for (cache, _), result in zip(decodes, response.results, strict=True):
+    for (cache, *_), result in zip(decodes, response.results, strict=True):
         if result.HasField("error"):
             results.append(from_status(result.error))
         else:

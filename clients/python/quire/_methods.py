@@ -23,6 +23,9 @@ class Method(Generic[_Request, _Response]):
 
 
 PREFILL: Method[executor_pb2.PrefillRequest, executor_pb2.PrefillResponse] = Method("Prefill", "prefill")
+BATCH_PREFILL: Method[executor_pb2.BatchPrefillRequest, executor_pb2.BatchPrefillResponse] = Method(
+    "BatchPrefill", "batch_prefill"
+)
 DECODE: Method[executor_pb2.DecodeRequest, executor_pb2.DecodeResponse] = Method("Decode", "decode")
 BATCH_DECODE: Method[executor_pb2.BatchDecodeRequest, executor_pb2.BatchDecodeResponse] = Method(
     "BatchDecode", "batch_decode"
@@ -31,6 +34,9 @@ FORWARD_VERIFY: Method[executor_pb2.ForwardVerifyRequest, executor_pb2.ForwardVe
     "ForwardVerify", "forward_verify"
 )
 FORWARD: Method[executor_pb2.ForwardRequest, executor_pb2.ForwardResponse] = Method("Forward", "forward")
+BATCH_FORWARD: Method[executor_pb2.BatchForwardRequest, executor_pb2.BatchForwardResponse] = Method(
+    "BatchForward", "batch_forward"
+)
 FORK_CACHE: Method[executor_pb2.ForkCacheRequest, executor_pb2.ForkCacheResponse] = Method(
     "ForkCache", "fork_cache"
 )

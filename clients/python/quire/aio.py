@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from quire import _calls, _methods
-from quire._calls import CacheState, Verified
+from quire import _batches, _calls, _methods
+from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
+from quire._calls import CacheState, Decodes, Verified
+from quire._executions import Progress
+from quire._items import Prompt, items_of
 from quire._methods import Method
 from quire.errors import QuireError, from_rpc_error
+from quire.executions import AsyncExecution
 from quire.session import DEFAULT_CLOSE_TIMEOUT_S, DEFAULT_MAX_IN_FLIGHT, AsyncSessionStream
-from quire.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
@@ -43,13 +48,30 @@ class _AsyncCaller(ABC):
         adapter_id: str = "",
         request_id: str = "",
         cache_salt: str = "",
+        score_from: int | None = None,
     ) -> AsyncCache:
         """Makes a cache of `token_ids`; its `output` says what follows them. The caller releases it.
 
+        `score_from` scores the tokens from this index on, into its `token_logprobs` and `token_is_argmax`.
+        With a `cache_salt` prefixes are shared only with caches of the same one.
+
         With a block of its own: `async with await client.prefill(token_ids) as cache: ...`.
         """
-        request = _calls.prefill_request(token_ids, output, lease_s, adapter_id, request_id, cache_salt)
+        item = PrefillItem(token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from)
+        request = _batches.prefill_request(item)
         return AsyncCache(self._call, await self._call(_methods.PREFILL, request))
+
+    async def batch_prefill(
+        self, prompts: Prompts, *, output: types_pb2.OutputOptions | None = None
+    ) -> list[AsyncCache | QuireError]:
+        """Makes several caches in one call. The caller releases them.
+
+        A prompt is its token ids, or a `PrefillItem` with settings of its own. What they begin with in common
+        is computed once. Failed items are returned as exceptions, in place.
+        """
+        request = _batches.batch_prefill_request(prompts, output)
+        response = await self._call(_methods.BATCH_PREFILL, request)
+        return _batches.batch_prefilled(response, lambda made: AsyncCache(self._call, made))
 
     async def cache(self, cache_id: str) -> AsyncCache:
         """A cache that was made before, perhaps by another process, as long as it is now.
@@ -61,19 +83,54 @@ class _AsyncCaller(ABC):
         return AsyncCache(self._call, executor_pb2.PrefillResponse(kv_cache=handle))
 
     async def batch_decode(
-        self, decodes: Sequence[tuple[AsyncCache, int]], *, output: types_pb2.OutputOptions | None = None
+        self, decodes: Decodes[AsyncCache], *, output: types_pb2.OutputOptions | None = None
     ) -> list[types_pb2.StepOutput | QuireError]:
-        """Appends one token to each cache in one call. Failed items are returned as exceptions, in place."""
+        """Appends one token to each cache in one call. Failed items are returned as exceptions, in place.
+
+        An item is (cache, token), or (cache, token, output) with an output of its own.
+        """
         request = _calls.batch_decode_request(decodes, output)
         return _calls.batch_decoded(decodes, await self._call(_methods.BATCH_DECODE, request))
 
     async def forward(
-        self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        output: types_pb2.OutputOptions | None = None,
+        score_from: int = 0,
+        cache_salt: str = "",
     ) -> executor_pb2.ForwardResponse:
-        """Scores `token_ids`: what follows each of them. Keeps no cache."""
-        return await self._call(
-            _methods.FORWARD, executor_pb2.ForwardRequest(token_ids=token_ids, output=output)
+        """As `score`: the answer as it is."""
+        request = _batches.forward_request(ScoreItem(token_ids, score_from, output, cache_salt))
+        return await self._call(_methods.FORWARD, request)
+
+    async def score(
+        self,
+        token_ids: Sequence[int],
+        *,
+        score_from: int = 0,
+        output: types_pb2.OutputOptions | None = None,
+        cache_salt: str = "",
+    ) -> Scored:
+        """Says how likely each token was behind those before it, and what follows it. Keeps no cache.
+
+        Tokens before index `score_from` are context: they are not scored, and not computed where their KV is
+        there. Of the first token nothing is said.
+        """
+        return _batches.scored(
+            await self.forward(token_ids, output=output, score_from=score_from, cache_salt=cache_salt)
         )
+
+    async def score_batch(
+        self, texts: Texts, *, output: types_pb2.OutputOptions | None = None
+    ) -> list[Scored | QuireError]:
+        """Scores several texts in one call. What they begin with in common is computed once.
+
+        A text is its token ids, or a `ScoreItem` with settings of its own. Failed items are returned as
+        exceptions, in place.
+        """
+        request = _batches.batch_forward_request(texts, output)
+        return _batches.batch_scored(await self._call(_methods.BATCH_FORWARD, request))
 
     def adopt(self, cache: AsyncCache) -> None:
         """Lets the calls of `cache` go this way from now on. Nothing is sent."""
@@ -111,9 +168,11 @@ class AsyncClient(_AsyncCaller):
         self._timeout_s = timeout_s
         self._priority = priority
         self._max_request_bytes = max_request_bytes
-        # Every call of the API. These raise grpc.RpcError, and UNAVAILABLE is retried for them too: an append
-        # without `position` could be applied twice.
+        # Every call for tokens and caches. These raise grpc.RpcError, and UNAVAILABLE is retried for them,
+        # too: an append without `position` could be applied twice.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
+        # Every call for whole texts, likewise.
+        self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
         # What goes with every call; those of `stub` have to be given it.
         self.metadata = _calls.bearer(token)
 
@@ -135,6 +194,44 @@ class AsyncClient(_AsyncCaller):
             max_request_bytes=self._max_request_bytes,
         )
         return AsyncSession(stream, close_timeout_s, self._priority)
+
+    def execute(
+        self,
+        items: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt,
+        *,
+        runtime: str = "",
+        policy: runner_pb2.RoutingPolicy = runner_pb2.ROUTING_POLICY_UNSPECIFIED,
+        request_id: str = "",
+        keep_s: float | None = None,
+        max_cost_usd: float | None = None,
+        timeout_s: float | None = None,
+        **settings: Any,
+    ) -> AsyncExecution:
+        """As `Client.execute`."""
+        progress = Progress(
+            items_of(items, settings),
+            runtime=runtime,
+            request_id=request_id,
+            policy=policy,
+            keep_s=keep_s,
+            max_cost_usd=max_cost_usd,
+            priority=self._priority,
+        )
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        begin = functools.partial(self.runner_stub.Execute, timeout=limit_s, metadata=self.metadata)
+        return AsyncExecution(begin, progress, keep_s or 0.0, self.cancel_execution)
+
+    async def cancel_execution(self, request_id: str) -> bool:
+        """As `Client.cancel_execution`."""
+        request = runner_pb2.CancelExecutionRequest(request_id=request_id)
+        try:
+            answer = await self.runner_stub.CancelExecution(
+                request, timeout=self._timeout_s, metadata=self.metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        cancelled: bool = answer.cancelled
+        return cancelled
 
     async def model_info(
         self, *, include_tokenizer: bool = False, include_chat_template: bool = False
@@ -228,10 +325,14 @@ class AsyncCache(CacheState):
         return self._appended(response)
 
     async def extend(
-        self, token_ids: Sequence[int], *, output: types_pb2.OutputOptions | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        output: types_pb2.OutputOptions | None = None,
+        score_from: int | None = None,
     ) -> types_pb2.StepOutput:
-        """Appends several tokens; says what follows the last one."""
-        request = self._extend_request(token_ids, output)
+        """Appends several tokens; says what follows the last one. `score_from` is as in `prefill`."""
+        request = self._extend_request(token_ids, output, score_from)
         response = await self._call(_methods.PREFILL, request)
         return self._appended(response)
 
@@ -241,9 +342,15 @@ class AsyncCache(CacheState):
         *,
         output: types_pb2.OutputOptions | None = None,
         accept: types_pb2.VerifyAccept = types_pb2.VERIFY_ACCEPT_GREEDY,
+        score: bool = False,
+        rows: Sequence[types_pb2.VerifyRow] = (),
     ) -> Verified:
-        """Appends the last accepted token and drafts in one forward; keeps what `accept` accepts."""
-        request = self._verify_request(token_ids, output, accept)
+        """Appends the last accepted token and drafts in one forward; keeps what `accept` accepts.
+
+        `score` says how likely each draft was; `rows`, which `quire.verify_rows` writes, has one for each
+        token: which tokens may follow it, and what the draft behind it was drawn from.
+        """
+        request = self._verify_request(token_ids, output, accept, score, rows)
         return self._verified(await self._call(_methods.FORWARD_VERIFY, request))
 
     async def truncate(self, new_len: int) -> None:
@@ -256,9 +363,14 @@ class AsyncCache(CacheState):
         response = await self._call(_methods.TRUNCATE_KV, request)
         self.seq_len = response.kv_cache.seq_len
 
-    async def fork(self, count: int = 1, *, request_id: str = "") -> list[AsyncCache]:
-        """Makes copies that share pages with this cache. The caller releases them."""
-        request = self._fork_request(count, request_id)
+    async def fork(
+        self, count: int = 1, *, release: Iterable[AsyncCache] = (), request_id: str = ""
+    ) -> list[AsyncCache]:
+        """Makes copies that share pages with this cache. The caller releases them.
+
+        `release` is forgotten behind that, in the same call; this cache itself may be among it.
+        """
+        request = self._fork_request(count, release, request_id)
         response = await self._call(_methods.FORK_CACHE, request)
         return [AsyncCache(self._call, copy) for copy in self._forked(response)]
 

@@ -2,11 +2,14 @@
 
     QuireError
     ├── InvalidRequest        INVALID_ARGUMENT; `violations` names the fields
-    ├── CacheNotFound         NOT_FOUND
+    ├── NotFound              NOT_FOUND
+    │   ├── CacheNotFound
+    │   └── RuntimeNotFound
     ├── PreconditionFailed    FAILED_PRECONDITION
     │   └── PositionMismatch  the cache has another length than this client believes: `seq_len`
     ├── OutOfRange            OUT_OF_RANGE
     ├── ResourceExhausted     RESOURCE_EXHAUSTED
+    ├── Aborted               ABORTED: another call has taken this one's place
     ├── Unavailable           UNAVAILABLE, after the retries
     │   └── SessionEnded      the session is closed or broken: what ended it is the __cause__
     ├── Unauthenticated       UNAUTHENTICATED
@@ -60,7 +63,15 @@ class InvalidRequest(QuireError):
     """The request itself is wrong."""
 
 
-class CacheNotFound(QuireError):
+class NotFound(QuireError):
+    """The server has nothing of that name."""
+
+
+class RuntimeNotFound(NotFound):
+    """The server's configuration has no such runtime."""
+
+
+class CacheNotFound(NotFound):
     """The cache never existed, was released, or its lease ran out."""
 
 
@@ -83,6 +94,10 @@ class OutOfRange(QuireError):
 
 class ResourceExhausted(QuireError):
     """No pages, no room in the queue, or no quota left; or a message over the size limit."""
+
+
+class Aborted(QuireError):
+    """Another call has taken its place, or is in its way: `reason` says RESUMED_ELSEWHERE, or LOADING."""
 
 
 class Unavailable(QuireError):
@@ -117,10 +132,15 @@ class InternalError(QuireError):
     """The server failed, or answered in a way that this client does not know."""
 
 
-_BY_REASON: Mapping[str, type[QuireError]] = {"POSITION_MISMATCH": PositionMismatch}
+_BY_REASON: Mapping[str, type[QuireError]] = {
+    "CACHE_NOT_FOUND": CacheNotFound,
+    "POSITION_MISMATCH": PositionMismatch,
+    "RUNTIME_NOT_FOUND": RuntimeNotFound,
+}
 _BY_CODE: Mapping[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.NOT_FOUND: CacheNotFound,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ABORTED: Aborted,
     grpc.StatusCode.FAILED_PRECONDITION: PreconditionFailed,
     grpc.StatusCode.OUT_OF_RANGE: OutOfRange,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,

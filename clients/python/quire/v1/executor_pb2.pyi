@@ -37,7 +37,7 @@ WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_DEAD: WorkerState
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("cache_id", "token_ids", "position", "output", "adapter_id", "lease", "request_id", "cache_salt", "priority")
+    __slots__ = ("cache_id", "token_ids", "position", "output", "adapter_id", "lease", "request_id", "cache_salt", "priority", "score_from")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class PrefillRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FROM_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     position: int
@@ -56,21 +57,26 @@ class PrefillRequest(_message.Message):
     request_id: str
     cache_salt: str
     priority: _types_pb2.Priority
-    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
+    score_from: int
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("kv_cache", "output", "reused_tokens", "timing", "replayed_tokens")
+    __slots__ = ("kv_cache", "output", "reused_tokens", "timing", "replayed_tokens", "token_logprobs", "token_is_argmax")
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IS_ARGMAX_FIELD_NUMBER: _ClassVar[int]
     kv_cache: _types_pb2.KvCacheHandle
     output: _types_pb2.StepOutput
     reused_tokens: int
     timing: _types_pb2.StepTiming
     replayed_tokens: int
-    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
+    token_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    token_is_argmax: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class BatchPrefillRequest(_message.Message):
     __slots__ = ("items",)
@@ -139,34 +145,42 @@ class BatchDecodeResult(_message.Message):
     def __init__(self, response: _Optional[_Union[DecodeResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class ForwardVerifyRequest(_message.Message):
-    __slots__ = ("cache_id", "token_ids", "position", "output", "accept", "priority")
+    __slots__ = ("cache_id", "token_ids", "position", "output", "accept", "priority", "score", "rows")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     position: int
     output: _types_pb2.OutputOptions
     accept: _types_pb2.VerifyAccept
     priority: _types_pb2.Priority
-    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
+    score: bool
+    rows: _containers.RepeatedCompositeFieldContainer[_types_pb2.VerifyRow]
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score: _Optional[bool] = ..., rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ...) -> None: ...
 
 class ForwardVerifyResponse(_message.Message):
-    __slots__ = ("kv_cache", "outputs", "accepted", "timing", "replayed_tokens")
+    __slots__ = ("kv_cache", "outputs", "accepted", "timing", "replayed_tokens", "token_logprobs", "token_is_argmax")
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IS_ARGMAX_FIELD_NUMBER: _ClassVar[int]
     kv_cache: _types_pb2.KvCacheHandle
     outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
     accepted: int
     timing: _types_pb2.StepTiming
     replayed_tokens: int
-    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., accepted: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
+    token_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    token_is_argmax: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., accepted: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class UnifiedForwardRequest(_message.Message):
     __slots__ = ("items",)
@@ -219,24 +233,52 @@ class UnifiedForwardItemResponse(_message.Message):
     def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("token_ids", "output", "priority")
+    __slots__ = ("token_ids", "output", "priority", "score_from", "cache_salt")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FROM_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     output: _types_pb2.OutputOptions
     priority: _types_pb2.Priority
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
+    score_from: int
+    cache_salt: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("outputs", "token_logprobs", "timing")
+    __slots__ = ("outputs", "token_logprobs", "timing", "token_is_argmax", "reused_tokens")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IS_ARGMAX_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
     token_logprobs: _containers.RepeatedScalarFieldContainer[float]
     timing: _types_pb2.StepTiming
-    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ...) -> None: ...
+    token_is_argmax: _containers.RepeatedScalarFieldContainer[bool]
+    reused_tokens: int
+    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., reused_tokens: _Optional[int] = ...) -> None: ...
+
+class BatchForwardRequest(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[ForwardRequest]
+    def __init__(self, items: _Optional[_Iterable[_Union[ForwardRequest, _Mapping]]] = ...) -> None: ...
+
+class BatchForwardResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[BatchForwardResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[BatchForwardResult, _Mapping]]] = ...) -> None: ...
+
+class BatchForwardResult(_message.Message):
+    __slots__ = ("response", "error")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    response: ForwardResponse
+    error: _status_pb2.Status
+    def __init__(self, response: _Optional[_Union[ForwardResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class ForkCacheRequest(_message.Message):
     __slots__ = ("cache_id", "count", "release", "request_id")
@@ -321,7 +363,7 @@ class SessionRequest(_message.Message):
     def __init__(self, calls: _Optional[_Iterable[_Union[SessionCall, _Mapping]]] = ...) -> None: ...
 
 class SessionCall(_message.Message):
-    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "timeout")
+    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "batch_forward", "timeout")
     TAG_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +376,7 @@ class SessionCall(_message.Message):
     TRUNCATE_KV_FIELD_NUMBER: _ClassVar[int]
     RELEASE_CACHE_FIELD_NUMBER: _ClassVar[int]
     RENEW_CACHE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FORWARD_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     tag: int
     prefill: PrefillRequest
@@ -347,8 +390,9 @@ class SessionCall(_message.Message):
     truncate_kv: TruncateKVRequest
     release_cache: ReleaseCacheRequest
     renew_cache: RenewCacheRequest
+    batch_forward: BatchForwardRequest
     timeout: _duration_pb2.Duration
-    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyRequest, _Mapping]] = ..., forward: _Optional[_Union[ForwardRequest, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillRequest, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeRequest, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardRequest, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheRequest, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVRequest, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheRequest, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheRequest, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyRequest, _Mapping]] = ..., forward: _Optional[_Union[ForwardRequest, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillRequest, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeRequest, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardRequest, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheRequest, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVRequest, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheRequest, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheRequest, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardRequest, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("results",)
@@ -357,7 +401,7 @@ class SessionResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[SessionResult, _Mapping]]] = ...) -> None: ...
 
 class SessionResult(_message.Message):
-    __slots__ = ("tag", "error", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache")
+    __slots__ = ("tag", "error", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "batch_forward")
     TAG_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +415,7 @@ class SessionResult(_message.Message):
     TRUNCATE_KV_FIELD_NUMBER: _ClassVar[int]
     RELEASE_CACHE_FIELD_NUMBER: _ClassVar[int]
     RENEW_CACHE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FORWARD_FIELD_NUMBER: _ClassVar[int]
     tag: int
     error: _status_pb2.Status
     prefill: PrefillResponse
@@ -384,7 +429,8 @@ class SessionResult(_message.Message):
     truncate_kv: TruncateKVResponse
     release_cache: ReleaseCacheResponse
     renew_cache: RenewCacheResponse
-    def __init__(self, tag: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., prefill: _Optional[_Union[PrefillResponse, _Mapping]] = ..., decode: _Optional[_Union[DecodeResponse, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyResponse, _Mapping]] = ..., forward: _Optional[_Union[ForwardResponse, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillResponse, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeResponse, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardResponse, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheResponse, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVResponse, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheResponse, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheResponse, _Mapping]] = ...) -> None: ...
+    batch_forward: BatchForwardResponse
+    def __init__(self, tag: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., prefill: _Optional[_Union[PrefillResponse, _Mapping]] = ..., decode: _Optional[_Union[DecodeResponse, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyResponse, _Mapping]] = ..., forward: _Optional[_Union[ForwardResponse, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillResponse, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeResponse, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardResponse, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheResponse, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVResponse, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheResponse, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheResponse, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardResponse, _Mapping]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ("include_tokenizer", "include_chat_template")
@@ -423,7 +469,7 @@ class GetCapabilitiesResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., limits: _Optional[_Union[GatewayLimits, _Mapping]] = ..., max_top_logprobs: _Optional[int] = ...) -> None: ...
 
 class GatewayLimits(_message.Message):
-    __slots__ = ("max_request_bytes", "max_response_bytes", "max_calls_per_message", "max_items_per_call", "max_session_calls", "max_queued_operations", "max_caches", "max_journal_bytes", "max_unread_bytes", "max_wait_s", "max_arriving_bytes", "max_sessions", "max_connections", "message_timeout_s")
+    __slots__ = ("max_request_bytes", "max_response_bytes", "max_calls_per_message", "max_items_per_call", "max_session_calls", "max_queued_operations", "max_caches", "max_journal_bytes", "max_unread_bytes", "max_wait_s", "max_arriving_bytes", "max_sessions", "max_connections", "message_timeout_s", "max_executions")
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_CALLS_PER_MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -438,6 +484,7 @@ class GatewayLimits(_message.Message):
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_EXECUTIONS_FIELD_NUMBER: _ClassVar[int]
     max_request_bytes: int
     max_response_bytes: int
     max_calls_per_message: int
@@ -452,7 +499,8 @@ class GatewayLimits(_message.Message):
     max_sessions: int
     max_connections: int
     message_timeout_s: float
-    def __init__(self, max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_calls_per_message: _Optional[int] = ..., max_items_per_call: _Optional[int] = ..., max_session_calls: _Optional[int] = ..., max_queued_operations: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_wait_s: _Optional[float] = ..., max_arriving_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_connections: _Optional[int] = ..., message_timeout_s: _Optional[float] = ...) -> None: ...
+    max_executions: int
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_calls_per_message: _Optional[int] = ..., max_items_per_call: _Optional[int] = ..., max_session_calls: _Optional[int] = ..., max_queued_operations: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_wait_s: _Optional[float] = ..., max_arriving_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_connections: _Optional[int] = ..., message_timeout_s: _Optional[float] = ..., max_executions: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -76,6 +76,11 @@ class ModelExecutorServiceStub:
                 request_serializer=quire_dot_v1_dot_executor__pb2.ForwardRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_executor__pb2.ForwardResponse.FromString,
                 _registered_method=True)
+        self.BatchForward = channel.unary_unary(
+                '/quire.v1.ModelExecutorService/BatchForward',
+                request_serializer=quire_dot_v1_dot_executor__pb2.BatchForwardRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_executor__pb2.BatchForwardResponse.FromString,
+                _registered_method=True)
         self.ForkCache = channel.unary_unary(
                 '/quire.v1.ModelExecutorService/ForkCache',
                 request_serializer=quire_dot_v1_dot_executor__pb2.ForkCacheRequest.SerializeToString,
@@ -187,6 +192,13 @@ class ModelExecutorServiceServicer:
 
     def Forward(self, request, context):
         """Scores tokens: what follows each of them. Keeps no cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BatchForward(self, request, context):
+        """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -306,6 +318,11 @@ def add_ModelExecutorServiceServicer_to_server(servicer, server):
                     servicer.Forward,
                     request_deserializer=quire_dot_v1_dot_executor__pb2.ForwardRequest.FromString,
                     response_serializer=quire_dot_v1_dot_executor__pb2.ForwardResponse.SerializeToString,
+            ),
+            'BatchForward': grpc.unary_unary_rpc_method_handler(
+                    servicer.BatchForward,
+                    request_deserializer=quire_dot_v1_dot_executor__pb2.BatchForwardRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_executor__pb2.BatchForwardResponse.SerializeToString,
             ),
             'ForkCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkCache,
@@ -559,6 +576,33 @@ class ModelExecutorService:
             '/quire.v1.ModelExecutorService/Forward',
             quire_dot_v1_dot_executor__pb2.ForwardRequest.SerializeToString,
             quire_dot_v1_dot_executor__pb2.ForwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BatchForward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.ModelExecutorService/BatchForward',
+            quire_dot_v1_dot_executor__pb2.BatchForwardRequest.SerializeToString,
+            quire_dot_v1_dot_executor__pb2.BatchForwardResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,8 @@ class ModelExecutorServiceStub:
     """A mixed batch: decodes, prefills and chunks of prefills in one forward. Items fail on their own."""
     Forward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]
     """Scores tokens: what follows each of them. Keeps no cache."""
+    BatchForward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.BatchForwardRequest, _executor_pb2.BatchForwardResponse]
+    """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own."""
     ForkCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]
     """Makes copies of a cache that share its pages, and releases others, as beam search does."""
     TruncateKV: _grpc.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]
@@ -103,6 +105,8 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     """A mixed batch: decodes, prefills and chunks of prefills in one forward. Items fail on their own."""
     Forward: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]  # type: ignore[assignment]
     """Scores tokens: what follows each of them. Keeps no cache."""
+    BatchForward: _aio.UnaryUnaryMultiCallable[_executor_pb2.BatchForwardRequest, _executor_pb2.BatchForwardResponse]  # type: ignore[assignment]
+    """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own."""
     ForkCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]  # type: ignore[assignment]
     """Makes copies of a cache that share its pages, and releases others, as beam search does."""
     TruncateKV: _aio.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]  # type: ignore[assignment]
@@ -191,6 +195,14 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ForwardResponse, _abc.Awaitable[_executor_pb2.ForwardResponse]]:
         """Scores tokens: what follows each of them. Keeps no cache."""
+
+    @_abc_1.abstractmethod
+    def BatchForward(
+        self,
+        request: _executor_pb2.BatchForwardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_executor_pb2.BatchForwardResponse, _abc.Awaitable[_executor_pb2.BatchForwardResponse]]:
+        """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own."""
 
     @_abc_1.abstractmethod
     def ForkCache(

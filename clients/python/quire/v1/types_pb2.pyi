@@ -36,6 +36,7 @@ class VerifyAccept(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERIFY_ACCEPT_UNSPECIFIED: _ClassVar[VerifyAccept]
     VERIFY_ACCEPT_GREEDY: _ClassVar[VerifyAccept]
     VERIFY_ACCEPT_SAMPLED: _ClassVar[VerifyAccept]
+    VERIFY_ACCEPT_SPECULATIVE: _ClassVar[VerifyAccept]
 LOGITS_FORMAT_UNSPECIFIED: LogitsFormat
 LOGITS_FORMAT_F32: LogitsFormat
 LOGITS_FORMAT_BF16: LogitsFormat
@@ -51,6 +52,7 @@ DATA_TYPE_F16: DataType
 VERIFY_ACCEPT_UNSPECIFIED: VerifyAccept
 VERIFY_ACCEPT_GREEDY: VerifyAccept
 VERIFY_ACCEPT_SAMPLED: VerifyAccept
+VERIFY_ACCEPT_SPECULATIVE: VerifyAccept
 
 class KvCacheHandle(_message.Message):
     __slots__ = ("cache_id", "seq_len", "epoch", "worker_id", "expire_time")
@@ -67,23 +69,43 @@ class KvCacheHandle(_message.Message):
     def __init__(self, cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob")
+    __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob")
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MASK_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     logits: LogitsFormat
     top_logprobs: int
     logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
     mask: TokenMask
     logprob: bool
-    def __init__(self, logits: _Optional[_Union[LogitsFormat, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ...) -> None: ...
+    sampled_logprob: bool
+    def __init__(self, logits: _Optional[_Union[LogitsFormat, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ...) -> None: ...
+
+class DraftProbabilities(_message.Message):
+    __slots__ = ("token_ids", "probabilities", "dense")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    DENSE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    probabilities: _containers.RepeatedScalarFieldContainer[float]
+    dense: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., probabilities: _Optional[_Iterable[float]] = ..., dense: _Optional[bytes] = ...) -> None: ...
+
+class VerifyRow(_message.Message):
+    __slots__ = ("mask", "draft")
+    MASK_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    mask: TokenMask
+    draft: DraftProbabilities
+    def __init__(self, mask: _Optional[_Union[TokenMask, _Mapping]] = ..., draft: _Optional[_Union[DraftProbabilities, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "penalty_from")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +122,7 @@ class SamplingParams(_message.Message):
     PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    PENALTY_FROM_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -109,7 +132,8 @@ class SamplingParams(_message.Message):
     presence_penalty: float
     logit_bias: _containers.ScalarMap[int, float]
     seed: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ...) -> None: ...
+    penalty_from: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., penalty_from: _Optional[int] = ...) -> None: ...
 
 class TokenMask(_message.Message):
     __slots__ = ("packed", "allowed")
@@ -126,18 +150,20 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("token_id", "logprob", "top", "chosen_logprobs", "logits")
+    __slots__ = ("token_id", "logprob", "top", "chosen_logprobs", "logits", "sampled_logprob")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: float
     top: TopLogprobs
     chosen_logprobs: _containers.RepeatedScalarFieldContainer[float]
     logits: Tensor
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[TopLogprobs, _Mapping]] = ..., chosen_logprobs: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    sampled_logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[TopLogprobs, _Mapping]] = ..., chosen_logprobs: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., sampled_logprob: _Optional[float] = ...) -> None: ...
 
 class TopLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs")

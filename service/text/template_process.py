@@ -1,4 +1,7 @@
-"""The process in which a chat template runs: a task as JSON on standard input, the answer on standard output.
+"""The process in which chat templates run: tasks and answers are JSON.
+
+Nothing of a task is there in the next one: an environment is made for each, and of the one before only the
+template's code is kept, which does not change.
 
 Templates get what the transformers library gives them: Jinja's sandbox with values that do not change, blocks
 whose lines leave no blanks, `break` and `continue`, `{% generation %}` around what an assistant says,
@@ -7,12 +10,12 @@ whose lines leave no blanks, `break` and `continue`, `{% generation %}` around w
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
-import resource
 import sys
 from collections.abc import Mapping
 from datetime import datetime
+from types import CodeType
 from typing import Any, NoReturn
 
 import jinja2
@@ -23,14 +26,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from service.text import task_loop
 
-def main() -> int:
-    """Answers one task. Returns the exit status; a template that computes for too long ends the process."""
-    task = json.load(sys.stdin)
-    _bound(task["max_cpu_s"], task["max_memory_bytes"])
-    answer = _answer(task["source"], task["names"], task["max_output_characters"])
-    json.dump(answer, sys.stdout)
-    return 0
+
+def answer(task: bytes) -> bytes:
+    """Does one task: what a template makes of some names, or why it makes nothing of them."""
+    asked = json.loads(task)
+    return json.dumps(_answer(asked["source"], asked["names"], asked["max_output_characters"])).encode()
 
 
 def render(source: str, names: Mapping[str, Any], max_characters: int) -> str:
@@ -40,14 +42,23 @@ def render(source: str, names: Mapping[str, Any], max_characters: int) -> str:
         OverflowError: It is longer than that.
         Exception: Whatever the template does wrong.
     """
+    environment = make_environment()
+    template = environment.template_class.from_code(
+        environment, _compiled(source), environment.make_globals(None)
+    )
     parts: list[str] = []
     room = max_characters
-    for part in make_environment().from_string(source).generate(**names):
+    for part in template.generate(**names):
         room -= len(part)
         if room < 0:
             raise OverflowError(f"it wrote more than {max_characters} characters")
         parts.append(part)
     return "".join(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled(source: str) -> CodeType:
+    return make_environment().compile(source)
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
@@ -62,31 +73,20 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _answer(source: str, names: Mapping[str, Any], max_characters: int) -> dict[str, str]:
+def _answer(source: str, names: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
+    """`is_spent`: what it has taken may be missing in the next task."""
     try:
         return {"text": render(source, names, max_characters)}
     except MemoryError:
-        return {"error": "it needs too much memory"}
+        return {"error": "it needs too much memory", "is_spent": True}
     except RecursionError:
-        return {"error": "it is nested too deeply"}
+        return {"error": "it is nested too deeply", "is_spent": True}
+    except OverflowError as error:
+        return {"error": str(error), "is_spent": True}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
     except Exception as error:
         return {"error": str(error) or type(error).__name__}
-
-
-def _bound(max_cpu_s: int, max_memory_bytes: int) -> None:
-    """Bounds what this process can take from now on; it writes no files."""
-    for what, bounds in (
-        # With SIGXCPU first, which says why.
-        (resource.RLIMIT_CPU, (max_cpu_s, max_cpu_s + 1)),
-        (resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes)),
-        (resource.RLIMIT_FSIZE, (0, 0)),
-        (resource.RLIMIT_CORE, (0, 0)),
-    ):
-        # Not every system has each of them.
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(what, bounds)
 
 
 class _Generation(Extension):
@@ -140,4 +140,4 @@ def _strftime_now(form: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(task_loop.main(answer))

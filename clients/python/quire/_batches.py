@@ -1,0 +1,158 @@
+"""Items of batches of prefills and scorings, and what comes back for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from quire import _calls
+from quire.errors import QuireError, from_status
+from quire.v1 import executor_pb2, types_pb2
+
+_Cache = TypeVar("_Cache")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillItem:
+    """A prompt of `batch_prefill` with settings of its own, as `prefill` has them."""
+
+    token_ids: Sequence[int]
+    output: types_pb2.OutputOptions | None = None
+    lease_s: float | None = None
+    adapter_id: str = ""
+    request_id: str = ""
+    cache_salt: str = ""
+    score_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreItem:
+    """A text of `score_batch` with settings of its own, as `score` has them."""
+
+    token_ids: Sequence[int]
+    score_from: int = 0
+    output: types_pb2.OutputOptions | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """How likely tokens were, each behind those before it, under the model's own distribution.
+
+    Attributes:
+        token_logprobs: Their log-probabilities: of token_ids[max(score_from, 1):].
+        token_is_argmax: Of each, whether no other token was more likely.
+        outputs: What follows each token from index max(score_from, 1) - 1 on: one more than are scored.
+        reused_tokens: Tokens of the context that need not be computed.
+    """
+
+    token_logprobs: Sequence[float]
+    token_is_argmax: Sequence[bool]
+    outputs: Sequence[types_pb2.StepOutput]
+    reused_tokens: int
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of all scored tokens together, in nats."""
+        return math.fsum(self.token_logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether a greedy loop would have said the scored tokens, ties aside."""
+        return all(self.token_is_argmax)
+
+
+def checked(results: Iterable[_Result | QuireError]) -> list[_Result]:
+    """What a batch gave, for those who need all of it. Raises the first QuireError among it."""
+    found = []
+    for result in results:
+        if isinstance(result, QuireError):
+            raise result
+        found.append(result)
+    return found
+
+
+# Token ids, or an item with more to say.
+Prompts: TypeAlias = Sequence[PrefillItem | Sequence[int]]
+Texts: TypeAlias = Sequence[ScoreItem | Sequence[int]]
+
+
+def prefill_request(item: PrefillItem) -> executor_pb2.PrefillRequest:
+    """A request for a new cache, always with a request id, so that a retry finds the cache it made before."""
+    return executor_pb2.PrefillRequest(
+        token_ids=item.token_ids,
+        output=item.output,
+        lease=_calls.duration(item.lease_s),
+        adapter_id=item.adapter_id,
+        request_id=item.request_id or _calls.new_request_id(),
+        cache_salt=item.cache_salt,
+        score_from=item.score_from,
+    )
+
+
+def batch_prefill_request(
+    prompts: Prompts, output: types_pb2.OutputOptions | None
+) -> executor_pb2.BatchPrefillRequest:
+    """Several new caches; `output` is for those that have none of their own."""
+    request = executor_pb2.BatchPrefillRequest()
+    for prompt in prompts:
+        item = prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt)
+        made = request.items.add()
+        made.CopyFrom(prefill_request(item))
+        if item.output is None and output is not None:
+            made.output.CopyFrom(output)
+    return request
+
+
+def batch_prefilled(
+    response: executor_pb2.BatchPrefillResponse,
+    make: Callable[[executor_pb2.PrefillResponse], _Cache],
+) -> list[_Cache | QuireError]:
+    """A cache for each prompt. Failed items become exceptions that are returned, not raised."""
+    return [_error(result) or make(result.response) for result in response.results]
+
+
+def forward_request(item: ScoreItem) -> executor_pb2.ForwardRequest:
+    """A scoring."""
+    return executor_pb2.ForwardRequest(
+        token_ids=item.token_ids,
+        output=item.output,
+        score_from=item.score_from,
+        cache_salt=item.cache_salt,
+    )
+
+
+def scored(response: executor_pb2.ForwardResponse) -> Scored:
+    """What a scoring found."""
+    return Scored(
+        tuple(response.token_logprobs),
+        tuple(response.token_is_argmax),
+        tuple(response.outputs),
+        response.reused_tokens,
+    )
+
+
+def batch_forward_request(
+    texts: Texts, output: types_pb2.OutputOptions | None
+) -> executor_pb2.BatchForwardRequest:
+    """Several scorings; `output` is for those that have none of their own."""
+    request = executor_pb2.BatchForwardRequest()
+    for text in texts:
+        item = text if isinstance(text, ScoreItem) else ScoreItem(text)
+        made = request.items.add()
+        made.CopyFrom(forward_request(item))
+        if item.output is None and output is not None:
+            made.output.CopyFrom(output)
+    return request
+
+
+def batch_scored(response: executor_pb2.BatchForwardResponse) -> list[Scored | QuireError]:
+    """What was found of each text. Failed items become exceptions that are returned, not raised."""
+    return [_error(result) or scored(result.response) for result in response.results]
+
+
+def _error(result: Any) -> QuireError | None:
+    return from_status(result.error) if result.HasField("error") else None

@@ -1,0 +1,128 @@
+"""Items of Execute from what people write: prompts, messages, settings; and what is wrong with that."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from google.protobuf import duration_pb2
+from quire._calls import duration
+from quire.v1 import runner_pb2
+
+# Token ids, a text, or messages such as {"role": "user", "content": "..."}.
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
+
+_ROLES = {
+    "system": runner_pb2.CHAT_ROLE_SYSTEM,
+    "user": runner_pb2.CHAT_ROLE_USER,
+    "assistant": runner_pb2.CHAT_ROLE_ASSISTANT,
+    "tool": runner_pb2.CHAT_ROLE_TOOL,
+}
+_KEYS = ("role", "content", "tool_calls", "tool_call_id")
+_PROMPTS = ("tokens", "text", "chat")
+
+
+def item(prompt: Prompt, *, item_id: str = "0", **settings: Any) -> runner_pb2.ExecuteItem:
+    """An item for `execute`. Raises TypeError or ValueError for what can be none.
+
+    Args:
+        prompt: Token ids, a text that is continued, or messages: mappings with `role`, `content`, and where
+            a tool is called `tool_calls` and `tool_call_id`, as the OpenAI API has them.
+        item_id: Names it in answers; unique in its batch.
+        settings: Further fields of ExecuteItem, such as max_tokens, sampling, stop, n, constraint. The
+            `timeout` is seconds or a timedelta; a JSON schema text or what `json.dumps` takes.
+    """
+    made = runner_pb2.ExecuteItem(item_id=item_id)
+    for name, value in settings.items():
+        _set(made, name, value)
+    if isinstance(prompt, str):
+        made.text = prompt
+    elif len(prompt) and isinstance(prompt[0], Mapping):
+        made.chat.messages.extend(_message(message) for message in prompt)
+    else:
+        try:
+            made.tokens.token_ids.extend(prompt)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"a prompt is a text, token ids, or messages: {error}") from None
+    return made
+
+
+def items_of(
+    asked: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt, settings: Mapping[str, Any]
+) -> Sequence[runner_pb2.ExecuteItem]:
+    """The items of `execute`. Several prompts are named "0", "1" and so on, and share the settings.
+
+    Raises TypeError for settings of items that have their own, and as `item`.
+    """
+    if isinstance(asked, str) or not len(asked):
+        return [item(asked, **settings)]  # type: ignore[arg-type]
+    if isinstance(asked[0], runner_pb2.ExecuteItem):
+        if settings:
+            raise TypeError(f"{', '.join(settings)}: each item has settings of its own")
+        if not all(isinstance(one, runner_pb2.ExecuteItem) for one in asked):
+            raise TypeError("items and prompts do not go together: make each an item")
+        return asked  # type: ignore[return-value]
+    if isinstance(asked[0], Sequence):
+        return [item(one, item_id=str(index), **settings) for index, one in enumerate(asked)]  # type: ignore[arg-type]
+    return [item(asked, **settings)]  # type: ignore[arg-type]
+
+
+def _set(made: runner_pb2.ExecuteItem, name: str, value: Any) -> None:
+    if name in _PROMPTS or name not in made.DESCRIPTOR.fields_by_name:
+        allowed = [field for field in made.DESCRIPTOR.fields_by_name if field not in (*_PROMPTS, "item_id")]
+        raise TypeError(f"an item has no setting {name}: it has {', '.join(allowed)}")
+    try:
+        if name == "timeout":
+            value = _timeout(value)
+        elif name == "constraint" and isinstance(value, Mapping):
+            value = _constraint(value)
+        made.MergeFrom(runner_pb2.ExecuteItem(**{name: value}))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} cannot be {value!r:.80}: {error}") from None
+
+
+def _timeout(value: Any) -> Any:
+    if isinstance(value, dt.timedelta | duration_pb2.Duration | None):
+        return value
+    if isinstance(value, int | float):
+        return duration(value)
+    raise TypeError("it is a number of seconds, or a timedelta")
+
+
+def _constraint(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    schema = value.get("json_schema", "")
+    return value if isinstance(schema, str) else {**value, "json_schema": json.dumps(schema)}
+
+
+def _message(message: Any) -> runner_pb2.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a message is a mapping with role and content, not {message!r:.80}")
+    if unknown := [str(key) for key in message if key not in _KEYS]:
+        raise ValueError(f"a message has {', '.join(_KEYS)}, and not {', '.join(unknown)}")
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise ValueError(f"the role of a message is one of {', '.join(_ROLES)}, not {role!r}")
+    calls = message.get("tool_calls") or ()
+    if not isinstance(content, str) and not (content is None and calls):
+        raise TypeError(f"the content of a message is a text, not {content!r:.80}")
+    return runner_pb2.ChatMessage(
+        role=_ROLES[role],
+        content=content or "",
+        tool_calls=[_tool_call(index, call) for index, call in enumerate(calls)],
+        tool_call_id=message.get("tool_call_id") or "",
+    )
+
+
+def _tool_call(index: int, call: Any) -> runner_pb2.ToolCall:
+    if isinstance(call, runner_pb2.ToolCall):
+        return call
+    try:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments)
+        return runner_pb2.ToolCall(index=index, id=call["id"], name=name, arguments_json=arguments)
+    except (KeyError, TypeError, ValueError) as error:
+        form = '{"id": ..., "function": {"name": ..., "arguments": ...}}'
+        raise ValueError(f"a tool call is {form}, not {call!r:.80}: {error}") from None

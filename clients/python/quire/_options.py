@@ -1,0 +1,155 @@
+"""What an append is asked to say, and what drafts were drawn from, written from plain Python values."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict, Unpack
+
+from quire.v1 import types_pb2
+
+_FORMATS = {
+    "f32": types_pb2.LOGITS_FORMAT_F32,
+    "bf16": types_pb2.LOGITS_FORMAT_BF16,
+    "f16": types_pb2.LOGITS_FORMAT_F16,
+}
+
+# What a token was drawn from: a probability for each token that could have been drawn, by token or as pairs;
+# or a float32 row over the whole vocabulary, as bytes (little-endian) or as an array such as numpy's.
+Drawn: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]] | bytes | Any
+# A packed mask as TokenMask has it, or the ids that are allowed.
+Allowed: TypeAlias = bytes | Iterable[int]
+
+
+class SamplingSettings(TypedDict, total=False):
+    """The fields of SamplingParams."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+
+
+def output_options(
+    *,
+    logprob: bool = False,
+    sampled_logprob: bool = False,
+    top_logprobs: int = 0,
+    logprob_token_ids: Iterable[int] = (),
+    logits: str = "",
+    allowed: Allowed | None = None,
+    sampling: types_pb2.SamplingParams | None = None,
+    **settings: Unpack[SamplingSettings],
+) -> types_pb2.OutputOptions:
+    """How the next token is chosen, and what is said of it.
+
+    Args:
+        logprob: Say how likely the chosen token is under the model's own distribution.
+        sampled_logprob: And under what it was drawn from, after mask, penalties, temperature and cuts.
+        top_logprobs: Say so many of the most likely tokens.
+        logprob_token_ids: Say how likely these are.
+        logits: "f32", "bf16" or "f16": return the row of logits, too. Empty: do not.
+        allowed: The tokens that may be chosen: their ids, or a packed mask. None: all.
+        sampling: Settings to begin with, such as `model_info().sampling_defaults`.
+        settings: Fields of SamplingParams, such as temperature, top_k, top_p, seed. None: as in `sampling`.
+
+    Raises:
+        ValueError: `logits` is none of these formats.
+        TypeError: A setting has a name or type that SamplingParams does not have.
+    """
+    if logits and logits not in _FORMATS:
+        raise ValueError(f"logits are f32, bf16 or f16, not {logits!r}")
+    output = types_pb2.OutputOptions(
+        logits=_FORMATS.get(logits),
+        top_logprobs=top_logprobs,
+        logprob_token_ids=logprob_token_ids,
+        mask=None if allowed is None else token_mask(allowed),
+        logprob=logprob,
+        sampled_logprob=sampled_logprob,
+    )
+    chosen = types_pb2.SamplingParams(**settings)
+    if sampling is not None or chosen.ByteSize():
+        output.sampling.MergeFrom(sampling or types_pb2.SamplingParams())
+        output.sampling.MergeFrom(chosen)
+    return output
+
+
+def token_mask(allowed: Allowed) -> types_pb2.TokenMask:
+    """The tokens that may be chosen: a packed mask, one bit for each token, or their ids."""
+    if isinstance(allowed, bytes | bytearray | memoryview):
+        return types_pb2.TokenMask(packed=bytes(allowed))
+    return types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=allowed))
+
+
+def draft_probabilities(drawn: Drawn) -> types_pb2.DraftProbabilities:
+    """What a draft was drawn from, for VERIFY_ACCEPT_SPECULATIVE.
+
+    Args:
+        drawn: {token: probability} or [(token, probability), ...] of all tokens that could have been drawn,
+            which together are 1; or a dense row [vocab_size], as little-endian float32 bytes, or as an array
+            of float32 (numpy's, `array("f")`).
+
+    Raises:
+        TypeError: It is an array of something else than float32, or no array.
+    """
+    if isinstance(drawn, bytes):
+        return types_pb2.DraftProbabilities(dense=drawn)
+    if isinstance(drawn, Mapping):
+        return types_pb2.DraftProbabilities(token_ids=drawn.keys(), probabilities=drawn.values())
+    if isinstance(drawn, list | tuple):
+        token_ids, probabilities = zip(*drawn, strict=True) if drawn else ((), ())
+        return types_pb2.DraftProbabilities(token_ids=token_ids, probabilities=probabilities)
+    array: Any = drawn
+    row = memoryview(array)
+    if row.format != "<f" and (row.format, sys.byteorder) != ("f", "little"):
+        raise TypeError(f"a dense row has elements of little-endian float32, not of the format {row.format}")
+    return types_pb2.DraftProbabilities(dense=row.tobytes())
+
+
+def draft_from_top(top: types_pb2.TopLogprobs, temperature: float = 1.0) -> types_pb2.DraftProbabilities:
+    """What a draft was drawn from, out of the answer that drew it.
+
+    Right for a draft model that drew with `top_k` as many tokens as `top_logprobs` asked for, with this
+    temperature, and with no other setting; at temperature 0, for one that took the most likely token.
+    """
+    if temperature == 0:
+        return types_pb2.DraftProbabilities(token_ids=top.token_ids[:1], probabilities=[1.0])
+    weights = [math.exp((logprob - top.logprobs[0]) / temperature) for logprob in top.logprobs]
+    total = math.fsum(weights)
+    return types_pb2.DraftProbabilities(
+        token_ids=top.token_ids, probabilities=[weight / total for weight in weights]
+    )
+
+
+def verify_rows(
+    drafts: Sequence[types_pb2.DraftProbabilities | Drawn | None] = (),
+    masks: Sequence[Allowed | None] = (),
+) -> list[types_pb2.VerifyRow]:
+    """The `rows` of a verify: one for each of its tokens, which are one more than the drafts.
+
+    Args:
+        drafts: What each draft was drawn from. Empty: not told, as for every kind of acceptance but one.
+        masks: Which tokens may follow each token: for each draft, and for what follows the last one. None in
+            it: as `output` says. Empty: all as `output` says.
+
+    Raises:
+        ValueError: There are both, and not one mask more than drafts.
+    """
+    if drafts and masks and len(masks) != len(drafts) + 1:
+        raise ValueError(f"{len(drafts)} drafts have {len(drafts) + 1} masks, not {len(masks)}")
+    rows = [types_pb2.VerifyRow() for _ in range(len(masks) or len(drafts) + 1)]
+    for row, draft in zip(rows, drafts, strict=False):
+        if isinstance(draft, types_pb2.DraftProbabilities):
+            row.draft.CopyFrom(draft)
+        elif draft is not None:
+            row.draft.CopyFrom(draft_probabilities(draft))
+    for row, mask in zip(rows, masks, strict=False):
+        if mask is not None:
+            row.mask.CopyFrom(token_mask(mask))
+    return rows

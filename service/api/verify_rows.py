@@ -1,0 +1,71 @@
+"""What single positions of a verify may say: masks of their own, and what drafts were drawn from."""
+
+from __future__ import annotations
+
+from quire.v1 import executor_pb2, types_pb2
+
+from service.api import validation
+from service.api.validation import RequestLimits
+from service.errors import InvalidArgument
+
+# Tokens of a verify that can have rows of their own, and tokens in a draft's list: looked at in one go.
+MAX_ROWS = 64
+MAX_DRAFT_TOKENS = 4096
+# What float32 and a softmax may leave of 1.
+_SUM_ERROR = 1e-3
+
+
+def check_verify_rows(request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits) -> None:
+    """What single positions say can be met: masks leave a choice, and drafts could have been drawn."""
+    is_speculative = request.accept == types_pb2.VERIFY_ACCEPT_SPECULATIVE
+    if not request.rows and not (is_speculative and len(request.token_ids) > 1):
+        return
+    if len(request.rows) != len(request.token_ids):
+        text = f"{len(request.rows)} rows for {len(request.token_ids)} tokens: one for each is needed"
+        raise InvalidArgument("BAD_VERIFY_ROWS", "rows", text)
+    if len(request.rows) > MAX_ROWS:
+        raise InvalidArgument("BAD_VERIFY_ROWS", "rows", f"at most {MAX_ROWS} are looked at")
+    for index, row in enumerate(request.rows):
+        try:
+            if row.HasField("mask"):
+                validation.check_mask(row.mask, limits)
+                validation.check_choice_left(
+                    types_pb2.OutputOptions(mask=row.mask, sampling=request.output.sampling), limits
+                )
+        except InvalidArgument as error:
+            field = f"rows[{index}]{error.field.removeprefix('output')}"
+            raise InvalidArgument(error.reason, field, error.message) from None
+        is_last = index == len(request.rows) - 1
+        if row.HasField("draft") != (is_speculative and not is_last):
+            text = "needed for each token but the last, and with VERIFY_ACCEPT_SPECULATIVE only"
+            raise InvalidArgument("BAD_DRAFT", f"rows[{index}].draft", text)
+        if row.HasField("draft"):
+            _check_draft(row.draft, request.token_ids[index + 1], limits, f"rows[{index}].draft")
+
+
+def _check_draft(
+    draft: types_pb2.DraftProbabilities, token_id: int, limits: RequestLimits, field: str
+) -> None:
+    """A distribution that this token can have been drawn from."""
+    import numpy as np  # noqa: PLC0415 - most gateways never see a draft
+
+    if draft.dense:
+        if len(draft.dense) != 4 * limits.vocab_size or draft.token_ids or draft.probabilities:
+            text = f"{4 * limits.vocab_size} bytes hold a probability for each token, and replace the lists"
+            raise InvalidArgument("BAD_DRAFT", f"{field}.dense", text)
+        probabilities = np.frombuffer(draft.dense, dtype="<f4")
+        drawn = float(probabilities[token_id])
+    else:
+        ids = np.fromiter(draft.token_ids, dtype=np.int64, count=len(draft.token_ids))
+        probabilities = np.fromiter(draft.probabilities, dtype=np.float32, count=len(draft.probabilities))
+        fits = 0 < len(ids) == len(probabilities) <= MAX_DRAFT_TOKENS
+        if not fits or len(np.unique(ids)) < len(ids):
+            text = f"1 to {MAX_DRAFT_TOKENS} different tokens are needed, with a probability each"
+            raise InvalidArgument("BAD_DRAFT", f"{field}.token_ids", text)
+        validation.check_vocabulary(draft.token_ids, limits, f"{field}.token_ids")
+        drawn = float(probabilities[ids == token_id].sum())
+    # Written so that NaN fails.
+    if not (probabilities.min() >= 0 and abs(float(probabilities.sum(dtype=np.float64)) - 1) <= _SUM_ERROR):
+        raise InvalidArgument("BAD_DRAFT", field, "probabilities must not be below 0, and sum up to 1")
+    if not drawn > 0:
+        raise InvalidArgument("BAD_DRAFT", field, f"token {token_id} cannot have been drawn from it")

@@ -1,0 +1,123 @@
+"""Failures as OpenAI's API tells them: a status, headers, and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from service.errors import InvalidArgument, QuireError
+
+_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "OUT_OF_RANGE": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ABORTED": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNIMPLEMENTED": 501,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+# Where HTTP has a status of its own.
+_STATUS_OF_REASON = {
+    "NO_SUCH_PATH": 404,
+    "BAD_METHOD": 405,
+    "MESSAGE_TIMEOUT": 408,
+    "REQUEST_TOO_LARGE": 413,
+    "BAD_CONTENT_TYPE": 415,
+    "BAD_HOST": 421,
+    # This server's own, with a provider: nothing that the caller could send would help.
+    "UNAUTHORIZED": 502,
+    "FORBIDDEN": 502,
+}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# Reasons that clients know by OpenAI's names.
+_CODES = {
+    "RUNTIME_NOT_FOUND": "model_not_found",
+    "SEQUENCE_TOO_LONG": "context_length_exceeded",
+    "CONTEXT_LENGTH_EXCEEDED": "context_length_exceeded",
+    "CONTENT_FILTERED": "content_filter",
+    "NO_TOKEN": "invalid_api_key",
+    "BAD_TOKEN": "invalid_api_key",
+    "QUOTA": "insufficient_quota",
+}
+# Fields of an ExecuteItem, and the names that they have here.
+_PARAMS = (
+    (re.compile(r"^(?:items\[\d+\]\.|output\.|sampling\.|chat\.(?=messages))+"), ""),
+    (re.compile(r"^constraint\b.*"), "response_format"),
+    (re.compile(r"^(?:tokens|text|token_ids)\b.*"), "prompt"),
+    (re.compile(r"^chat\.tools_json$"), "tools"),
+    (re.compile(r"^chat\b.*"), "messages"),
+    (re.compile(r"\.arguments_json$"), ".function.arguments"),
+)
+
+
+def no_such_path() -> InvalidArgument:
+    """Nothing is offered at the path."""
+    return InvalidArgument("NO_SUCH_PATH", "", "there is nothing at this path")
+
+
+def bad_method() -> InvalidArgument:
+    """What is offered at the path is asked for in another way."""
+    return InvalidArgument("BAD_METHOD", "", "the path has no such method")
+
+
+def error_of(status: status_pb2.Status) -> QuireError:
+    """The failure that a status on the wire tells of."""
+    reason, field, retry_after_s = "", None, None
+    for detail in status.details:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        request = error_details_pb2.BadRequest()
+        if detail.Unpack(info):
+            reason = info.reason
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+        elif detail.Unpack(request) and request.field_violations:
+            field = request.field_violations[0].field
+    if field is not None:
+        return InvalidArgument(reason, field, status.message)
+    error = QuireError(status.message, retry_after_s=retry_after_s)
+    error.code, error.reason = code_pb2.Code.Name(status.code), reason or error.reason
+    return error
+
+
+def http_status(error: QuireError) -> int:
+    """The status that an answer has."""
+    return _STATUS_OF_REASON.get(error.reason) or _STATUS.get(error.code, 500)
+
+
+def headers(error: QuireError) -> dict[str, str]:
+    """What an answer's headers say beside: when to come again, or that it is of no use."""
+    said = {}
+    status = http_status(error)
+    if status == 401:
+        said["www-authenticate"] = "Bearer"
+    if error.retry_after_s is not None:
+        said["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        said["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+    elif status in (429, 502):
+        # Else OpenAI's clients come again by themselves, for nothing.
+        said["x-should-retry"] = "false"
+    return said
+
+
+def body(error: QuireError) -> dict[str, Any]:
+    """The error object."""
+    status = http_status(error)
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    param = _param(error.field) if isinstance(error, InvalidArgument) else None
+    if error.reason == "RUNTIME_NOT_FOUND":
+        param = "model"
+    code = _CODES.get(error.reason, error.reason.lower())
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+
+
+def _param(field: str) -> str | None:
+    for pattern, name in _PARAMS:
+        field = pattern.sub(name, field)
+    return field or None

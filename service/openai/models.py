@@ -1,0 +1,95 @@
+"""What callers can name as a model: the runtimes, and what they serve."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import runner_pb2, types_pb2
+
+from service.api.server_state import ServerState
+from service.errors import NoTokenizer, QuireError, RuntimeNotFound
+from service.printable import escaped
+from service.runtimes.router import Router
+
+_MAX_NAME_CHARACTERS = 100
+_MANY_TOKENS = 1 << 20
+_OWN = runner_pb2.RUNTIME_KIND_LOCAL
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A runtime for a request, and how its model's makers draw from it."""
+
+    runtime: str
+    is_local: bool
+    sampling_defaults: types_pb2.SamplingParams
+    # Of a prompt, where that is known.
+    max_tokens: int = _MANY_TOKENS
+
+
+class Models:
+    """The models there are."""
+
+    def __init__(self, router: Router, state: ServerState) -> None:
+        self._router = router
+        self._state = state
+        self._created = int(time.time())
+
+    def find(self, model: str) -> Served:
+        """The runtime that a request's `model` names: by its own name, or by that of what it serves.
+
+        Raises NoTokenizer, NoWorker, or that there is no such model.
+        """
+        described = [runtime.describe() for runtime in self._router.runtimes]
+        for names in ([each.name for each in described], [each.model_id for each in described]):
+            if model in names:
+                return self._served(described[names.index(model)])
+        raise _not_found(model)
+
+    def _served(self, runtime: runner_pb2.Runtime) -> Served:
+        if runtime.runtime_kind != _OWN:
+            return Served(runtime.name, is_local=False, sampling_defaults=types_pb2.SamplingParams())
+        ready = self._state.first_ready
+        if not ready.tokenizer_json:
+            raise NoTokenizer
+        return Served(
+            runtime.name,
+            is_local=True,
+            sampling_defaults=ready.sampling_defaults,
+            max_tokens=self._state.limits.max_seq_tokens,
+        )
+
+    def listed(self) -> list[dict[str, Any]]:
+        """All that `find` finds, as OpenAI's API lists them."""
+        return [self._entry(name, owner) for name, owner in self._owners().items()]
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """One of them. Raises that there is no such model."""
+        owners = self._owners()
+        if name not in owners:
+            raise _not_found(name)
+        return self._entry(name, owners[name])
+
+    def _owners(self) -> dict[str, str]:
+        """Whose each name is: of the runtime that `find` finds by it."""
+        described = [runtime.describe() for runtime in self._router.runtimes]
+        by_name = {each.name: each.provider or "quire" for each in described}
+        owners: dict[str, str] = {}
+        for each in described:
+            owners[each.name] = by_name[each.name]
+            if each.model_id and each.model_id not in by_name:
+                owners.setdefault(each.model_id, by_name[each.name])
+        return owners
+
+    def _entry(self, name: str, owner: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": owner}
+
+
+def _not_found(model: str) -> QuireError:
+    """As of a runtime, for those who know models only."""
+    shown = escaped(model[:_MAX_NAME_CHARACTERS])
+    error = QuireError(f"there is no model '{shown}': /v1/models lists those there are")
+    error.code, error.reason = RuntimeNotFound.code, RuntimeNotFound.reason
+    return error

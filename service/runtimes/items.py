@@ -1,0 +1,95 @@
+"""What holds of items for every runtime: checks, each with its field and a stable reason; how one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.v1 import runner_pb2
+
+from service.api.status import to_status
+from service.errors import InvalidArgument, QuireError
+from service.logging import current_request_id
+
+MAX_SAMPLES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 64
+MAX_ITEM_ID_CHARACTERS = 128
+_LONGEST_TIMEOUT_S = 365 * 86_400.0
+
+
+def num_samples(item: runner_pb2.ExecuteItem) -> int:
+    """How many samples of an item have to end. One that asks for more than there may be fails as one."""
+    return max(1, item.n) if item.n <= MAX_SAMPLES else 1
+
+
+def check_ids(items: Sequence[runner_pb2.ExecuteItem]) -> None:
+    """Items can be told apart. Raises InvalidArgument."""
+    seen: set[str] = set()
+    for index, item in enumerate(items):
+        field = f"items[{index}].item_id"
+        if not item.item_id or len(item.item_id) > MAX_ITEM_ID_CHARACTERS or not item.item_id.isprintable():
+            text = f"needs 1 to {MAX_ITEM_ID_CHARACTERS} printable characters"
+            raise InvalidArgument("BAD_ITEM_ID", field, text)
+        if item.item_id in seen:
+            raise InvalidArgument("DUPLICATE_ITEM_ID", field, "another item has the same item_id")
+        seen.add(item.item_id)
+
+
+def check(item: runner_pb2.ExecuteItem) -> None:
+    """What needs no model to be checked. Raises InvalidArgument."""
+    if item.WhichOneof("prompt") is None:
+        raise InvalidArgument("EMPTY_PROMPT", "prompt", "a prompt is needed: tokens, text or chat")
+    if item.n > MAX_SAMPLES:
+        raise InvalidArgument("TOO_MANY_SAMPLES", "n", f"at most {MAX_SAMPLES} samples of an item")
+    if len(item.stop) > MAX_STOPS:
+        raise InvalidArgument("BAD_STOP", "stop", f"at most {MAX_STOPS} stop texts")
+    for index, stop in enumerate(item.stop):
+        if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
+            text = f"a stop text has 1 to {MAX_STOP_CHARACTERS} characters, not {len(stop)}"
+            raise InvalidArgument("BAD_STOP", f"stop[{index}]", text)
+    if item.stop and item.tokens_only:
+        raise InvalidArgument("BAD_STOP", "stop", "stop texts need text, which tokens_only does without")
+    if len(item.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidArgument("BAD_STOP", "stop_token_ids", f"at most {MAX_STOP_TOKENS} stop tokens")
+    if item.HasField("timeout") and _timeout_s(item) <= 0:
+        raise InvalidArgument("BAD_TIMEOUT", "timeout", "a timeout must be longer than 0")
+    check_cost(item)
+
+
+def check_cost(asked: runner_pb2.ExecuteItem | runner_pb2.ExecuteRequest) -> None:
+    """What it may cost is a number that costs can be compared with. Raises InvalidArgument."""
+    if asked.HasField("max_cost_usd") and not asked.max_cost_usd >= 0:
+        raise InvalidArgument("BAD_MAX_COST", "max_cost_usd", "must be a number, and not negative")
+
+
+def reused_request_id() -> InvalidArgument:
+    """A request id under which something else was asked for."""
+    return InvalidArgument("REQUEST_ID_REUSED", "request_id", "the request_id belongs to another request")
+
+
+def deadline_s(item: runner_pb2.ExecuteItem, batch_deadline_s: float | None, now_s: float) -> float | None:
+    """When an item has to be done, on the clock of `now_s`. None: there is no such time."""
+    if not item.HasField("timeout"):
+        return batch_deadline_s
+    own_s = now_s + _timeout_s(item)
+    return own_s if batch_deadline_s is None else min(batch_deadline_s, own_s)
+
+
+def _timeout_s(item: runner_pb2.ExecuteItem) -> float:
+    # Longer ones than timers take are as good as none.
+    return min(item.timeout.seconds + item.timeout.nanos / 1e9, _LONGEST_TIMEOUT_S)
+
+
+def failures(item: runner_pb2.ExecuteItem, error: QuireError) -> list[runner_pb2.SampleChunk]:
+    """The end of all samples of an item that could not be begun."""
+    status = to_status(error, current_request_id())
+    return [
+        runner_pb2.SampleChunk(
+            item_id=item.item_id,
+            sample=sample,
+            finish_reason=runner_pb2.FINISH_REASON_ERROR,
+            error=status,
+        )
+        for sample in range(num_samples(item))
+    ]

@@ -1,0 +1,173 @@
+"""Items of a batch as what the workers need: checked, with their prompts as tokens.
+
+What a caller can make expensive (long texts, templates, grammars) is done in threads or processes, so many at
+a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quire.v1 import runner_pb2, types_pb2
+
+from service.api import validation
+from service.api.appends import MAX_KEPT_BYTES
+from service.api.server_state import ServerState
+from service.api.validation import RequestLimits
+from service.errors import InvalidArgument, WeightsChanged
+from service.runtimes import items
+from service.runtimes.sample import Plan, Sample
+from service.text.matcher import Matcher
+from service.text.stops import StopTexts
+from service.text.text_model import TextModel
+
+_SEEDS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An item that can be run. `deadline_s` is on the monotonic clock."""
+
+    plan: Plan
+    num_samples: int
+    answer_bytes: int
+    is_large: bool
+    deadline_s: float | None
+    new_matcher: Callable[[], Matcher] | None
+    # For which it was prepared: with others its tokens mean something else.
+    weights: int
+    _output: types_pb2.OutputOptions
+    _first_mask: bytes | None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its time is up."""
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+
+    def sample(self, index: int) -> Sample:
+        """A sample without tokens."""
+        return Sample(self.plan, index, None if self.new_matcher is None else self.new_matcher())
+
+    def output(self, index: int, mask: bytes | None = None) -> types_pb2.OutputOptions:
+        """What a worker is asked for at each step of a sample. `mask`: unset, that of the first step."""
+        output = types_pb2.OutputOptions()
+        output.CopyFrom(self._output)
+        mask = self._first_mask if mask is None else mask
+        if mask is not None:
+            output.mask.packed = mask
+        if output.sampling.HasField("seed"):
+            output.sampling.seed = (output.sampling.seed + index) % _SEEDS
+        return output
+
+
+class Preparing:
+    """Prepares items for the model that is served."""
+
+    def __init__(self, state: ServerState, text: TextModel) -> None:
+        self._state = state
+        self._text = text
+
+    async def prepare(
+        self, item: runner_pb2.ExecuteItem, deadline_s: float | None, kept_as: str = ""
+    ) -> Prepared:
+        """Checks an item. `kept_as`: the execution's key, if it may come again. Raises a QuireError.
+
+        `deadline_s`: of the item, on the monotonic clock.
+        """
+        limits = self._state.limits
+        items.check(item)
+        prompt = await self._prompt(item, limits)
+        output = types_pb2.OutputOptions(
+            sampling=item.sampling if item.HasField("sampling") else None,
+            logprob=item.logprobs,
+            top_logprobs=item.top_logprobs,
+        )
+        if item.constraint.WhichOneof("kind") == "mask":
+            output.mask.CopyFrom(item.constraint.mask)
+        try:
+            answer_bytes = validation.check_output(output, limits, 1)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.reason, _field(error.field), error.message) from None
+        if kept_as and output.HasField("sampling") and not output.sampling.HasField("seed"):
+            # A sample that is lost is drawn again as it was.
+            output.sampling.seed = _seed_of(kept_as, item.item_id)
+        new_matcher = await self._matcher(item)
+        first_mask = None
+        if new_matcher is not None:
+            matcher = new_matcher()
+            loop = asyncio.get_running_loop()
+            first_mask = await loop.run_in_executor(matcher.threads, matcher.allowed)
+        tokenizer = None if item.tokens_only else await self._text.tokenizer()
+        if self._state.weights != limits.weights:
+            # Some of it was prepared for these, some for those.
+            raise WeightsChanged(can_be_repeated=True)
+        return Prepared(
+            plan=Plan(
+                item_id=item.item_id,
+                prompt=prompt,
+                max_tokens=_max_tokens(item, len(prompt), limits),
+                end_ids=self._end_ids(item),
+                stops=StopTexts(item.stop),
+                tokenizer=tokenizer,
+                with_logprobs=item.logprobs or item.top_logprobs > 0,
+            ),
+            num_samples=items.num_samples(item),
+            answer_bytes=answer_bytes,
+            is_large=answer_bytes + output.ByteSize() + len(first_mask or b"") > MAX_KEPT_BYTES,
+            deadline_s=deadline_s,
+            new_matcher=new_matcher,
+            weights=limits.weights,
+            _output=output,
+            _first_mask=first_mask,
+        )
+
+    async def _prompt(self, item: runner_pb2.ExecuteItem, limits: RequestLimits) -> Sequence[int]:
+        kind = item.WhichOneof("prompt")
+        prompt: Sequence[int]
+        if kind == "tokens":
+            # Before they are copied: that takes as long as millions of them are.
+            prompt = item.tokens.token_ids
+        elif kind == "text":
+            prompt = await self._text.encode(item.text, max_tokens=limits.max_seq_tokens)
+        else:
+            prompt = await self._text.encode_chat(item.chat, max_tokens=limits.max_seq_tokens)
+        try:
+            validation.check_tokens(prompt, limits)
+        except InvalidArgument as error:
+            # Of texts the caller has not sent the tokens.
+            where = f"tokens.{error.field}" if kind == "tokens" else str(kind)
+            raise InvalidArgument(error.reason, where, error.message) from None
+        return array("I", prompt)
+
+    async def _matcher(self, item: runner_pb2.ExecuteItem) -> Callable[[], Matcher] | None:
+        kind = item.constraint.WhichOneof("kind")
+        if kind in (None, "mask"):
+            return None
+        return await self._text.constraint(
+            item.constraint, self._end_ids(item), self._state.limits.vocab_size
+        )
+
+    def _end_ids(self, item: runner_pb2.ExecuteItem) -> frozenset[int]:
+        own = () if item.ignore_eos else self._state.first_ready.model.eos_token_ids
+        return frozenset((*own, *item.stop_token_ids))
+
+
+def _max_tokens(item: runner_pb2.ExecuteItem, prompt_tokens: int, limits: RequestLimits) -> int:
+    """The last token is never appended, so there is one more than a sequence has room for."""
+    room = limits.max_seq_tokens - prompt_tokens + 1
+    return min(item.max_tokens or room, room)
+
+
+def _seed_of(key: str, item_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{key}\x00{item_id}".encode()).digest()[:8])
+
+
+def _field(name: str) -> str:
+    """A field of OutputOptions as an item has it."""
+    name = name.removeprefix("output.")
+    return f"constraint.{name}" if name.startswith("mask") else name

@@ -1,0 +1,20 @@
+"""What time and chance are to a provider's runtime: tests bring their own, and wait for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """`now_s` is the monotonic clock of deadlines, `wall_s` that of dates (Unix time)."""
+
+    now_s: Callable[[], float] = time.monotonic
+    wall_s: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    # A draw between two numbers.
+    uniform: Callable[[float, float], float] = random.uniform

@@ -1,0 +1,127 @@
+"""What the configuration says of one provider."""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from urllib.parse import urlsplit
+
+from service.runtimes.remote.prices import Prices
+
+DIALECTS = ("openai-chat", "openai-completions", "anthropic-messages")
+_MAY_BE_0 = ("max_retries", "retry_min_s", "max_retry_after_s")
+
+
+class BudgetPolicy(enum.Enum):
+    """What happens to a request for which the hour's budget has no room."""
+
+    REJECT = "reject"
+    # It is sent all the same, and the log says so.
+    WARN = "warn"
+    # It waits until there is room.
+    THROTTLE = "throttle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderConfig:
+    """One provider, one model, one dialect. Raises ValueError, which names the setting and no secret."""
+
+    # Of the runtime, by which callers ask for it.
+    name: str
+    # As people know it, such as "openai". Empty: as `name`.
+    provider: str = ""
+    # One of DIALECTS.
+    dialect: str
+    # Up to, and without, the dialect's own path: https://api.openai.com/v1.
+    base_url: str
+    model: str
+    # Where the credentials are: a variable of the environment, or a file. Neither: none are sent.
+    api_key_env: str = ""
+    api_key_file: str = ""
+    # Credentials and prompts may go to other machines without TLS.
+    insecure: bool = False
+    # The provider takes fields that OpenAI's own API has not: top_k, min_p, repetition_penalty,
+    # stop_token_ids, ignore_eos.
+    extensions: bool = False
+    # What the chat dialect calls the most tokens to generate. Some models take max_completion_tokens only.
+    max_tokens_field: str = "max_tokens"
+    # What an item without max_tokens asks for.
+    max_output_tokens: int = 4096
+    # By model.
+    prices: Mapping[str, Prices] = field(default_factory=dict)
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_concurrent: int = 64
+    # Requests that may wait for those limits.
+    max_waiting: int = 4096
+    budget_usd_per_hour: float | None = None
+    budget_policy: BudgetPolicy = BudgetPolicy.REJECT
+
+    max_retries: int = 3
+    retry_min_s: float = 1.0
+    retry_max_s: float = 60.0
+    # A provider that wants to be left alone for longer is not asked again.
+    max_retry_after_s: float = 300.0
+    breaker_failures: int = 10
+    breaker_open_s: float = 30.0
+
+    connect_timeout_s: float = 10.0
+    # From the beginning of the request to the first byte of the answer's body.
+    first_byte_timeout_s: float = 30.0
+    # Between two bytes of it.
+    idle_timeout_s: float = 10.0
+    # Of a whole answer, however steadily it drips.
+    answer_timeout_s: float = 900.0
+    max_line_bytes: int = 1 << 20
+    max_answer_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be used."""
+        self._check_address()
+        if not self.name or not self.model:
+            raise ValueError("name and model: must not be empty")
+        if self.api_key_env and self.api_key_file:
+            raise ValueError("api_key_env and api_key_file: only one of them can be given")
+        if self.dialect not in DIALECTS:
+            raise ValueError(f"dialect: must be one of {', '.join(DIALECTS)}")
+        if self.max_tokens_field not in ("max_tokens", "max_completion_tokens"):
+            raise ValueError("max_tokens_field: must be max_tokens or max_completion_tokens")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            # Written so that a NaN fails.
+            if type(value) in (int, float) and not 0 <= value < math.inf:
+                raise ValueError(f"{setting.name}: must be a number from 0")
+            if type(value) in (int, float) and not value and setting.name not in _MAY_BE_0:
+                raise ValueError(f"{setting.name}: must be more than 0")
+        if self.budget_usd_per_hour is not None and self.model not in self.prices:
+            raise ValueError("budget_usd_per_hour: needs a price of the model")
+
+    def _check_address(self) -> None:
+        form = "base_url: must be http(s)://HOST[:PORT][/PATH], without credentials or a query"
+        try:
+            url = urlsplit(self.base_url)
+            host, has_port = url.hostname or "", url.port != 0
+        except ValueError:
+            raise ValueError(form) from None
+        if url.scheme not in ("http", "https") or not host or not has_port:
+            raise ValueError(form)
+        if url.username is not None or url.query or url.fragment:
+            raise ValueError(form)
+        if url.scheme == "http" and not self.insecure and not _is_this_machine(host):
+            raise ValueError("base_url: must be https for another machine, or `insecure` be true")
+
+    @property
+    def price(self) -> Prices | None:
+        """Of the model. None: not known."""
+        return self.prices.get(self.model)
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

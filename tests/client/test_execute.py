@@ -1,0 +1,254 @@
+"""Whole texts through the Python client."""
+
+from __future__ import annotations
+
+import datetime as dt
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import pytest
+import quire
+from quire._executions import Progress
+from quire.v1 import runner_pb2
+
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import TinyModel, make_model
+from tests.soak.server import Server
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[GatewayProcess]:
+    with GatewayProcess(model="adder") as gateway:
+        yield gateway
+
+
+def text_of(chunks: list[runner_pb2.SampleChunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+def test_a_prompt(gateway: GatewayProcess) -> None:
+    with quire.Client(gateway.address) as client:
+        execution = client.execute("12+30=", max_tokens=8)
+        assert text_of(list(execution)) == "42"
+        assert execution.started is not None and execution.started.runtime == "local"
+
+
+def test_items(gateway: GatewayProcess) -> None:
+    items = [quire.item(f"{n}+{n}=", item_id=str(n), max_tokens=8) for n in range(5)]
+    with quire.Client(gateway.address) as client:
+        chunks = list(client.execute(items))
+        assert {n: text_of([c for c in chunks if c.item_id == n]) for n in "01234"} == {
+            str(n): str(2 * n) for n in range(5)
+        }
+        with pytest.raises(TypeError):
+            client.execute(items, max_tokens=1)
+        with pytest.raises(quire.InvalidRequest) as raised:
+            list(client.execute(items[:1] * 2))
+        assert raised.value.reason == "DUPLICATE_ITEM_ID"
+
+
+def test_several_prompts_are_items_by_their_numbers(gateway: GatewayProcess) -> None:
+    with quire.Client(gateway.address) as client:
+        for prompts in (["1+1=", "2+2="], [[1, 10, 1, 11], [2, 10, 2, 11]]):
+            chunks = list(client.execute(prompts, max_tokens=8))
+            texts = {n: text_of([c for c in chunks if c.item_id == n]) for n in "01"}
+            assert texts == {"0": "2", "1": "4"}
+
+
+def test_what_a_batch_may_cost_and_who_takes_it(gateway: GatewayProcess) -> None:
+    with quire.Client(gateway.address) as client:
+        policy = runner_pb2.ROUTING_POLICY_CHEAPEST
+        execution = client.execute("1+1=", max_tokens=2, policy=policy, max_cost_usd=0.5)
+        assert text_of(list(execution)) == "2"
+        with pytest.raises(quire.InvalidRequest) as raised:
+            list(client.execute("1+1=", max_cost_usd=-1))
+        assert raised.value.reason == "BAD_MAX_COST"
+
+
+def test_seconds_and_schemas_are_taken_as_they_are(gateway: GatewayProcess) -> None:
+    with quire.Client(gateway.address) as client:
+        schema = {"type": "integer"}
+        chunks = client.execute("1+1=", max_tokens=8, timeout=60.5, constraint={"json_schema": schema})
+        assert text_of(list(chunks)) == "2"
+    made = quire.item("x", timeout=dt.timedelta(seconds=2), constraint={"json_schema": '{"type": "null"}'})
+    assert made.timeout.seconds == 2 and made.constraint.json_schema == '{"type": "null"}'
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_messages_are_carried_over_whole() -> None:
+    answer: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "2", "tool_call_id": "c1"}
+    first, second = quire.item([answer, result]).chat.messages
+    assert (first.tool_calls[0].name, first.tool_calls[0].arguments_json) == ("add", '{"a": 1}')
+    assert first.tool_calls[0].id == second.tool_call_id == "c1"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "says"),
+    [
+        ([{"role": "boss", "content": "x"}], {}, "system, user, assistant, tool"),
+        ([{"role": "developer", "content": "x"}], {}, "system, user, assistant, tool"),
+        ([{"role": "user"}], {}, "content"),
+        ([{"content": "x"}], {}, "role"),
+        ([{"role": "user", "content": "x", "name": "Ann"}], {}, "not name"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}], {}, "function"),
+        ([1, "x"], {}, "token ids"),
+        ("x", {"timeout": "soon"}, "timeout"),
+        ("x", {"constraint": {"regex": 5}}, "constraint"),
+        ("x", {"max_tokens": "many"}, "max_tokens"),
+        ("x", {"max_token": 5}, "max_tokens"),
+        ("x", {"text": "y"}, "no setting text"),
+    ],
+)
+def test_what_can_be_no_item_is_said(prompt: Any, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        quire.item(prompt, **settings)
+
+
+class Breaking:
+    """A server's stream that breaks off at once, each time."""
+
+    def __init__(self, *, after_s: float = 0.0) -> None:
+        self.begun = 0
+        self.has_broken = threading.Event()
+        self.after_s = after_s
+
+    def __call__(self, _request: runner_pb2.ExecuteRequest) -> Self:
+        self.begun += 1
+        return self
+
+    def __iter__(self) -> Iterator[runner_pb2.ExecuteResponse]:
+        time.sleep(self.after_s)
+        self.has_broken.set()
+        unavailable = grpc.StatusCode.UNAVAILABLE
+        if self.begun:
+            raise grpc.aio.AioRpcError(unavailable, grpc.aio.Metadata(), grpc.aio.Metadata())
+        yield runner_pb2.ExecuteResponse()
+
+    def cancel(self) -> None:
+        pass
+
+
+def kept(breaking: Breaking, keep_s: float, cancelled: list[str]) -> quire.Execution:
+    progress = Progress(
+        [quire.item("x")],
+        runtime="",
+        request_id="r",
+        policy=runner_pb2.ROUTING_POLICY_UNSPECIFIED,
+        keep_s=keep_s,
+        max_cost_usd=None,
+        priority=quire.PRIORITY_NORMAL,
+    )
+
+    def cancel(request_id: str) -> bool:
+        cancelled.append(request_id)
+        return True
+
+    return quire.Execution(breaking, progress, keep_s, cancel)
+
+
+def test_what_is_cancelled_while_it_pauses_is_not_begun_anew() -> None:
+    breaking = Breaking()
+    cancelled: list[str] = []
+    execution = kept(breaking, 60, cancelled)
+    ended: list[quire.QuireError] = []
+
+    def read() -> None:
+        try:
+            list(execution)
+        except quire.QuireError as error:
+            ended.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    breaking.has_broken.wait(30)
+    execution.cancel()
+    begun = breaking.begun
+    reader.join(30)
+    assert len(ended) == 1 and cancelled == ["r"] and breaking.begun == begun
+
+
+def test_a_long_silence_before_the_first_break_is_none_of_the_time_it_may_be_broken() -> None:
+    breaking = Breaking(after_s=0.3)
+    execution = kept(breaking, 0.25, [])
+    with pytest.raises(quire.Unavailable):
+        list(execution)
+    assert breaking.begun > 1
+
+
+async def test_with_await(gateway: GatewayProcess) -> None:
+    async with quire.AsyncClient(gateway.address) as client:
+        async with client.execute([1, 10, 2, 11], max_tokens=8) as execution:
+            assert [chunk.token_ids[0] async for chunk in execution] == [3, 12]
+        messages = [{"role": "user", "content": "1+1"}]
+        (chunk,) = [chunk async for chunk in client.execute(messages)]
+        assert chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR
+
+
+def test_what_is_kept_ends_when_it_is_cancelled(gateway: GatewayProcess) -> None:
+    with quire.Client(gateway.address) as client:
+        with client.execute("12+30=", max_tokens=1, keep_s=60) as left:
+            list(left)
+        assert client.status().caches == 1
+        cancelled = client.execute("12+30=", max_tokens=1, keep_s=60)
+        list(cancelled)
+        cancelled.cancel()
+        assert client.cancel_execution(left.request_id) and not client.cancel_execution(left.request_id)
+    gateway.wait_until(lambda: gateway.status().caches == 0)
+
+
+def test_what_is_kept_ends_when_it_is_cancelled_at_once(gateway: GatewayProcess) -> None:
+    with quire.Client(gateway.address) as client:
+        begun = [client.execute("12+30=", n=4, ignore_eos=True, keep_s=60) for _ in range(50)]
+        for execution in begun:
+            execution.cancel()
+        for _ in range(50):
+            execution = client.execute("12+30=", n=4, ignore_eos=True, keep_s=60)
+            execution.cancel()
+            begun.append(execution)
+        assert not any(client.cancel_execution(execution.request_id) for execution in begun)
+    gateway.wait_until(lambda: gateway.status().caches == 0)
+
+
+async def test_what_is_kept_ends_with_await(gateway: GatewayProcess) -> None:
+    async with quire.AsyncClient(gateway.address) as client:
+        execution = client.execute("12+30=", max_tokens=1, keep_s=60)
+        assert [chunk.text async for chunk in execution]
+        await execution.cancel()
+        assert not await client.cancel_execution(execution.request_id)
+
+
+def test_it_goes_on_by_itself_when_the_server_is_killed_and_starts_again(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", TinyModel())
+    server = Server(model, tmp_path, workers=1, flags=[], seed=0)
+    server.start()
+    try:
+        with quire.Client(server.address) as client:
+            asked: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "tokens_only": True}
+            whole: list[int] = []
+            while not whole:
+                try:
+                    whole = [
+                        token for chunk in client.execute([1, 2, 3], **asked) for token in chunk.token_ids
+                    ]
+                except quire.Unavailable:
+                    continue
+            found: list[int] = []
+            for chunk in client.execute([1, 2, 3], keep_s=60, **asked):
+                found += chunk.token_ids
+                if len(found) == 20:
+                    server.worker_pids()
+                    server.kill(server.pid, signal.SIGKILL)
+                    while not server.has_ended:
+                        pass
+                    server.start()
+            assert found == whole
+    finally:
+        server.stop()

@@ -1,0 +1,266 @@
+"""Scores, batches, verifies and options of both clients, against a real server with the shipped model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from typing import TypeVar
+
+import pytest
+from quire import (
+    VERIFY_ACCEPT_SPECULATIVE,
+    AsyncClient,
+    Client,
+    InvalidRequest,
+    PrefillItem,
+    QuireError,
+    ScoreItem,
+    draft_from_top,
+    draft_probabilities,
+    output_options,
+    token_mask,
+    verify_rows,
+)
+from quire.v1 import executor_pb2, types_pb2
+
+from tests.gateway_process import GatewayProcess
+
+# "12+34=", and what the shipped model says behind it: "46" and the end.
+PROMPT = [1, 2, 10, 3, 4, 11]
+ANSWER = [4, 6, 12]
+VOCAB = 16
+
+_Item = TypeVar("_Item")
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[GatewayProcess]:
+    with GatewayProcess(model="adder") as running:
+        yield running
+        running.assert_pools_are_whole()
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess) -> Iterator[Client]:
+    with Client(gateway.address, timeout_s=60) as connected:
+        yield connected
+
+
+def good(items: list[_Item | QuireError]) -> list[_Item]:
+    for item in items:
+        if isinstance(item, QuireError):
+            raise item
+    return [item for item in items if not isinstance(item, QuireError)]
+
+
+def said(client: Client, tokens: list[int], token: int) -> float:
+    """How likely a prefill finds a token behind others."""
+    with client.prefill(tokens, output=output_options(logprob_token_ids=[token])) as cache:
+        return cache.output.chosen_logprobs[0]
+
+
+def test_a_score_says_what_steps_say(client: Client) -> None:
+    text = [*PROMPT, *ANSWER]
+    scored = client.score(text, score_from=len(PROMPT))
+    truth = [said(client, text[:at], text[at]) for at in range(len(PROMPT), len(text))]
+    assert scored.token_logprobs == pytest.approx(truth, abs=0.05)
+    assert scored.is_greedy and scored.token_is_argmax == (True, True, True)
+    assert scored.logprob == pytest.approx(sum(truth), abs=0.1)
+    assert [output.token_id for output in scored.outputs][:3] == ANSWER
+    whole = client.score(text)
+    assert len(whole.token_logprobs) == len(text) - 1 and len(whole.outputs) == len(text)
+    assert whole.token_logprobs[-3:] == pytest.approx(scored.token_logprobs, abs=0.05)
+    raw = client.forward(text, score_from=len(PROMPT))
+    assert tuple(raw.token_logprobs) == pytest.approx(scored.token_logprobs, abs=0.05)
+
+
+def test_a_batch_of_scores_and_one_that_fails(client: Client) -> None:
+    right = ScoreItem([*PROMPT, *ANSWER], score_from=len(PROMPT))
+    wrong = ScoreItem([*PROMPT, 4, 7, 12], len(PROMPT), output=output_options(top_logprobs=3))
+    first, second, bad, plain = client.score_batch(
+        [right, wrong, [], PROMPT], output=output_options(logprob=True)
+    )
+    assert isinstance(bad, InvalidRequest)
+    (one, other, whole) = good([first, second, plain])
+    assert one.logprob > other.logprob and one.is_greedy and not other.is_greedy
+    assert one.outputs[0].HasField("logprob") and not one.outputs[0].HasField("top")
+    assert len(other.outputs[0].top.token_ids) == 3
+    assert len(whole.token_logprobs) == len(PROMPT) - 1
+
+
+def test_prefill_and_extend_score(client: Client) -> None:
+    text = [*PROMPT, *ANSWER]
+    truth = client.score(text).token_logprobs
+    with client.prefill(text, score_from=len(PROMPT)) as cache:
+        assert list(cache.token_logprobs) == pytest.approx(truth[-3:], abs=0.05)
+        assert list(cache.token_is_argmax) == [True] * 3
+        cache.decode(1)
+        assert list(cache.token_logprobs) == list(cache.token_is_argmax) == []
+    with client.prefill(PROMPT) as cache:
+        assert list(cache.token_logprobs) == []
+        cache.extend(ANSWER, score_from=1)
+        assert list(cache.token_logprobs) == pytest.approx(truth[-2:], abs=0.05)
+
+
+def test_a_batch_of_prefills_has_options_of_its_own(client: Client) -> None:
+    default = output_options(logprob=True)
+    own = PrefillItem(PROMPT, output=output_options(top_logprobs=2), cache_salt="s", score_from=3)
+    plain, bad, other = client.batch_prefill([PROMPT, [], own], output=default)
+    assert isinstance(bad, InvalidRequest)
+    caches = good([plain, other])
+    assert [cache.output.token_id for cache in caches] == [4, 4]
+    assert [cache.output.HasField("top") for cache in caches] == [False, True]
+    assert caches[0].output.HasField("logprob") and len(caches[1].token_logprobs) == 3
+    forced = output_options(allowed=[7])
+    outputs = good(client.batch_decode([(caches[0], 4), (caches[1], 4, forced)], output=default))
+    assert [output.token_id for output in outputs] == [6, 7]
+    # Made there: both make their calls there.
+    assert [cache.decode(6).token_id for cache in caches] == [12, 12]
+    assert all(cache.release() for cache in caches)
+
+
+def test_a_session_scores_and_prefills_batches(client: Client) -> None:
+    with client.session() as session:
+        caches = good(session.batch_prefill([PROMPT, PROMPT[:4]]))
+        (scored,) = good(session.score_batch([[*PROMPT, *ANSWER]]))
+        assert scored.token_is_argmax[-3:] == (True, True, True)
+        assert session.score([*PROMPT, *ANSWER], score_from=6).is_greedy
+        for cache in caches:
+            cache.release()
+
+
+def test_a_fork_releases_in_the_same_call(client: Client) -> None:
+    cache, other = good(client.batch_prefill([PROMPT, PROMPT]))
+    left, right = cache.fork(2, release=[cache, other])
+    assert not cache.release() and not other.release()
+    assert left.decode(4).token_id == 6
+    assert right.fork(0, release=[left, right]) == []
+    assert not right.release()
+
+
+def test_a_verify_scores_its_drafts(client: Client) -> None:
+    truth = client.score([*PROMPT, 4, 6, 1]).token_logprobs[-2:]
+    with client.prefill(PROMPT) as cache:
+        verified = cache.verify([4, 6, 1], score=True)
+        assert verified.accepted == 1 and verified.token_is_argmax == (True, False)
+        assert verified.token_logprobs == pytest.approx(truth, abs=0.05)
+    with client.prefill(PROMPT) as cache:
+        assert cache.verify([4, 6]).token_logprobs == ()
+
+
+def test_each_position_of_a_verify_has_its_own_mask(client: Client) -> None:
+    with client.prefill(PROMPT) as cache:
+        packed = bytes([0b1000, 0])  # Token 3 alone.
+        verified = cache.verify([4, 3, 9], rows=verify_rows(masks=[packed, [9], None]))
+        assert [output.token_id for output in verified.outputs[:2]] == [3, 9]
+        assert verified.accepted == 2
+
+
+def dense(at: int) -> array[float]:
+    return array("f", [1.0 if token == at else 0.0 for token in range(VOCAB)])
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        lambda token: {token: 1.0},
+        lambda token: [(token, 1.0)],
+        lambda token: dense(token).tobytes(),
+        dense,
+        lambda token: draft_from_top(types_pb2.TopLogprobs(token_ids=[token, 5], logprobs=[-0.1, -2]), 0),
+    ],
+)
+def test_what_drafts_were_drawn_from(client: Client, drawn: object) -> None:
+    """Of a server that is certain of what follows, one draft is always kept and the other never."""
+    assert callable(drawn)
+    output = output_options(temperature=0.7, top_k=1, seed=3)
+    with client.prefill(PROMPT) as cache:
+        rows = verify_rows([drawn(6), drawn(1)])
+        verified = cache.verify([4, 6, 1], output=output, accept=VERIFY_ACCEPT_SPECULATIVE, rows=rows)
+    assert (verified.accepted, verified.outputs[1].token_id) == (1, 12)
+
+
+def test_a_draft_out_of_the_answer_that_drew_it(client: Client) -> None:
+    top = types_pb2.TopLogprobs(token_ids=[3, 9], logprobs=[math.log(0.6), math.log(0.2)])
+    told = draft_from_top(top, 0.5)
+    assert list(told.token_ids) == [3, 9]
+    assert list(told.probabilities) == pytest.approx([0.9, 0.1])
+    output = output_options(temperature=0.5, top_k=4, top_logprobs=4, sampled_logprob=True, seed=1)
+    with client.prefill(PROMPT, output=output) as cache:
+        drawn = draft_from_top(cache.output.top, 0.5)
+        at = list(drawn.token_ids).index(cache.output.token_id)
+        assert math.log(drawn.probabilities[at]) == pytest.approx(cache.output.sampled_logprob, abs=1e-4)
+
+
+def test_options_from_keywords(client: Client) -> None:
+    settings = types_pb2.SamplingParams(temperature=0.6, top_p=0.9)
+    output = output_options(logits="bf16", sampling=settings, temperature=0.0, top_k=None, seed=5)
+    assert output.logits == types_pb2.LOGITS_FORMAT_BF16
+    assert (output.sampling.temperature, output.sampling.seed) == (0.0, 5)
+    assert output.sampling.top_p == pytest.approx(0.9) and not output.sampling.HasField("top_k")
+    assert settings.temperature == pytest.approx(0.6), "what was given is left as it was"
+    assert output_options() == types_pb2.OutputOptions()
+    with client.prefill(PROMPT, output=output_options(logits="f32", allowed=[9])) as cache:
+        assert cache.output.token_id == 9 and list(cache.output.logits.shape) == [VOCAB]
+
+
+def test_what_makes_no_sense_is_refused_here() -> None:
+    with pytest.raises(ValueError, match="f32, bf16 or f16"):
+        output_options(logits="f64")
+    with pytest.raises(TypeError, match="float32"):
+        draft_probabilities(array("d", [1.0]))
+    with pytest.raises(ValueError, match="2 masks, not 1"):
+        verify_rows([{1: 1.0}], [None])
+    with pytest.raises((TypeError, ValueError)):
+        output_options(temprature=1.0)  # type: ignore[call-arg]
+    # No token at all is not the same as every token.
+    assert token_mask([]).WhichOneof("kind") == "allowed"
+
+
+async def test_the_asyncio_client_does_the_same(gateway: GatewayProcess) -> None:
+    async with AsyncClient(gateway.address, timeout_s=60) as client, client.session() as session:
+        scores = await asyncio.gather(
+            client.score([*PROMPT, *ANSWER], score_from=6), session.score([*PROMPT, *ANSWER], score_from=6)
+        )
+        assert all(scored.is_greedy for scored in scores)
+        (scored,) = good(await session.score_batch([ScoreItem([*PROMPT, 4, 7], 6)]))
+        assert scored.token_is_argmax == (True, False)
+        caches = good(await client.batch_prefill([PROMPT, PrefillItem(PROMPT, score_from=1)]))
+        assert [len(cache.token_logprobs) for cache in caches] == [0, 5]
+        await caches[0].extend([4, 6], score_from=0)
+        assert len(caches[0].token_logprobs) == 1
+        verified = await caches[1].verify([4, 6, 1], score=True, rows=verify_rows(masks=[None, None, [2]]))
+        assert verified.accepted == 1 and len(verified.token_logprobs) == 2
+        (copy,) = await caches[1].fork(release=caches)
+        assert await copy.release() and not await caches[0].release()
+
+
+async def test_a_batch_of_prefills_that_is_given_up_leaves_no_cache(gateway: GatewayProcess) -> None:
+    async with AsyncClient(gateway.address, timeout_s=60) as client:
+        given_up = 0
+        for moment in range(60):
+            async with client.session() as session:
+                task = asyncio.create_task(session.batch_prefill([PROMPT, [1], PROMPT[:3]]))
+                await asyncio.sleep(moment * 2e-4)
+                task.cancel()
+                try:
+                    for cache in good(await task):
+                        await cache.release()
+                except asyncio.CancelledError:
+                    given_up += 1
+        assert given_up
+        assert not (await client.stub.ListCaches(executor_pb2.ListCachesRequest())).kv_caches
+
+
+def test_importing_the_client_loads_little() -> None:
+    heavy = "{'numpy', 'grpc', 'asyncio', 'google.protobuf', 'quire.client'}"
+    code = f"import sys, quire; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+    code = "import sys, quire; [getattr(quire, n) for n in quire.__all__]; print('numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr

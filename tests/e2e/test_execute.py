@@ -1,0 +1,417 @@
+"""Execute through a real gateway: the tokens of a loop of Decodes, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from google.protobuf import duration_pb2
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
+
+from tests.error_details import reason_of, status_reason
+from tests.gateway_process import GatewayProcess
+
+PATIENCE_S = 60
+VOCAB = 97
+Samples = dict[tuple[str, int], list[runner_pb2.SampleChunk]]
+
+
+def runner(gateway: GatewayProcess) -> runner_pb2_grpc.ModelRunnerServiceStub:
+    assert gateway.channel is not None
+    return runner_pb2_grpc.ModelRunnerServiceStub(gateway.channel)
+
+
+def item(item_id: str, prompt: Sequence[int], max_tokens: int, **settings: object) -> runner_pb2.ExecuteItem:
+    return runner_pb2.ExecuteItem(
+        item_id=item_id,
+        tokens=runner_pb2.TokenPrompt(token_ids=prompt),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def gather(responses: Iterable[runner_pb2.ExecuteResponse]) -> Samples:
+    """Chunks by sample, each sample whole and in order."""
+    found: Samples = defaultdict(list)
+    for response in responses:
+        for chunk in response.chunks:
+            chunks = found[chunk.item_id, chunk.sample]
+            assert not chunks or not chunks[-1].finish_reason, "nothing follows the end"
+            assert chunk.position == sum(len(c.token_ids) for c in chunks)
+            chunks.append(chunk)
+    assert all(chunks[-1].finish_reason for chunks in found.values())
+    return found
+
+
+def tokens(chunks: Sequence[runner_pb2.SampleChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def execute(gateway: GatewayProcess, *items: runner_pb2.ExecuteItem) -> Samples:
+    request = runner_pb2.ExecuteRequest(items=items)
+    return gather(runner(gateway).Execute(request, timeout=PATIENCE_S))
+
+
+def driven(
+    gateway: GatewayProcess, prompt: Sequence[int], count: int, output: types_pb2.OutputOptions
+) -> list[types_pb2.StepOutput]:
+    """What a client's own loop of Decodes gets."""
+    stub = gateway.stub
+    answer = stub.Prefill(pb.PrefillRequest(token_ids=prompt, output=output), timeout=PATIENCE_S)
+    cache, outputs = answer.kv_cache, [answer.output]
+    for position in range(len(prompt), len(prompt) + count - 1):
+        request = pb.DecodeRequest(
+            cache_id=cache.cache_id, token_id=outputs[-1].token_id, position=position, output=output
+        )
+        outputs.append(stub.Decode(request, timeout=PATIENCE_S).output)
+    stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache.cache_id), timeout=PATIENCE_S)
+    return outputs
+
+
+def sampling_of(rng: random.Random) -> types_pb2.SamplingParams:
+    sampling = types_pb2.SamplingParams(temperature=rng.choice([0.7, 1.5]), seed=rng.randrange(1 << 64))
+    if rng.random() < 0.5:
+        sampling.top_p = 0.9
+    if rng.random() < 0.5:
+        sampling.presence_penalty, sampling.frequency_penalty = 0.5, 0.7
+    if rng.random() < 0.5:
+        sampling.repetition_penalty = 1.3
+    if rng.random() < 0.3:
+        sampling.logit_bias[rng.randrange(VOCAB)] = 4.0
+    return sampling
+
+
+def assert_nothing_is_left(gateway: GatewayProcess) -> None:
+    gateway.wait_until(lambda: not gateway.status().caches and not gateway.status().operations_in_flight)
+
+
+def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> None:
+    rng = random.Random(7)
+    before = tiny_gateway.status().caches
+    items, loops = [], {}
+    for number in range(6):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 17, 70]))]
+        count, samples = rng.randint(1, 12), rng.choice([1, 1, 3])
+        output = types_pb2.OutputOptions(top_logprobs=2)
+        if rng.random() < 0.7:
+            output.sampling.CopyFrom(sampling_of(rng))
+        made = item(f"item {number}", prompt, count, n=samples, logprobs=True, top_logprobs=2)
+        if output.HasField("sampling"):
+            made.sampling.CopyFrom(output.sampling)
+        if rng.random() < 0.4:
+            made.constraint.mask.allowed.ids.extend(range(5, 40))
+            output.mask.allowed.ids.extend(range(5, 40))
+        items.append(made)
+        for sample in range(samples):
+            own = types_pb2.OutputOptions()
+            own.CopyFrom(output)
+            if own.HasField("sampling"):
+                own.sampling.seed = (own.sampling.seed + sample) % (1 << 64)
+            loops[made.item_id, sample] = driven(tiny_gateway, prompt, count, own)
+    found = execute(tiny_gateway, *items)
+    assert found.keys() == loops.keys()
+    for key, chunks in found.items():
+        assert tokens(chunks) == [output.token_id for output in loops[key]]
+        logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+        assert [p.logprob for p in logprobs] == pytest.approx([o.logprob for o in loops[key]], abs=1e-5)
+        assert [list(p.top.token_ids) for p in logprobs] == [list(o.top.token_ids) for o in loops[key]]
+        assert chunks[-1].finish_reason == runner_pb2.FINISH_REASON_LENGTH
+        assert chunks[-1].usage.output_tokens == len(loops[key])
+    assert tiny_gateway.status().caches == before
+
+
+def test_a_sample_ends_with_a_stop_token_and_tells_it(tiny_gateway: GatewayProcess) -> None:
+    chosen = tokens(execute(tiny_gateway, item("all", [3, 1, 4], 20))["all", 0])
+    stop = chosen[4]
+    found = execute(tiny_gateway, item("cut", [3, 1, 4], 20, stop_token_ids=[stop]))["cut", 0]
+    assert tokens(found) == chosen[: chosen.index(stop) + 1]
+    assert found[-1].finish_reason == runner_pb2.FINISH_REASON_STOP
+
+
+def test_text_comes_with_its_tokens_and_ends_before_a_stop_text(shipped_gateway: GatewayProcess) -> None:
+    hot = types_pb2.SamplingParams(temperature=5, seed=11)
+    ask = runner_pb2.ExecuteItem(
+        item_id="hot", text="12+30=", sampling=hot, max_tokens=40, n=4, ignore_eos=True
+    )
+    whole = execute(shipped_gateway, ask)
+    texts = {sample: "".join(chunk.text for chunk in chunks) for (_, sample), chunks in whole.items()}
+    assert len(set(texts.values())) == 4
+    for sample, text in texts.items():
+        stop = text[5:7]
+        ask.stop[:] = [stop, "never"]
+        chunks = execute(shipped_gateway, ask)["hot", sample]
+        assert "".join(chunk.text for chunk in chunks) == text[: text.index(stop)]
+        assert chunks[-1].finish_reason == runner_pb2.FINISH_REASON_STOP and chunks[-1].stop == stop
+
+
+def test_items_that_are_wrong_fail_alone(shipped_gateway: GatewayProcess) -> None:
+    text = "1+1="
+    items = {
+        "": runner_pb2.ExecuteItem(text=text, max_tokens=3),
+        "EMPTY_PROMPT": runner_pb2.ExecuteItem(),
+        "EMPTY_TOKENS": runner_pb2.ExecuteItem(tokens=runner_pb2.TokenPrompt()),
+        "TOKEN_OUT_OF_VOCAB": runner_pb2.ExecuteItem(tokens=runner_pb2.TokenPrompt(token_ids=[1 << 31])),
+        "SEQUENCE_TOO_LONG": runner_pb2.ExecuteItem(tokens=runner_pb2.TokenPrompt(token_ids=[1] * 100_000)),
+        "BAD_STOP": runner_pb2.ExecuteItem(text=text, stop=["x" * 257]),
+        "TOO_MANY_SAMPLES": runner_pb2.ExecuteItem(text=text, n=(1 << 32) - 1),
+        "BAD_SAMPLING": runner_pb2.ExecuteItem(text=text, sampling=types_pb2.SamplingParams(temperature=-1)),
+        "NO_CHAT_TEMPLATE": runner_pb2.ExecuteItem(
+            chat=runner_pb2.Chat(
+                messages=[runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_USER, content="hi")]
+            )
+        ),
+        "BAD_MAX_COST": runner_pb2.ExecuteItem(text=text, max_cost_usd=math.nan),
+        "BAD_MASK": runner_pb2.ExecuteItem(
+            text=text,
+            constraint=runner_pb2.Constraint(mask=types_pb2.TokenMask(packed=b"\x01")),
+        ),
+    }
+    for reason, made in items.items():
+        made.item_id = reason or "good"
+    found = execute(shipped_gateway, *items.values())
+    assert {item_id for item_id, _ in found} == {made.item_id for made in items.values()}
+    for (item_id, _), chunks in found.items():
+        if item_id == "good":
+            assert "".join(chunk.text for chunk in chunks) == "2"
+        else:
+            assert len(chunks) == 1 and status_reason(chunks[0].error) == item_id
+    assert len(found) == len(items), "each failure is told once"
+
+
+@pytest.mark.parametrize(
+    ("reason", "request_"),
+    [
+        ("EMPTY_BATCH", runner_pb2.ExecuteRequest()),
+        ("BAD_ITEM_ID", runner_pb2.ExecuteRequest(items=[runner_pb2.ExecuteItem()])),
+        ("DUPLICATE_ITEM_ID", runner_pb2.ExecuteRequest(items=[item("a", [1], 1), item("a", [1], 1)])),
+        ("RUNTIME_NOT_FOUND", runner_pb2.ExecuteRequest(runtime="none", items=[item("a", [1], 1)])),
+        ("BAD_PRIORITY", runner_pb2.ExecuteRequest(priority=9, items=[item("a", [1], 1)])),  # type: ignore[arg-type]
+        (
+            "BAD_KEEP",
+            runner_pb2.ExecuteRequest(keep=duration_pb2.Duration(seconds=1), items=[item("a", [1], 1)]),
+        ),
+        (
+            "BAD_KEEP",
+            runner_pb2.ExecuteRequest(
+                request_id="a", keep=duration_pb2.Duration(seconds=-1), items=[item("a", [1], 1)]
+            ),
+        ),
+        ("BAD_POLICY", runner_pb2.ExecuteRequest(policy=9, items=[item("a", [1], 1)])),  # type: ignore[arg-type]
+        ("BAD_MAX_COST", runner_pb2.ExecuteRequest(max_cost_usd=math.nan, items=[item("a", [1], 1)])),
+        (
+            "BAD_RESUME_AFTER",
+            runner_pb2.ExecuteRequest(
+                items=[item("a", [1], 1, n=2)],
+                resume_after=[runner_pb2.SampleProgress(item_id="a", sample=2)],
+            ),
+        ),
+        (
+            "BAD_RESUME_AFTER",
+            runner_pb2.ExecuteRequest(
+                items=[item("a", [1], 1)],
+                resume_after=[runner_pb2.SampleProgress(item_id="a") for _ in range(1000)],
+            ),
+        ),
+        (
+            "TOO_MANY_SAMPLES",
+            runner_pb2.ExecuteRequest(items=[item(str(n), [1], 1, n=128) for n in range(9)]),
+        ),
+    ],
+)
+def test_batches_that_are_wrong_are_refused(
+    shipped_gateway: GatewayProcess, reason: str, request_: runner_pb2.ExecuteRequest
+) -> None:
+    with pytest.raises(grpc.RpcError) as raised:
+        list(runner(shipped_gateway).Execute(request_, timeout=PATIENCE_S))
+    assert reason_of(raised.value) == reason
+
+
+def test_a_client_who_goes_leaves_nothing(tiny_gateway: GatewayProcess) -> None:
+    before = tiny_gateway.status().caches
+    many = [item(str(n), [n, 1, 2], 400, n=2) for n in range(8)]
+    call = runner(tiny_gateway).Execute(runner_pb2.ExecuteRequest(items=many), timeout=PATIENCE_S)
+    for _ in zip(range(5), call, strict=False):
+        pass
+    call.cancel()
+    tiny_gateway.wait_until(
+        lambda: tiny_gateway.status().caches == before and not tiny_gateway.status().operations_in_flight
+    )
+
+
+def test_an_item_whose_time_is_up_ends_alone(tiny_gateway: GatewayProcess) -> None:
+    late = item("late", [1, 2], 500, timeout=duration_pb2.Duration(nanos=150_000_000))
+    found = execute(tiny_gateway, late, item("other", [3, 4], 20))
+    assert len(tokens(found["other", 0])) == 20
+    assert status_reason(found["late", 0][-1].error) in ("DEADLINE_PASSED", "OVERLOADED")
+
+
+def kept(request_id: str, *items: runner_pb2.ExecuteItem) -> runner_pb2.ExecuteRequest:
+    return runner_pb2.ExecuteRequest(
+        request_id=request_id, items=items, keep=duration_pb2.Duration(seconds=PATIENCE_S)
+    )
+
+
+def end(gateway: GatewayProcess, request: runner_pb2.ExecuteRequest) -> None:
+    """Nothing is kept of it: others look whether the gateway's pools are empty."""
+    cancel = runner_pb2.CancelExecutionRequest(request_id=request.request_id)
+    assert runner(gateway).CancelExecution(cancel, timeout=PATIENCE_S).cancelled
+
+
+def read_into(seen: Samples, call: Iterable[runner_pb2.ExecuteResponse]) -> None:
+    for response in call:
+        for chunk in response.chunks:
+            seen[chunk.item_id, chunk.sample].append(chunk)
+
+
+def read_some(call: Iterator[runner_pb2.ExecuteResponse], messages: int) -> Samples:
+    found: Samples = defaultdict(list)
+    read_into(found, itertools.islice(call, messages))
+    return found
+
+
+def go_on(
+    gateway: GatewayProcess, request: runner_pb2.ExecuteRequest, seen: Samples
+) -> dict[tuple[str, int], list[int]]:
+    """Asks again for what was not seen; returns all tokens."""
+    again = runner_pb2.ExecuteRequest()
+    again.CopyFrom(request)
+    for (item_id, sample), chunks in seen.items():
+        again.resume_after.add(item_id=item_id, sample=sample, position=len(tokens(chunks)))
+    found = {key: tokens(chunks) for key, chunks in seen.items()}
+    started = None
+    for response in runner(gateway).Execute(again, timeout=PATIENCE_S):
+        started = started or response.started
+        for chunk in response.chunks:
+            own = found.setdefault((chunk.item_id, chunk.sample), [])
+            assert chunk.position == len(own), "what was seen does not come again, and nothing is left out"
+            assert not chunk.HasField("error"), chunk.error
+            own += chunk.token_ids
+    assert started is not None and started.request_id == request.request_id
+    return found
+
+
+def long_items() -> list[runner_pb2.ExecuteItem]:
+    drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
+    return [
+        item("greedy", [5, 6, 7], 150),
+        item("drawn", list(range(40)), 150, sampling=drawn),
+        item("many", list(range(20)), 120, n=3, sampling=drawn),
+    ]
+
+
+def test_a_client_who_comes_again_goes_on_where_he_was(tiny_gateway: GatewayProcess) -> None:
+    whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
+    request = kept("again", *long_items())
+    call = runner(tiny_gateway).Execute(request, timeout=PATIENCE_S)
+    seen = read_some(call, 10)
+    call.cancel()
+    assert go_on(tiny_gateway, request, seen) == whole
+    # Also when all of it has ended.
+    assert go_on(tiny_gateway, request, {}) == whole
+    other = kept("again", *long_items()[:1])
+    with pytest.raises(grpc.RpcError) as raised:
+        list(runner(tiny_gateway).Execute(other, timeout=PATIENCE_S))
+    assert reason_of(raised.value) == "REQUEST_ID_REUSED"
+    end(tiny_gateway, request)
+
+
+def test_what_is_kept_can_be_ended(tiny_gateway: GatewayProcess) -> None:
+    before = tiny_gateway.status().caches
+    request = kept("not wanted", *long_items())
+    call = runner(tiny_gateway).Execute(request, timeout=PATIENCE_S)
+    seen = read_some(call, 10)
+    cancel = runner_pb2.CancelExecutionRequest(request_id="not wanted")
+    assert runner(tiny_gateway).CancelExecution(cancel, timeout=PATIENCE_S).cancelled
+    # Who reads is told the end of what has not ended.
+    read_into(seen, call)
+    assert {chunks[-1].finish_reason for chunks in seen.values()} == {runner_pb2.FINISH_REASON_CANCELLED}
+    assert not runner(tiny_gateway).CancelExecution(cancel, timeout=PATIENCE_S).cancelled
+    tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
+
+
+def test_what_is_kept_and_complete_can_be_ended(tiny_gateway: GatewayProcess) -> None:
+    before = tiny_gateway.status().caches
+    request = kept("not wanted any more", *long_items())
+    list(runner(tiny_gateway).Execute(request, timeout=PATIENCE_S))
+    assert tiny_gateway.status().caches > before
+    cancel = runner_pb2.CancelExecutionRequest(request_id="not wanted any more")
+    assert runner(tiny_gateway).CancelExecution(cancel, timeout=PATIENCE_S).cancelled
+    tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
+
+
+def test_who_comes_again_takes_over(tiny_gateway: GatewayProcess) -> None:
+    request = kept("taken over", item("a", [1, 2], 400))
+    first = runner(tiny_gateway).Execute(request, timeout=PATIENCE_S)
+    next(first)
+    ended: list[str] = []
+
+    def read() -> None:
+        try:
+            list(first)
+        except grpc.RpcError as error:
+            ended.append(reason_of(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    found = go_on(tiny_gateway, request, {})
+    reader.join(PATIENCE_S)
+    assert len(found["a", 0]) == 400 and ended in (["RESUMED_ELSEWHERE"], [])
+    end(tiny_gateway, request)
+
+
+def test_an_execution_goes_on_after_an_orderly_restart(
+    tiny_model: Path, tiny_gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
+    flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
+    flags += ["--data-dir", str(tmp_path), "--drain-grace-s", "0"]
+    request = kept("restarted", *long_items())
+    with GatewayProcess(model=str(tiny_model), workers=1, flags=flags) as gateway:
+        call = runner(gateway).Execute(request, timeout=PATIENCE_S)
+        seen = read_some(call, 10)
+        gateway.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.RpcError) as raised:
+            read_into(seen, call)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        gateway.process.wait(PATIENCE_S)
+    with GatewayProcess(model=str(tiny_model), workers=1, flags=flags) as gateway:
+        assert go_on(gateway, request, seen) == whole
+
+
+def test_an_execution_goes_on_when_workers_and_the_gateway_are_killed(
+    tiny_model: Path, tiny_gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
+    flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
+    flags += ["--data-dir", str(tmp_path), "--orphan-grace-s", "30"]
+    request = kept("killed", *long_items())
+    workers: set[psutil.Process] = set()
+    try:
+        with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
+            workers |= gateway.worker_processes()
+            call = runner(gateway).Execute(request, timeout=PATIENCE_S)
+            seen = read_some(call, 10)
+            next(iter(workers)).send_signal(signal.SIGKILL)
+            for key, chunks in read_some(call, 10).items():
+                seen[key] += chunks
+            workers |= gateway.worker_processes()
+            gateway.process.kill()
+            gateway.process.wait()
+        with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
+            workers |= gateway.worker_processes()
+            assert go_on(gateway, request, seen) == whole
+    finally:
+        for worker in workers:
+            if worker.is_running():
+                worker.kill()

@@ -1,0 +1,431 @@
+"""OpenAI's own client, and worse ones, against the HTTP front of a real gateway."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from quire import Client
+from transformers import PreTrainedTokenizerFast
+
+from service.doors.tokens import Role, new_token
+from tests.chat_templates import QWEN, byte_tokenizer
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import TinyModel, hf_greedy, make_model
+
+PATIENCE_S = 60.0
+QUESTION = [{"role": "user", "content": "What is 2 < 3?"}]
+
+
+class Fronted(GatewayProcess):
+    """A gateway with a front, of which tests want to know the address."""
+
+    @property
+    def port(self) -> int:
+        records = (record for record in self.records() if record.get("event") == "listening for HTTP")
+        return int(str(next(records)["listen"]).rpartition(":")[2])
+
+    def client(self, key: str = "none") -> Any:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key=key, timeout=PATIENCE_S, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=byte_tokenizer(), eos_token="<|im_end|>", chat_template=QWEN
+    )
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    directory = make_model(tmp_path_factory.mktemp("model") / "talker", TinyModel(vocab_size=300))
+    tokenizer.save_pretrained(directory)
+    settings = {"eos_token_id": [tokenizer.eos_token_id]}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def gateway(model: Path) -> Iterator[Fronted]:
+    flags = ["--dtype", "float32", "--kv-pages", "512", "--openai-listen", "127.0.0.1:0"]
+    flags += ["--message-timeout-s", "1"]
+    flags += ["--max-request-bytes", str(1 << 18)]
+    with Fronted(model=str(model), flags=flags) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def client(gateway: Fronted) -> Iterator[Any]:
+    with gateway.client() as client:
+        yield client
+    # Whatever was asked, nothing of it is left.
+    gateway.wait_until(lambda: not gateway.status().caches and not gateway.status().operations_in_flight)
+
+
+def test_models(client: Any) -> None:
+    listed = {model.id: model for model in client.models.list()}
+    assert set(listed) == {"local", "talker"}
+    assert client.models.retrieve("talker") == listed["talker"]
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_chat_is_the_one_of_transformers(
+    client: Any, model: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    said: list[Any] = [{"role": "developer", "content": [{"type": "text", "text": "Be kind €."}]}, *QUESTION]
+    answer = client.chat.completions.create(model="talker", messages=said, temperature=0, max_tokens=12)
+    messages = [{"role": "system", "content": "Be kind €."}, *QUESTION]
+    prompt: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = hf_greedy(model, prompt, 12)
+    choice = answer.choices[0]
+    assert choice.message.content == tokenizer.decode(expected, skip_special_tokens=True)
+    assert (choice.finish_reason, choice.message.role) == ("length", "assistant")
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+    assert (answer.usage.completion_tokens, answer.object, answer.model) == (12, "chat.completion", "talker")
+    stream = client.chat.completions.create(
+        model="local", messages=said, temperature=0, max_completion_tokens=12, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    first, *chunks, last = list(stream)
+    assert first.choices[0].delta.role == "assistant" and first.object == "chat.completion.chunk"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
+    assert last.choices == [] and last.usage is not None
+    # Computed before.
+    assert last.usage.completion_tokens == 12 and last.usage.total_tokens == answer.usage.total_tokens
+    assert len({chunk.id for chunk in chunks} | {first.id, last.id}) == 1
+
+
+def test_completions_of_several_prompts(gateway: Fronted, client: Any) -> None:
+    prompts = [list(b"one, two"), [7], [9, 8]]
+    with Client(gateway.address) as grpc_client:
+        expected = [
+            "".join(chunk.text for chunk in grpc_client.execute(prompt, max_tokens=5)) for prompt in prompts
+        ]
+    answer = client.completions.create(model="talker", prompt=prompts, max_tokens=5, temperature=0, n=2)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    texts = [choice.text for choice in answer.choices]
+    assert texts == [text for text in expected for _ in range(2)]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (11, 30)
+    found = [""] * 6
+    for chunk in client.completions.create(
+        model="talker", prompt=prompts, max_tokens=5, temperature=0, n=2, stream=True
+    ):
+        assert chunk.object == "text_completion" and chunk.usage is None
+        found[chunk.choices[0].index] += chunk.choices[0].text
+    assert found == texts
+    one = client.completions.create(model="talker", prompt="a", temperature=0)
+    assert one.usage is not None and one.usage.completion_tokens == 16, "as OpenAI's API has it"
+
+
+def test_samples_are_drawn_with_their_seeds_and_end_at_stops(client: Any) -> None:
+    def ask(**settings: Any) -> list[Any]:
+        made = client.chat.completions.create(
+            model="talker", messages=QUESTION, max_tokens=24, n=3, **settings
+        )
+        return [(choice.message.content, choice.finish_reason) for choice in made.choices]
+
+    drawn = ask(seed=-7)
+    assert drawn == ask(seed=-7, temperature=1.0) != ask(seed=8) and len(set(drawn)) == 3
+    text = drawn[0][0]
+    stop = text[6:8]
+    assert ask(seed=-7, stop=stop)[0] == (text[: text.index(stop)], "stop")
+    assert ask(seed=-7, stop=["nowhere to be found", stop])[0] == (text[: text.index(stop)], "stop")
+    top = {"top_k": 1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert len(set(ask(extra_body=top))) == 1
+    forced = client.chat.completions.create(
+        model="talker", messages=QUESTION, max_tokens=3, logit_bias={str(ord("x") - 33): 100}
+    )
+    assert len(set(forced.choices[0].message.content)) == 1
+
+
+def test_logprobs(client: Any) -> None:
+    settings: dict[str, Any] = {"model": "talker", "max_tokens": 6, "temperature": 0}
+    chat = client.chat.completions.create(messages=QUESTION, logprobs=True, top_logprobs=3, **settings)
+    told = chat.choices[0].logprobs.content
+    assert len(told) == 6 and all(len(entry.top_logprobs) == 3 for entry in told)
+    for entry in told:
+        assert entry.token == entry.top_logprobs[0].token, "greedy"
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob) and entry.logprob < 0
+        assert entry.bytes in (None, list(entry.token.encode()))
+    streamed = client.chat.completions.create(
+        messages=QUESTION, logprobs=True, top_logprobs=3, stream=True, **settings
+    )
+    entries = [e for c in streamed if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    assert [e.token for e in entries] == [e.token for e in told]
+    text = client.completions.create(prompt="abc", logprobs=2, **settings).choices[0]
+    assert text.logprobs is not None and text.logprobs.text_offset is not None
+    assert text.logprobs.text_offset[0] == 0 and len(text.logprobs.tokens or []) == 6
+    assert all(len(top) <= 2 for top in text.logprobs.top_logprobs or [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "param", "code"),
+    [
+        ({"temperature": 200}, "temperature", "bad_sampling"),
+        ({"temperature": "hot"}, "temperature", "bad_field"),
+        ({"max_tokens": 0}, "max_tokens", "bad_field"),
+        ({"n": 129}, "n", "bad_field"),
+        ({"stop": ["x" * 257]}, "stop[0]", "bad_stop"),
+        ({"stop": 3}, "stop", "bad_field"),
+        ({"logit_bias": {"300": 1}}, "logit_bias[300]", "token_out_of_vocab"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "bad_field"),
+        ({"messages": []}, "messages", "bad_field"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "messages[0].role", "bad_field"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "bad_field"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+            "bad_field",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_field"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "bad_field"),
+        ({"top_logprobs": 2}, "top_logprobs", "bad_field"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "bad_field"),
+        ({"web_search_options": {}}, "web_search_options", "unknown_field"),
+        ({"temprature": 1}, "temprature", "unknown_field"),
+        ({"model": None}, "model", "bad_field"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(client: Any, settings: dict[str, Any], param: str, code: str) -> None:
+    # As bytes: the client cannot write halves of characters.
+    body = json.dumps({"model": "talker", "messages": QUESTION, **settings}).encode()
+    options = {"headers": {"content-type": "application/json"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post("/chat/completions", content=body, cast_to=object, options=options)
+    assert (caught.value.param, caught.value.code) == (param, code)
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_what_changes_nothing_is_ignored(client: Any) -> None:
+    client.chat.completions.create(
+        model="talker", messages=QUESTION, max_tokens=1, user="me", metadata={"a": "b"}, store=False,
+        service_tier="auto", stop=None, tools=[], parallel_tool_calls=True, modalities=["text"],
+        response_format={"type": "text"},
+    )  # fmt: skip
+
+
+def test_tools_reach_the_template(client: Any) -> None:
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    plain, told, untold = (
+        client.chat.completions.create(model="talker", messages=QUESTION, max_tokens=1, **settings)
+        for settings in ({}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "none"})
+    )
+    assert plain.usage.prompt_tokens == untold.usage.prompt_tokens < told.usage.prompt_tokens
+
+
+def test_an_answer_is_of_its_schema(client: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"is_less": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
+        "required": ["is_less", "kind"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
+    answer = client.chat.completions.create(
+        model="talker", messages=QUESTION, response_format=form, n=4, seed=1, max_tokens=200
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        said = json.loads(choice.message.content)
+        assert set(said) == {"is_less", "kind"} and said["kind"] in "ab"
+    form["json_schema"]["schema"] = {"type": "nothing"}  # type: ignore[index]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="talker", messages=QUESTION, response_format=form)
+    assert caught.value.param == "response_format"
+
+
+def test_errors_have_their_status(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-4", prompt="x")
+    assert missing.value.code == "model_not_found" and missing.value.param == "model"
+    assert missing.value.request_id
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="talker", prompt=[1] * 100_000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="talker", prompt=[1] * 100_000, stream=True)
+    for settings in ({"echo": True}, {"suffix": "x"}, {"best_of": 2}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(settings))):
+            client.completions.create(model="talker", prompt="x", **settings)
+    with pytest.raises(openai.NotFoundError, match="nothing at this path"):
+        client.embeddings.create(model="talker", input="x")
+    with pytest.raises(openai.APIStatusError) as method:
+        client.get("/completions", cast_to=object)
+    assert method.value.status_code == 405
+    with pytest.raises(openai.APIStatusError) as large:
+        client.completions.create(model="talker", prompt="x" * (1 << 18))
+    assert large.value.status_code == 413
+    assert client.completions.create(model="talker", prompt="x", max_tokens=1).choices
+
+
+def test_a_client_who_goes_leaves_nothing(gateway: Fronted, client: Any) -> None:
+    stream = client.completions.create(model="talker", prompt="x", max_tokens=400, n=8, stream=True)
+    next(iter(stream))
+    assert gateway.status().caches
+    stream.close()
+    gateway.wait_until(lambda: not gateway.status().caches)
+    body = json.dumps({"model": "talker", "prompt": "x", "max_tokens": 400, "n": 8}).encode()
+    with connected(gateway) as raw:
+        raw.sendall(post("/v1/completions", body))
+        gateway.wait_until_in_flight(1)
+    gateway.wait_until(lambda: not gateway.status().caches)
+
+
+def connected(gateway: Fronted) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S)
+
+
+def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
+    lines.append(f"content-length: {len(body) if length is None else length}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def answered(raw: socket.socket) -> tuple[int, Any]:
+    """An answer's status and value."""
+    response = http.client.HTTPResponse(raw)
+    response.begin()
+    return response.status, json.loads(response.read())
+
+
+def ended(raw: socket.socket) -> bytes:
+    """All that comes until the other side ends it."""
+    found = b""
+    try:
+        while part := raw.recv(65536):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+GOOD = json.dumps({"model": "talker", "prompt": [1], "max_tokens": 1}).encode()
+
+
+def test_bytes_that_are_no_request(gateway: Fronted, client: Any) -> None:
+    rng = random.Random(3)
+    for noise in (b"\x16\x03\x01", b"GET HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\r\n" * 9):
+        with connected(gateway) as raw:
+            raw.sendall(noise + rng.randbytes(300) + b"\r\n\r\n")
+            # What seems to be an old request names no host.
+            assert ended(raw)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 421")
+    with connected(gateway) as raw:
+        raw.sendall(b"GET /v1/models HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
+        assert ended(raw)[:12] in (b"", b"HTTP/1.1 400")
+    for body in (b"", b"{", b"[" * 100_000, b"NaN", b"\xff", b'{"model": 1}', b"[1]", b"1" * 5000, b"null"):
+        with connected(gateway) as raw:
+            raw.sendall(post("/v1/completions", body))
+            status, told = answered(raw)
+            assert status == 400 and set(told["error"]) == {"message", "type", "param", "code"}
+    with connected(gateway) as raw:
+        raw.sendall(post("/v1/completions", GOOD).replace(b"application/json", b"text/plain"))
+        assert answered(raw)[0] == 415
+    with connected(gateway) as raw:
+        raw.sendall(post("/v1/completions", GOOD).replace(b"localhost", b"evil.example"))
+        assert answered(raw)[0] == 421
+    assert "failed unexpectedly" not in gateway.log() and "Traceback" not in gateway.log()
+
+
+def test_requests_that_do_not_arrive(gateway: Fronted, client: Any) -> None:
+    """Nobody says a word, half of the headers, half of a body, and a body that is half closed."""
+    silent, headers, body, closed = (connected(gateway) for _ in range(4))
+    with silent, headers, body, closed:
+        headers.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localh")
+        body.sendall(post("/v1/completions", GOOD[:10], length=200))
+        closed.sendall(post("/v1/completions", GOOD[:10], length=200))
+        closed.shutdown(socket.SHUT_WR)
+        assert ended(closed) == ended(silent) == ended(headers) == b""
+        status, told = answered(body)
+        assert status == 408 and told["error"]["code"] == "message_timeout"
+
+
+def test_pipelined_requests_are_answered_in_order(gateway: Fronted, client: Any) -> None:
+    with connected(gateway) as raw:
+        raw.sendall(post("/v1/completions", GOOD) + post("/v1/none", b"{}") + post("/v1/completions", GOOD))
+        found = b""
+        while found.count(b"HTTP/1.1 ") < 2:
+            found += raw.recv(65536)
+        rest = found + ended(raw)
+        statuses = [part[:3] for part in rest.split(b"HTTP/1.1 ")[1:]]
+        assert statuses[:2] == [b"200", b"404"]
+
+
+def test_doors_and_the_end_of_the_server(tmp_path: Path) -> None:
+    made = {"alice": new_token("alice", [Role.CALL]), "ops": new_token("ops", [Role.OBSERVE])}
+    lines = [line for _, line in made.values()]
+    (tmp_path / "tokens").write_text("\n".join(["[tokens]", *lines, "[tenants.alice]", "max_in_flight = 4"]))
+    flags = ["--openai-listen", "127.0.0.1:0", "--tokens", str(tmp_path / "tokens"), "--drain-grace-s", "0.2"]
+
+    class Guarded(Fronted):
+        def status(self) -> Any:
+            with Client(self.address, token=made["ops"][0], timeout_s=30) as ops:
+                return ops.status()
+
+    with Guarded(model="adder", flags=flags) as gateway:
+        for key in ("wrong", made["alice"][0][:-1]):
+            with gateway.client(key) as nobody, pytest.raises(openai.AuthenticationError) as refused:
+                nobody.completions.create(model="adder", prompt="1+1=")
+            assert refused.value.code == "invalid_api_key"
+        for host in (b"a/health?", b"[", b"a/health#"):
+            with connected(gateway) as raw:
+                raw.sendall(post("/v1/completions", GOOD).replace(b"localhost", host))
+                assert answered(raw)[0] in (400, 401), "who names a host so is let in nowhere"
+        with gateway.client(made["ops"][0]) as ops:
+            assert [model.id for model in ops.models.list()] == ["local", "adder"]
+            with pytest.raises(openai.PermissionDeniedError):
+                ops.completions.create(model="adder", prompt="1+1=")
+        with connected(gateway) as raw:
+            raw.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert answered(raw) == (200, {"status": "serving"})
+        with gateway.client(made["alice"][0]) as alice:
+            assert (
+                alice.completions.create(model="adder", prompt="12+30=", temperature=0).choices[0].text
+                == "42"
+            )
+            with pytest.raises(openai.RateLimitError) as quota:
+                alice.completions.create(model="adder", prompt="1+1=", n=8)
+            assert quota.value.code == "insufficient_quota"
+            assert quota.value.response.headers["retry-after"] == "1"
+            with pytest.raises(openai.BadRequestError) as no_template:
+                alice.chat.completions.create(model="adder", messages=QUESTION)
+            assert no_template.value.code == "no_chat_template"
+        assert not any(token in gateway.log() for token, _ in made.values())
+
+
+def test_a_second_server_has_the_first_one_as_its_provider(gateway: Fronted, tmp_path: Path) -> None:
+    """What it is asked for by name goes there, and what its own model cannot do goes there by itself."""
+    (tmp_path / "runtimes.toml").write_text(
+        f"""
+        [runtimes.talker]
+        dialect = "openai-chat"
+        base_url = "http://127.0.0.1:{gateway.port}/v1"
+        model = "talker"
+        extensions = true
+        """
+    )
+    flags = ["--runtimes", str(tmp_path / "runtimes.toml")]
+    with Client(gateway.address) as talker:
+        wanted = "".join(chunk.text for chunk in talker.execute(QUESTION, max_tokens=12))
+    with GatewayProcess(model="adder", flags=flags) as second, Client(second.address) as client:
+        named = client.execute(QUESTION, runtime="talker", max_tokens=12)
+        assert "".join(chunk.text for chunk in named) == wanted
+        assert named.started is not None and named.started.runtime == "talker"
+        # The small model that adds numbers has no chat template.
+        by_itself = list(client.execute(QUESTION, max_tokens=12))
+        assert "".join(chunk.text for chunk in by_itself) == wanted
+        assert by_itself[-1].usage.output_tokens == 12
+        assert "".join(chunk.text for chunk in client.execute("12+30=")) == "42"

@@ -1,0 +1,532 @@
+"""The HTTP front over a runtime that says what a test wants: failures, tools, ends, and who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import sys
+import tracemalloc
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from google.rpc import code_pb2
+from quire.v1 import runner_pb2, types_pb2, worker_pb2
+
+from service.api.server_state import ServerState
+from service.api.status import to_status
+from service.config import Config, ConfigError, load_config
+from service.doors.doors import Doors, current_tenant
+from service.doors.tokens import Role, new_token
+from service.errors import InvalidArgument, ProviderFailure, QuireError
+from service.openai.bodies import parsed
+from service.openai.front import OpenAiFront
+from service.openai.models import Models
+from service.runtimes.base import Batch, Outlet
+from service.runtimes.executions import Executions
+from service.runtimes.router import Router
+from service.server import Gateway
+from service.text.text_model import TextModel
+from tests.certificates import Authority, Pair
+
+QUESTION: Any = [{"role": "user", "content": "What is 2 < 3?"}]
+PATIENCE_S = 30.0
+
+
+class Speaker:
+    """A provider that says to each batch what `say` puts into its outlet."""
+
+    name = "speaker"
+    wait_s = 0.0
+
+    def __init__(self, say: Callable[[Batch, Outlet], Any]) -> None:
+        self._say = say
+        self.tenants: list[str] = []
+        self.running = 0
+
+    def describe(self) -> runner_pb2.Runtime:
+        kind = runner_pb2.RUNTIME_KIND_OPENAI_CHAT
+        return runner_pb2.Runtime(name=self.name, model_id="m", provider="somebody", runtime_kind=kind)
+
+    async def execute(self, batch: Batch, outlet: Outlet) -> None:
+        tenant = current_tenant()
+        self.tenants.append("" if tenant is None else tenant.name)
+        self.running += 1
+        try:
+            await self._say(batch, outlet)
+        finally:
+            self.running -= 1
+
+    async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
+        raise NotImplementedError
+
+    async def load_weights(
+        self, source: str, drain_s: float
+    ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
+        for what in (source, drain_s):
+            raise NotImplementedError(what)
+        yield runner_pb2.LoadWeightsResponse()
+
+    async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+class Serving:
+    """A front, and clients of it."""
+
+    def __init__(self, front: OpenAiFront, state: ServerState, port: int) -> None:
+        self.front = front
+        self.state = state
+        self.port = port
+
+    def client(self, key: str = "none") -> Any:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=PATIENCE_S, max_retries=0)
+
+
+@asynccontextmanager
+async def serving(runtime: Speaker, **settings: Any) -> AsyncIterator[Serving]:
+    config = Config(openai_listen="127.0.0.1:0", **settings)
+    state = ServerState(config)
+    model = types_pb2.ModelDescription(vocab_size=100)
+    able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
+    state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=able))
+    router = Router([runtime])
+    text = TextModel(lambda: state.first_ready)
+    front = OpenAiFront(Executions(router, state), router, state, text, Doors.of(config))
+    port = front.bind()
+    tasks = [asyncio.create_task(front.run()), asyncio.create_task(state.reception.run())]
+    try:
+        yield Serving(front, state, port)
+    finally:
+        await front.stop(0.2)
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+        assert runtime.running == 0
+
+
+def asking(**settings: Any) -> bytes:
+    """A request for a chat, as bytes."""
+    body = json.dumps({"model": "m", "messages": QUESTION, **settings})
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def chunk(text: str = "", **fields: Any) -> runner_pb2.SampleChunk:
+    return runner_pb2.SampleChunk(item_id="0", text=text, **fields)
+
+
+def failing(error: QuireError, *, after: str = "") -> Speaker:
+    async def say(_batch: Batch, outlet: Outlet) -> None:
+        if after:
+            outlet.put([chunk(after)])
+            await asyncio.sleep(0.01)
+        finish = runner_pb2.FINISH_REASON_ERROR
+        outlet.put([chunk(position=1, finish_reason=finish, error=to_status(error))])
+
+    return Speaker(say)
+
+
+async def speak(_batch: Batch, outlet: Outlet) -> None:
+    outlet.put([chunk("yes", finish_reason=runner_pb2.FINISH_REASON_STOP)])
+
+
+def failure(code: str, *, retry_after_s: float | None = None) -> QuireError:
+    error = QuireError("it failed", retry_after_s=retry_after_s)
+    error.code, error.reason = code, "SOME_REASON"
+    return error
+
+
+STATUS = {
+    "INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "OUT_OF_RANGE": 400, "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403, "NOT_FOUND": 404, "ABORTED": 409, "RESOURCE_EXHAUSTED": 429, "INTERNAL": 500,
+    "UNIMPLEMENTED": 501, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504, "DATA_LOSS": 500,
+}  # fmt: skip
+
+
+async def test_failures_have_their_status() -> None:
+    async def say(batch: Batch, outlet: Outlet) -> None:
+        raise failure(batch.items[0].chat.messages[0].content, retry_after_s=1.5)
+
+    async with serving(Speaker(say)) as served, served.client() as client:
+        for code, status in STATUS.items():
+            assert code_pb2.Code.Value(code)
+            for is_stream in (False, True):
+                said = [{"role": "user", "content": code}]
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await client.chat.completions.create(model="m", messages=said, stream=is_stream)
+                assert (caught.value.status_code, caught.value.code) == (status, "some_reason")
+                assert caught.value.body["message"] == "it failed"  # type: ignore[index]
+                told = caught.value.response.headers
+                assert (told["retry-after"], told["retry-after-ms"]) == ("2", "1500")
+                assert told["x-request-id"]
+
+
+@pytest.mark.parametrize("reason", ["UNAUTHORIZED", "FORBIDDEN"])
+async def test_a_provider_that_lets_this_server_in_no_more_is_not_the_callers_fault(reason: str) -> None:
+    runtime = failing(ProviderFailure(reason, "the provider did not accept this server's credentials"))
+    async with serving(runtime) as served, served.client() as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTION)
+        assert (caught.value.status_code, caught.value.code) == (502, reason.lower())
+        assert caught.value.type == "server_error"
+        assert caught.value.response.headers["x-should-retry"] == "false"
+
+
+async def test_a_model_that_is_not_there() -> None:
+    async with serving(Speaker(speak)) as served, served.client() as client:
+        for asked in (
+            client.models.retrieve("gpt\x1b-4"),
+            client.chat.completions.create(model="gpt\x1b-4", messages=QUESTION),
+        ):
+            with pytest.raises(openai.NotFoundError) as caught:
+                await asked
+            told = caught.value
+            assert (told.code, told.param) == ("model_not_found", "model")
+            assert told.body["message"] == r"there is no model 'gpt\x1b-4': /v1/models lists those there are"  # type: ignore[index]
+
+
+class Named(Speaker):
+    """One of several runtimes."""
+
+    def __init__(self, name: str, model: str) -> None:
+        super().__init__(speak)
+        self.name, self._model = name, model
+
+    def describe(self) -> runner_pb2.Runtime:
+        kind = runner_pb2.RUNTIME_KIND_OPENAI_CHAT
+        owner = f"owner of {self.name}"
+        return runner_pb2.Runtime(name=self.name, model_id=self._model, provider=owner, runtime_kind=kind)
+
+
+def test_a_model_is_owned_by_whom_requests_go_to() -> None:
+    """Where several runtimes serve it, and where one is called as what another serves."""
+    runtimes = [Named("a", "m"), Named("b", "m"), Named("c", "d"), Named("d", "x")]
+    models = Models(Router(runtimes), ServerState(Config()))
+    listed = {entry["id"]: entry["owned_by"] for entry in models.listed()}
+    assert list(listed) == ["a", "m", "b", "c", "d", "x"]
+    for name, owner in listed.items():
+        assert owner == f"owner of {models.find(name).runtime}" == models.entry(name)["owned_by"]
+
+
+async def test_a_failure_in_a_stream_is_told_in_it() -> None:
+    runtime = failing(failure("UNAVAILABLE"), after="so far")
+    async with serving(runtime) as served, served.client() as client:
+        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+        assert [(await anext(stream)).choices[0].delta.content for _ in range(2)] == ["", "so far"]
+        with pytest.raises(openai.APIError, match="it failed"):
+            await anext(stream)
+
+
+async def test_what_is_wrong_with_us_is_not_told() -> None:
+    async def say(_batch: Batch, _outlet: Outlet) -> None:
+        raise RuntimeError("the secret")
+
+    async with serving(Speaker(say)) as served, served.client() as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTION)
+        assert "secret" not in caught.value.response.text and caught.value.code == "internal"
+
+
+async def test_calls_of_tools() -> None:
+    async def say(_batch: Batch, outlet: Outlet) -> None:
+        first = runner_pb2.ToolCall(index=0, id="call-1", name="add", arguments_json='{"a":')
+        second = runner_pb2.ToolCall(index=0, arguments_json="1}")
+        outlet.put([chunk(tool_calls=[first]), chunk(position=1, tool_calls=[second])])
+        outlet.put([chunk(position=2, finish_reason=runner_pb2.FINISH_REASON_TOOL_CALLS)])
+
+    async with serving(Speaker(say)) as served, served.client() as client:
+        whole = await client.chat.completions.create(model="speaker", messages=QUESTION)
+        choice = whole.choices[0]
+        call = choice.message.tool_calls[0]
+        assert (call.id, call.function.name, call.function.arguments) == ("call-1", "add", '{"a":1}')
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        async with client.chat.completions.stream(model="speaker", messages=QUESTION) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.tool_calls[0].function.arguments == '{"a":1}'
+
+
+async def test_a_server_that_ends_says_so() -> None:
+    async def say(_batch: Batch, outlet: Outlet) -> None:
+        outlet.put([chunk("so far")])
+        await asyncio.Event().wait()
+
+    async with serving(Speaker(say)) as served, served.client() as client:
+        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+        whole = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
+        await anext(stream)
+        await asyncio.sleep(0.05)
+        await served.front.stop(1.0)
+        with pytest.raises(openai.APIError, match="draining"):
+            async for _ in stream:
+                pass
+        with pytest.raises(openai.InternalServerError) as caught:
+            await whole
+        assert caught.value.status_code == 503
+
+
+async def test_what_has_ended_is_read_to_its_end_by_then() -> None:
+    text = "x" * (1 << 23)
+
+    async def say(_batch: Batch, outlet: Outlet) -> None:
+        outlet.put([chunk(text, finish_reason=runner_pb2.FINISH_REASON_STOP)])
+
+    runtime = Speaker(say)
+    async with serving(runtime) as served, served.client() as client:
+        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+        await until(lambda: not runtime.running)
+        stopping = asyncio.create_task(served.front.stop(PATIENCE_S))
+        await asyncio.sleep(0.05)
+        assert "".join([part.choices[0].delta.content or "" async for part in stream]) == text
+        await stopping
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_whoever_does_not_read_is_given_up(is_stream: bool) -> None:
+    async def say(_batch: Batch, outlet: Outlet) -> None:
+        for position in range(200):
+            await outlet.room()
+            outlet.put([chunk("x" * 100_000, position=position)])
+            await asyncio.sleep(0)
+        if is_stream:
+            await asyncio.Event().wait()
+        outlet.put([chunk(position=200, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
+
+    runtime = Speaker(say)
+    async with serving(runtime, session_stall_s=0.5) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 10)
+        writer.write(asking(stream=is_stream))
+        await reader.readexactly(12)
+        # What it was written is not read, so it is reset in the middle.
+        await until(lambda: not served.front.connections)
+        await until(lambda: not runtime.running)
+        assert served.state.answers.used_bytes == 0
+        writer.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_bounds_on_all() -> None:
+    going = asyncio.Event()
+
+    async def say(batch: Batch, outlet: Outlet) -> None:
+        await going.wait()
+        await speak(batch, outlet)
+
+    runtime = Speaker(say)
+    async with serving(runtime, max_sessions=1, max_connections=3) as served, served.client() as client:
+        first = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
+        await until(lambda: runtime.running == 1)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTION)
+        assert caught.value.code == "session_limit"
+        silent = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(6)]
+        await until(lambda: len(served.front.connections) <= 3)
+        going.set()
+        assert (await first).choices[0].message.content == "yes", "who was here before stays"
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_an_answer_too_large_for_one_piece() -> None:
+    async def say(_batch: Batch, outlet: Outlet) -> None:
+        for position in range(3):
+            outlet.put([chunk("x" * 500, position=position)])
+        await speak(_batch, outlet)
+
+    async with serving(Speaker(say), max_response_bytes=1024) as served, served.client() as client:
+        with pytest.raises(openai.BadRequestError, match="ask for a stream"):
+            await client.chat.completions.create(model="m", messages=QUESTION)
+        assert served.state.answers.used_bytes == 0
+        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+        assert sum([len(part.choices[0].delta.content or "") async for part in stream]) == 1503
+
+
+def with_logprobs(num_tokens: int) -> Speaker:
+    """Says so many tokens, each with the log-probabilities of twenty."""
+    top = types_pb2.TopLogprobs(token_ids=range(20), logprobs=[-0.1 * n for n in range(20)])
+    told = runner_pb2.TokenLogprob(logprob=-0.5, top=top)
+
+    async def say(_batch: Batch, outlet: Outlet) -> None:
+        for position in range(num_tokens):
+            part = chunk(" w\u00e9", position=position, logprobs=[told])
+            outlet.put([part])
+        outlet.put([chunk(position=num_tokens, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
+
+    return Speaker(say)
+
+
+class Direct:
+    """A request without a connection, whose answer is read at once, or not at all until it may be."""
+
+    def __init__(self, served: Serving, body: bytes) -> None:
+        self._request = body
+        self.answer = bytearray()
+        self.is_sending = asyncio.Event()
+        self.may_send = asyncio.Event()
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        path = "/v1/chat/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        app: Any = served.front._server.config.app
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._request:
+            body, self._request = self._request, b""
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await asyncio.Event().wait()
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            self.is_sending.set()
+            if not self.may_send.is_set():
+                await self.may_send.wait()
+            self.answer += message["body"]
+
+
+def body_of(**settings: Any) -> bytes:
+    return asking(**settings).partition(b"\r\n\r\n")[2]
+
+
+LOGPROBS = {"logprobs": True, "top_logprobs": 20}
+
+
+async def test_what_an_answer_in_one_piece_holds_is_counted_until_it_is_read() -> None:
+    async with serving(with_logprobs(3000)) as served:
+        tracemalloc.start()
+        asked = Direct(served, body_of(**LOGPROBS))
+        await asked.is_sending.wait()
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        counted_bytes = served.state.answers.used_bytes
+        asked.may_send.set()
+        await asked.task
+        assert counted_bytes > 3000 * 100 and held_bytes < 2 * counted_bytes + (1 << 19)
+        assert served.state.answers.used_bytes == 0
+        (choice,) = json.loads(asked.answer)["choices"]
+        assert (
+            choice["message"]["content"] == " w\u00e9" * 3000 and len(choice["logprobs"]["content"]) == 3000
+        )
+        assert choice["logprobs"]["content"][-1]["top_logprobs"][3]["logprob"] == pytest.approx(-0.3)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_large_answer_leaves_turns_to_others(is_stream: bool) -> None:
+    async with serving(with_logprobs(5000)) as served:
+        asked = Direct(served, body_of(stream=is_stream, **LOGPROBS))
+        asked.may_send.set()
+        turns = 0
+        while not asked.task.done():
+            turns += 1
+            await asyncio.sleep(0)
+        # Ten of them are there anyway.
+        assert len(asked.answer) > 5000 * 500 and turns > 30
+
+
+async def test_tls_is_that_of_the_gateway(tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "ca"), Authority(tmp_path / "other")
+    pair, alice = authority.server(), authority.issue("alice")
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    cert.write_bytes(pair.cert.read_bytes())
+    key.write_bytes(pair.key.read_bytes())
+    runtime = Speaker(speak)
+    settings = {"tls_cert": str(cert), "tls_key": str(key), "tls_client_ca": str(authority.cert)}
+
+    async def ask(trusted: Path, *, is_alice: bool = True) -> bytes:
+        """The status line of an answer; empty if there is none."""
+        context = ssl.create_default_context(cafile=str(trusted))
+        if is_alice:
+            context.load_cert_chain(alice.cert, alice.key)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=context)
+            writer.write(asking())
+            line = await reader.readline()
+        except (OSError, ssl.SSLError):
+            return b""
+        writer.transport.abort()
+        return line
+
+    async with serving(runtime, **settings) as served:
+        assert await ask(authority.cert) == b"HTTP/1.1 200 OK\r\n"
+        assert runtime.tenants == ["alice"]
+        assert await ask(authority.cert, is_alice=False) == await ask(other.cert) == b""
+        new = other.server()
+        cert.write_bytes(new.cert.read_bytes())
+        key.write_bytes(new.key.read_bytes())
+        assert await ask(other.cert) == b"HTTP/1.1 200 OK\r\n"
+
+
+async def test_a_pipelined_request_is_nobody_elses(tmp_path: Path) -> None:
+    """Who may only observe asks for the models, and behind that, without a token, for a text."""
+    authority = Authority(tmp_path / "ca")
+    pair, alice, nobody = authority.server(), authority.issue("alice"), authority.issue("")
+    token, line = new_token("ops", [Role.OBSERVE])
+    (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n")
+    runtime = Speaker(speak)
+    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(authority.cert)}
+    models = f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {token}\r\n\r\n".encode()
+
+    async def statuses(certificate: Pair) -> list[bytes]:
+        context = ssl.create_default_context(cafile=str(authority.cert))
+        context.load_cert_chain(certificate.cert, certificate.key)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=context)
+        closing = asking().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
+        writer.write(models + closing)
+        found = await reader.read()
+        writer.close()
+        return [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]]
+
+    async with serving(runtime, tokens=str(tmp_path / "tokens"), **settings) as served:
+        assert await statuses(nobody) == [b"200", b"401"]
+        assert runtime.tenants == []
+        assert await statuses(alice) == [b"200", b"200"]
+        assert runtime.tenants == ["alice"]
+
+
+async def test_listening_needs_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("service.openai")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r"needs uvicorn: pip install 'quire-server\[openai\]'"):
+        Gateway(Config(listen="127.0.0.1:0", openai_listen="127.0.0.1:0"))
+
+
+def test_only_this_machine_without_tls() -> None:
+    with pytest.raises(ConfigError, match="openai_listen"):
+        load_config({"openai_listen": "0.0.0.0:0"}, {})
+    assert load_config({"openai_listen": "0.0.0.0:0", "insecure": "on"}, {}).openai_listen == "0.0.0.0:0"
+    with pytest.raises(ConfigError, match="host:port"):
+        load_config({"openai_listen": "unix:/x"}, {})
+
+
+async def turns_of(work: Coroutine[Any, Any, Any]) -> int:
+    """How often others had a turn while something was done."""
+    task, turns = asyncio.ensure_future(work), 0
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    return turns
+
+
+async def test_a_body_of_too_many_values_is_not_parsed() -> None:
+    text = {"prompt": 'a,[{,"' * 400_000 + "\\"}
+    assert await parsed(json.dumps(text).encode()) == text, "in texts they are no values"
+    assert await turns_of(parsed(json.dumps(text).encode())) > 100
+    numbers = list(range((1 << 20) - 8))
+    assert await parsed(json.dumps(numbers).encode()) == numbers
+    for many in (b"[" + b"1," * (1 << 20) + b"1]", b"[],", b"{},", b'"",', b'"a":1,', b'",",'):
+        body = many if len(many) > 10 else b"[" + many * (1 << 18) + b"1]"
+        with pytest.raises(InvalidArgument) as caught:
+            await parsed(body)
+        assert caught.value.reason == "REQUEST_TOO_LARGE"

@@ -1,0 +1,131 @@
+"""Requests of OpenAI's API as batches."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import runner_pb2, types_pb2
+
+from service.errors import InvalidArgument, QuireError, SequenceTooLong
+from service.openai import errors
+from service.openai.models import Served
+from service.openai.requests import chat, completion
+
+OWN = types_pb2.SamplingParams(temperature=0.5, top_k=20)
+
+
+def find(_model: str) -> Served:
+    return Served("local", is_local=True, sampling_defaults=OWN)
+
+
+def item(**settings: Any) -> runner_pb2.ExecuteItem:
+    """What becomes of a chat with some settings."""
+    asked = chat({"model": "m", "messages": [{"role": "user", "content": "x"}], **settings}, find)
+    return asked.items[0]
+
+
+def test_messages() -> None:
+    call = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    said = [
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+        {"role": "user", "content": "d", "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "call-1"},
+    ]
+    made = item(messages=said).chat.messages
+    assert [(message.role, message.content) for message in made] == [
+        (runner_pb2.CHAT_ROLE_SYSTEM, "a"),
+        (runner_pb2.CHAT_ROLE_SYSTEM, "b\nc"),
+        (runner_pb2.CHAT_ROLE_USER, "d"),
+        (runner_pb2.CHAT_ROLE_ASSISTANT, ""),
+        (runner_pb2.CHAT_ROLE_TOOL, "3"),
+    ]
+    assert made[3].tool_calls[0] == runner_pb2.ToolCall(id="call-1", name="add", arguments_json="{}")
+    assert made[4].tool_call_id == "call-1"
+
+
+def test_a_draw_is_as_the_models_makers_recommend_but_for_what_was_given() -> None:
+    assert item().sampling == OWN
+    assert item(temperature=None, top_p=None).sampling == OWN, "null is the same as nothing"
+    given_ = item(temperature=0, top_k=-1, top_p=0.5, seed=-1, logit_bias={"7": -100}).sampling
+    expected = types_pb2.SamplingParams(temperature=0, top_k=0, top_p=0.5, seed=(1 << 64) - 1)
+    expected.logit_bias[7] = -100
+    assert given_ == expected
+    plain = Served("other", is_local=False, sampling_defaults=types_pb2.SamplingParams())
+    asked = completion({"model": "m", "prompt": "x"}, lambda _: plain)
+    assert asked.items[0].sampling == types_pb2.SamplingParams(temperature=1.0)
+    assert asked.items[0].max_tokens == 16
+
+
+def test_the_form_of_an_answer() -> None:
+    assert item(response_format={"type": "json_object"}).constraint.json_schema == '{"type":"object"}'
+    schema = {"type": "object", "properties": {"ä": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
+    assert json.loads(item(response_format=form).constraint.json_schema) == schema
+    assert not item(response_format={"type": "text"}).HasField("constraint")
+    deep: Any = {}
+    for _ in range(900):
+        deep = {"items": deep}
+    form["json_schema"]["schema"] = deep  # type: ignore[index]
+    item(response_format=form)
+
+
+@pytest.mark.parametrize("prompt", [[], {}, 3, [True], [1.5], [-1], [1 << 32], ["a", 1], [[1], "a", None]])
+def test_prompts_that_make_no_sense(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        completion({"model": "m", "prompt": prompt}, find)
+    assert errors.body(caught.value)["error"]["param"].startswith("prompt")
+
+
+def test_prompts_as_tokens_are_bounded_by_what_the_model_can_hold() -> None:
+    own = Served("local", is_local=True, sampling_defaults=OWN, max_tokens=4)
+    for prompt in ([1, 2, 3, 4], [[1], [5, 6, 7, 8]]):
+        asked = completion({"model": "m", "prompt": prompt}, lambda _: own)
+        nested = prompt if isinstance(prompt[0], list) else [prompt]
+        assert [list(item.tokens.token_ids) for item in asked.items] == nested
+    for prompt in ([1, 2, 3, 4, None], [[1], [1, 2, 3, 4, "x"]]):  # type: ignore[assignment]
+        with pytest.raises(SequenceTooLong):
+            completion({"model": "m", "prompt": prompt}, lambda _: own)
+    with pytest.raises(InvalidArgument) as caught:
+        completion({"model": "m", "prompt": [[1], [2, True]]}, lambda _: own)
+    assert caught.value.field == "prompt[1][1]"
+
+
+NAMES = st.sampled_from(
+    [
+        "model", "messages", "prompt", "role", "content", "type", "text", "temperature", "top_p", "top_k",
+        "n", "stop", "seed", "max_tokens", "logprobs", "top_logprobs", "logit_bias", "tools", "tool_choice",
+        "function", "name", "response_format", "json_schema", "schema", "stream", "stream_options",
+        "include_usage", "user", "echo", "suffix", "best_of", "tool_calls", "id", "arguments",
+    ]
+)  # fmt: skip
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=()))
+    | st.sampled_from(["user", "assistant", "tool", "function", "text", "json_object", "auto", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | st.text(), inner, max_size=6),
+    max_leaves=20,
+)
+
+
+@given(VALUES | st.dictionaries(NAMES, VALUES, max_size=10))
+def test_whatever_comes_is_a_request_or_refused(value: Any) -> None:
+    message = {"role": "user", "content": "x"}
+    for parse, base in ((completion, {"prompt": "x"}), (chat, {"messages": [message]})):
+        for whole in (value, {"model": "m", **base, **value} if isinstance(value, dict) else value):
+            refusal = None
+            try:
+                assert parse(whole, find).items[0].ByteSize()
+            except QuireError as error:
+                refusal = error
+            if refusal is not None:
+                assert errors.http_status(refusal) == 400
+                json.dumps(errors.body(refusal), ensure_ascii=False).encode()

@@ -1,0 +1,320 @@
+"""Credentials are read anew when they are refused, and are never seen by anybody but the provider."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from quire.v1 import runner_pb2
+
+from service.caches.tenants import Tenant
+from service.errors import ProviderFailure
+from service.runtimes.base import Batch
+from service.runtimes.remote.config import ProviderConfig
+from service.runtimes.remote.credentials import Secret, read
+from tests.certificates import Authority
+from tests.service.runtimes.remote.fake_provider import (
+    EVENT_STREAM,
+    Collected,
+    FakeProvider,
+    Reply,
+    VirtualTime,
+    config,
+    delta,
+    event,
+    fake_provider,
+    item,
+    raw,
+    reason,
+    remote,
+    run,
+    said,
+    stalled,
+    status,
+    stream,
+)
+
+MANUAL = runner_pb2.REBUILD_CAUSE_MANUAL
+SECRET = "sk-planted-secret"
+OTHER = "sk-another-secret"
+GOOD = said("good")
+HEAD = EVENT_STREAM.encode()
+
+
+@pytest.fixture
+async def provider() -> AsyncIterator[FakeProvider]:
+    async with fake_provider() as made:
+        yield made
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_text(SECRET + "\n")
+    return path
+
+
+def write(key: Path, text: str | None) -> None:
+    if text is None:
+        key.unlink()
+    else:
+        key.write_text(text)
+
+
+async def test_they_go_into_the_header(provider: FakeProvider, key: Path) -> None:
+    provider.script.append(GOOD)
+
+    async with remote(config(provider, api_key_file=str(key))) as runtime:
+        await run(runtime, item())
+
+    assert provider.asked[0].headers["authorization"] == f"Bearer {SECRET}"
+
+
+async def test_refused_ones_are_read_anew_once_for_all(
+    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients: list[httpx2.AsyncClient] = []
+    client = httpx2.AsyncClient
+
+    def counted(**options: Any) -> httpx2.AsyncClient:
+        clients.append(client(**options))
+        return clients[-1]
+
+    monkeypatch.setattr(httpx2, "AsyncClient", counted)
+    both_are_there = asyncio.Barrier(2)
+
+    async def refuse(writer: asyncio.StreamWriter) -> bool:
+        await both_are_there.wait()
+        write(key, OTHER)
+        return await status(401)(writer)
+
+    provider.script += [refuse, refuse, GOOD]
+    async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
+        out = await run(runtime, item(), item(item_id="b"))
+
+    assert (out.text("a"), out.text("b")) == ("good", "good")
+    keys = [asked.headers["authorization"].removeprefix("Bearer ") for asked in provider.asked]
+    assert keys == [SECRET, SECRET, OTHER, OTHER]
+    assert len(clients) == 2
+
+
+async def test_those_that_stay_refused_are_tried_twice(provider: FakeProvider, key: Path) -> None:
+    provider.script.append(status(401))
+    virtual = VirtualTime()
+
+    async with remote(config(provider, api_key_file=str(key)), virtual) as runtime:
+        out = await run(runtime, item())
+
+    assert reason(out.last()) == "UNAUTHORIZED" and len(provider.asked) == 2 and virtual.slept == []
+
+
+async def test_a_rebuilt_session_leaves_running_calls_alone(provider: FakeProvider, key: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(writer: asyncio.StreamWriter) -> bool:
+        writer.write(HEAD + event(delta("old")))
+        await go_on.wait()
+        writer.write(event(delta(finish="stop")) + event("[DONE]"))
+        return False
+
+    provider.script += [slow, GOOD]
+    outlet = Collected()
+    async with remote(config(provider, api_key_file=str(key))) as runtime:
+        running = asyncio.create_task(runtime.execute(Batch("k", Tenant(), [item()]), outlet))
+        await outlet.first.wait()
+        old = runtime._provider.sessions._current
+        assert old is not None
+        write(key, OTHER)
+        assert await runtime.rebuild_session(MANUAL) == 1
+        again = await run(runtime, item())
+        was_closed_before = old.client.is_closed
+        go_on.set()
+        await running
+        assert (was_closed_before, old.client.is_closed) == (False, True)
+
+    assert (outlet.text(), again.text()) == ("old", "good")
+    assert provider.asked[1].headers["authorization"] == f"Bearer {OTHER}"
+
+
+@pytest.mark.parametrize("text", ["", "two words", "line\nbreak", "k\u00e9y", "\x7f", None])
+async def test_what_cannot_be_a_key_is_not_sent(provider: FakeProvider, key: Path, text: str | None) -> None:
+    write(key, text)
+
+    async with remote(config(provider, api_key_file=str(key))) as runtime:
+        out = await run(runtime, item())
+        assert runtime.describe().trouble
+        with pytest.raises(ProviderFailure):
+            await runtime.rebuild_session(MANUAL)
+        write(key, SECRET)
+        provider.script.append(GOOD)
+        assert (await run(runtime, item())).text() == "good"
+        assert not runtime.describe().trouble
+
+    assert reason(out.last()) == "UNAUTHORIZED"
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+async def test_they_are_for_those_who_prove_who_they_are(
+    key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
+) -> None:
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    monkeypatch.setenv("SSL_CERT_FILE", str(ours.cert))
+    pair = (ours if is_trusted else theirs).server()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pair.cert, pair.key)
+
+    async with fake_provider(tls) as provider:
+        provider.script.append(GOOD)
+        async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
+            out = await run(runtime, item())
+
+    assert reason(out.last()) == ("" if is_trusted else "NETWORK_ERROR")
+    assert len(provider.asked) == is_trusted
+
+
+async def test_they_do_not_follow_a_redirect(provider: FakeProvider, key: Path) -> None:
+    async with fake_provider() as elsewhere:
+        elsewhere.script.append(GOOD)
+        provider.script.append(status(308, headers=f"Location: {elsewhere.url}\r\n"))
+        async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
+            out = await run(runtime, item())
+
+    assert reason(out.last()) == "FORBIDDEN" and elsewhere.asked == []
+
+
+def _leaks() -> Iterator[tuple[str, Reply]]:
+    """Answers of a provider that repeats the credentials wherever it can."""
+    echo = {"error": {"message": SECRET, "type": SECRET, "code": SECRET}}
+    yield "a status", status(500, echo, f"X-Echo: {SECRET}\r\nSet-Cookie: k={SECRET}\r\n")
+    yield "a refusal", status(401, echo)
+    yield "a bad request", status(400, echo)
+    yield "a reason", raw(f"HTTP/1.1 403 {SECRET}\r\nContent-Length: 0\r\n\r\n".encode())
+    yield "a broken head", raw(f"{SECRET}\r\n\r\n".encode())
+    yield "a redirect", status(302, headers=f"Location: http://{SECRET}/\r\n")
+    yield "an error in the stream", stream(echo)
+    yield "an error behind text", stream(delta("x"), echo)
+    yield "bad JSON", stream(SECRET)
+    yield "a wrong type", raw(HEAD.replace(b"text/event-stream", SECRET.encode()))
+    yield "a cut", raw(HEAD + event(delta("x")) + SECRET.encode())
+    yield "a stall", stalled(HEAD + event(delta("x")) + SECRET.encode())
+    yield "nothing", raw()
+
+
+LEAKS = dict(_leaks())
+
+
+@pytest.mark.parametrize("name", LEAKS)
+async def test_nothing_shows_them(
+    provider: FakeProvider,
+    key: Path,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Not even to who logs everything, and whatever the provider does with them."""
+    provider.script.append(LEAKS[name])
+    shown: list[object] = []
+
+    with caplog.at_level(logging.DEBUG):
+        made = config(provider, api_key_file=str(key), idle_timeout_s=0.05 if name == "a stall" else 10.0)
+        async with remote(made, VirtualTime()) as runtime:
+            out = await run(runtime, item())
+            sessions = runtime._provider.sessions
+            assert sessions._current is not None
+            shown += [
+                runtime,
+                runtime.describe(),
+                sessions,
+                sessions._current,
+                sessions._current.secret,
+                made,
+            ]
+        shown += [chunk.SerializeToString() for chunk in out.chunks]
+
+    assert reason(out.last())
+    assert provider.asked[0].headers["authorization"] == f"Bearer {SECRET}"
+    said_anywhere = caplog.text + "".join(capfd.readouterr()) + "".join(map(repr, shown))
+    assert "planted" not in said_anywhere
+
+
+async def test_failures_are_chained_to_nothing_that_holds_them(
+    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider.script.append(raw(b"nonsense\r\n\r\n"))
+    seen: list[BaseException] = []
+    plain = ProviderFailure.untraced
+
+    def untraced(self: ProviderFailure) -> ProviderFailure:
+        seen.append(self)
+        return plain(self)
+
+    monkeypatch.setattr(ProviderFailure, "untraced", untraced)
+    async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
+        await run(runtime, item())
+    gc.collect()
+
+    assert len(seen) > 1
+    assert [(e.__context__, e.__cause__, e.__traceback__) for e in seen] == [(None, None, None)] * len(seen)
+
+
+async def test_a_bug_of_ours_shows_nothing(
+    provider: FakeProvider,
+    key: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def broken(_self: Secret) -> str:
+        raise ZeroDivisionError(SECRET)
+
+    monkeypatch.setattr(Secret, "reveal", broken)
+    provider.script.append(GOOD)
+    async with remote(config(provider, api_key_file=str(key))) as runtime:
+        out = await run(runtime, item())
+
+    assert reason(out.last()) == "INTERNAL"
+    logged = caplog.text + "".join(capfd.readouterr())
+    assert "ZeroDivisionError" in logged and "planted" not in logged
+
+
+async def test_without_a_place_for_them_none_are_sent(provider: FakeProvider) -> None:
+    provider.script.append(GOOD)
+    assert await read(config(provider)) is None
+
+    async with remote(config(provider)) as runtime:
+        await run(runtime, item())
+
+    assert "authorization" not in provider.asked[0].headers
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_url": "http://example.com/v1"},
+        {"base_url": "https://user:planted@example.com/v1"},
+        {"base_url": "https://example.com/v1?key=planted"},
+        {"base_url": "https://example.com:planted/v1"},
+        {"base_url": "ftp://example.com"},
+        {"api_key_env": "planted", "api_key_file": "x"},
+        {"model": ""},
+        {"max_concurrent": 0},
+        {"idle_timeout_s": float("nan")},
+        {"budget_usd_per_hour": 3.0},
+        {"max_tokens_field": "tokens"},
+        {"requests_per_minute": float("inf")},
+        {"dialect": "french"},
+    ],
+)
+def test_settings_that_cannot_be_used(changes: dict[str, object]) -> None:
+    settings: dict[str, object] = {"base_url": "https://example.com/v1", "model": "m"}
+    with pytest.raises(ValueError) as raised:
+        ProviderConfig(**{"name": "x", "dialect": "openai-chat", **settings, **changes})  # type: ignore[arg-type]
+    assert "planted" not in str(raised.value)
+    assert next(iter(changes)) in str(raised.value) or changes == {"model": ""}

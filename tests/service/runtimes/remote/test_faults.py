@@ -1,0 +1,588 @@
+"""Every fault of a provider ends in the right failure or another try: never a hang, or a text said twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from google.protobuf import duration_pb2
+from quire.v1 import runner_pb2
+
+from service.caches.requests import Priority
+from service.caches.tenants import Quota, Tenant
+from service.runtimes.base import Batch
+from service.runtimes.remote.config import BudgetPolicy
+from service.runtimes.remote.prices import Prices
+from tests.service.runtimes.remote.fake_provider import (
+    EVENT_STREAM,
+    Collected,
+    FakeProvider,
+    Reply,
+    VirtualTime,
+    config,
+    delta,
+    event,
+    fake_provider,
+    item,
+    raw,
+    reason,
+    remote,
+    run,
+    said,
+    stalled,
+    status,
+    stream,
+)
+
+HEAD = EVENT_STREAM.encode()
+GOOD = said("good")
+TEXT = event(delta("half"))
+GZIP = b"\r\nContent-Encoding: gzip\r\n\r\n"
+CHUNKED = EVENT_STREAM.replace("Connection: close", "Transfer-Encoding: chunked").encode()
+
+
+def error(code: str, message: str = "") -> dict[str, object]:
+    return {"error": {"code": code, "type": code, "message": message}}
+
+
+def dripping(head: bytes, drop: bytes) -> Reply:
+    """Writes a head, and then drops for ever."""
+
+    async def reply(writer: asyncio.StreamWriter) -> bool:
+        writer.write(head)
+        while True:
+            await writer.drain()
+            await asyncio.sleep(0.005)
+            writer.write(drop)
+
+    return reply
+
+
+class Stuck(Collected):
+    """Has no room any more, from the beginning or from the first chunk on."""
+
+    def __init__(self, is_full: bool) -> None:
+        super().__init__()
+        self.is_full = is_full
+        self.waits = asyncio.Event()
+
+    def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
+        super().put(chunks)
+        self.is_full = True
+
+    async def room(self) -> None:
+        self.waits.set()
+        await super().room()
+
+
+@pytest.fixture
+async def provider() -> AsyncIterator[FakeProvider]:
+    async with fake_provider() as made:
+        yield made
+
+
+# What is tried again: the reply, and the failure after the last try.
+PASSING: dict[str, tuple[Reply, str]] = {
+    "429": (status(429), "RATE_LIMITED"),
+    "429 with Retry-After": (status(429, headers="Retry-After: 7\r\n"), "RATE_LIMITED"),
+    "500": (status(500, "<html>"), "SERVER_ERROR"),
+    "503 with a code": (status(503, error("context_length_exceeded")), "SERVER_ERROR"),
+    "408": (status(408), "TIMEOUT"),
+    "no answer": (raw(), "NETWORK_ERROR"),
+    "no HTTP": (raw(b"SSH-2.0-x\r\n\r\n"), "NETWORK_ERROR"),
+    "a stall before the head": (stalled(), "TIMEOUT"),
+    "a stall before the body": (stalled(HEAD), "TIMEOUT"),
+    "a cut before the first text": (raw(HEAD + event(delta())), "NETWORK_ERROR"),
+    "a cut within a chunk": (raw(CHUNKED + b"ff\r\ndata"), "NETWORK_ERROR"),
+    "bad JSON": (stream("{nonsense"), "SERVER_ERROR"),
+    "deep JSON": (stream("[" * 100_000), "SERVER_ERROR"),
+    "JSON of another kind": (stream([1, 2]), "SERVER_ERROR"),
+    "choices that are none": (stream({"choices": 3}), "SERVER_ERROR"),
+    "a sample nobody asked for": (stream(delta("x", sample=1)), "SERVER_ERROR"),
+    "an index below 0": (stream(delta("x", sample=-1)), "SERVER_ERROR"),
+    "a page": (raw(HEAD.replace(b"event-stream", b"html") + b"<p>"), "SERVER_ERROR"),
+    "a compressed answer": (raw(HEAD.replace(b"\r\n\r\n", GZIP)), "SERVER_ERROR"),
+    "a line that is too long": (raw(HEAD + b"data: " + b"x" * 5000), "SERVER_ERROR"),
+    "an event that is too long": (raw(HEAD + b"data: xxxxxx\n" * 500), "SERVER_ERROR"),
+    "an overload in the stream": (stream(error("overloaded_error")), "SERVER_ERROR"),
+    "a limit in the stream": (stream(error("rate_limit_exceeded")), "RATE_LIMITED"),
+}  # fmt: skip
+# What is not.
+LASTING: dict[str, tuple[Reply, str]] = {
+    "400": (status(400, error("invalid_request_error")), "BAD_REQUEST"),
+    # The address or the model of the configuration, not the item.
+    "404": (status(404), "FORBIDDEN"),
+    "no such model": (status(400, error("model_not_found")), "FORBIDDEN"),
+    "no such model, in the stream": (stream(error("not_found_error")), "FORBIDDEN"),
+    "no such method": (status(405), "FORBIDDEN"),
+    "402": (status(402), "FORBIDDEN"),
+    "403": (status(403), "FORBIDDEN"),
+    "no money": (status(429, error("insufficient_quota")), "FORBIDDEN"),
+    "too long": (status(400, error("context_length_exceeded")), "CONTEXT_LENGTH_EXCEEDED"),
+    "too long in words": (
+        status(400, error("invalid_request_error", "Maximum context length is 9")),
+        "CONTEXT_LENGTH_EXCEEDED",
+    ),
+    "filtered": (status(400, error("content_policy_violation")), "CONTENT_FILTERED"),
+    "filtered in the stream": (stream(error("content_filter")), "CONTENT_FILTERED"),
+    "a large error": (status(400, "x" * 200_000), "BAD_REQUEST"),
+    "a redirect": (status(307, headers="Location: http://127.0.0.1:1/v1\r\n"), "FORBIDDEN"),
+    "a redirect with words": (status(302, "too many tokens"), "FORBIDDEN"),
+}
+
+
+def settings_for(name: str) -> dict[str, float]:
+    """Short where a provider stalls for ever: another reply may be late on a busy machine."""
+    return {"max_line_bytes": 4000, "first_byte_timeout_s": 0.05 if "stall" in name else 30.0}
+
+
+@pytest.mark.parametrize("name", PASSING)
+async def test_what_passes_is_tried_again(provider: FakeProvider, name: str) -> None:
+    provider.script += [PASSING[name][0], GOOD]
+    virtual = VirtualTime()
+
+    async with remote(config(provider, **settings_for(name)), virtual) as runtime:
+        out = await run(runtime, item())
+
+    assert reason(out.last()) == "" and out.text() == "good"
+    assert virtual.slept[0] == (7.0 if "Retry-After" in name else 1.0)
+    assert len(provider.asked) == 2 or "stall" in name
+
+
+@pytest.mark.parametrize("name", PASSING)
+async def test_after_the_last_try_the_failure_has_its_reason(provider: FakeProvider, name: str) -> None:
+    provider.script.append(PASSING[name][0])
+
+    made = config(provider, max_retries=1, **settings_for(name))
+    async with remote(made, VirtualTime()) as runtime:
+        out = await run(runtime, item(n=2) if "nobody" not in name else item())
+
+    assert reason(out.last()) == PASSING[name][1] and out.text() == ""
+    assert len(provider.asked) == 2
+
+
+@pytest.mark.parametrize("name", LASTING)
+async def test_what_lasts_is_not_tried_again(provider: FakeProvider, name: str) -> None:
+    provider.script.append(LASTING[name][0])
+    virtual = VirtualTime()
+
+    async with remote(config(provider), virtual) as runtime:
+        out = await run(runtime, item())
+
+    assert reason(out.last()) == LASTING[name][1]
+    assert len(provider.asked) == 1 and virtual.slept == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (raw(HEAD + TEXT), "NETWORK_ERROR"),
+        (raw(CHUNKED + f"{len(TEXT):x}\r\n".encode() + TEXT + b"\r\nff\r\nda"), "NETWORK_ERROR"),
+        (stalled(HEAD + TEXT), "TIMEOUT"),
+        (raw(HEAD + TEXT, b"data: {nonsense\n\n", pause_s=0.005), "SERVER_ERROR"),
+        (raw(HEAD + TEXT, event(error("rate_limit_error")), pause_s=0.005), "RATE_LIMITED"),
+        (raw(HEAD + TEXT, b"data: " + b"x" * 5000, pause_s=0.005), "SERVER_ERROR"),
+    ],
+    ids=["cut", "cut chunk", "stall", "bad JSON", "error", "long line"],
+)
+async def test_nothing_is_said_twice(provider: FakeProvider, reply: Reply, expected: str) -> None:
+    provider.script += [reply, GOOD]
+
+    idle_s = 0.05 if expected == "TIMEOUT" else 10.0
+    made = config(provider, idle_timeout_s=idle_s, max_line_bytes=4000)
+    async with remote(made, VirtualTime()) as runtime:
+        out = await run(runtime, item())
+
+    assert out.text() == "half"
+    assert reason(out.last()) == expected
+    assert len(provider.asked) == 1
+
+
+async def test_what_was_held_back_was_not_said(provider: FakeProvider) -> None:
+    provider.script += [raw(HEAD + event(delta("EN"))), said("good")]
+
+    async with remote(config(provider), VirtualTime()) as runtime:
+        out = await run(runtime, item(stop=["END"]))
+
+    assert (out.text(), out.last().finish_reason) == ("good", runner_pb2.FINISH_REASON_STOP)
+
+
+async def test_a_stream_that_ends_behind_its_last_word_is_complete(provider: FakeProvider) -> None:
+    provider.script.append(stream(delta("x", finish="stop"), done=False))
+
+    async with remote(config(provider)) as runtime:
+        out = await run(runtime, item())
+
+    assert out.last().finish_reason == runner_pb2.FINISH_REASON_STOP
+
+
+async def test_a_slow_drip_is_read_to_its_end(provider: FakeProvider) -> None:
+    whole = HEAD + event(delta("drop")) + event(delta(finish="stop")) + event("[DONE]")
+    provider.script.append(raw(HEAD, *(bytes([b]) for b in whole[len(HEAD) :]), pause_s=0.0))
+
+    async with remote(config(provider)) as runtime:
+        out = await run(runtime, item())
+
+    assert out.text() == "drop"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "expected"),
+    [
+        ({"answer_timeout_s": 0.05}, {}, "TIMEOUT"),
+        ({}, {"timeout": timedelta(seconds=0.05)}, "DEADLINE_PASSED"),
+        ({"max_answer_bytes": 20}, {}, "SERVER_ERROR"),
+    ],
+    ids=["time", "deadline", "size"],
+)
+async def test_a_drip_without_end_is_bounded(
+    provider: FakeProvider, settings: dict[str, float], fields: dict[str, Any], expected: str
+) -> None:
+    provider.script.append(raw(HEAD, *([b": still here\n\n"] * 1000), pause_s=0.005))
+
+    async with remote(config(provider, max_retries=0, **settings)) as runtime:
+        out = await run(runtime, item(**fields))
+
+    assert reason(out.last()) == expected
+    await asyncio.wait_for(provider.left.wait(), 5)
+
+
+async def test_an_error_that_drips_without_end_is_bounded(provider: FakeProvider) -> None:
+    provider.script.append(dripping(b"HTTP/1.1 403 X\r\n\r\n", b"x"))
+
+    async with remote(config(provider, idle_timeout_s=0.1)) as runtime:
+        out = await asyncio.wait_for(run(runtime, item()), 10)
+
+    # The status had said enough.
+    assert reason(out.last()) == "FORBIDDEN"
+    await asyncio.wait_for(provider.left.wait(), 5)
+
+
+@pytest.mark.parametrize("is_full_before", [False, True])
+async def test_who_does_not_read_keeps_nobody_from_the_provider(
+    provider: FakeProvider, is_full_before: bool
+) -> None:
+    """Nor does the provider look unwell, although one such call is the breaker's probe."""
+    provider.script += [status(500), raw(HEAD + TEXT, TEXT * 1000, event(delta(finish="stop"))), GOOD]
+    virtual = VirtualTime()
+    answer_s = 900.0 if is_full_before else 0.05
+    made = config(provider, max_concurrent=1, max_retries=0, breaker_failures=1, answer_timeout_s=answer_s)
+
+    async with remote(made, virtual) as runtime:
+        await run(runtime, item())
+        virtual.now_s += 31
+        outlet = Stuck(is_full_before)
+        running = asyncio.create_task(runtime.execute(Batch("k", Tenant(), [item()]), outlet))
+        await asyncio.wait_for(outlet.waits.wait(), 10)
+        if is_full_before:
+            assert runtime.describe().rate_limits.running == 0
+        else:
+            # The answer has begun, so that the provider is known to be well.
+            assert runtime.describe().breaker == runner_pb2.BREAKER_STATE_CLOSED
+            await asyncio.wait_for(running, 10)
+        out = await asyncio.wait_for(run(runtime, item()), 10)
+        after = runtime.describe()
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert reason(out.last()) == "" and after.breaker == runner_pb2.BREAKER_STATE_CLOSED
+    if not is_full_before:
+        assert (outlet.text()[:4], reason(outlet.last())) == ("half", "TIMEOUT")
+
+
+async def test_nobody_listens(provider: FakeProvider) -> None:
+    nowhere = config(provider, base_url="http://127.0.0.1:1/v1")
+    async with remote(nowhere, VirtualTime()) as runtime:
+        out = await run(runtime, item())
+
+    assert reason(out.last()) == "NETWORK_ERROR"
+
+
+# Time.
+
+
+async def test_retries_double_and_end(provider: FakeProvider) -> None:
+    provider.script.append(status(500))
+    virtual = VirtualTime()
+
+    async with remote(config(provider), virtual) as runtime:
+        await run(runtime, item())
+
+    assert len(provider.asked) == 4 and virtual.slept == [1.0, 2.0, 4.0]
+
+
+async def test_a_wait_beyond_the_deadline_is_not_begun(provider: FakeProvider) -> None:
+    provider.script.append(status(429, headers="Retry-After: 30\r\n"))
+    virtual = VirtualTime()
+
+    async with remote(config(provider), virtual) as runtime:
+        out = await run(runtime, item(), deadline_s=virtual.now_s + 20)
+
+    assert reason(out.last()) == "RATE_LIMITED" and virtual.slept == []
+    # The caller learns when to come again: the second detail is RetryInfo.
+    assert len(out.last().error.details) == 2
+
+
+@pytest.mark.parametrize("seconds", ["301", "9" * 30, "1e300"])
+async def test_a_provider_who_wants_to_be_left_alone_for_long_is(
+    provider: FakeProvider, seconds: str
+) -> None:
+    provider.script.append(status(429, headers=f"Retry-After: {seconds}\r\n"))
+    virtual = VirtualTime()
+
+    async with remote(config(provider), virtual) as runtime:
+        out = await run(runtime, item(timeout=duration_pb2.Duration(seconds=2**62)))
+
+    assert reason(out.last()) == "RATE_LIMITED" and virtual.slept == []
+
+
+async def test_a_retry_after_may_be_a_date(provider: FakeProvider) -> None:
+    # The virtual wall clock stands at 1e9.
+    date = "Retry-After: Sun, 09 Sep 2001 01:46:52 GMT\r\n"
+    provider.script += [status(503, headers=date), status(429, headers="Retry-After: soon\r\n"), GOOD]
+    virtual = VirtualTime()
+
+    async with remote(config(provider), virtual) as runtime:
+        out = await run(runtime, item())
+
+    assert out.text() == "good" and virtual.slept == [12.0, 2.0]
+
+
+async def test_the_deadline_of_the_call_holds(provider: FakeProvider) -> None:
+    provider.script.append(stalled(HEAD + TEXT))
+
+    async with remote(config(provider)) as runtime:
+        out = await run(runtime, item(), deadline_s=time.monotonic() + 0.3)
+
+    assert (out.text(), reason(out.last())) == ("half", "DEADLINE_PASSED")
+    await asyncio.wait_for(provider.left.wait(), 5)
+
+
+async def test_cancelling_closes_the_stream(provider: FakeProvider) -> None:
+    provider.script.append(stalled(HEAD + TEXT))
+    outlet = Collected()
+
+    async with remote(config(provider)) as runtime:
+        batch = Batch("k", Tenant(), [item(), item(item_id="b")])
+        running = asyncio.create_task(runtime.execute(batch, outlet))
+        await outlet.first.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await asyncio.wait_for(provider.left.wait(), 5)
+        assert runtime.describe().rate_limits.running == 0
+
+
+# The breaker.
+
+
+async def test_the_breaker_opens_and_closes(provider: FakeProvider) -> None:
+    provider.script.append(status(500))
+    virtual = VirtualTime()
+
+    async with remote(config(provider, max_retries=0), virtual) as runtime:
+        for _ in range(10):
+            assert reason((await run(runtime, item())).last()) == "SERVER_ERROR"
+        opened, wait_s = runtime.describe(), runtime.wait_s
+        out = await run(runtime, item())
+        assert reason(out.last()) == "CIRCUIT_OPEN" and len(provider.asked) == 10
+        virtual.now_s += 31
+        half_open = runtime.describe()
+        assert reason((await run(runtime, item())).last()) == "SERVER_ERROR"
+        assert reason((await run(runtime, item())).last()) == "CIRCUIT_OPEN"
+        virtual.now_s += 31
+        provider.script = type(provider.script)([GOOD])
+        out = await run(runtime, item(), item(item_id="b"))
+        after = runtime.describe()
+
+    assert wait_s == 30.0
+    assert (opened.breaker, bool(opened.trouble)) == (runner_pb2.BREAKER_STATE_OPEN, True)
+    assert (half_open.breaker, half_open.trouble) == (runner_pb2.BREAKER_STATE_HALF_OPEN, "")
+    # One tries, and the other is not sent.
+    assert sorted(reason(out.last(name)) for name in ("a", "b")) == ["", "CIRCUIT_OPEN"]
+    assert after.breaker == runner_pb2.BREAKER_STATE_CLOSED
+
+
+async def test_limits_and_bad_requests_do_not_open_it(provider: FakeProvider) -> None:
+    provider.script += [status(429), status(400)] * 15
+
+    async with remote(config(provider, max_retries=0), VirtualTime()) as runtime:
+        for _ in range(30):
+            await run(runtime, item())
+        assert runtime.describe().breaker == runner_pb2.BREAKER_STATE_CLOSED
+
+    assert len(provider.asked) == 30
+
+
+# Limits and budgets.
+
+
+async def test_requests_wait_for_their_minute(provider: FakeProvider) -> None:
+    provider.script.append(GOOD)
+    virtual = VirtualTime()
+
+    async with remote(config(provider, requests_per_minute=2), virtual) as runtime:
+        out = await run(runtime, *(item(item_id=str(i)) for i in range(4)))
+
+    assert [out.text(str(i)) for i in range(4)] == ["good"] * 4
+    assert 60 <= virtual.now_s - 1000 < 61
+
+
+async def test_tokens_that_were_not_used_come_back(provider: FakeProvider) -> None:
+    provider.script.append(GOOD)
+    virtual = VirtualTime()
+    # Each is expected to use all, and uses 12.
+    made = config(provider, tokens_per_minute=1000, max_concurrent=1)
+
+    async with remote(made, virtual) as runtime:
+        out = await run(runtime, *(item(item_id=str(i), max_tokens=990) for i in range(4)))
+
+    assert [out.text(str(i)) for i in range(4)] == ["good"] * 4
+    assert virtual.now_s - 1000 < 4
+
+
+async def test_permits_are_held_as_long_as_streams_live(provider: FakeProvider) -> None:
+    provider.script.append(raw(HEAD + TEXT, event(delta(finish="stop")), pause_s=0.01))
+
+    async with remote(config(provider, max_concurrent=2)) as runtime:
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, provider.open)
+                await asyncio.sleep(0.001)
+
+        watching = asyncio.create_task(watch())
+        out = await run(runtime, *(item(item_id=str(i)) for i in range(6)))
+        watching.cancel()
+
+    assert len(out.chunks) == 12 and most == 2
+
+
+async def test_a_batch_of_one_tenant_leaves_turns_to_others(provider: FakeProvider) -> None:
+    provider.script.append(GOOD)
+    alice, bob = Tenant("alice"), Tenant("bob")
+
+    async with remote(config(provider, max_concurrent=1)) as runtime:
+        batches = [
+            Batch("k", alice, [item(f"alice {n}", item_id=str(n)) for n in range(5)]),
+            Batch("l", bob, [item("bob")]),
+            Batch("m", alice, [item("urgent")], priority=Priority.HIGH),
+        ]
+        await asyncio.gather(*(runtime.execute(batch, Collected()) for batch in batches))
+
+    asked = [asked.body["messages"][0]["content"] for asked in provider.asked]
+    assert asked[:3] == ["alice 0", "urgent", "bob"] and asked[3:] == [f"alice {n}" for n in range(1, 5)]
+
+
+async def test_too_many_who_wait_are_refused(provider: FakeProvider) -> None:
+    provider.script.append(GOOD)
+
+    async with remote(config(provider, max_concurrent=1, max_waiting=2)) as runtime:
+        out = await run(runtime, *(item(item_id=str(i)) for i in range(5)))
+
+    reasons = [reason(out.last(str(i))) for i in range(5)]
+    assert "BACKPRESSURE" in reasons and "" in reasons
+
+
+async def test_a_wait_for_a_limit_beyond_the_deadline_is_refused(provider: FakeProvider) -> None:
+    provider.script.append(GOOD)
+    virtual = VirtualTime()
+
+    async with remote(config(provider, requests_per_minute=1), virtual) as runtime:
+        await run(runtime, item())
+        out = await run(runtime, item(), deadline_s=virtual.now_s + 30)
+
+    assert reason(out.last()) == "RATE_LIMITED" and len(provider.asked) == 1
+
+
+# Quotas of tenants.
+
+
+async def test_a_tenant_has_so_many_requests_with_a_provider_as_it_may(provider: FakeProvider) -> None:
+    """A request that waits for its turn counts like one that runs, and each for samples of their own."""
+    provider.script.append(stalled(HEAD + TEXT))
+    alice, bob = Tenant("alice", Quota(max_in_flight=3)), Tenant("bob", Quota(max_in_flight=1))
+    outlet, others = Collected(), Collected()
+
+    async with remote(config(provider, max_concurrent=1, dialect="anthropic-messages")) as runtime:
+        batch = Batch("k", alice, [item(item_id=str(n), n=2) for n in range(3)])
+        running = asyncio.create_task(runtime.execute(batch, outlet))
+        await asyncio.wait_for(outlet.first.wait(), 10)
+        asked = asyncio.create_task(runtime.execute(Batch("l", bob, [item()]), others))
+        await asyncio.sleep(0)
+        again = await run(runtime, item(), tenant=alice)
+        for task in (running, asked):
+            task.cancel()
+        await asyncio.wait([running, asked])
+
+    ended = sorted((chunk.item_id, chunk.sample) for chunk in outlet.chunks if chunk.finish_reason)
+    assert ended == [("1", 1), ("2", 0), ("2", 1)]
+    assert {reason(chunk) for chunk in outlet.chunks if chunk.finish_reason} == {"QUOTA"}
+    assert reason(again.last()) == "QUOTA" and not others.chunks
+    # What ended is counted no longer.
+    provider.script = type(provider.script)([GOOD])
+    async with remote(config(provider)) as runtime:
+        out = await run(runtime, *(item(item_id=str(n)) for n in range(3)), tenant=alice)
+    assert [reason(out.last(str(n))) for n in range(3)] == [""] * 3
+
+
+async def test_a_tenant_asks_a_provider_so_often_as_it_may(provider: FakeProvider) -> None:
+    """A try after a failure is no further request."""
+    provider.script += [status(500), GOOD]
+    virtual, alice = VirtualTime(), Tenant("alice", Quota(max_per_s=2))
+
+    async with remote(config(provider), virtual) as runtime:
+        out = await run(runtime, item(), item(item_id="b"), item(item_id="c"), tenant=alice)
+        virtual.now_s += 1
+        later = await run(runtime, item(), tenant=alice)
+
+    assert [reason(out.last(name)) for name in ("a", "b", "c")] == ["", "", "QUOTA"]
+    # The caller learns when to come again: the second detail is RetryInfo.
+    assert len(out.last("c").error.details) == 2
+    assert reason(later.last()) == ""
+
+
+DEAR = {"m": Prices(input_usd=0.0, output_usd=1e6)}  # a dollar for each token
+
+
+@pytest.mark.parametrize(("most_usd", "expected"), [(9.0, "BUDGET_EXCEEDED"), (10.0, "")])
+async def test_an_item_that_could_cost_more_is_not_sent(
+    provider: FakeProvider, most_usd: float, expected: str
+) -> None:
+    provider.script.append(GOOD)
+
+    async with remote(config(provider, prices=DEAR)) as runtime:
+        out = await run(runtime, item(max_tokens=10, max_cost_usd=most_usd))
+
+    assert reason(out.last()) == expected
+    assert len(provider.asked) == (0 if expected else 1)
+
+
+async def test_what_has_no_price_cannot_be_bounded(provider: FakeProvider) -> None:
+    async with remote(config(provider)) as runtime:
+        out = await run(runtime, item(max_cost_usd=1e9))
+
+    assert reason(out.last()) == "BUDGET_EXCEEDED"
+
+
+@pytest.mark.parametrize("policy", BudgetPolicy)
+async def test_the_hours_budget(
+    provider: FakeProvider, policy: BudgetPolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider.script.append(GOOD)
+    virtual = VirtualTime()
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13, budget_policy=policy)
+
+    async with remote(made, virtual) as runtime:
+        # 10 dollars are expected, 5 are spent: there is room for a second one, and not for a third.
+        outs = [await run(runtime, item(max_tokens=8 if i else 10)) for i in range(3)]
+
+    reasons = [reason(out.last()) for out in outs]
+    assert reasons == ["", "", "BUDGET_EXCEEDED" if policy is BudgetPolicy.REJECT else ""]
+    assert (virtual.now_s - 1000 > 3500) == (policy is BudgetPolicy.THROTTLE)

@@ -1,0 +1,276 @@
+"""What a reader of an execution gets, and what is held for one who does not read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from quire.v1 import runner_pb2
+
+from service.api.budget import AnswerBudget, KeptBudget
+from service.errors import Draining, ExecutionLost, NoWorker, ResumedElsewhere
+from service.runtimes.execution import Execution, State
+from tests.error_details import status_reason
+
+LARGE = "x" * 100_000
+
+
+def chunk(position: int, text: str = "x", *, last: bool = False) -> runner_pb2.SampleChunk:
+    reason = runner_pb2.FINISH_REASON_STOP if last else runner_pb2.FINISH_REASON_UNSPECIFIED
+    return runner_pb2.SampleChunk(
+        item_id="a", position=position, token_ids=[7], text=text, finish_reason=reason
+    )
+
+
+class Played:
+    """An execution whose runtime is the test."""
+
+    def __init__(self, keep_s: float = 0.0, kept_bytes: int = 1 << 40) -> None:
+        self.budget = AnswerBudget(1 << 40)
+        self.was_cancelled = False
+        self.is_done = asyncio.Event()
+        self.kept = KeptBudget(kept_bytes)
+        self.states: list[State] = []
+        self.execution = Execution("id", [("a", 0)], keep_s, self._on_state, self.budget, self.kept)
+        self.execution.begin(self._run)
+
+    def _on_state(self, execution: Execution) -> None:
+        self.states.append(execution.state)
+
+    @property
+    def gone(self) -> int:
+        return self.states.count(State.GONE)
+
+    async def _run(self, _execution: Execution) -> None:
+        try:
+            await self.is_done.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+
+def positions(chunks: Sequence[runner_pb2.SampleChunk]) -> list[int]:
+    return [chunk.position for chunk in chunks]
+
+
+async def test_it_ends_with_its_reader() -> None:
+    played = Played()
+    reader = played.execution.attach({})
+    await asyncio.sleep(0)
+    played.execution.put([chunk(0), chunk(1)])
+    assert positions(await played.execution.read(reader)) == [0, 1]
+    played.execution.detach(reader)
+    await asyncio.sleep(0)
+    assert played.was_cancelled and played.gone == 1
+
+
+async def test_who_does_not_read_stops_it_and_reading_lets_it_go_on() -> None:
+    execution = Played().execution
+    reader = execution.attach({})
+    sent = 0
+    while not execution.is_full:
+        execution.put([chunk(sent, LARGE)])
+        sent += 1
+    assert sent < 20
+    waiting = asyncio.create_task(execution.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    while waiting in asyncio.all_tasks():
+        assert sum(len(c.text) for c in await execution.read(reader)) < 1_000_000
+        await asyncio.sleep(0)
+
+
+async def test_a_kept_one_goes_on_alone_until_its_time_is_over() -> None:
+    played = Played(keep_s=0.05)
+    first = played.execution.attach({})
+    played.execution.put([chunk(0), chunk(1)])
+    played.execution.detach(first)
+    played.execution.put([chunk(2)])
+    second = played.execution.attach({("a", 0): 1})
+    assert positions(await played.execution.read(second)) == [1, 2]
+    played.execution.detach(second)
+    while not played.gone:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
+    assert played.was_cancelled
+
+
+async def test_what_nobody_reads_is_bounded() -> None:
+    execution = Played(keep_s=60).execution
+    execution.detach(execution.attach({}))
+    sent = 0
+    while not execution.is_full:
+        execution.put([chunk(sent, LARGE)])
+        sent += 1
+    assert 100 < sent < 400
+
+
+async def test_all_together_are_bounded() -> None:
+    played = Played(keep_s=60)
+    execution = played.execution
+    execution.detach(execution.attach({}))
+    execution.put([chunk(0, LARGE)])
+    alone = execution.is_full
+    assert played.budget.used_bytes > len(LARGE) and not alone
+    played.budget.exchange(0, 1 << 40)
+    among_others = execution.is_full
+    assert among_others, "others hold all there is"
+    played.budget.exchange(1 << 40, 0)
+    execution.end()
+    assert played.budget.used_bytes == 0
+
+
+async def test_what_is_not_read_counts_among_all_answers() -> None:
+    played = Played()
+    execution = played.execution
+    reader = execution.attach({})
+    execution.put([chunk(0, LARGE), chunk(1, LARGE), chunk(2, LARGE), chunk(3, LARGE)])
+    assert played.budget.used_bytes > 4 * len(LARGE)
+    first = await execution.read(reader)
+    assert 0 < played.budget.used_bytes <= (4 - len(first)) * (len(LARGE) + 1000)
+    execution.detach(reader)
+    assert played.budget.used_bytes == 0
+    await execution.read(reader)
+    assert played.budget.used_bytes == 0, "what is read behind the end was given back already"
+
+
+async def test_it_goes_on_when_others_hold_less_also_without_a_reader() -> None:
+    played = Played(keep_s=60)
+    execution = played.execution
+    execution.detach(execution.attach({}))
+    execution.put([chunk(0, LARGE)])
+    played.budget.exchange(0, 1 << 40)
+    waiting = asyncio.create_task(execution.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    played.budget.exchange(1 << 40, 0)
+    await asyncio.wait_for(waiting, 30)
+
+
+async def test_who_comes_again_for_little_of_much_holds_nobody_up() -> None:
+    execution = Played(keep_s=60).execution
+    execution.put([chunk(position) for position in range(10_000)])
+    reader = execution.attach({("a", 0): 9_999})
+    reading = asyncio.create_task(execution.read(reader))
+    await asyncio.sleep(0)
+    assert not reading.done(), "others have their turns while it is looked for"
+    assert positions(await reading) == [9_999]
+
+
+async def test_who_says_he_has_more_than_there_is_is_told_of_the_end() -> None:
+    execution = Played(keep_s=60).execution
+    execution.put([chunk(0), chunk(1, last=True)])
+    assert await execution.read(execution.attach({("a", 0): 2})) == []
+    assert positions(await execution.read(execution.attach({("a", 0): 7}))) == [1]
+
+
+async def test_what_is_cancelled_from_within_ends_for_its_reader() -> None:
+    async def run(_execution: Execution) -> None:
+        raise asyncio.CancelledError
+
+    execution = Execution("id", [("a", 0)], 0.0, lambda _: None, AnswerBudget(1 << 40), KeptBudget(1 << 40))
+    execution.begin(run)
+    (ended,) = await asyncio.wait_for(execution.read(execution.attach({})), 30)
+    assert status_reason(ended.error) == "INTERNAL"
+
+
+async def test_who_comes_later_takes_over() -> None:
+    execution = Played(keep_s=60).execution
+    first = execution.attach({})
+    reading = asyncio.create_task(execution.read(first))
+    await asyncio.sleep(0)
+    execution.attach({})
+    with pytest.raises(ResumedElsewhere):
+        await reading
+    execution.detach(first)
+    execution.put([chunk(0)])
+
+
+async def test_the_end_of_the_server_is_told() -> None:
+    played = Played(keep_s=60)
+    reader = played.execution.attach({})
+    reading = asyncio.create_task(played.execution.read(reader))
+    await asyncio.sleep(0)
+    played.execution.end()
+    with pytest.raises(Draining):
+        await reading
+
+
+async def test_what_fails_as_a_whole_fails_for_each_sample_behind_what_came() -> None:
+    async def run(execution: Execution) -> None:
+        execution.put([chunk(0)])
+        raise NoWorker
+
+    execution = Execution(
+        "id", [("a", 0), ("b", 1)], 0.0, lambda _: None, AnswerBudget(1 << 40), KeptBudget(1 << 40)
+    )
+    execution.begin(run)
+    reader = execution.attach({})
+    found: dict[tuple[str, int], runner_pb2.SampleChunk] = {}
+    while chunks := await execution.read(reader):
+        found |= {(c.item_id, c.sample): c for c in chunks}
+    assert {key: (c.position, status_reason(c.error)) for key, c in found.items()} == {
+        ("a", 0): (1, "NO_WORKER"),
+        ("b", 1): (0, "NO_WORKER"),
+    }
+
+
+async def read_all(execution: Execution, count: int, first: int = 0) -> None:
+    """Sends so many large chunks, each of which is read at once."""
+    reader = execution.attach({("a", 0): first})
+    for position in range(first, first + count):
+        execution.put([chunk(position, LARGE)])
+        assert positions(await execution.read(reader)) == [position]
+    execution.detach(reader)
+
+
+async def test_what_is_kept_of_what_was_read_is_bounded() -> None:
+    played = Played(keep_s=60)
+    execution = played.execution
+    await read_all(execution, 400)
+    assert 100 * len(LARGE) < played.kept.used_bytes < 200 * len(LARGE)
+    assert not played.budget.used_bytes, "what was read is not among what was not"
+    with pytest.raises(ExecutionLost):
+        execution.attach({("a", 0): 50})
+    assert positions(await execution.read(execution.attach({("a", 0): 399}))) == [399]
+    execution.end()
+    assert not played.kept.used_bytes and not played.budget.used_bytes
+
+
+async def test_who_does_not_read_keeps_what_was_read_last() -> None:
+    execution = Played(keep_s=60).execution
+    await read_all(execution, 20)
+    sent = 20
+    while not execution.is_full:
+        execution.put([chunk(sent, LARGE)])
+        sent += 1
+    assert positions(await execution.read(execution.attach({("a", 0): 15})))[0] == 15
+
+
+async def test_all_that_keep_what_was_read_have_an_equal_share() -> None:
+    large, small = Played(keep_s=60, kept_bytes=3_000_000), Played(keep_s=60)
+    kept = large.kept
+    small.execution = Execution("b", [("a", 0)], 60, lambda _: None, small.budget, kept)
+    await read_all(large.execution, 20)
+    await read_all(small.execution, 5)
+    await read_all(large.execution, 20, first=20)
+    assert kept.used_bytes <= kept.max_bytes
+    assert positions(await small.execution.read(small.execution.attach({})))[0] == 0, "others keep more"
+    with pytest.raises(ExecutionLost):
+        large.execution.attach({})
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_one_of_which_all_has_failed_is_not_kept_without_a_reader(is_read: bool) -> None:
+    played = Played(keep_s=60)
+    reader = played.execution.attach({})
+    failed = chunk(0)
+    failed.finish_reason = runner_pb2.FINISH_REASON_ERROR
+    if is_read:
+        played.execution.put([failed])
+        await played.execution.read(reader)
+        assert not played.gone
+    played.execution.detach(reader)
+    played.execution.put([failed])
+    assert played.gone

@@ -1,0 +1,141 @@
+"""How many executions there are, whose, and which request is which."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from typing import Any, cast
+
+import pytest
+from google.protobuf import duration_pb2
+from quire.v1 import runner_pb2, types_pb2, worker_pb2
+
+from service.api.server_state import ServerState
+from service.caches.tenants import Tenant
+from service.config import Config
+from service.errors import ExecutionLost, NoWorker, TooManyExecutions
+from service.runtimes.base import Batch
+from service.runtimes.execution import Execution
+from service.runtimes.executions import Executions
+from service.runtimes.router import Router
+from tests.service.runtimes.test_router import FakeRuntime
+
+ALICE, BOB = Tenant("alice"), Tenant("bob")
+KEPT = duration_pb2.Duration(seconds=60)
+
+
+class Slow(FakeRuntime):
+    """Ends nothing before it is told to."""
+
+    def __init__(self, name: str = "local") -> None:
+        super().__init__(name)
+        self.may_end = asyncio.Event()
+
+    async def execute(self, batch: Batch, outlet: Any) -> None:
+        await self.may_end.wait()
+        await super().execute(batch, outlet)
+
+
+def executions(*runtimes: FakeRuntime, **settings: Any) -> Executions:
+    state = ServerState(Config(**settings))
+    model = types_pb2.ModelDescription(vocab_size=100)
+    able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
+    state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=able))
+    return Executions(Router(cast(Any, runtimes)), state)
+
+
+def request(request_id: str = "", *, at: int = 0, **fields: Any) -> runner_pb2.ExecuteRequest:
+    made = runner_pb2.ExecuteRequest(request_id=request_id, **fields)
+    made.items.add(item_id="x")
+    if request_id:
+        made.keep.CopyFrom(KEPT)
+    if at:
+        made.resume_after.add(item_id="x", position=at)
+    return made
+
+
+async def ended(execution: Execution) -> None:
+    reader = execution.attach({})
+    while await execution.read(reader):
+        pass
+    execution.detach(reader)
+
+
+async def test_there_are_as_many_under_way_as_may_be() -> None:
+    served = executions(Slow(), max_executions=2)
+    first = served.open(request(), None, None)
+    served.open(request(), None, None)
+    with pytest.raises(TooManyExecutions) as raised:
+        served.open(request(), None, None)
+    assert raised.value.reason == "QUEUE_FULL" and "2 executions" in raised.value.message
+    first.detach(first.attach({}))
+    served.open(request(), None, None)
+
+
+async def test_a_tenant_has_half_of_the_places() -> None:
+    served = executions(Slow(), max_executions=4)
+    for _ in range(2):
+        served.open(request(), ALICE, None)
+    with pytest.raises(TooManyExecutions, match="of the tenant"):
+        served.open(request(), ALICE, None)
+    served.open(request(), BOB, None)
+
+
+async def test_those_that_lie_there_keep_nobody_out_and_the_oldest_make_way() -> None:
+    served = executions(FakeRuntime("local"), max_executions=2)
+    kept = {name: served.open(request(name), None, None) for name in "abcd"[:2]}
+    for execution in kept.values():
+        await ended(execution)
+    # As many as may lie there, and none is under way.
+    for name in "cd":
+        await ended(served.open(request(name), None, None))
+    assert [served.cancel(name, None) for name in "abcd"] == [False, False, True, True]
+
+
+async def test_one_who_keeps_much_does_not_push_out_others() -> None:
+    served = executions(FakeRuntime("local"), max_executions=3)
+    await ended(served.open(request("b"), BOB, None))
+    for number in range(5):
+        await ended(served.open(request(f"a{number}"), ALICE, None))
+    assert served.cancel("b", BOB)
+    assert [served.cancel(f"a{number}", ALICE) for number in range(5)] == [False] * 3 + [True] * 2
+
+
+async def test_one_who_comes_again_takes_up_what_lies_there() -> None:
+    served = executions(FakeRuntime("local"), max_executions=1)
+    await ended(served.open(request("a"), None, None))
+    await ended(served.open(request("a"), None, None))
+    served.open(request("b"), None, None)
+
+
+async def test_a_part_of_what_is_not_known_any_more_is_not_made_up_for_by_another() -> None:
+    local, other = FakeRuntime("local"), FakeRuntime("other")
+    served = executions(local, other)
+    with pytest.raises(ExecutionLost):
+        served.open(request("a", at=3, runtime="other"), None, None)
+    without_keep = request(at=3)
+    with pytest.raises(ExecutionLost):
+        served.open(without_keep, None, None)
+    # The own workers go on, or say that it was not begun here, whatever the policy is.
+    policy = runner_pb2.ROUTING_POLICY_CHEAPEST
+    local.failures = {"x": NoWorker()}
+    await ended(served.open(request("a", at=3, policy=policy), None, None))
+    assert local.asked == [["x"]] and not other.asked
+    assert local.batches[-1].resumed == {"x"}
+    # Where nobody else can have begun it, and where nothing of it is there, it is begun anew.
+    await ended(served.open(request("b", at=3, runtime="local"), None, None))
+    assert not local.batches[-1].resumed
+    await ended(served.open(request("c", runtime="other"), None, None))
+    assert other.asked == [["x"]]
+
+
+async def test_what_has_ended_holds_nothing_of_its_request() -> None:
+    served = executions(FakeRuntime("local"))
+    asked = request("a")
+    before = sys.getrefcount(asked)
+    await ended(served.open(asked, None, None))
+    await asyncio.sleep(0)
+    gc.collect()
+    assert sys.getrefcount(asked) == before
+    assert served.cancel("a", None)

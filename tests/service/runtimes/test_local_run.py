@@ -1,0 +1,313 @@
+"""Batches on model workers that die, drop caches and are slow, with clients who come, go and come again.
+
+Every sample that ends must have the tokens of the toy model, and nothing is left of anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import pytest
+from quire.v1 import runner_pb2, types_pb2, worker_pb2
+
+from service.caches.records import Record
+from service.caches.requests import Append, Appended, Fork, Handle, Release, Request
+from service.dispatcher import Dispatcher, OnOutcome, Outcome
+from service.errors import QuotaExceeded
+from service.journal.base import OnCommitted
+from service.journal.memory import MemoryJournal
+from service.runtimes.base import Batch
+from service.runtimes.local_run import LocalRun
+from service.runtimes.preparing import Prepared
+from service.runtimes.sample import Plan
+from service.text.stops import StopTexts
+from tests.error_details import status_reason
+from tests.sim.harness import MAX_SEQ_LEN, Gateway
+from tests.sim.model_worker import Pool
+from tests.sim.toy_model import VOCAB, next_token
+
+END = 3
+
+
+class Reader:
+    """An Outlet that keeps everything, and is full for a while now and then."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.chunks: dict[tuple[str, int], list[runner_pb2.SampleChunk]] = defaultdict(list)
+        self.let_go: list[Callable[[], None]] = []
+
+    def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
+        for chunk in chunks:
+            own = self.chunks[chunk.item_id, chunk.sample]
+            assert not (own and own[-1].finish_reason), "nothing follows the end"
+            assert chunk.position == sum(len(c.token_ids) for c in own)
+            own.append(chunk)
+
+    @property
+    def is_full(self) -> bool:
+        return self._rng.random() < 0.1
+
+    async def room(self) -> None:
+        for _ in range(self._rng.randrange(3)):
+            await asyncio.sleep(0)
+
+    def on_cancel(self, let_go: Callable[[], None]) -> None:
+        self.let_go.append(let_go)
+
+    def cancel(self) -> None:
+        """Nobody will ask for it again."""
+        for let_go in self.let_go:
+            let_go()
+
+    def tokens(self, item_id: str, sample: int) -> list[int]:
+        return [token for chunk in self.chunks[item_id, sample] for token in chunk.token_ids]
+
+
+def prepared(item_id: str, prompt: Sequence[int], max_tokens: int, samples: int) -> Prepared:
+    plan = Plan(item_id, prompt, max_tokens, frozenset([END]), StopTexts(()), None, with_logprobs=False)
+    return Prepared(
+        plan,
+        samples,
+        weights=0,
+        answer_bytes=100,
+        is_large=False,
+        deadline_s=None,
+        new_matcher=None,
+        _output=types_pb2.OutputOptions(),
+        _first_mask=None,
+    )
+
+
+def whole_text(item: Prepared) -> list[int]:
+    """What each sample of it has to be."""
+    tokens = list(item.plan.prompt)
+    found: list[int] = []
+    while len(found) < item.plan.max_tokens and END not in found:
+        found.append(next_token(tokens, None))
+        tokens.append(found[-1])
+    return found
+
+
+class SlowJournal(MemoryJournal):
+    """Makes durable what it is told to, in order."""
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self._waiting: list[OnCommitted] = []
+
+    def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
+        if self.is_slow:
+            self._waiting.append(on_committed)
+        else:
+            super().commit(records, on_committed)
+
+    def write(self) -> None:
+        self.is_slow = False
+        while self._waiting:
+            self._waiting.pop(0)(True)
+
+
+class World:
+    """A gateway with two model workers, and batches on it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.journal = SlowJournal()
+        pool = Pool(self.rng.choice([24, 100]))
+        self.gateway = Gateway(workers=2, pool=pool, journal=self.journal)
+        self.items: dict[str, list[Prepared]] = {}
+        self.readers: list[tuple[str, Reader]] = []
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.keeps: set[str] = set()
+        self._next_worker = 2
+
+    def begin(self) -> None:
+        key = f"batch {len(self.items)}"
+        self.items[key] = [
+            prepared(
+                f"{key} item {n}",
+                [self.rng.randrange(VOCAB) for _ in range(self.rng.choice([1, 2, 20]))],
+                self.rng.randint(1, 20),
+                self.rng.choice([1, 1, 3]),
+            )
+            for n in range(self.rng.randint(1, 4))
+        ]
+        if self.rng.random() < 0.5:
+            self.keeps.add(key)
+        self.run(key)
+
+    def run(self, key: str) -> None:
+        reader = Reader(self.rng)
+        self.readers.append((key, reader))
+        keep_s = 1000.0 if key in self.keeps else 0.0
+        asked = [
+            runner_pb2.ExecuteItem(item_id=item.plan.item_id, n=item.num_samples) for item in self.items[key]
+        ]
+        run = LocalRun(self.gateway.dispatcher, Batch(key, None, asked, keep_s=keep_s), reader)
+        self.tasks[key] = asyncio.create_task(run.run(self.items[key]))
+
+    async def leave(self, key: str) -> None:
+        """As when the server ends: what is kept is found by whoever asks again."""
+        self.tasks[key].cancel()
+        await asyncio.wait([self.tasks[key]])
+
+    async def cancel_kept(self) -> None:
+        """Whatever was kept, and is somewhere on its way, is cancelled."""
+        for key, reader in dict(self.readers).items():
+            reader.cancel()
+            if not self.tasks[key].done():
+                await self.leave(key)
+
+    async def something(self) -> None:
+        workers = self.gateway.workers
+        choice = self.rng.random()
+        running = [key for key, task in self.tasks.items() if not task.done()]
+        if choice < 0.06 and len(self.items) < 6:
+            self.begin()
+        elif choice < 0.09 and running:
+            await self.leave(self.rng.choice(running))
+        elif choice < 0.11 and workers:
+            self.gateway.lose_worker(self.rng.choice(list(workers)), crashed=False)
+            self.gateway.start_worker(f"worker-{self._next_worker}")
+            self._next_worker += 1
+        elif choice < 0.15:
+            self.gateway.wait(0.1)
+        elif workers:
+            worker = self.rng.choice(list(workers.values()))
+            worker.take(self.rng.randint(0, len(worker.inbox)))
+            if worker.has_jobs:
+                worker.step(all_jobs=self.rng.random() < 0.5)
+            if self.rng.random() < 0.7:
+                self.gateway.deliver(worker)
+        for _ in range(self.rng.randrange(4)):
+            await asyncio.sleep(0)
+
+    async def finish(self) -> None:
+        for _ in range(10_000):
+            if all(task.done() for task in self.tasks.values()):
+                break
+            self.gateway.work()
+            self.gateway.wait(0.1)
+            for _ in range(3):
+                await asyncio.sleep(0)
+        for task in self.tasks.values():
+            if not task.cancelled():
+                await task
+
+    def check(self) -> None:
+        for key, reader in self.readers:
+            for item in self.items[key]:
+                text = whole_text(item)
+                for sample in range(item.num_samples):
+                    chunks = reader.chunks[item.plan.item_id, sample]
+                    tokens = reader.tokens(item.plan.item_id, sample)
+                    assert tokens == text[: len(tokens)]
+                    if not chunks or not chunks[-1].finish_reason:
+                        continue
+                    if chunks[-1].HasField("error"):
+                        # Workers died of it, as far as anybody can know.
+                        assert status_reason(chunks[-1].error) == "SEQUENCE_QUARANTINED"
+                        continue
+                    assert tokens == text
+
+
+@pytest.mark.parametrize("seeds", [range(part, part + 40) for part in range(0, 160, 40)])
+async def test_whatever_happens_samples_are_whole_and_nothing_is_left(seeds: range) -> None:
+    assert MAX_SEQ_LEN >= 41
+    for seed in seeds:
+        world = World(seed)
+        world.begin()
+        for _ in range(150):
+            await world.something()
+        # Who was kept comes again, to the same server; the others do not.
+        for key in world.keeps:
+            if world.tasks[key].cancelled():
+                world.run(key)
+        await world.finish()
+        world.check()
+        last = dict(world.readers)
+        for key, reader in last.items():
+            if not world.tasks[key].cancelled():
+                assert all(chunks[-1].finish_reason for chunks in reader.chunks.values())
+        # What was kept lies there until its lease ends.
+        for _ in range(3):
+            world.gateway.wait(2000)
+            world.gateway.dispatcher.expire()
+            world.gateway.work()
+        table = world.gateway.table
+        assert not len(table) and not table.operations_in_flight and not table.num_parked, seed
+        assert not world.gateway.held()
+
+
+@pytest.mark.parametrize("seeds", [range(part, part + 40) for part in range(0, 160, 40)])
+async def test_what_is_cancelled_leaves_nothing_wherever_it_was(seeds: range) -> None:
+    for seed in seeds:
+        world = World(seed)
+        world.begin()
+        for _ in range(world.rng.randrange(100)):
+            await world.something()
+        for key in world.keeps:
+            if world.tasks[key].cancelled():
+                world.run(key)
+        world.journal.is_slow = world.rng.random() < 0.7
+        await asyncio.sleep(0)
+        for _ in range(world.rng.randrange(6)):
+            await world.something()
+        await asyncio.sleep(0)
+        await world.cancel_kept()
+        world.journal.write()
+        await world.finish()
+        world.gateway.work()
+        table = world.gateway.table
+        assert not len(table) and not table.operations_in_flight, seed
+
+
+class Answering:
+    """In place of a Dispatcher: answers everything at once, but for forks, which it refuses."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def new_caller(self) -> int:
+        return 1
+
+    def start(self, requests: Sequence[Request], on_outcome: OnOutcome, *_: object) -> list[int]:
+        self.requests += requests
+        for index, request in enumerate(requests):
+            on_outcome(index, self._outcome(index, request))
+        return [0] * len(requests)
+
+    def cancel(self, _tickets: object) -> None:
+        """Nothing is under way."""
+
+    def _outcome(self, index: int, request: Request) -> Outcome:
+        if isinstance(request, Fork):
+            return QuotaExceeded("max_caches", 1)
+        length = len(request.token_ids) if isinstance(request, Append) else 0
+        answer = worker_pb2.ForwardDone(outputs=[types_pb2.StepOutput(token_id=5)])
+        return Appended(Handle(f"cache {index}", length, 1, "worker-0", 1e9), answer, length)
+
+
+async def test_a_prompt_that_cannot_be_shared_is_let_go_before_the_rest_ends() -> None:
+    answering = Answering()
+    run = LocalRun(cast(Dispatcher, answering), Batch("key", None, []), Reader(random.Random(1)))
+    await run.run([prepared("shared", [1, 2, 3], 3, 2), prepared("other", [4], 40, 1)])
+    fork = next(at for at, request in enumerate(answering.requests) if isinstance(request, Fork))
+    releases = [at for at, request in enumerate(answering.requests) if isinstance(request, Release)]
+    assert fork < releases[0] < len(answering.requests) // 2, "others have tokens to come"
+
+
+async def test_a_thousand_samples_leave_turns_to_others() -> None:
+    run = LocalRun(cast(Dispatcher, Answering()), Batch("key", None, []), Reader(random.Random(1)))
+    running = asyncio.create_task(run.run([prepared(str(n), [1], 1, 1) for n in range(1000)]))
+    turns = 0
+    while not running.done():
+        turns += 1
+        await asyncio.sleep(0)
+    # Making a thousand requests and chunks takes several slices on any machine.
+    assert turns > 5

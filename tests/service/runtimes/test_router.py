@@ -1,0 +1,301 @@
+"""Who takes a batch, and who takes what he could not begin."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from google.rpc import error_details_pb2
+from quire.v1 import runner_pb2
+
+from service.api.budget import AnswerBudget, KeptBudget
+from service.api.status import to_status
+from service.api.validation import RequestLimits
+from service.config import Config
+from service.errors import (
+    InvalidArgument,
+    NoWorker,
+    ProviderFailure,
+    QuireError,
+    QuotaExceeded,
+    RuntimeNotFound,
+    Unsupported,
+)
+from service.runtimes.base import Batch, Outlet
+from service.runtimes.execution import Execution
+from service.runtimes.executions import Executions
+from service.runtimes.remote import failures
+from service.runtimes.router import Router, Routing
+from service.runtimes.servicer import RunnerApi
+from tests.error_details import status_reason
+
+
+@dataclass
+class FakeRuntime:
+    """Says its name for each sample, but for items that fail."""
+
+    name: str
+    failures: Mapping[str, QuireError] = field(default_factory=dict)
+    raises: QuireError | None = None
+    wait_s: float = 0.0
+    cost_usd: float | None = 0.0
+    trouble: str = ""
+    asked: list[list[str]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+
+    def describe(self) -> runner_pb2.Runtime:
+        return runner_pb2.Runtime(name=self.name, model_id=f"model of {self.name}", trouble=self.trouble)
+
+    async def execute(self, batch: Batch, outlet: Outlet) -> None:
+        self.asked.append([item.item_id for item in batch.items])
+        self.batches.append(batch)
+        if self.raises is not None:
+            raise self.raises
+        for item in batch.items:
+            await asyncio.sleep(0)
+            error = self.failures.get(item.item_id)
+            for sample in range(max(1, item.n)):
+                chunk = runner_pb2.SampleChunk(item_id=item.item_id, sample=sample)
+                if error is None:
+                    chunk.text, chunk.finish_reason = self.name, runner_pb2.FINISH_REASON_STOP
+                else:
+                    chunk.error.CopyFrom(to_status(error))
+                    chunk.finish_reason = runner_pb2.FINISH_REASON_ERROR
+                outlet.put([chunk])
+
+    async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
+        for item in items:
+            if item.item_id in self.failures:
+                raise self.failures[item.item_id]
+        return runner_pb2.CostEstimate(runtime=self.name, max_cost_usd=self.cost_usd)
+
+    async def load_weights(
+        self, source: str, drain_s: float
+    ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
+        for what in (source, drain_s):
+            raise NotImplementedError(what)
+        yield runner_pb2.LoadWeightsResponse()
+
+    async def close(self) -> None:
+        pass
+
+    async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:
+        raise NotImplementedError(cause)
+
+
+def items(*ids: str, n: int = 1) -> list[runner_pb2.ExecuteItem]:
+    return [runner_pb2.ExecuteItem(item_id=item_id, n=n) for item_id in ids]
+
+
+async def executed(
+    router: Router,
+    *wanted: runner_pb2.ExecuteItem,
+    runtime: str = "",
+    deadline_s: float | None = None,
+    max_cost_usd: float | None = None,
+) -> tuple[runner_pb2.ExecutionStarted, dict[tuple[str, int], runner_pb2.SampleChunk]]:
+    """What a reader gets."""
+    request = runner_pb2.ExecuteRequest(items=wanted, runtime=runtime, max_cost_usd=max_cost_usd)
+    samples = [(item.item_id, sample) for item in wanted for sample in range(max(1, item.n))]
+    execution = Execution("id", samples, 0.0, lambda _: None, AnswerBudget(1 << 40), KeptBudget(1 << 40))
+    batch = Batch("id", None, wanted, deadline_s=deadline_s)
+    execution.begin(lambda execution: router.execute(request, batch, execution))
+    reader = execution.attach({})
+    found: dict[tuple[str, int], runner_pb2.SampleChunk] = {}
+    while chunks := await execution.read(reader):
+        found |= {(chunk.item_id, chunk.sample): chunk for chunk in chunks}
+    assert found.keys() == set(samples), "each sample ends, once"
+    return execution.started, found
+
+
+async def test_who_names_a_runtime_gets_it_and_no_other() -> None:
+    busy = FakeRuntime("b", failures={"x": NoWorker()})
+    router = Router([FakeRuntime("a"), busy])
+    started, found = await executed(router, *items("x"), runtime="b")
+    assert started.runtime == "b" and started.model_id == "model of b"
+    assert found["x", 0].finish_reason == runner_pb2.FINISH_REASON_ERROR
+    with pytest.raises(RuntimeNotFound):
+        router.named("c")
+
+
+async def test_what_one_has_no_room_for_goes_to_the_next() -> None:
+    first = FakeRuntime("a", failures={"x": NoWorker(), "bad": InvalidArgument("BAD", "f", "is bad")})
+    second = FakeRuntime("b", failures={"y": Unsupported("no")})
+    started, found = await executed(Router([first, second]), *items("x", "y", "bad", n=2))
+    assert started.runtime == "a" and second.asked == [["x"]]
+    assert {key: (chunk.text, chunk.runtime) for key, chunk in found.items() if chunk.text} == {
+        ("x", 0): ("b", "b"),
+        ("x", 1): ("b", "b"),
+        ("y", 0): ("a", ""),
+        ("y", 1): ("a", ""),
+    }
+    assert found["bad", 0].HasField("error"), "what is wrong with an item is so everywhere"
+
+
+@pytest.mark.parametrize("quota", ["max_in_flight", "max_per_s", "max_caches", "max_tokens"])
+async def test_who_is_beyond_his_quota_is_so_everywhere(quota: str) -> None:
+    beyond = QuotaExceeded(quota, 1, 0.1)
+    other = FakeRuntime("b")
+    _, found = await executed(Router([FakeRuntime("a", failures={"x": beyond}), other]), *items("x", "y"))
+    assert status_reason(found["x", 0].error) == "QUOTA" and found["y", 0].text == "a"
+    _, found = await executed(Router([FakeRuntime("a", raises=beyond), other]), *items("x"))
+    assert status_reason(found["x", 0].error) == "QUOTA" and not other.asked
+
+
+@pytest.mark.parametrize("code", [301, 307, 401, 403, 404, 405, 410, 429, 500, 503])
+async def test_what_is_wrong_with_a_providers_settings_is_not_so_elsewhere(code: int) -> None:
+    first = FakeRuntime("a", failures={"x": failures.refusal("a", code, b"", None)})
+    _, found = await executed(Router([first, FakeRuntime("b")]), *items("x"))
+    assert found["x", 0].text == "b"
+
+
+async def test_what_a_provider_does_not_take_is_not_sent_elsewhere() -> None:
+    """It is the item that is wrong; or no other is to be asked whether it likes the contents more."""
+    filtered = failures.refusal("a", 400, b'{"error": {"code": "content_filter"}}', None)
+    first, second = (
+        FakeRuntime("a", failures={"x": failures.refusal("a", 400, b"", None), "y": filtered}),
+        FakeRuntime("b"),
+    )
+    _, found = await executed(Router([first, second]), *items("x", "y"))
+    assert [status_reason(found[name, 0].error) for name in "xy"] == ["BAD_REQUEST", "CONTENT_FILTERED"]
+    assert not second.asked
+
+
+async def test_a_runtime_that_can_begin_nothing_leaves_all_to_the_next() -> None:
+    router = Router([FakeRuntime("a", raises=NoWorker()), FakeRuntime("b")])
+    started, found = await executed(router, *items("x", "y"))
+    assert started.runtime == "b" and {chunk.text for chunk in found.values()} == {"b"}
+
+
+NO_TEMPLATE, NO_ENTRY = Unsupported("no chat template"), ProviderFailure("UNAUTHORIZED", "no key")
+
+
+def told(chunk: runner_pb2.SampleChunk) -> tuple[str, str, str]:
+    """Of a failure: whose it is if not the one's that was taken, its reason, and what others said."""
+    info = error_details_pb2.ErrorInfo()
+    assert chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR and chunk.error.details[0].Unpack(info)
+    return chunk.runtime, info.reason, info.metadata.get("elsewhere", "")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third"),
+    [
+        ({"failures": {"x": NO_TEMPLATE}}, {"failures": {"x": NO_ENTRY}}, {"failures": {"x": NoWorker()}}),
+        ({"raises": NO_TEMPLATE}, {"failures": {"x": NO_ENTRY}}, {"failures": {"x": NoWorker()}}),
+        ({"failures": {"x": NO_TEMPLATE}}, {"raises": NO_ENTRY}, {"failures": {"x": NoWorker()}}),
+        ({"failures": {"x": NO_TEMPLATE}}, {"failures": {"x": NO_ENTRY}}, {"raises": NoWorker()}),
+        ({"raises": NO_TEMPLATE}, {"raises": NO_ENTRY}, {"raises": NoWorker()}),
+    ],
+)
+async def test_where_all_refuse_the_first_ones_reason_is_told(
+    first: dict[str, Any], second: dict[str, Any], third: dict[str, Any]
+) -> None:
+    asked = [FakeRuntime("a", **first), FakeRuntime("b", **second), FakeRuntime("c", **third)]
+    started, found = await executed(Router(asked), *items("x", n=2))
+    whose = "" if started.runtime == "a" else "a"
+    expected = whose, NO_TEMPLATE.reason, "b: UNAUTHORIZED, c: NO_WORKER"
+    assert [told(found["x", sample]) for sample in (0, 1)] == [expected] * 2
+
+
+async def test_only_what_all_refuse_is_told_of_the_first() -> None:
+    """Another failure is what became of the item."""
+    filtered = ProviderFailure("CONTENT_FILTERED", "no such contents")
+    first = FakeRuntime("a", failures=dict.fromkeys("xyz", NO_TEMPLATE))
+    second = FakeRuntime("b", failures={"x": filtered, "y": NO_ENTRY})
+    _, found = await executed(Router([first, second]), *items("x", "y", "z", "w"))
+    assert told(found["x", 0]) == ("b", "CONTENT_FILTERED", "")
+    assert told(found["y", 0]) == ("", NO_TEMPLATE.reason, "b: UNAUTHORIZED")
+    assert [(found[name, 0].text, found[name, 0].runtime) for name in "zw"] == [("b", "b"), ("a", "")]
+
+
+async def test_a_text_that_breaks_off_elsewhere_says_why_it_did() -> None:
+    class Breaking(FakeRuntime):
+        async def execute(self, batch: Batch, outlet: Outlet) -> None:
+            await asyncio.sleep(0)
+            error = to_status(ProviderFailure("NETWORK_ERROR", "cut"))
+            for item in batch.items:
+                half = runner_pb2.SampleChunk(item_id=item.item_id, text="half")
+                end = runner_pb2.SampleChunk(item_id=item.item_id, position=1, error=error)
+                end.finish_reason = runner_pb2.FINISH_REASON_ERROR
+                outlet.put([half])
+                outlet.put([end])
+
+    _, found = await executed(Router([FakeRuntime("a", raises=NoWorker()), Breaking("b")]), *items("x"))
+    assert told(found["x", 0])[1:] == ("NETWORK_ERROR", "")
+
+
+@pytest.mark.parametrize(
+    ("routing", "runtimes", "taken"),
+    [
+        (Routing(), [FakeRuntime("a"), FakeRuntime("b")], "a"),
+        (Routing(), [FakeRuntime("a", trouble="broken"), FakeRuntime("b")], "b"),
+        (Routing("local-first", 1.0), [FakeRuntime("a", wait_s=0.5), FakeRuntime("b")], "a"),
+        (Routing("local-first", 1.0), [FakeRuntime("a", wait_s=1.5), FakeRuntime("b")], "b"),
+        (Routing("local-first", 1.0), [FakeRuntime("a", wait_s=1.5)], "a"),
+        (Routing("cheapest"), [FakeRuntime("a", cost_usd=3), FakeRuntime("b", cost_usd=2)], "b"),
+        (Routing("cheapest"), [FakeRuntime("a", cost_usd=None), FakeRuntime("b", cost_usd=2)], "b"),
+        (Routing("cheapest"), [FakeRuntime("a", cost_usd=1, wait_s=9), FakeRuntime("b", cost_usd=2)], "b"),
+    ],
+)
+async def test_policies(routing: Routing, runtimes: list[FakeRuntime], taken: str) -> None:
+    started, _ = await executed(Router(runtimes, routing), *items("x"))
+    assert started.runtime == taken and started.reason
+
+
+async def test_a_full_runtime_refuses_where_it_is_to() -> None:
+    router = Router([FakeRuntime("a", wait_s=2), FakeRuntime("b")], Routing(when_full="reject"))
+    _, found = await executed(router, *items("x"))
+    assert status_reason(found["x", 0].error) == "BACKPRESSURE"
+
+
+async def test_a_full_runtime_is_waited_for_where_it_is_to() -> None:
+    only = FakeRuntime("a", wait_s=2, failures={"y": NoWorker()})
+    other = FakeRuntime("b")
+    _, found = await executed(Router([only, other], Routing(when_full="queue")), *items("x", "y"))
+    assert found["x", 0].text == "a" and found["y", 0].HasField("error") and not other.asked
+
+
+@pytest.mark.parametrize(
+    ("most_usd", "costs_usd", "taken"),
+    [(2.5, (1.0, 0.5), "a"), (1.5, (1.0, 0.5), "b"), (0.5, (1.0, 0.5), ""), (9.0, (None, 4.0), "b")],
+)
+async def test_a_batch_goes_only_where_it_cannot_cost_too_much(
+    most_usd: float, costs_usd: tuple[float | None, float | None], taken: str
+) -> None:
+    """Each of the two items costs so much."""
+    runtimes = [FakeRuntime(name, cost_usd=cost) for name, cost in zip("ab", costs_usd, strict=True)]
+    started, found = await executed(Router(runtimes), *items("x", "y"), max_cost_usd=most_usd)
+    if taken:
+        assert started.runtime == taken and {chunk.text for chunk in found.values()} == {taken}
+    else:
+        assert {status_reason(chunk.error) for chunk in found.values()} == {"BUDGET_EXCEEDED"}
+        assert not any(runtime.asked for runtime in runtimes)
+
+
+async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
+    """What EstimateCost answers."""
+    state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
+    api = RunnerApi(Executions(router, state), router, state)
+    request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
+    return (await api.EstimateCost(request, cast(Any, None))).estimates
+
+
+async def test_one_runtime_that_cannot_do_it_leaves_the_others_estimates() -> None:
+    router = Router([FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", cost_usd=2)])
+    first, second = await estimated(router, *items("y", "x"))
+    assert (first.runtime, status_reason(first.error)) == ("a", NO_TEMPLATE.reason)
+    assert not first.HasField("max_cost_usd") and not second.HasField("error")
+    assert (second.runtime, second.max_cost_usd) == ("b", 2)
+    assert [estimate.HasField("error") for estimate in await estimated(router, *items("y"))] == [False] * 2
+
+
+@pytest.mark.parametrize(("runtime", "reason"), [("", NO_TEMPLATE.reason), ("b", NO_ENTRY.reason)])
+async def test_what_nobody_who_is_asked_can_do_has_no_estimate(runtime: str, reason: str) -> None:
+    refusing = [FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", failures={"x": NO_ENTRY})]
+    with pytest.raises(QuireError) as raised:
+        await estimated(Router(refusing), *items("x"), runtime=runtime)
+    assert raised.value.reason == reason

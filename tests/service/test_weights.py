@@ -1,0 +1,194 @@
+"""A cache is of the weights it was made with: used with those, or refused; and which weights are served."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from service.caches.ledger import Ledger
+from service.caches.records import CacheCreated, CacheForked, Child
+from service.caches.requests import Append, Appended, Fork, Kind, Release, Released, Renew, Truncate
+from service.caches.table import Limits
+from service.errors import WeightsChanged
+from service.pool.served import Served, ServedFile, choose, from_mark, to_mark
+from tests.sim.harness import Gateway, answer_of, decode, prefill
+from tests.sim.toy_model import next_token
+
+OLD, NEW = 0, 1
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    """Two workers: one serves, the other has loaded what is to be served."""
+    gateway = Gateway(Limits(default_lease_s=10.0))
+    gateway.start_worker("worker-0.1", weights=NEW)
+    return gateway
+
+
+def said(gateway: Gateway, ticket: int) -> int:
+    outcome = gateway.replies[ticket]
+    assert isinstance(outcome, Appended), outcome
+    return answer_of(outcome).outputs[0].token_id
+
+
+def says(gateway: Gateway, cache: str, token: int) -> int:
+    return answer_of(gateway.append(decode(cache, token))).outputs[0].token_id
+
+
+def test_what_is_loaded_takes_nothing_before_it_is_served(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2)
+    assert not gateway.workers["worker-0.1"].sequences
+    gateway.lose_worker("worker-0")
+    ticket = gateway.ask(decode(cache, 3))
+    gateway.work()
+    assert ticket not in gateway.replies, "it waits for a worker with its weights"
+    gateway.start_worker("worker-0")
+    gateway.work()
+    assert said(gateway, ticket) == next_token([1, 2, 3], None, OLD)
+
+
+def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: Gateway) -> None:
+    cache, other = gateway.create(1, 2, request_id="one"), gateway.create(5)
+    children = gateway.handles(Fork(cache, 1, request_id="fork")).handles
+    gateway.dispatcher.weights_switched(NEW, drain=False)
+    new = gateway.create(1, 2)
+    assert says(gateway, new, 3) == next_token([1, 2, 3], None, NEW)
+    for request in (
+        decode(cache, 3),
+        Truncate(cache, 1),
+        Fork(cache, 1),
+        Fork(cache, 1, request_id="fork"),
+        Renew(cache),
+        prefill(1, 2, request_id="one"),
+        decode(children[0].cache_id, 3),
+    ):
+        assert gateway.refusal(request).reason == "WEIGHTS_CHANGED", request
+    found = [*gateway.dispatcher.recall("one"), *gateway.dispatcher.recall("fork")]
+    assert [made and made.weights for made in found] == [0, 0], (
+        "whoever asks can tell that they are of others"
+    )
+    assert gateway.release(cache)
+    assert gateway.refusal(decode(cache, 3)).reason == "CACHE_NOT_FOUND"
+    assert gateway.refusal(Fork(cache, 1, request_id="fork")).reason == "WEIGHTS_CHANGED"
+    # Another one can still be released by a fork; and its lease runs out, however often it is asked for.
+    assert len(gateway.handles(Fork(new, 1, (children[0].cache_id,))).handles) == 1
+    gateway.now_s = 11.0
+    gateway.dispatcher.expire()
+    assert gateway.refusal(decode(other, 3)).reason == "CACHE_NOT_FOUND"
+
+
+def test_with_a_drain_caches_go_on_with_their_own_weights(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2)
+    gateway.dispatcher.weights_switched(NEW, drain=True)
+    assert says(gateway, gateway.create(1, 2), 3) == next_token([1, 2, 3], None, NEW)
+    assert says(gateway, cache, 3) == next_token([1, 2, 3], None, OLD)
+    (child,) = gateway.handles(Fork(cache, 1)).handles
+    # Replayed with no others, though there is a worker.
+    gateway.lose_worker("worker-0")
+    ticket = gateway.ask(decode(child.cache_id, 4))
+    gateway.work()
+    assert ticket not in gateway.replies
+    gateway.start_worker("worker-0")
+    gateway.work()
+    assert said(gateway, ticket) == next_token([1, 2, 3, 4], None, OLD)
+    gateway.dispatcher.weights_drained(OLD)
+    assert gateway.refusal(decode(cache, 5)).reason == "WEIGHTS_CHANGED"
+
+
+def test_what_was_asked_before_ends_well_or_with_its_weights(gateway: Gateway) -> None:
+    """What a worker computes, what waits behind it, a creation and a release."""
+    cache = gateway.create(1, 2)
+    first, second, creation = gateway.submit(decode(cache, 3), decode(cache, 4), prefill(7))
+    gateway.dispatcher.weights_switched(NEW, drain=False)
+    assert gateway.dispatcher.uses_of(OLD) == 3 and not gateway.dispatcher.uses_of(NEW)
+    gateway.work()
+    assert said(gateway, second) == next_token([1, 2, 3, 4], None, OLD)
+    assert not gateway.dispatcher.uses_of(OLD)
+
+    other = Gateway()
+    cache = other.create(1, 2)
+    first, second, creation = other.submit(decode(cache, 3), decode(cache, 4), prefill(7))
+    released = other.ask(Release(cache))
+    other.dispatcher.weights_switched(NEW, drain=False)
+    other.dispatcher.weights_ended(OLD)
+    other.table.check_invariants()
+    assert {other.reason(ticket) for ticket in (first, second, creation)} == {"WEIGHTS_CHANGED"}
+    # Who has no cache yet had better call again.
+    refusals = [other.replies[ticket] for ticket in (first, creation)]
+    assert [isinstance(r, WeightsChanged) and r.retry_after_s is not None for r in refusals] == [False, True]
+    assert other.replies[released] == Released(released=True)
+    assert not other.table.ledger and not other.dispatcher.operations_in_flight
+
+
+def test_a_request_is_computed_with_the_weights_it_was_checked_for(gateway: Gateway) -> None:
+    def checked(request: Append, weights: int) -> Append:
+        return dataclasses.replace(request, weights=weights)
+
+    cache = gateway.create(1, 2)
+    gateway.dispatcher.weights_switched(NEW, drain=True)
+    assert gateway.refusal(checked(decode(cache, 3), NEW)).reason == "WEIGHTS_CHANGED"
+    made = gateway.append(checked(Append(Kind.PREFILL, "", [1, 2]), OLD))
+    assert answer_of(made).outputs[0].token_id == next_token([1, 2], None, OLD)
+    gateway.dispatcher.weights_drained(OLD)
+    refused = gateway.refusal(checked(prefill(1, 2), OLD))
+    assert refused.reason == "WEIGHTS_CHANGED" and refused.retry_after_s is not None
+
+
+def test_nothing_is_restored_with_other_weights(gateway: Gateway) -> None:
+    gateway.create(1, 2)
+    gateway.lose_worker("worker-0")
+    gateway.dispatcher.weights_switched(NEW, drain=False)
+    gateway.dispatcher.weights_ended(OLD)
+    gateway.work()
+    assert not gateway.held() and not gateway.dispatcher.operations_in_flight
+
+
+def test_a_worker_that_is_adopted_keeps_only_what_is_of_its_weights(gateway: Gateway) -> None:
+    gateway.create(1, 2)
+    (number,) = (state.number for state in gateway.table.ledger)
+    gateway.lose_worker("worker-0")
+    worker = gateway.start_worker("worker-1.1", {number: 2}, {number: [1, 2]}, weights=NEW)
+    gateway.work()
+    assert not worker.sequences
+
+
+def test_a_cache_that_is_restated_is_of_the_same_weights() -> None:
+    """As compaction does it; also its forks."""
+    first, second = Ledger(), Ledger()
+    first.apply(CacheCreated(1, "one", "", b"", 7, 10.0, "", NEW))
+    first.apply(CacheForked(1, (Child(2, "two", 7),), ""))
+    for number in (1, 2):
+        second.apply(first.restate(number))
+    assert [state.weights for state in second] == [NEW, NEW]
+
+
+# What is served.
+
+
+def test_what_was_loaded_is_served_until_the_settings_name_something_else(tmp_path: Path) -> None:
+    file = ServedFile(tmp_path)
+    assert file.read() is None and ServedFile(None).read() is None
+    assert choose(None, "a", 0) == Served("a", "a", 0)
+    file.write(Served("a", "b", 3))
+    written = file.read()
+    assert choose(written, "a", 3) == written == Served("a", "b", 3)
+    assert choose(written, "a", 2) == written, "the switch was the last that was done"
+    assert choose(written, "b", 3) == Served("b", "b", 3), "its caches go on"
+    assert choose(written, "c", 3) == Served("c", "c", 3)
+    # Somebody has lost the file, or has brought an old one back: nobody knows what was loaded.
+    assert choose(None, "a", 3) == Served("a", "a", 3) == choose(Served("a", "b", 2), "a", 3)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"configured": "a"}', '{"configured": 1, "model": "b"}'])
+def test_a_damaged_file_is_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "weights.json").write_text(content)
+    assert ServedFile(tmp_path).read() is None
+
+
+def test_a_journal_is_told_of_which_weights_its_caches_are() -> None:
+    assert to_mark("abc", 0) == "abc", "as ever"
+    for fingerprint, weights in (("abc", 0), ("abc", 7), ("", 7)):
+        assert from_mark(to_mark(fingerprint, weights)) == (fingerprint, weights)
+    assert from_mark(None) == (None, 0)

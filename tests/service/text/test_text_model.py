@@ -1,0 +1,135 @@
+"""Text of the model that is served: its templates and constraints, and what is said where it has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from tokenizers import Tokenizer
+
+from service.errors import InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
+from service.text.text_model import TextModel
+from tests.chat_templates import QWEN
+from tests.service.text.kinds import byte_level, sounds
+
+REGEX = runner_pb2.Constraint(regex="[0-9]+")
+
+
+class Served:
+    """What workers say of their model; another one may be served later."""
+
+    def __init__(self) -> None:
+        self.text = TextModel(lambda: self.ready)
+        self.serve(byte_level())
+
+    def serve(self, tokenizer: Tokenizer | None, template: str = QWEN) -> None:
+        self.ready = worker_pb2.WorkerReady()
+        if tokenizer is not None:
+            self.ready.tokenizer_json = tokenizer.to_str().encode()
+        if template:
+            self.ready.chat_template.CopyFrom(types_pb2.ChatTemplate(sources={"default": template, "x": "x"}))
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    served = Served()
+    yield served
+    served.text.close()
+
+
+def chat(content: str, **more: str) -> runner_pb2.Chat:
+    message = runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_USER, content=content)
+    return runner_pb2.Chat(messages=[message], **more)
+
+
+async def test_messages_are_written_by_the_template(served: Served) -> None:
+    tokenizer = byte_level()
+    for content in ("hi", "\u4e16"):
+        ids = await served.text.encode_chat(chat(content))
+        text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(await served.text.encode_chat(chat("hi", template="x"))) == "x"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    ids = await served.text.encode_chat(chat("hi", tools_json=json.dumps(tools)))
+    assert json.dumps(tools[0]) in tokenizer.decode(ids)
+
+
+CALLS = runner_pb2.ChatMessage(
+    role=runner_pb2.CHAT_ROLE_ASSISTANT,
+    tool_calls=[runner_pb2.ToolCall(name="f"), runner_pb2.ToolCall(name="f", arguments_json="{")],
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "field"),
+    [
+        (runner_pb2.Chat(), "EMPTY_PROMPT", "chat.messages"),
+        (chat("hi", template="absent"), "BAD_CHAT", "chat"),
+        (chat("hi", tools_json="{"), "BAD_CHAT", "chat.tools_json"),
+        (chat("hi", tools_json="[" + "[]," * 40_000 + "1]"), "BAD_CHAT", "chat.tools_json"),
+        (
+            runner_pb2.Chat(messages=[*chat("a").messages, CALLS]),
+            "BAD_CHAT",
+            "chat.messages[1].tool_calls[1].arguments_json",
+        ),
+        (
+            runner_pb2.Chat(messages=[runner_pb2.ChatMessage(content="a")]),
+            "BAD_CHAT",
+            "chat.messages[0].role",
+        ),
+    ],
+    ids=range(6),
+)
+async def test_a_bad_chat_is_the_callers(
+    served: Served, asked: runner_pb2.Chat, reason: str, field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await served.text.encode_chat(asked)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+async def test_without_a_template_or_tokenizer(served: Served) -> None:
+    served.serve(byte_level(), template="")
+    with pytest.raises(InvalidArgument) as caught:
+        await served.text.encode_chat(chat("hi"))
+    assert caught.value.reason == "NO_CHAT_TEMPLATE"
+    served.serve(None)
+    for asked in (served.text.encode("a"), served.text.constraint(REGEX, frozenset(), 300)):
+        with pytest.raises(NoTokenizer):
+            await asked
+
+
+async def test_long_texts_are_encoded_beside_and_too_long_ones_not_at_all(served: Served) -> None:
+    text = "a long text " * 1000
+    assert list(await served.text.encode(text)) == byte_level().encode(text).ids
+    with pytest.raises(SequenceTooLong):
+        await served.text.encode(text, max_tokens=100)
+
+
+async def test_a_tokenizer_that_cannot_be_constrained_is_unsupported(served: Served) -> None:
+    served.serve(sounds())
+    for _ in range(2):
+        with pytest.raises(Unsupported, match="each stand for a text"):
+            await served.text.constraint(REGEX, frozenset(), 300)
+
+
+@pytest.mark.parametrize(
+    "asked", [runner_pb2.Constraint(), runner_pb2.Constraint(mask=types_pb2.TokenMask())]
+)
+async def test_a_constraint_without_a_grammar_is_refused(
+    served: Served, asked: runner_pb2.Constraint
+) -> None:
+    with pytest.raises(InvalidArgument, match="is needed"):
+        await served.text.constraint(asked, frozenset(), 300)
+
+
+async def test_constraints_are_those_of_the_model_that_is_served(served: Served) -> None:
+    for size in (400, 500):
+        new = await served.text.constraint(REGEX, frozenset([399]), size)
+        mask = new().allowed()
+        assert len(mask) == -(-size // 8)
+        texts = [byte_level().decode([n]) for n in range(332) if mask[n >> 3] >> (n & 7) & 1]
+        assert texts and all(text.isdigit() or text == "\ufffd" for text in texts)
+        served.serve(byte_level())

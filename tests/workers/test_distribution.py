@@ -1,0 +1,170 @@
+"""Distributions written down, and speculative decoding that loses nothing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from workers import distribution as room
+from workers.counter_rng import uniform
+from workers.distribution import Distribution, choose_with_draft, distribution, sampled_logprobs, with_drafts
+from workers.logit_settings import HistoryCounter, Masks
+from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
+from workers.sampling import Draft, SamplingRow, choose_tokens
+
+VOCAB = 24
+FEW_DRAWS, MANY_DRAWS = 8_000, 100_000
+# A chi-square of so many standard deviations above its mean is no accident: less than 1 in 10**6 for these.
+TOO_MUCH = 6.0
+
+
+def row_of(logits: NDArray[np.float32], row: SamplingRow) -> Distribution:
+    return distribution(logits, row, Masks(len(logits)), HistoryCounter(len(logits)))
+
+
+def plain(logits: list[float], spec: Sampling, allowed: set[int]) -> dict[int, float]:
+    """What the settings mean, one token at a time."""
+    order = sorted(allowed, key=lambda token: (-logits[token], token))
+    order = [token for token in order if logits[token] > -math.inf]
+    order = order[: spec.top_k or None]
+    weights = {token: math.exp((logits[token] - logits[order[0]]) / spec.temperature) for token in order}
+    total, before, kept = sum(weights.values()), 0.0, []
+    for token in order:
+        if before >= spec.top_p * total and spec.top_p < 1:
+            break
+        before += weights[token]
+        kept.append(token)
+    kept = [token for token in kept if weights[token] >= spec.min_p]
+    return {token: weights[token] / sum(weights[other] for other in kept) for token in kept}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_is_what_the_settings_mean(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.normal(size=VOCAB) * 3).astype(np.float32)
+    # Equals, and tokens that the model rules out.
+    logits[5] = logits[7]
+    logits[9] = -np.inf
+    allowed = set(rng.choice(VOCAB, size=rng.integers(3, VOCAB + 1), replace=False).tolist()) | {1}
+    spec = Sampling(
+        temperature=float(rng.choice([0.3, 1.0, 2.0])),
+        top_k=int(rng.choice([0, 1, 5, VOCAB])),
+        top_p=float(rng.choice([0.2, 0.9, 1.0])),
+        min_p=float(rng.choice([0.0, 0.1])),
+    )
+    found = row_of(logits, SamplingRow(spec, TokenMask(allowed=sorted(allowed))))
+    expected = plain(logits.tolist(), spec, allowed)
+    assert found.ids.tolist() == sorted(expected)
+    np.testing.assert_allclose(
+        found.probabilities, [expected[token] for token in sorted(expected)], rtol=1e-6
+    )
+    assert found.of(9) == 0 and found.of(VOCAB) == 0
+
+
+def test_the_greedy_choice_is_certain() -> None:
+    logits = np.array([1, 3, 2], dtype=np.float32)
+    found = row_of(logits, SamplingRow(None))
+    assert (found.ids.tolist(), found.probabilities.tolist()) == ([1], [1.0])
+
+
+def chi_square(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+    """How many standard deviations the statistic is above its mean; cells that expect little are one."""
+    expected = probabilities * counts.sum()
+    many = expected >= 10
+    observed = np.append(counts[many], counts[~many].sum())
+    expected = np.append(expected[many], expected[~many].sum())
+    used = expected > 0
+    assert not observed[~used].any(), "a token came that cannot come"
+    degrees = max(1, int(used.sum()) - 1)
+    statistic = float(((observed[used] - expected[used]) ** 2 / expected[used]).sum())
+    return (statistic - degrees) / math.sqrt(2 * degrees)
+
+
+def softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights: NDArray[np.float64] = np.exp(values - values.max())
+    return weights / float(weights.sum())
+
+
+def spoken(
+    target: Distribution, drafts: DraftProbabilities, draws: int = FEW_DRAWS, seed: int = 3
+) -> NDArray[np.int64]:
+    """How often each token comes when a draft model proposes it."""
+    probabilities = drafts.probabilities
+    ids = np.arange(VOCAB) if drafts.ids is None else drafts.ids
+    proposed = np.random.default_rng(seed).choice(ids, size=draws, p=probabilities)
+    tokens = [
+        choose_with_draft(target, Draft(int(token), drafts), seed, position)
+        for position, token in enumerate(proposed.tolist())
+    ]
+    return np.bincount(tokens, minlength=VOCAB)
+
+
+def dense(target: Distribution) -> NDArray[np.float64]:
+    row = np.zeros(VOCAB)
+    row[target.ids] = target.probabilities
+    return row
+
+
+@pytest.mark.parametrize("kind", ["far", "near", "same", "top-k", "target cut"])
+def test_tokens_are_distributed_as_the_targets_own(kind: str) -> None:
+    rng = np.random.default_rng(7)
+    logits = (rng.normal(size=VOCAB) * 2).astype(np.float32)
+    spec = Sampling(temperature=0.9, top_p=0.8 if kind == "target cut" else 1.0)
+    target = row_of(logits, SamplingRow(spec))
+    ids = None
+    if kind == "same":
+        proposed = dense(target)
+    elif kind == "near":
+        proposed = softmax(logits.astype(np.float64) + rng.normal(size=VOCAB) * 0.3)
+    else:
+        proposed = softmax(rng.normal(size=VOCAB) * 2)
+    if kind == "top-k":
+        ids = np.sort(np.argsort(-proposed)[:4])
+        proposed = proposed[ids] / proposed[ids].sum()
+    counts = spoken(target, DraftProbabilities(ids, proposed), MANY_DRAWS if kind == "far" else FEW_DRAWS)
+    assert chi_square(counts, dense(target)) < TOO_MUCH
+
+
+@pytest.mark.parametrize("bias", ["kept too often", "replaced by plain draws"])
+def test_a_planted_bias_is_found(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(7)
+    target = row_of((rng.normal(size=VOCAB) * 2).astype(np.float32), SamplingRow(Sampling(temperature=0.9)))
+    proposed = softmax(rng.normal(size=VOCAB) * 2)
+    if bias == "kept too often":
+        monkeypatch.setattr(room, "uniform", lambda key, ids: uniform(key, ids) * np.float32(0.8))
+    else:
+        # What p has more than q becomes p.
+        monkeypatch.setattr(Draft, "of", lambda _, ids: proposed[ids] if len(ids) == 1 else 0.0)
+    assert chi_square(spoken(target, DraftProbabilities(None, proposed)), dense(target)) > TOO_MUCH
+
+
+def test_a_step_keeps_drafts_and_leaves_other_rows() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 4] = 50.0
+    certain = DraftProbabilities(np.array([4]), np.ones(1))
+    wrong = DraftProbabilities(np.array([5]), np.ones(1))
+    spec = Sampling(temperature=1.0)
+    rows = [
+        SamplingRow(spec),
+        SamplingRow(spec, draft=Draft(4, certain), position=1),
+        SamplingRow(spec, draft=Draft(5, wrong), position=2),
+    ]
+    chosen = torch.tensor([9, 9, 9])
+    assert with_drafts(logits, chosen, rows).tolist() == [9, 4, 4] and chosen.tolist() == [9, 9, 9]
+
+
+def test_the_logprob_of_a_draw_is_that_among_what_could_be_drawn() -> None:
+    logits = torch.tensor([[math.log(6), math.log(3), math.log(1), -math.inf]])
+    spec = Sampling(temperature=1.0, top_p=0.85)
+    rows = [SamplingRow(spec, position=position) for position in range(40)]
+    chosen = choose_tokens(logits.repeat(40, 1), rows).tolist()
+    found = sampled_logprobs(
+        logits.repeat(40, 1), chosen, rows, [OutputSpec(sampled_logprob=at % 2 == 0) for at in range(40)]
+    )
+    assert list(found) == list(range(0, 40, 2)) and set(chosen) == {0, 1}
+    for at, logprob in found.items():
+        assert logprob == pytest.approx(math.log([2 / 3, 1 / 3][chosen[at]]), rel=1e-6)
