@@ -1,0 +1,292 @@
+"""From records to figures: what a run says, as plain data that goes into a JSON file.
+
+A figure is {"value": ..., "low": ..., "high": ...}; the bounds are those of `noise`, and absent where too
+little was measured. A latency has figures for its mean and percentiles, in milliseconds, and a count. What is
+counted: requests whose intended start lies in the window, which begins after the warm-up; of throughput, what
+came within the window.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.cli.load import noise
+from service.cli.load.measuring import CUT_OFF, UNFINISHED, ProcessLoad, Record
+from service.cli.load.noise import Floats, Slices
+from service.cli.load.server_figures import batch, server_figures, share
+from service.cli.load.server_watch import Reading
+
+Figures = dict[str, Any]
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+_HISTOGRAM_CLASSES = 44
+_MOST_POINTS = 60
+_SHORTEST_SLICE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a request must keep to be good, in seconds. None: anything is good."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+    @property
+    def are_set(self) -> bool:
+        return self.ttft_s is not None or self.tbt_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Everything that was seen in a run. The window is in seconds from its start."""
+
+    begin_s: float
+    end_s: float
+    records: Sequence[Record]
+    loads: Sequence[ProcessLoad]
+    readings: Sequence[Reading] = ()
+
+    @property
+    def counted(self) -> list[Record]:
+        """The requests that were meant to start in the window."""
+        return [record for record in self.records if self.begin_s <= record.intended_s < self.end_s]
+
+
+def figures(measured: Measured, bounds: Bounds) -> Figures:
+    """All figures of a run."""
+    slices = Slices(measured.begin_s, measured.end_s)
+    counted = measured.counted
+    errors = Counter(record.error for record in counted if record.error)
+    unfinished, cut_off = errors.pop(UNFINISHED, 0), errors.pop(CUT_OFF, 0)
+    ttft = _Values.of(counted, _to_first)
+    tbt = _Values.of(counted, _gaps)
+    return {
+        "window_s": measured.end_s - measured.begin_s,
+        "requests": {
+            "begun": len(counted),
+            "done": sum(record.is_done for record in counted),
+            "failed": sum(errors.values()),
+            "unfinished": unfinished,
+            "cut_off": cut_off,
+        },
+        "errors": dict(errors.most_common()),
+        "ttft_ms": latency(ttft, slices),
+        "tbt_ms": latency(tbt, slices),
+        "tpot_ms": latency(_Values.of(counted, _time_per_token), slices),
+        "e2e_ms": latency(_Values.of(counted, _whole), slices),
+        "throughput": _throughput(measured, slices),
+        "goodput": _goodput(counted, slices, bounds) if bounds.are_set else None,
+        "server": server_figures(measured.begin_s, measured.end_s, measured.readings),
+        "client": _client(measured),
+        "in_flight": {
+            name: in_flight(measured.records, at_s)
+            for name, at_s in (
+                ("middle", (measured.begin_s + measured.end_s) / 2),
+                ("end", measured.end_s),
+            )
+        },
+        "series": _series(measured),
+        "histograms": {"ttft_ms": _histogram(ttft.values_s), "tbt_ms": _histogram(tbt.values_s)},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Durations, and the moment that each belongs to."""
+
+    at_s: Floats
+    values_s: Floats
+
+    @classmethod
+    def of(cls, records: Sequence[Record], pairs: Any) -> _Values:
+        """`pairs` of a record gives moments and durations."""
+        found = list(itertools.chain.from_iterable(pairs(record) for record in records))
+        both = np.array(found, dtype=np.float64).reshape(-1, 2)
+        return cls(both[:, 0], both[:, 1])
+
+
+def _to_first(record: Record) -> list[tuple[float, float]]:
+    """From the intended start to the first token."""
+    return [(record.intended_s, record.times_s[0] - record.intended_s)] if record.times_s else []
+
+
+def _whole(record: Record) -> list[tuple[float, float]]:
+    """From the intended start to the last token."""
+    if not record.is_done or record.end_s is None:
+        return []
+    return [(record.intended_s, record.end_s - record.intended_s)]
+
+
+def _gaps(record: Record) -> list[tuple[float, float]]:
+    """Between two messages that brought tokens."""
+    return [(after, after - before) for before, after in itertools.pairwise(record.times_s)]
+
+
+def _time_per_token(record: Record) -> list[tuple[float, float]]:
+    """After the first message, in the mean."""
+    mean_s = mean_gap_s(record)
+    return [(record.intended_s, mean_s)] if record.is_done and mean_s is not None else []
+
+
+def mean_gap_s(record: Record) -> float | None:
+    """The mean time for each token after those of the first message. None: there were no others."""
+    later = sum(record.counts[1:])
+    return (record.times_s[-1] - record.times_s[0]) / later if later else None
+
+
+def latency(values: _Values, slices: Slices) -> Figures:
+    """Mean and percentiles in milliseconds."""
+    found: Figures = {"count": len(values.values_s)}
+    if not found["count"]:
+        return found
+    # A token may come after the window: it counts for the last slice.
+    slice_of = slices.of(values.at_s)
+    found["mean"] = _figure(values.values_s.mean(), noise.mean_bounds(values.values_s, slice_of), 1e3)
+    for name, quantile in QUANTILES.items():
+        bounds = noise.quantile_bounds(values.values_s, slice_of, quantile)
+        found[name] = _figure(np.quantile(values.values_s, quantile), bounds, 1e3)
+    found["max"] = _figure(values.values_s.max())
+    found["max"]["value"] *= 1e3
+    return found
+
+
+def _figure(value: float, bounds: tuple[float, float] | None = None, unit: float = 1.0) -> Figures:
+    found = {"value": float(value) * unit}
+    if bounds is not None:
+        # Classes of a histogram may put both bounds beside the exact value.
+        found["low"] = min(bounds[0] * unit, found["value"])
+        found["high"] = max(bounds[1] * unit, found["value"])
+    return found
+
+
+def _rate(at_s: Floats, weights: Floats, slices: Slices) -> Figures:
+    """Of what came within the window, for each second."""
+    window_s = slices.end_s - slices.begin_s
+    inside = (at_s >= slices.begin_s) & (at_s < slices.end_s)
+    if window_s <= 0:
+        return _figure(0.0)
+    per_slice = np.zeros(noise.SLICES)
+    np.add.at(per_slice, slices.of(at_s[inside]), weights[inside])
+    bounds = noise.rate_bounds(per_slice, slices.seconds_each)
+    return _figure(weights[inside].sum() / window_s, bounds)
+
+
+def _throughput(measured: Measured, slices: Slices) -> Figures:
+    records = measured.records
+    done_s = np.array([record.end_s for record in records if record.is_done], dtype=np.float64)
+    token_s = np.array([at for record in records for at in record.times_s], dtype=np.float64)
+    tokens = np.array([count for record in records for count in record.counts], dtype=np.float64)
+    begun = [record for record in records if record.times_s]
+    first_s = np.array([record.times_s[0] for record in begun], dtype=np.float64)
+    prompts = np.array([record.prompt_tokens for record in begun], dtype=np.float64)
+    asked_s = np.array([record.intended_s for record in records], dtype=np.float64)
+    return {
+        "asked_requests_per_s": _rate(asked_s, np.ones(len(asked_s)), slices),
+        "requests_per_s": _rate(done_s, np.ones(len(done_s)), slices),
+        "output_tokens_per_s": _rate(token_s, tokens, slices),
+        "prompt_tokens_per_s": _rate(first_s, prompts, slices),
+    }
+
+
+def is_good(record: Record, bounds: Bounds) -> bool:
+    """Done, its first token in time, and the others in time in the mean."""
+    if not record.is_done or not record.times_s:
+        return False
+    mean_s = mean_gap_s(record)
+    return (bounds.ttft_s is None or record.times_s[0] - record.intended_s <= bounds.ttft_s) and (
+        bounds.tbt_s is None or mean_s is None or mean_s <= bounds.tbt_s
+    )
+
+
+def _goodput(counted: Sequence[Record], slices: Slices, bounds: Bounds) -> Figures:
+    # What somebody cut off is neither good nor bad.
+    asked = [record for record in counted if record.error != CUT_OFF]
+    good_s = np.array([r.intended_s for r in asked if is_good(r, bounds)], dtype=np.float64)
+    return {
+        "ttft_ms": None if bounds.ttft_s is None else bounds.ttft_s * 1e3,
+        "tbt_ms": None if bounds.tbt_s is None else bounds.tbt_s * 1e3,
+        "good_requests_per_s": _rate(good_s, np.ones(len(good_s)), slices),
+        "share": len(good_s) / len(asked) if asked else None,
+    }
+
+
+def in_flight(records: Sequence[Record], at_s: float) -> int:
+    """Requests that were meant to have started and had not ended at a moment."""
+    return sum(1 for r in records if r.intended_s <= at_s and (r.end_s is None or r.end_s > at_s))
+
+
+def _client(measured: Measured) -> Figures:
+    late_s = np.array(
+        [r.sent_s - r.intended_s for r in measured.counted if r.sent_s is not None], dtype=np.float64
+    )
+    return {
+        "lateness_ms": _plain(late_s),
+        "processes": [
+            {"cpu": load.cpu, "lag_ms": _plain(np.array(load.lags_s, dtype=np.float64))}
+            for load in measured.loads
+        ],
+    }
+
+
+def _plain(values_s: Floats) -> Figures:
+    if not len(values_s):
+        return {"count": 0}
+    names = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {"count": len(values_s)} | {n: float(np.quantile(values_s, q)) * 1e3 for n, q in names.items()}
+
+
+def _series(measured: Measured) -> Figures:
+    """How it went over time, also outside of the window: each list has one entry for each moment."""
+    records = measured.records
+    last_s = max((record.end_s or 0.0 for record in records), default=0.0)
+    last_s = max([last_s, measured.end_s, *(reading.at_s for reading in measured.readings)])
+    width_s = max(_SHORTEST_SLICE_S, last_s / _MOST_POINTS)
+    edges = np.arange(0.0, last_s + width_s, width_s)
+    tokens_s = np.array([at for record in records for at in record.times_s], dtype=np.float64)
+    tokens = np.array([count for record in records for count in record.counts], dtype=np.float64)
+    middles = np.minimum(edges[:-1] + width_s / 2, last_s).tolist()
+    client: Figures = {
+        "at_s": middles,
+        "output_tokens_per_s": (np.histogram(tokens_s, edges, weights=tokens)[0] / width_s).tolist(),
+        "in_flight": [in_flight(records, middle) for middle in middles],
+    }
+    for name, pairs_of in (("ttft_ms", _to_first), ("tbt_ms", _gaps)):
+        values = _Values.of(records, pairs_of)
+        place = np.digitize(values.at_s, edges) - 1
+        for label, quantile in (("p50", 0.5), ("p99", 0.99)):
+            client[f"{name}_{label}"] = [
+                float(np.quantile(chosen, quantile)) * 1e3 if len(chosen) else None
+                for chosen in (values.values_s[place == i] for i in range(len(edges) - 1))
+            ]
+    pairs = list(itertools.pairwise(measured.readings))
+    server: Figures = {
+        "at_s": [max(0.0, after.at_s) for _, after in pairs],
+        "batch": [batch(b, a) if b.epochs == a.epochs else None for b, a in pairs],
+        "in_flight": [after.in_flight for _, after in pairs],
+        "occupancy": [share(after.pages_used, after.pages_total) for _, after in pairs],
+    }
+    return {
+        "begin_s": measured.begin_s,
+        "end_s": measured.end_s,
+        "last_s": last_s,
+        "client": client,
+        "server": server,
+    }
+
+
+def _histogram(values_s: Floats) -> Figures | None:
+    """Classes whose bounds grow by a constant factor, in milliseconds."""
+    if not len(values_s):
+        return None
+    # Where all are nearly equal, classes would say more than a clock can.
+    low = max(values_s.min(), 1e-6)
+    high = max(values_s.max() * 1.001, low * 1.5)
+    edges = np.geomspace(low, high, _HISTOGRAM_CLASSES + 1)
+    counts, _ = np.histogram(np.maximum(values_s, low), edges)
+    return {"edges_ms": (edges * 1e3).tolist(), "counts": counts.tolist()}
