@@ -1,0 +1,22 @@
+// A greedy loop, one call for each token: node examples/greedy.mjs [TARGET]
+// For other models read tokens with a tokenizer library from GetModelInfo's tokenizer.json; the shipped model writes
+// each character as a token, so that its vocabulary is enough here.
+import { QuireClient } from "quire-client";
+
+const client = new QuireClient(process.argv[2], { timeoutMs: 60_000 });
+try {
+  const { model, tokenizerJson } = await client.executor.getModelInfo({ includeTokenizer: true });
+  const vocabulary = JSON.parse(tokenizerJson.toString()).model.vocab;
+  const characters = new Map(Object.entries(vocabulary).map(([character, id]) => [id, character]));
+  const cache = await client.prefill([..."12+34="].map((character) => vocabulary[character]));
+  let answer = "";
+  let token = cache.output.tokenId;
+  while (!model.eosTokenIds.includes(token)) {
+    answer += characters.get(token);
+    token = (await cache.decode(token)).tokenId;
+  }
+  await cache.release();
+  console.log(answer); // 46
+} finally {
+  client.close();
+}

@@ -1,0 +1,233 @@
+/** A connection, unary calls on it, and which of them may be sent twice. Knows nothing of caches. */
+
+import { setTimeout as sleep } from "node:timers/promises";
+
+import { type CallOptions as GrpcCallOptions, Client, type ChannelCredentials, Metadata, status } from "@grpc/grpc-js";
+
+import { cancelled, errorFromCall, QuireError } from "./errors.js";
+import type { DeepPartial } from "./gen/quire/v1/executor.js";
+
+const FIRST_PAUSE_MS = 100;
+const LONGEST_PAUSE_MS = 2000;
+const PAUSE_GROWS_BY = 3;
+const MOST_ATTEMPTS = 4;
+
+/** What the generated code has for each message. */
+export interface Message<T> {
+  encode(message: T): { finish(): Uint8Array };
+  decode(bytes: Uint8Array): T;
+  fromPartial(object: DeepPartial<T>): T;
+}
+
+/** What the generated code has for each call. */
+export interface Method {
+  readonly name: string;
+  readonly requestType: Message<any>;
+  readonly responseType: Message<any>;
+  readonly requestStream: boolean;
+  readonly responseStream: boolean;
+}
+
+export interface Service {
+  readonly fullName: string;
+  readonly methods: Readonly<Record<string, Method>>;
+}
+
+export type RequestOf<M extends Method> = DeepPartial<ReturnType<M["requestType"]["decode"]>>;
+export type ResponseOf<M extends Method> = ReturnType<M["responseType"]["decode"]>;
+
+export interface CallOptions {
+  /** Bounds the call, its retries included. Undefined: as the client says. */
+  timeoutMs?: number | undefined;
+  /** Gives the call up. An append may have been applied all the same. */
+  signal?: AbortSignal | undefined;
+}
+
+/** The calls of a service that take one request and give one answer, as functions. They throw QuireError. */
+export type UnaryCalls<S extends Service> = {
+  readonly [
+    Name in keyof S["methods"] as S["methods"][Name] extends { requestStream: false; responseStream: false } ? Name
+      : never
+  ]: (request?: RequestOf<S["methods"][Name]>, options?: CallOptions) => Promise<ResponseOf<S["methods"][Name]>>;
+};
+
+export class Connection {
+  readonly #client: Client;
+  readonly #metadata: Metadata;
+  readonly #timeoutMs: number | undefined;
+
+  constructor(
+    target: string,
+    credentials: ChannelCredentials,
+    settings: {
+      metadata: Metadata;
+      timeoutMs: number | undefined;
+      maxRequestBytes: number;
+      maxResponseBytes: number;
+      serverName: string | undefined;
+    },
+  ) {
+    this.#client = new Client(target, credentials, {
+      "grpc.max_send_message_length": settings.maxRequestBytes,
+      "grpc.max_receive_message_length": settings.maxResponseBytes,
+      "grpc.initial_reconnect_backoff_ms": FIRST_PAUSE_MS,
+      "grpc.max_reconnect_backoff_ms": LONGEST_PAUSE_MS,
+      ...(settings.serverName === undefined ? {} : { "grpc.ssl_target_name_override": settings.serverName }),
+    });
+    this.#metadata = settings.metadata;
+    this.#timeoutMs = settings.timeoutMs;
+  }
+
+  /** The unary calls of a service. */
+  calls<S extends Service>(service: S): UnaryCalls<S> {
+    const unary = Object.entries(service.methods).filter(([, method]) => !method.requestStream && !method.responseStream);
+    const functions = unary.map(([name, method]) => [
+      name,
+      (request: unknown = {}, options: CallOptions = {}) => this.#call(service, name, method, request, options),
+    ]);
+    return Object.freeze(Object.fromEntries(functions)) as UnaryCalls<S>;
+  }
+
+  /** Begins a call with a stream of answers: a Readable, which fails with grpc-js's ServiceError. */
+  serverStream<M extends Method>(service: Service, method: M, request: RequestOf<M>, options: CallOptions) {
+    const message = method.requestType.fromPartial(request);
+    const call = this.#client.makeServerStreamRequest<any, ResponseOf<M>>(
+      pathOf(service, method),
+      (value) => bufferOf(method.requestType.encode(value).finish()),
+      method.responseType.decode,
+      message,
+      this.#metadata,
+      this.#grpcOptions(this.#deadlineOf(options)),
+    );
+    // Its end by a cancellation, when nobody reads any more, is nobody's failure.
+    call.on("error", () => undefined);
+    const abort = () => call.cancel();
+    options.signal?.addEventListener("abort", abort);
+    call.on("close", () => options.signal?.removeEventListener("abort", abort));
+    if (options.signal?.aborted) abort();
+    return call;
+  }
+
+  /** Begins a stream in both directions, whose requests are serialized by `serialize`. It has no deadline. */
+  bothStreams<Request, M extends Method>(service: Service, method: M, serialize: (request: Request) => Buffer) {
+    return this.#client.makeBidiStreamRequest<Request, ResponseOf<M>>(
+      pathOf(service, method),
+      serialize,
+      method.responseType.decode,
+      this.#metadata,
+    );
+  }
+
+  /** Waits until a server is there. Throws QuireError where there is none in time. */
+  async ready(timeoutMs: number): Promise<void> {
+    await new Promise<void>((resolve, reject) => {
+      this.#client.waitForReady(Date.now() + timeoutMs, (error) => {
+        if (error) reject(new QuireError(status.UNAVAILABLE, error.message, { cause: error }));
+        else resolve();
+      });
+    });
+  }
+
+  close(): void {
+    this.#client.close();
+  }
+
+  async #call(service: Service, name: string, method: Method, request: any, options: CallOptions): Promise<any> {
+    const message = method.requestType.fromPartial(request);
+    const deadline = this.#deadlineOf(options);
+    const mostAttempts = mayRepeat(name, message) ? MOST_ATTEMPTS : 1;
+    for (let attempt = 1, longestMs = FIRST_PAUSE_MS; ; attempt++) {
+      try {
+        return await this.#attempt(service, method, message, deadline, options.signal);
+      } catch (error) {
+        const failed = error as QuireError;
+        if (failed.code !== status.UNAVAILABLE || attempt === mostAttempts) throw failed;
+        // Not all come again at once, and none before the server says.
+        const pauseMs = Math.max(longestMs * (0.5 + Math.random() / 2), failed.retryDelayMs ?? 0);
+        if (deadline !== undefined && Date.now() + pauseMs >= deadline) throw failed;
+        await sleep(pauseMs, undefined, options.signal && { signal: options.signal }).catch(() => {
+          throw cancelled();
+        });
+        longestMs = Math.min(longestMs * PAUSE_GROWS_BY, LONGEST_PAUSE_MS);
+      }
+    }
+  }
+
+  #attempt(
+    service: Service,
+    method: Method,
+    message: unknown,
+    deadline: number | undefined,
+    signal: AbortSignal | undefined,
+  ): Promise<unknown> {
+    return new Promise((resolve, reject) => {
+      if (signal?.aborted) return reject(cancelled());
+      const abort = () => call.cancel();
+      const call = this.#client.makeUnaryRequest(
+        pathOf(service, method),
+        (value: unknown) => bufferOf(method.requestType.encode(value).finish()),
+        method.responseType.decode,
+        message,
+        this.#metadata,
+        this.#grpcOptions(deadline),
+        (error, response) => {
+          signal?.removeEventListener("abort", abort);
+          if (error) reject(errorFromCall(error));
+          else resolve(response);
+        },
+      );
+      signal?.addEventListener("abort", abort);
+    });
+  }
+
+  #deadlineOf(options: CallOptions): number | undefined {
+    const timeoutMs = options.timeoutMs ?? this.#timeoutMs;
+    return timeoutMs === undefined ? undefined : Date.now() + timeoutMs;
+  }
+
+  #grpcOptions(deadline: number | undefined): GrpcCallOptions {
+    return deadline === undefined ? {} : { deadline };
+  }
+}
+
+/** Bytes as grpc-js wants them, not copied. */
+export function bufferOf(bytes: Uint8Array): Buffer {
+  return Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+}
+
+function pathOf(service: Service, method: Method): string {
+  return `/${service.fullName}/${method.name}`;
+}
+
+/** An append, as several requests have it. */
+interface Append {
+  cacheId: string;
+  position?: number | undefined;
+  requestId?: string;
+}
+
+/** Whether a request changes nothing the second time: it reads, or names what it believes, or its repeat is harmless. */
+function mayRepeat(name: string, request: any): boolean {
+  switch (name) {
+    case "prefill":
+    case "decode":
+    case "forwardVerify":
+      return isFenced(request);
+    case "batchPrefill":
+    case "batchDecode":
+    case "unifiedForward":
+      return request.items.every(isFenced);
+    case "forkCache":
+      return request.requestId !== "";
+    case "drain":
+    case "shutdown":
+    case "rebuildSession":
+      return false;
+    default:
+      return true;
+  }
+}
+
+function isFenced(append: Append): boolean {
+  return append.cacheId ? append.position !== undefined : Boolean(append.requestId);
+}

@@ -1,0 +1,102 @@
+/** What a call can fail with. */
+
+import { Metadata, type ServiceError, status } from "@grpc/grpc-js";
+
+import { BadRequest, ErrorInfo, RetryInfo } from "./gen/google/rpc/error_details.js";
+import { Status } from "./gen/google/rpc/status.js";
+
+const DETAILS_KEY = "grpc-status-details-bin";
+
+/** What is known of a failure beside its code and message. */
+export interface ErrorFacts {
+  reason?: string;
+  metadata?: Record<string, string>;
+  retryDelayMs?: number | undefined;
+  violations?: readonly Violation[];
+  cause?: unknown;
+}
+
+/** What is wrong with a field of the request, such as `items[3].token_id`. */
+export interface Violation {
+  field: string;
+  description: string;
+}
+
+/** A failed call, or a failed item of a batch. `reason` is stable and meant for programs, the message for people. */
+export class QuireError extends Error {
+  /** One of grpc-js's `status`. */
+  readonly code: status;
+  /** Such as "KV_EXHAUSTED"; docs/errors.md lists them. Empty if the failure was not told by a Quire server. */
+  readonly reason: string;
+  /** What goes with the reason, numbers as strings too, and perhaps the server's request_id. */
+  readonly metadata: Readonly<Record<string, string>>;
+  /** How long to wait before trying again. Undefined: trying again will not help, or nothing is known. */
+  readonly retryDelayMs: number | undefined;
+  readonly violations: readonly Violation[];
+
+  constructor(code: status, message: string, facts: ErrorFacts = {}) {
+    const reason = facts.reason ?? "";
+    super(`${status[code] ?? code}${reason && ` ${reason}`}: ${message}`, { cause: facts.cause });
+    this.name = new.target.name;
+    this.code = code;
+    this.reason = reason;
+    this.metadata = facts.metadata ?? {};
+    this.retryDelayMs = facts.retryDelayMs;
+    this.violations = facts.violations ?? [];
+  }
+}
+
+/**
+ * The session is closed or broken: what broke it is the `cause`, and its reason is `reason`. Appends may be repeated on
+ * another session: one that was applied is answered, never applied twice.
+ */
+export class SessionEnded extends QuireError {}
+
+/** The error for a google.rpc.Status, such as that of a failed item of a batch. */
+export function errorFromStatus(failed: Status, cause?: unknown): QuireError {
+  const facts: ErrorFacts = { cause };
+  for (const { typeUrl, value } of failed.details) {
+    switch (typeUrl.slice(typeUrl.lastIndexOf("/") + 1)) {
+      case "google.rpc.ErrorInfo": {
+        const info = ErrorInfo.decode(value);
+        facts.reason = info.reason;
+        facts.metadata = info.metadata;
+        break;
+      }
+      case "google.rpc.RetryInfo": {
+        const delay = RetryInfo.decode(value).retryDelay;
+        facts.retryDelayMs = delay && Number(delay.seconds) * 1e3 + delay.nanos / 1e6;
+        break;
+      }
+      case "google.rpc.BadRequest":
+        facts.violations = BadRequest.decode(value).fieldViolations;
+        break;
+    }
+  }
+  return new QuireError(failed.code, failed.message, facts);
+}
+
+/** The error for what a gRPC call failed with, with the details that Quire attaches. */
+export function errorFromCall(error: ServiceError): QuireError {
+  const plain = Status.fromPartial({ code: error.code, message: error.details });
+  for (const value of (error.metadata ?? new Metadata()).get(DETAILS_KEY)) {
+    try {
+      const rich = Status.decode(value as Buffer);
+      // A proxy may have replaced the status; then the details are about another failure.
+      if (rich.code === plain.code) return errorFromStatus(rich, error);
+    } catch {
+      // Not written by a Quire server.
+    }
+  }
+  return errorFromStatus(plain, error);
+}
+
+/** The call was given up here. */
+export function cancelled(): QuireError {
+  return new QuireError(status.CANCELLED, "cancelled by this client");
+}
+
+/** Nothing came in time. */
+export function tooLate(timeoutMs: number): QuireError {
+  return new QuireError(status.DEADLINE_EXCEEDED, `no answer within ${timeoutMs} ms`);
+}

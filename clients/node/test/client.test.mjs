@@ -1,0 +1,141 @@
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { after, test } from "node:test";
+
+import { QuireClient, QuireError, status, types } from "quire-client";
+
+import { breakingWay, GUARDED, silentServer, TARGET, TIMEOUT_MS } from "./servers.mjs";
+
+const client = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS });
+after(() => client.close());
+
+/** Checks that a promise is refused with a QuireError, and returns it. */
+async function refused(promise) {
+  const error = await promise.then(
+    () => assert.fail("it was not refused"),
+    (failed) => failed,
+  );
+  assert.ok(error instanceof QuireError, error);
+  return error;
+}
+
+test("a cache lives through every call on it", async () => {
+  await client.ready(TIMEOUT_MS);
+  const cache = await client.prefill([1, 2, 3]);
+  assert.equal(cache.seqLen, 3);
+  const first = cache.output.tokenId;
+  const second = (await cache.decode(first)).tokenId;
+  assert.equal(cache.seqLen, 4);
+  const [copy] = await cache.fork();
+  assert.notEqual(copy.cacheId, cache.cacheId);
+  const verified = await copy.verify([second, 1, 2], { accept: types.VerifyAccept.VERIFY_ACCEPT_UNSPECIFIED });
+  assert.equal(verified.outputs.length, 3);
+  assert.equal(copy.seqLen, 7);
+  await copy.truncate(4);
+  assert.equal((await copy.decode(second)).tokenId, (await cache.extend([second])).tokenId);
+  assert.equal((await client.cache(copy.cacheId)).seqLen, 5);
+  assert.equal(await copy.release(), true);
+  assert.equal(await copy.release(), false);
+  assert.equal(await cache.release(), true);
+});
+
+test("the calls of each service answer", async () => {
+  const { model, tokenizerJson } = await client.executor.getModelInfo({ includeTokenizer: true });
+  assert.ok(model.vocabSize > 0);
+  assert.ok(JSON.parse(tokenizerJson.toString()).model);
+  assert.deepEqual(
+    (await client.runner.listRuntimes()).runtimes.map((runtime) => runtime.name),
+    ["local"],
+  );
+  assert.equal((await client.admin.warmup()).workersReady, 1);
+  const scored = await client.executor.forward({ tokenIds: [1, 2, 3], output: { topLogprobs: 2 } });
+  assert.equal(scored.outputs.length, 3);
+  assert.equal(scored.tokenLogprobs.length, 2);
+});
+
+test("drawing is repeatable with a seed beyond 2^53", async () => {
+  const sampling = { temperature: 1, seed: 2n ** 63n + 1n };
+  const [one, other] = await Promise.all([1, 2].map(() => client.prefill([1, 2, 3], { output: { sampling } })));
+  assert.equal(one.output.tokenId, other.output.tokenId);
+  await Promise.all([one.release(), other.release()]);
+});
+
+test("a failure says its code, reason, metadata and field", async () => {
+  const cache = await client.prefill([1, 2, 3]);
+  const { cacheId } = cache;
+  const mismatch = await refused(client.executor.decode({ cacheId, tokenId: 1, position: 2 }));
+  assert.deepEqual([mismatch.code, mismatch.reason], [status.FAILED_PRECONDITION, "POSITION_MISMATCH"]);
+  assert.equal(mismatch.metadata.seq_len, "3");
+  assert.equal(mismatch.retryDelayMs, undefined);
+  await cache.release();
+  assert.equal((await refused(cache.decode(1))).reason, "CACHE_NOT_FOUND");
+  const wrong = await refused(client.executor.batchDecode({ items: [] }));
+  assert.deepEqual([wrong.code, wrong.reason], [status.INVALID_ARGUMENT, "EMPTY_BATCH"]);
+  assert.equal(wrong.violations[0].field, "items");
+});
+
+test("a time limit and a signal end a call", async () => {
+  const late = await refused(client.executor.getStatus({}, { timeoutMs: 0 }));
+  assert.equal(late.code, status.DEADLINE_EXCEEDED);
+  const given = AbortSignal.abort();
+  assert.equal((await refused(client.executor.getStatus({}, { signal: given }))).code, status.CANCELLED);
+  const silent = await silentServer();
+  const other = new QuireClient(silent.target);
+  try {
+    assert.equal((await refused(other.executor.getStatus({}, { timeoutMs: 50 }))).code, status.DEADLINE_EXCEEDED);
+    const later = new AbortController();
+    const waiting = other.executor.getStatus({}, { signal: later.signal });
+    setImmediate(() => later.abort());
+    assert.equal((await refused(waiting)).code, status.CANCELLED);
+  } finally {
+    other.close();
+    silent.close();
+  }
+});
+
+test("what may be sent twice is sent again where a connection breaks", async () => {
+  const way = await breakingWay([0, Infinity]);
+  const other = new QuireClient(way.target, { timeoutMs: TIMEOUT_MS });
+  try {
+    const cache = await other.prefill([1, 2, 3]);
+    assert.equal(cache.seqLen, 3);
+    assert.equal(await cache.release(), true);
+    assert.ok(way.connections > 1);
+  } finally {
+    other.close();
+    await way.close();
+  }
+});
+
+test("an append without a position is sent once", async () => {
+  const way = await breakingWay([0]);
+  const other = new QuireClient(way.target, { timeoutMs: TIMEOUT_MS });
+  try {
+    const failed = await refused(other.executor.decode({ cacheId: "any", tokenId: 1 }));
+    assert.equal(failed.code, status.UNAVAILABLE);
+    assert.equal(way.connections, 1);
+  } finally {
+    other.close();
+    await way.close();
+  }
+});
+
+test("TLS and tokens", { skip: GUARDED ? false : "no $QUIRE_GUARDED" }, async () => {
+  const tls = { ca: readFileSync(GUARDED.ca) };
+  const known = new QuireClient(GUARDED.target, { tls, token: GUARDED.token, timeoutMs: TIMEOUT_MS });
+  const stranger = new QuireClient(GUARDED.target, { tls, timeoutMs: TIMEOUT_MS });
+  const distrustful = new QuireClient(GUARDED.target, { tls: true, timeoutMs: TIMEOUT_MS });
+  try {
+    const cache = await known.prefill([1, 2, 3]);
+    const session = known.session();
+    assert.equal((await session.call("releaseCache", { cacheId: cache.cacheId })).released, true);
+    await session.close();
+    assert.equal((await refused(known.executor.getStatus())).reason, "ROLE_MISSING");
+    const unknown = await refused(stranger.prefill([1]));
+    assert.deepEqual([unknown.code, unknown.reason], [status.UNAUTHENTICATED, "NO_TOKEN"]);
+    assert.equal((await refused(distrustful.prefill([1]))).code, status.UNAVAILABLE);
+  } finally {
+    for (const either of [known, stranger, distrustful]) either.close();
+  }
+  assert.throws(() => new QuireClient(TARGET, { token: "two words" }), RangeError);
+});

@@ -1,0 +1,135 @@
+import assert from "node:assert/strict";
+import { after, test } from "node:test";
+
+import { QuireClient, QuireError, SessionEnded, status } from "quire-client";
+
+import { breakingWay, silentServer, TARGET, TIMEOUT_MS } from "./servers.mjs";
+
+const client = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS });
+after(() => client.close());
+
+/** A session that ends with its test, however that ends. */
+function sessionOf(t, caller, options) {
+  const session = caller.session(options);
+  t.after(() => session.cancel());
+  return session;
+}
+
+async function greedy(caller, prompt, steps) {
+  const cache = await caller.prefill(prompt);
+  const tokens = [cache.output.tokenId];
+  while (tokens.length < steps) tokens.push((await cache.decode(tokens.at(-1))).tokenId);
+  assert.equal(await cache.release(), true);
+  return tokens;
+}
+
+test("a session says what the client says", async (t) => {
+  const prompts = [[1], [2, 3], [4, 5, 6], [7, 8, 9, 1]];
+  const session = sessionOf(t, client);
+  const together = await Promise.all(prompts.map((prompt) => greedy(session, prompt, 5)));
+  await session.close();
+  for (const [index, prompt] of prompts.entries()) {
+    assert.deepEqual(together[index], await greedy(client, prompt, 5));
+  }
+});
+
+test("more calls than may be in flight are all answered", async (t) => {
+  const session = sessionOf(t, client, { maxInFlight: 4 });
+  const calls = Array.from({ length: 200 }, (_, n) => session.call("forward", { tokenIds: [1, 2, 1 + (n % 9)] }));
+  for (const answer of await Promise.all(calls)) assert.equal(answer.outputs.length, 3);
+  await session.close();
+});
+
+test("large requests go in messages of their own", async (t) => {
+  // Each is a quarter of what a message holds here, so that four do not fit.
+  const small = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS, maxRequestBytes: 4096 });
+  const session = sessionOf(t, small);
+  const cacheId = "x".repeat(1000);
+  const answers = await Promise.all(Array.from({ length: 20 }, () => session.call("releaseCache", { cacheId })));
+  assert.ok(answers.every((answer) => !answer.released));
+  await assert.rejects(session.call("releaseCache", { cacheId: "x".repeat(4096) }), { code: status.RESOURCE_EXHAUSTED });
+  assert.equal((await session.call("releaseCache", { cacheId: "x" })).released, false);
+  await session.close();
+  small.close();
+});
+
+test("a failed call fails alone, with its reason", async (t) => {
+  const session = sessionOf(t, client);
+  const results = await Promise.allSettled([
+    session.call("decode", { cacheId: "unknown", tokenId: 1 }),
+    session.prefill([1, 2, 3]),
+  ]);
+  assert.equal(results[0].reason.reason, "CACHE_NOT_FOUND");
+  assert.ok(results[0].reason instanceof QuireError && !(results[0].reason instanceof SessionEnded));
+  assert.equal(await results[1].value.release(), true);
+  await session.close();
+});
+
+test("calls that are given up leave no cache behind", async (t) => {
+  const { kvCaches: before } = await client.executor.listCaches();
+  const session = sessionOf(t, client);
+  const given = new AbortController();
+  const prefill = session.prefill([1, 2, 3], {}, { signal: given.signal });
+  await new Promise(setImmediate); // It is sent.
+  given.abort();
+  await assert.rejects(prefill, { code: status.CANCELLED });
+  await session.close(); // Waits for what is open, the releases included.
+  assert.deepEqual((await client.executor.listCaches()).kvCaches, before);
+});
+
+test("a time limit ends a call where nobody answers", async (t) => {
+  const silent = await silentServer();
+  const other = new QuireClient(silent.target, { timeoutMs: 50 });
+  t.after(() => other.close());
+  t.after(() => silent.close());
+  const session = sessionOf(t, other);
+  await assert.rejects(session.prefill([1]), { code: status.DEADLINE_EXCEEDED });
+  await assert.rejects(session.prefill([1], {}, { timeoutMs: 10 }), { code: status.DEADLINE_EXCEEDED });
+});
+
+test("a closed session takes no calls", async (t) => {
+  const session = sessionOf(t, client);
+  const open = session.prefill([1, 2]);
+  await Promise.all([session.close(), open]);
+  await assert.rejects(session.prefill([1]), SessionEnded);
+  assert.equal((await client.call("releaseCache", { cacheId: (await open).cacheId })).released, true);
+});
+
+test("a stream that breaks fails all its calls, and a cache goes on elsewhere", async (t) => {
+  const way = await breakingWay([Infinity]);
+  const other = new QuireClient(way.target, { timeoutMs: TIMEOUT_MS });
+  try {
+    const session = sessionOf(t, other);
+    const cache = await session.prefill([1, 2, 3]);
+    way.cut();
+    const calls = [cache.decode(1), session.prefill([1]), session.prefill([2])];
+    for (const { reason } of await Promise.allSettled(calls)) {
+      assert.ok(reason instanceof SessionEnded, reason);
+      assert.equal(reason.cause.code, status.UNAVAILABLE);
+    }
+    await assert.rejects(session.prefill([1]), SessionEnded);
+    await session.close();
+    cache.caller = client;
+    await cache.decode(1);
+    assert.equal(cache.seqLen, 4);
+    await cache.release();
+  } finally {
+    other.close();
+    await way.close();
+  }
+});
+
+test("what is wrong with the stream is told to each of its calls", async (t) => {
+  const session = sessionOf(t, client);
+  // Larger than the server takes: it ends the stream.
+  const huge = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS, maxRequestBytes: 1 << 30 });
+  const wrong = sessionOf(t, huge);
+  await assert.rejects(wrong.call("releaseCache", { cacheId: "x".repeat(17 << 20) }), (error) => {
+    assert.ok(error instanceof SessionEnded);
+    assert.equal(error.cause.code, status.RESOURCE_EXHAUSTED);
+    return true;
+  });
+  assert.equal((await session.call("releaseCache", { cacheId: "x" })).released, false);
+  await session.close();
+  huge.close();
+});

@@ -1,0 +1,119 @@
+"""The client for Node: its own tests against real servers, its generated code, its lock file."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from service.doors.tokens import Role, new_token
+from tests.certificates import Authority
+from tests.gateway_process import GatewayProcess
+
+CLIENT = Path(__file__).resolve().parents[2] / "clients" / "node"
+LOCK_FILE = CLIENT / "package-lock.json"
+OLDEST_NODE = 20
+INSTALL_TIMEOUT_S = 200
+TEST_TIMEOUT_S = 200
+# What npm says where it has no network.
+UNREACHABLE = re.compile(
+    r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ENETUNREACH|ETIMEDOUT|ERR_SOCKET_TIMEOUT"
+)
+
+
+def npm(
+    *arguments: str, timeout_s: float, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = ["npm", *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=CLIENT,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            # npm's children too, which would hold the pipes open.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+@pytest.fixture(scope="module")
+def installed() -> None:
+    """What the client needs is in its node_modules; installed once for each state of the lock file."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("there is no node with npm")
+    version = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    if int(version.removeprefix("v").split(".")[0]) < OLDEST_NODE:
+        pytest.skip(f"node is {version}, and the client needs {OLDEST_NODE} or later")
+    modules = CLIENT / "node_modules"
+    wanted = hashlib.sha256(LOCK_FILE.read_bytes()).hexdigest()
+    modules.mkdir(exist_ok=True)
+    # Another process of the same test run may be installing it.
+    with (CLIENT / "node_modules.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        mark = modules / ".quire-installed"
+        if mark.exists() and mark.read_text() == wanted:
+            return
+        done = npm("ci", "--fetch-retries", "1", timeout_s=INSTALL_TIMEOUT_S)
+        if done.returncode != 0 and UNREACHABLE.search(done.stderr):
+            pytest.skip("npm cannot fetch what the client needs: there is no network")
+        assert done.returncode == 0, done.stderr
+        mark.write_text(wanted)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_node_client_against_real_servers(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    pair = authority.server()
+    token, line = new_token("alice", [Role.CALL])
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"[tokens]\n{line}")
+    with GatewayProcess(model="adder") as gateway, Guarded(pair.cert, pair.key, tokens) as guarded:
+        told = {"target": guarded.address, "ca": str(authority.cert), "token": token}
+        environment = {"QUIRE_TARGET": gateway.address, "QUIRE_GUARDED": json.dumps(told)}
+        done = npm("test", timeout_s=TEST_TIMEOUT_S, environment=environment)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{gateway.log()}"
+        ran = re.search(r"^# pass (\d+)\n.*?^# skipped (\d+)$", done.stdout, re.MULTILINE | re.DOTALL)
+        assert ran and int(ran[1]) > 0 and int(ran[2]) == 0, done.stdout
+        gateway.assert_pools_are_whole()
+
+
+class Guarded(GatewayProcess):
+    """A server with TLS and tokens. The harness has neither: it cannot ask whether it is ready."""
+
+    def __init__(self, cert: Path, key: Path, tokens: Path) -> None:
+        flags = ["--tls-cert", str(cert), "--tls-key", str(key), "--tokens", str(tokens)]
+        super().__init__(model="paged-attention", flags=["--kv-pages", "64", *flags])
+
+    def wait_until_ready(self) -> None:  # type: ignore[override]
+        """A prefill waits for a worker by itself."""
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_generated_code_is_that_of_the_protos() -> None:
+    done = npm("run", "check-generated", timeout_s=TEST_TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+
+
+def test_versions_are_pinned_and_no_registry_is_named() -> None:
+    package = json.loads((CLIENT / "package.json").read_text(encoding="utf-8"))
+    versions = (package["dependencies"] | package["devDependencies"]).values()
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions), versions
+    locked = json.loads(LOCK_FILE.read_text(encoding="utf-8"))["packages"]
+    for name, entry in locked.items():
+        assert "resolved" not in entry, name
+        assert not name or entry["integrity"].startswith("sha512-"), name
