@@ -1,0 +1,77 @@
+"""An agent that takes back what turned out wrong: depth-first search by TruncateKV.
+
+It says the most likely answer and asks a tool what it is worth (here: is it a number that is divisible by
+five?). If the tool says no, the cache is cut to the last token at which there was another likely choice, and
+the agent goes on from there. What was before the cut is neither sent nor computed again.
+
+Cost: one prefill, one decode for each token that is tried, one TruncateKV for each way that was given up; no
+forward is run twice for the same beginning. Shares steps: each decode with other callers.
+
+    python clients/python/examples/backtracking_agent.py [TARGET] [PROMPT]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Container, Generator
+
+from quire import Client, StepOutput, output_options
+from tokenizers import Tokenizer
+
+BRANCHES = 4
+CAREFUL = output_options(top_logprobs=BRANCHES)
+MAX_TRIES = 200
+
+
+def choices(output: StepOutput) -> list[int]:
+    """The most likely tokens. The best one is the last: it is taken first."""
+    return list(reversed(output.top.token_ids))
+
+
+def answers(
+    client: Client, prompt: list[int], count: int, end: Container[int]
+) -> Generator[list[int], None, None]:
+    """Texts of at most `count` tokens: the greedy one, then others, each by the latest choice left."""
+    with client.prefill(prompt, output=CAREFUL) as cache:
+        text: list[int] = []
+        # For each token of the text, and for the one behind it, what was not tried.
+        untried = [choices(cache.output)]
+        while untried:
+            if not untried[-1]:
+                untried.pop()
+                text = text[:-1]
+                continue
+            token = untried[-1].pop()
+            if token in end:
+                yield text
+            elif len(text) + 1 == count:
+                yield [*text, token]
+            else:
+                if cache.seq_len > len(prompt) + len(text):
+                    cache.truncate(len(prompt) + len(text))
+                text = [*text, token]
+                untried.append(choices(cache.decode(token, output=CAREFUL)))
+
+
+def is_good(answer: str) -> bool:
+    """The tool."""
+    return answer.isdecimal() and int(answer) % 5 == 0
+
+
+def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
+    """Prints what was tried, and what the tool said to it."""
+    with Client(target, timeout_s=120) as client:
+        info = client.model_info(include_tokenizer=True)
+        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
+        texts = answers(client, tokenizer.encode(prompt).ids, 4, info.model.eos_token_ids)
+        with contextlib.closing(texts):  # Releases the cache.
+            for _, text in zip(range(MAX_TRIES), texts, strict=False):
+                answer = tokenizer.decode(text)
+                print(repr(answer), "yes" if is_good(answer) else "no")
+                if is_good(answer):
+                    break
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,77 @@
+"""Beam search, as transformers does it with early_stopping=True and length_penalty=1.
+
+A beam with several continuations is forked; those with none are released in the same call. So there are never
+many more caches than beams, and what they have in common lies in the same pages.
+
+Cost: one prefill, then for each token a BatchDecode of all beams and a ForkCache for each beam that branches.
+Shares steps: the beams with one another, and with other callers. A fork copies one page at most.
+
+    python clients/python/examples/beam_search.py [TARGET] [PROMPT]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container
+
+from quire import Cache, Client, checked, output_options
+from tokenizers import Tokenizer
+
+Beam = tuple[float, list[int], Cache]
+
+
+def beam_search(
+    client: Client, prompt: list[int], width: int, count: int, end: Container[int], top: int
+) -> list[tuple[float, list[int]]]:
+    """At most `count` tokens, with mean log-probabilities. (1 + end tokens) * width are enough of `top`."""
+    ask = output_options(top_logprobs=top)
+    beams: list[Beam] = [(0.0, [], client.prefill(prompt, output=ask))]
+    done: list[tuple[float, list[int]]] = []
+    for length in range(1, count + 1):
+        candidates = [
+            (score + logprob, at, token)
+            for at, (score, _, cache) in enumerate(beams)
+            for token, logprob in zip(cache.output.top.token_ids, cache.output.top.logprobs, strict=True)
+        ]
+        children: list[list[tuple[float, int]]] = [[] for _ in beams]
+        room = width
+        for rank, (score, at, token) in enumerate(sorted(candidates, reverse=True)[:top]):
+            if token in end or length == count:
+                if rank < width:
+                    done.append((score / length, [*beams[at][1], token]))
+            elif room:
+                children[at].append((score, token))
+                room -= 1
+        if len(done) >= width or room == width:
+            break
+        beams = grow(beams, children)
+        checked(client.batch_decode([(cache, text[-1]) for _, text, cache in beams], output=ask))
+    beams[0][2].fork(0, release=[cache for *_, cache in beams])
+    return sorted(done, reverse=True)[:width]
+
+
+def grow(beams: list[Beam], children: list[list[tuple[float, int]]]) -> list[Beam]:
+    """Each child with a cache of its own: its parent's, or a copy. Parents without children are released."""
+    dead = [cache for (*_, cache), own in zip(beams, children, strict=True) if not own]
+    grown: list[Beam] = []
+    for (_, text, cache), own in zip(beams, children, strict=True):
+        if own:
+            copies = cache.fork(len(own) - 1, release=dead) if dead or len(own) > 1 else []
+            dead = []
+            heirs = zip(own, [cache, *copies], strict=True)
+            grown += [(score, [*text, token], heir) for (score, token), heir in heirs]
+    return grown
+
+
+def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
+    """Prints the four best texts with their mean log-probabilities."""
+    with Client(target, timeout_s=120) as client:
+        info = client.model_info(include_tokenizer=True)
+        tokenizer, end = Tokenizer.from_buffer(info.tokenizer_json), info.model.eos_token_ids
+        ids, top = tokenizer.encode(prompt).ids, min((1 + len(end)) * 4, info.model.vocab_size)
+        for score, text in beam_search(client, ids, 4, 32, end, top):
+            print(f"{score:.3f}", prompt + tokenizer.decode(text))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

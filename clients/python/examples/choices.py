@@ -1,0 +1,48 @@
+"""Multiple choice: which of several answers the model finds most likely behind a question.
+
+Nothing is generated. Each choice is scored behind the question, whose KV is computed once for all of them.
+
+Cost: one BatchForward: the question once, and each choice. No cache is kept. Shares steps: the choices with
+one another, and with other callers; send many questions in one call, or on a Session, to fill the steps.
+
+    python clients/python/examples/choices.py [TARGET] [QUESTION CHOICE CHOICE ...]
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+from quire import Client, ScoreItem, checked
+from tokenizers import Tokenizer
+
+
+def choose(
+    client: Client, tokenizer: Tokenizer, question: str, choices: list[str]
+) -> list[tuple[float, str]]:
+    """The choices with their log-probabilities, the most likely one first.
+
+    Of choices of different lengths you may want the mean by token or by byte: divide.
+    """
+    context = tokenizer.encode(question).ids
+    items = []
+    for choice in choices:
+        whole = tokenizer.encode(question + choice).ids
+        # Where question and choice meet, they may be one token: it belongs to the choice.
+        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, whole[:-1], strict=False))
+        items.append(ScoreItem(whole, score_from=len(list(common))))
+    scores = [scored.logprob for scored in checked(client.score_batch(items))]
+    return sorted(zip(scores, choices, strict=True), reverse=True)
+
+
+def main(target: str = "127.0.0.1:50051", question: str = "12+34=", *choices: str) -> None:
+    """Prints the choices with their log-probabilities, the most likely one first."""
+    with Client(target, timeout_s=120) as client:
+        info = client.model_info(include_tokenizer=True)
+        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
+        for logprob, choice in choose(client, tokenizer, question, list(choices) or ["45", "46", "47", "64"]):
+            print(f"{logprob:.3f} {choice}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

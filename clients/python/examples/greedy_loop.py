@@ -1,0 +1,40 @@
+"""The smallest loop: one prompt, always the most likely token, until the model ends the text.
+
+Cost: one prefill of the prompt, then one decode for each token. Shares steps: each decode runs in one forward
+with whatever other callers have asked for at that moment; nobody has to know of the others.
+
+    python clients/python/examples/greedy_loop.py [TARGET] [PROMPT]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container
+
+from quire import Client
+from tokenizers import Tokenizer
+
+
+def greedy(client: Client, prompt: list[int], count: int, end: Container[int]) -> list[int]:
+    """The next `count` tokens at most; those in `end` end the text, and are no part of it."""
+    text: list[int] = []
+    with client.prefill(prompt) as cache:  # The block releases it, whatever happens.
+        token = cache.output.token_id
+        while token not in end and len(text) < count:
+            text.append(token)
+            if len(text) < count:
+                token = cache.decode(token).token_id
+    return text
+
+
+def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
+    """Prints the prompt and what follows it."""
+    with Client(target, timeout_s=120) as client:
+        info = client.model_info(include_tokenizer=True)
+        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
+        text = greedy(client, tokenizer.encode(prompt).ids, 64, info.model.eos_token_ids)
+    print(prompt + tokenizer.decode(text))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Speculation without a second model: drafts are looked up in the text itself.
+
+Where the last tokens stood before, what followed them then is drafted now. Code, quotations, lists and edits
+repeat themselves; other texts cost what they cost without drafts, since a verify of no drafts is a decode.
+The text is the very one that a greedy loop says.
+
+Cost: one forward of 1 to WIDTH + 1 tokens for each token that was not drafted rightly; those that were come
+with it. Shares steps: with other callers.
+
+    python clients/python/examples/ngram_drafts.py [TARGET] [PROMPT]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container
+
+from quire import VERIFY_ACCEPT_GREEDY, Client
+from tokenizers import Tokenizer
+
+LONGEST = 3
+WIDTH = 8
+
+
+def look_up(text: list[int]) -> list[int]:
+    """What followed the last tokens of `text` where they stood before: the longest match, the latest one."""
+    for length in range(LONGEST, 0, -1):
+        for at in range(len(text) - length - 1, -1, -1):
+            if text[at : at + length] == text[-length:]:
+                return text[at + length : at + length + WIDTH]
+    return []
+
+
+def generate(client: Client, prompt: list[int], count: int, end: Container[int]) -> tuple[list[int], int]:
+    """At most `count` tokens, the end token included, and how many forwards they took behind the prompt."""
+    forwards = 0
+    with client.prefill(prompt) as cache:
+        text = [*prompt, cache.output.token_id]
+        while len(text) < len(prompt) + count and text[-1] not in end:
+            drafts = look_up(text)
+            verified = cache.verify([text[-1], *drafts], accept=VERIFY_ACCEPT_GREEDY)
+            forwards += 1
+            for token in [*drafts[: verified.accepted], cache.output.token_id]:
+                text.append(token)
+                if token in end:
+                    break
+    return text[len(prompt) :][:count], forwards
+
+
+def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
+    """Prints the text, and how many forwards its tokens took."""
+    with Client(target, timeout_s=120) as client:
+        info = client.model_info(include_tokenizer=True)
+        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
+        text, forwards = generate(client, tokenizer.encode(prompt).ids, 64, info.model.eos_token_ids)
+    print(prompt + tokenizer.decode(text))
+    print(f"{len(text)} tokens, {forwards} forwards")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""Speculative decoding that loses nothing: one model drafts, another verifies all drafts in one forward.
+
+Each draft goes with the probabilities it was drawn from; the server keeps or replaces it such that every
+token is distributed as its own model's draws. Both models have one vocabulary. Without a second server the
+model drafts for itself, which shows how it works and saves nothing.
+
+Cost: for each verify `width` forwards of the drafting model, and one of `width` + 1 tokens, which appends
+1 to `width` + 1. Shares steps: verifies with all else that the server does; drafts likewise, on theirs.
+
+    python clients/python/examples/speculative.py [TARGET] [DRAFT_TARGET]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container
+
+from quire import VERIFY_ACCEPT_SPECULATIVE, Client, draft_from_top, output_options, verify_rows
+from tokenizers import Tokenizer
+
+TOP_K = 16
+
+
+def speculate(
+    target: Client,
+    draft: Client,
+    prompt: list[int],
+    count: int,
+    end: Container[int],
+    temperature: float = 0.8,
+    seed: int = 0,
+    width: int = 4,
+) -> tuple[list[int], int]:
+    """At most `count` tokens, the end token included, and how many verifies they took."""
+    output = output_options(temperature=temperature, seed=seed)
+    # A seed of its own: with the same one, what is drawn would know what keeps it.
+    drafting = output_options(temperature=temperature, top_k=TOP_K, top_logprobs=TOP_K, seed=seed + 1)
+    verifies = 0
+    with target.prefill(prompt, output=output) as cache, draft.prefill(prompt) as helper:
+        text = [*prompt, cache.output.token_id]
+        while len(text) < len(prompt) + count and text[-1] not in end:
+            if helper.seq_len > cache.seq_len:
+                helper.truncate(cache.seq_len)  # Drafts that were not kept.
+            step = helper.extend(text[helper.seq_len :], output=drafting)
+            drafts, drawn = [step.token_id], [draft_from_top(step.top, temperature)]
+            while len(drafts) < width:
+                step = helper.decode(drafts[-1], output=drafting)
+                drafts.append(step.token_id)
+                drawn.append(draft_from_top(step.top, temperature))
+            verified = cache.verify(
+                [text[-1], *drafts],
+                output=output,
+                accept=VERIFY_ACCEPT_SPECULATIVE,
+                rows=verify_rows(drawn),
+            )
+            verifies += 1
+            for token in [*drafts[: verified.accepted], cache.output.token_id]:
+                text.append(token)
+                if token in end:
+                    break
+    return text[len(prompt) :][:count], verifies
+
+
+def main(target: str = "127.0.0.1:50051", draft_target: str = "") -> None:
+    """Prints the text, and how many tokens each verify gave."""
+    with Client(target, timeout_s=120) as client, Client(draft_target or target, timeout_s=120) as draft:
+        info = client.model_info(include_tokenizer=True)
+        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
+        prompt = tokenizer.encode("12+34=").ids
+        text, verifies = speculate(client, draft, prompt, 64, info.model.eos_token_ids)
+    print("12+34=" + tokenizer.decode(text))
+    print(f"{len(text)} tokens, {verifies} verifies")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
