@@ -1,0 +1,204 @@
+"""docs/calls.md and docs/clients.md, as callers without the Python client use them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from google.protobuf import descriptor_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_tools import protoc
+
+from tests.gateway_process import GatewayProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "calls.md"
+ADDRESS = "127.0.0.1:50051"
+BIN = Path(sys.executable).parent
+BUF = [str(BIN / "buf"), "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
+WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
+REFLECTION = "grpc.reflection."
+TIMEOUT_S = 120
+
+
+@dataclass
+class Call:
+    """A section of the page about one call."""
+
+    # As SERVICE/METHOD.
+    method: str
+    # Its line, as one.
+    line: str
+    # What the page says about the answer.
+    answer: str
+
+
+@pytest.fixture
+def gateway() -> Iterator[GatewayProcess]:
+    with GatewayProcess(model="adder") as gateway:
+        yield gateway
+
+
+def calls() -> list[Call]:
+    found = []
+    for service_section in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        service, _, rest = service_section.partition("\n")
+        for section in re.split(r"^### ", rest, flags=re.MULTILINE)[1:]:
+            parts = re.fullmatch(r"(\w+)\n\n.+?\n\n```sh\n(.+?)\n```\n\nAnswer: (.+)\n+", section, re.DOTALL)
+            assert parts, f"{service}: no sentence, line and answer in\n{section}"
+            found.append(Call(f"{service}/{parts[1]}", parts[2].replace("\\\n", " "), parts[3]))
+    return found
+
+
+def buf(address: str, grpcurl_line: str) -> list[str]:
+    """What asks the same as a line for grpcurl. Flags that the page may not use are refused."""
+    name, *arguments = shlex.split(grpcurl_line)
+    assert name == "grpcurl", grpcurl_line
+    flags: dict[str, str] = {}
+    while arguments[0].startswith("-"):
+        flag = arguments.pop(0)
+        flags[flag] = "" if flag == "-plaintext" else arguments.pop(0)
+    assert flags.keys() <= {"-plaintext", "-d", "-max-time"} and "-plaintext" in flags, grpcurl_line
+    assert arguments.pop(0) == ADDRESS, grpcurl_line
+    url = f"http://{address}"
+    if arguments[0] == "list":
+        return [*BUF, "--list-methods" if arguments[1:] else "--list-services", url]
+    (method,) = arguments
+    # Without -max-time: how long the first answer takes says nothing.
+    return [*BUF, "--data", flags.get("-d", "{}"), f"{url}/{method}"]
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+    return done.stdout
+
+
+def answers(command: list[str], *, ends_by_itself: bool) -> list[Any]:
+    """The messages of the answer; of one that does not end, the first."""
+    if ends_by_itself:
+        return messages(run(command))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        output = ""
+        try:
+            for line in process.stdout:
+                output += line
+                with contextlib.suppress(json.JSONDecodeError):
+                    return messages(output)
+        finally:
+            process.kill()
+    raise AssertionError(f"{shlex.join(command)} has ended")
+
+
+def messages(output: str) -> list[Any]:
+    """The JSON values that stand one behind another."""
+    found, decoder, output = [], json.JSONDecoder(), output.strip()
+    while output:
+        value, end = decoder.raw_decode(output)
+        found.append(value)
+        output = output[end:].lstrip()
+    return found
+
+
+def names_in(value: Any) -> set[str]:
+    """The fields of a message and of those in it, and the names that are values."""
+    if isinstance(value, dict):
+        return set(value).union(*(names_in(inner) for inner in value.values()))
+    if isinstance(value, list):
+        return set().union(*(names_in(inner) for inner in value))
+    return {value} if isinstance(value, str) else set()
+
+
+def value_at(message: Any, path: str) -> str:
+    for part in re.findall(r"\w+", path):
+        message = message[int(part)] if part.isdigit() else message[part]
+    return str(message)
+
+
+def test_each_line_does_what_the_page_says(gateway: GatewayProcess) -> None:
+    variables: dict[str, str] = {}
+    for call in calls():
+        line = re.sub(r"\$([A-Z_]+)", lambda name: variables[name[1]], call.line)
+        assert line.split()[-1] == call.method
+        answered = answers(buf(gateway.address, line), ends_by_itself="-max-time" not in line)
+        promised = set(re.findall(r"`(\w+)`", call.answer))
+        missing = promised - set().union(*(names_in(message) for message in answered))
+        assert not missing, f"{call.method} answered {answered} without {missing}"
+        for name, path in re.findall(r"`\$(\w+)` to\s+`([\w.\[\]]+)`", call.answer):
+            variables[name] = value_at(answered[0], path)
+    assert gateway.process.wait(TIMEOUT_S) == 0, "the last line ends the server"
+
+
+def test_every_public_call_is_on_the_page_once(gateway: GatewayProcess) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    listings = re.findall(r"^grpcurl .+ list.*$", text, re.MULTILINE)
+    services, methods = (set(run(buf(gateway.address, line)).split()) for line in listings)
+    told = [call.method for call in calls()]
+    served = {name for name in methods if not name.startswith(REFLECTION)}
+    assert len(told) == len(set(told)) and set(told) == served
+    assert {name.split("/")[0] for name in served} == {s for s in services if not s.startswith(REFLECTION)}
+
+
+def test_the_protos_need_nothing_else(tmp_path: Path) -> None:
+    """The commands of docs/clients.md, in a folder that has nothing but the protos."""
+    shutil.copytree(ROOT / "protos", tmp_path / "protos")
+    compiler = tmp_path / "bin" / "protoc"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m grpc_tools.protoc "$@"\n')
+    compiler.chmod(0o755)
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    commands = "set -e\n" + "\n".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL))
+    path = f"{compiler.parent}:{BIN}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", commands],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    generated = {path.name for path in (tmp_path / "gen").rglob("*_pb2.py")}
+    names = ("admin", "executor", "runner", "types", "status", "error_details")
+    assert generated == {f"{name}_pb2.py" for name in names}
+    assert (tmp_path / "gen" / "quire.binpb").stat().st_size
+    assert (tmp_path / "gen" / "quire" / "v1" / "executor_pb2.pyi").exists()
+
+
+@pytest.mark.parametrize("module", [status_pb2, error_details_pb2], ids=["status", "error_details"])
+def test_details_of_errors_are_those_that_the_server_sends(module: ModuleType, tmp_path: Path) -> None:
+    """protos/google/rpc says what the package does that server and Python's client use."""
+    image = tmp_path / "image"
+    options = [f"-I{ROOT / 'protos'}", f"-I{WELL_KNOWN}", f"--descriptor_set_out={image}"]
+    assert protoc.main(["protoc", *options, module.DESCRIPTOR.name]) == 0
+    (ours,) = descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()).file
+    theirs = descriptor_pb2.FileDescriptorProto()
+    module.DESCRIPTOR.CopyToProto(theirs)
+    assert without_json_names(ours).message_type == without_json_names(theirs).message_type
+
+
+def without_json_names(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:
+    """Protoc writes them into images, and not into stubs."""
+
+    def clear(messages: Iterable[descriptor_pb2.DescriptorProto]) -> None:
+        for message in messages:
+            for field in message.field:
+                field.ClearField("json_name")
+            clear(message.nested_type)
+
+    clear(file.message_type)
+    return file
