@@ -132,7 +132,7 @@ class WorkloadRun:
     def _turn(self, contestant: _Contestant, arguments: dict[str, Any], seed: int) -> None:
         entry = contestant.entry
         arguments = entry.arguments | arguments
-        if entry.method == "prefill":
+        if entry.method in ("prefill", "first_token", "score"):
             arguments |= {"seed": seed}
         samples = contestant.attempt(lambda: self._get_peer(entry.peer).measure(entry.method, **arguments))
         if samples is not None:

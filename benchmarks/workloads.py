@@ -18,6 +18,7 @@ SESSIONS = "Quire, 32 callers, Session"
 _PEERS = {TRANSFORMERS: "transformers", LLAMA_CPP: "llama.cpp", EXECUTOR: "executor", SERVICE: "service"}
 # Of --max-mixed-prefill-tokens; 0: learnt, which is the default.
 _STALL_BUDGETS = (16, 64, 512, 0)
+_EXECUTE_STEPS = 32
 _BAD_SESSIONS = ("flood", "stall", "repeat-tags", "garbage", "half-close", "decode", "pipeline", "spin")
 
 
@@ -31,6 +32,9 @@ def all_workloads(shape: Shape) -> list[Workload]:
         _decode(shape, 8, 1024, steps=8, share=2.0),
         _prefill(shape, 1, share=1.0),
         _prefill(shape, 8, share=3.0, goals={TRANSFORMERS: 2.0}),
+        _execute(shape),
+        _first_token(),
+        _score(),
         _gateway(),
         *(_stall(budget) for budget in _STALL_BUDGETS),
         _bad_sessions(),
@@ -93,6 +97,66 @@ def _decode_32(shape: Shape) -> Workload:
     comparisons = [Comparison(label, theirs, goal) for label in callers for theirs, goal in goals.items()]
     comparisons += [Comparison(label, SERVICE, 0.9) for label in callers]
     return replace(base, entries=[*base.entries, *more], comparisons=[*base.comparisons, *comparisons])
+
+
+def _execute(shape: Shape) -> Workload:
+    """Whole texts by Execute: in one call, and as callers who know nothing of each other."""
+    # Texts of some length: their prompts are computed beside the first tokens of others.
+    base = _decode(shape, 32, 128, steps=_EXECUTE_STEPS, share=2.0)
+    entries = [entry for entry in base.entries if entry.label in (EXECUTOR, SERVICE)]
+    calls = {"Execute, 32 items": 1, "Execute, 32 callers": 32}
+    service = entries[-1]
+    entries += [
+        replace(service, label=label, method="execute", arguments={"steps": _EXECUTE_STEPS, "calls": number})
+        for label, number in calls.items()
+    ]
+    comparisons = [Comparison(label, theirs, 0.95) for label in calls for theirs in (EXECUTOR, SERVICE)]
+    return replace(
+        base,
+        name="execute",
+        title="Execute, 32 sequences, context 128",
+        entries=entries,
+        comparisons=comparisons,
+        optional=True,
+    )
+
+
+def _first_token() -> Workload:
+    """What Execute adds to a prompt."""
+    calls = ("Prefill", "Execute")
+    return Workload(
+        name="first-token",
+        title="a prompt of 128 tokens until its first token is there",
+        unit="prompt",
+        entries=[
+            Entry(call, "service", "first_token", {"prompt_tokens": 128, "call": call}) for call in calls
+        ],
+        comparisons=[Comparison("Execute", "Prefill", 0.83)],
+        warm={},
+        rounds=(5, 20),
+        optional=True,
+    )
+
+
+def _score() -> Workload:
+    """Four choices of five tokens behind a context of 1,000, as evaluations ask for them."""
+    arguments = {"context_tokens": 1000, "choices": 4, "tokens": 5}
+    ways = {
+        "BatchForward from the choice on": "batch",
+        "Prefill, ForkCache, ForwardVerify": "forks",
+        "Forward of each, whole": "whole",
+    }
+    batch, forks, whole = ways
+    return Workload(
+        name="score",
+        title="four choices of 5 tokens behind a context of 1,000",
+        unit="task",
+        entries=[Entry(label, "service", "score", arguments | {"how": how}) for label, how in ways.items()],
+        comparisons=[Comparison(batch, forks, 0.77), Comparison(batch, whole)],
+        warm={},
+        rounds=(3, 12),
+        optional=True,
+    )
 
 
 def _prefill(shape: Shape, batch: int, *, share: float, goals: dict[str, float] | None = None) -> Workload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from quire.v1 import executor_pb2
@@ -21,9 +21,10 @@ class ServicePeer(GrpcPeer):
         super().__init__(config, str(config.model_dir()), flags)
         self._vocab_size = config.shape.vocab_size
         self._callers: list[drivers.Caller] = []
+        self._prompts: list[list[int]] = []
 
     def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
-        own = prompts(self._vocab_size, batch, context_tokens)
+        own = self._prompts = prompts(self._vocab_size, batch, context_tokens)
         self._callers = self.run(drivers.open_callers(self.stub, own))
         self.run(drivers.batch_step(self.stub, self._callers))
         tokens = [self._callers[0].base_token, self._callers[0].token]
@@ -31,15 +32,41 @@ class ServicePeer(GrpcPeer):
         return tokens
 
     def decode(self, steps: int, mode: str = "batch") -> Sample:
-        before = _step_counts(self.gateway.status().workers[0])
         try:
-            sample = self.run(drivers.MODES[mode](self.stub, self._callers, steps))
-            after = _step_counts(self.gateway.status().workers[0])
+            return self._counted(drivers.MODES[mode](self.stub, self._callers, steps))
         finally:
             self.run(drivers.rewind_callers(self.stub, self._callers))
+
+    def execute(self, steps: int, calls: int) -> Sample:
+        """The same sequences by Execute, in so many calls. Their prompts are found computed."""
+        return self._counted(drivers.execute(self.runner_stub, self._prompts, steps, calls))
+
+    def _counted(self, turn: Coroutine[Any, Any, Sample]) -> Sample:
+        """A turn, with the mean number of sequences in a step of the worker."""
+        before = _step_counts(self.gateway.status().workers[0])
+        sample = self.run(turn)
+        after = _step_counts(self.gateway.status().workers[0])
         items = after.batch_items - before.batch_items
         sample.more = {"batch": items / max(1, after.steps - before.steps)}
         return sample
+
+    def first_token(self, prompt_tokens: int, seed: int, call: str) -> Sample:
+        """How long a new prompt takes until its first token is there."""
+        # Each has one of its own: what one has computed the other would find.
+        (prompt,) = prompts(self._vocab_size, 1, prompt_tokens, 2 * seed + (call == "Execute"))
+        if call == "Execute":
+            return self.run(drivers.first_chunk(self.runner_stub, prompt))
+        return self.run(self._prefill([prompt]))
+
+    def score(self, context_tokens: int, choices: int, tokens: int, seed: int, how: str) -> Sample:
+        """How long it takes to score some choices behind a new context."""
+        # Each way has contexts of its own, as for `first_token`.
+        ways = ("whole", "batch", "forks")
+        sizes = context_tokens + choices * tokens
+        (drawn,) = prompts(self._vocab_size, 1, sizes, len(ways) * seed + ways.index(how))
+        context, rest = drawn[:context_tokens], drawn[context_tokens:]
+        parts = [rest[at : at + tokens] for at in range(0, len(rest), tokens)]
+        return self.run(drivers.score_choices(self.stub, context, parts, how))
 
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
         return self.run(self._prefill(prompts(self._vocab_size, batch, prompt_tokens, seed)))
