@@ -80,7 +80,7 @@ _SERVERS: list[grpc.aio.Server] = []
 
 @pytest.fixture(autouse=True)
 async def servers_end_with_the_test() -> AsyncIterator[None]:
-    """Also those that a start was cancelled in. One that outlives its event loop complains in a later test."""
+    """Also those whose start was cancelled. One that outlives its event loop complains in a later test."""
     yield
     while _SERVERS:
         await _SERVERS.pop().stop(None)
