@@ -70,6 +70,12 @@ class QuireError(Exception):
         self.metadata = dict(metadata or {})
         self.retry_after_s = retry_after_s
 
+    def of_one(self, index: int, count: int) -> Self:
+        """The failure of one of `count` caches that a call is about, which says so if there are several."""
+        if count > 1:
+            self.metadata["index"] = str(index)
+        return self
+
     def untraced(self) -> Self:
         """The failure without the way it took, for one that is kept or answered.
 
