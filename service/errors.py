@@ -106,6 +106,11 @@ def too_many(field: str, limit: int) -> InvalidArgument:
     return InvalidArgument(f"TOO_MANY_{field.upper()}", field, f"at most {limit} {field} are taken at a time")
 
 
+def too_many_forks(limit: int) -> InvalidArgument:
+    """A fork of more caches than a batch has items."""
+    return InvalidArgument("TOO_MANY_ITEMS", "forks", f"at most {limit} caches are copied at a time")
+
+
 class CacheNotFound(QuireError):
     """Never existed, released, expired, or another tenant's."""
 

@@ -57,15 +57,17 @@ class StoredAnswer:
     rows: int
     scored: int
     choices: object
+    sample_seeds: Sequence[int]
     output: object
     answer: object
 
     def answers(self, append: Append) -> bool:
         """Whether the repetition asks for the very same output."""
-        return (append.rows, append.scored, append.choices, append.output) == (
+        return (append.rows, append.scored, append.choices, append.sample_seeds, append.output) == (
             self.rows,
             self.scored,
             self.choices,
+            self.sample_seeds,
             self.output,
         )
 

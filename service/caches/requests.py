@@ -65,6 +65,8 @@ class Append:
     scored: int = 0
     # How single tokens' outputs differ. Opaque. Equal ones ask for the same.
     choices: object = None
+    # One more token is drawn for each behind the last token.
+    sample_seeds: Sequence[int] = ()
 
     @property
     def keeps_answer(self) -> bool:

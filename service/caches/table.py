@@ -863,7 +863,12 @@ class CacheTable:
         entry.answer = None
         if append.keeps_answer:
             entry.answer = StoredAnswer(
-                append.rows, append.scored, append.choices, append.output, done.answer
+                append.rows,
+                append.scored,
+                append.choices,
+                append.sample_seeds,
+                append.output,
+                done.answer,
             )
         if entry.home is not None:
             entry.kv_len = entry.length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -51,19 +51,17 @@ def gateway() -> Shared:
 def test_a_strangers_cache_does_not_exist(gateway: Shared, stranger: Tenant | None) -> None:
     alice = Tenant("alice")
     cache = gateway.make(alice, 1, 2)
-    requests: list[Request] = [
-        decode(cache, 3),
-        Append(kind=Kind.PREFILL, cache_id=cache, token_ids=[3]),
-        Append(kind=Kind.VERIFY, cache_id=cache, token_ids=[3, 4], rows=2),
-        Fork.of(cache, 1),
-        Truncate(cache, 1),
-        Renew(cache),
+    asks: list[Callable[[str], Request]] = [
+        lambda name: decode(name, 3),
+        lambda name: Append(kind=Kind.PREFILL, cache_id=name, token_ids=[3]),
+        lambda name: Append(kind=Kind.VERIFY, cache_id=name, token_ids=[3, 4], rows=2),
+        lambda name: Fork.of(name, 1),
+        lambda name: Truncate(name, 1),
+        Renew,
     ]
-    for request in requests:
+    for ask in asks:
         for answer, unknown in zip(
-            gateway.ask_as(stranger, request),
-            gateway.ask_as(stranger, dataclasses.replace(request, cache_id="kv_unknown")),
-            strict=True,
+            gateway.ask_as(stranger, ask(cache)), gateway.ask_as(stranger, ask("kv_unknown")), strict=True
         ):
             assert isinstance(answer, CacheNotFound) and isinstance(unknown, CacheNotFound)
             assert answer.message == unknown.message, "whether it exists is not told either"
