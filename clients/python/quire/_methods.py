@@ -40,6 +40,9 @@ BATCH_FORWARD: Method[executor_pb2.BatchForwardRequest, executor_pb2.BatchForwar
 FORK_CACHE: Method[executor_pb2.ForkCacheRequest, executor_pb2.ForkCacheResponse] = Method(
     "ForkCache", "fork_cache"
 )
+FORK_CACHES: Method[executor_pb2.ForkCachesRequest, executor_pb2.ForkCachesResponse] = Method(
+    "ForkCaches", "fork_caches"
+)
 TRUNCATE_KV: Method[executor_pb2.TruncateKVRequest, executor_pb2.TruncateKVResponse] = Method(
     "TruncateKV", "truncate_kv"
 )
