@@ -3,8 +3,8 @@
 `sampled_logprob` is how likely a token was among what it was drawn from: what a policy gradient or an
 importance ratio needs. `logprob` is the model's own, before temperature and cuts. Seeds say them again.
 
-Cost: one prefill, which draws all first tokens, one fork, and one decode for each further token. Shares
-steps: all rollouts are tasks on one Session; what is asked for together runs in one forward.
+Cost: one prefill, which draws all first tokens, one fork, and one decode for each further token.
+Shares steps: all rollouts are tasks on one Session; what is asked for together runs in one forward.
 
     python clients/python/examples/rollouts.py [TARGET] [PROMPT] [N] [TEMPERATURE]
 """
