@@ -121,7 +121,9 @@ class Asked:
     def patience_s(self) -> float:
         """Before this nobody may be told that his time is up."""
         timeout_s = self.request.timeout_s if isinstance(self.request, Append) else None
-        return self.at_s + (MAX_WAIT_S if timeout_s is None else timeout_s - min(0.1, timeout_s / 10))
+        patience_s = MAX_WAIT_S if timeout_s is None else timeout_s - min(0.1, timeout_s / 10)
+        # The gateway adds in another order.
+        return self.at_s + patience_s - 1e-9
 
 
 def copied(fork: Fork) -> list[tuple[str, int]]:
