@@ -11,7 +11,8 @@ from service.caches.requests import Append, Appended, Fork, Handles, Release, So
 from service.caches.table import Limits
 from service.errors import CacheNotFound
 from tests.service.failing_journal import FailingJournal
-from tests.sim.harness import Gateway, decode
+from tests.sim.harness import Gateway, decode, prefill
+from tests.sim.model_worker import Pool
 
 
 def forks(*sources: tuple[str, int], release: tuple[str, ...] = (), request_id: str = "") -> Fork:
@@ -21,9 +22,9 @@ def forks(*sources: tuple[str, int], release: tuple[str, ...] = (), request_id: 
 class Bench(Gateway):
     """A gateway with a journal that can be slow, or fail; and two caches, of [1, 2] and of [3]."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, pool: Pool | None = None) -> None:
         self.disk = FailingJournal()
-        super().__init__(limits, journal=self.disk)
+        super().__init__(limits, pool=pool, journal=self.disk)
         self.left, self.right = self.create(1, 2), self.create(3)
 
     def ids(self, fork: Fork) -> list[str]:
@@ -133,6 +134,21 @@ def test_a_parent_that_is_released_while_it_waits_ends_it(gateway: Bench) -> Non
     gateway.work()
     assert isinstance(gateway.replies[step], Appended) and isinstance(gateway.replies[after], Appended)
     assert gateway.all_tokens() == [[3, 4, 5], [9]]
+
+
+def test_whoever_it_waits_for_gets_the_pages_of_its_other_caches() -> None:
+    """Else they would wait for each other."""
+    gateway = Bench(pool=Pool(4, page_tokens=1))
+    step, fork = gateway.submit(
+        prefill(4, 5, cache_id=gateway.right), forks((gateway.left, 1), (gateway.right, 1))
+    )
+    gateway.work()
+    assert step not in gateway.replies, "there is no room for it beside the other cache"
+    gateway.wait(1.0)
+    gateway.work()
+    made = gateway.replies[fork]
+    assert isinstance(gateway.replies[step], Appended) and isinstance(made, Handles)
+    assert [gateway.tokens(handle.cache_id) for handle in made.handles] == [[1, 2], [3, 4, 5]]
 
 
 def test_one_that_is_not_written_has_not_happened(gateway: Bench) -> None:

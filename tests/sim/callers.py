@@ -49,6 +49,8 @@ class Callers:
         self._last_request_id = 0
         # How much of what they ask takes tokens away.
         self._cuts = rng.choice((0.12, 0.12, 0.3))
+        # How much of it forks; much where many wait for one another.
+        self._forks = rng.choice((0.08, 0.08, 0.08, 0.3))
 
     def tenant(self) -> Tenant:
         """Who asks next."""
@@ -68,7 +70,7 @@ class Callers:
             request = self._again(cache, tenant) or self._append(cache)
         elif choice > 0.97 - self._cuts:
             request = self._truncate(cache)
-        elif choice > 0.89 - self._cuts:
+        elif choice > 0.97 - self._cuts - self._forks:
             request = self._fork(cache, tenant)
         else:
             request = self._append(cache)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from service.caches import residence
 from service.caches.blame import blame
 from service.caches.catalog import Catalog
 from service.caches.computing import Computing
@@ -450,16 +449,6 @@ def forks_hold_what_they_did_not_get(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheTable, "check_invariants", lambda _: None)
 
 
-def pages_of_waiting_forks_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """Whoever such a fork waits for may wait for them."""
-    may_go = residence._may_go
-
-    def idle_only(entry: CacheEntry, *args: Any) -> bool:
-        return (entry.running is None or entry.running.phase is not Phase.WAITING) and may_go(entry, *args)
-
-    patch.setattr(residence, "_may_go", idle_only)
-
-
 # Order, and what is left behind.
 
 
@@ -560,7 +549,6 @@ def tenants_keep_what_they_had(patch: pytest.MonkeyPatch) -> None:
         forks_are_not_fenced,
         places_in_a_fork_not_written_down,
         forks_hold_what_they_did_not_get,
-        pages_of_waiting_forks_are_kept,
         order_not_kept,
         releases_overtake,
         nothing_aborted,
