@@ -125,14 +125,15 @@ _OF_WORKERS: dict[str, Callable[[Oracle, Asked], bool]] = {
 }
 
 
-def _check_not_found(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
+def _check_not_found(oracle: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
     if isinstance(asked.request, Fork):
         forked = oracle.forked.get((asked.tenant, asked.request.request_id))
-        if forked is not None:
+        if forked is not None and forked.is_repeated_by(asked.request):
             there = [child.cache_id in oracle.caches for child in forked.children]
             assert not all(there), "its children are there"
             return
-    assert cache is None
+        assert None in oracle.caches_of(asked)
+    assert cache is None or (isinstance(asked.request, Fork) and "index" not in error.metadata)
 
 
 def _check_too_long(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
