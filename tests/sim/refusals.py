@@ -128,12 +128,16 @@ _OF_WORKERS: dict[str, Callable[[Oracle, Asked], bool]] = {
 def _check_not_found(oracle: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
     if isinstance(asked.request, Fork):
         forked = oracle.forked.get((asked.tenant, asked.request.request_id))
-        if forked is not None and forked.is_repeated_by(asked.request):
+        if forked is not None and _sources(forked.request) == _sources(asked.request):
             there = [child.cache_id in oracle.caches for child in forked.children]
             assert not all(there), "its children are there"
             return
         assert None in oracle.caches_of(asked)
     assert cache is None or (isinstance(asked.request, Fork) and "index" not in error.metadata)
+
+
+def _sources(fork: Fork) -> list[tuple[str, int]]:
+    return [(source.cache_id, source.count) for source in fork.sources]
 
 
 def _check_too_long(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
