@@ -131,6 +131,8 @@ class Operation:
     caches: int = 0
     # Of a fork of several caches, the others. It begins once its turn has come on all of them.
     others: Sequence[CacheEntry] = ()
+    # On how many of its caches that has come.
+    turns: int = 0
 
     @property
     def entries(self) -> Sequence[CacheEntry]:
@@ -140,7 +142,7 @@ class Operation:
     @property
     def has_turn(self) -> bool:
         """Whether its turn has come on all of its caches."""
-        return all(entry.running is self for entry in self.entries)
+        return self.turns > len(self.others)
 
     def is_late(self, now_s: float) -> bool:
         """Whether its deadline is there."""

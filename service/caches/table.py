@@ -609,6 +609,7 @@ class CacheTable:
             while entry.running is None and entry.waiting and not entry.closing:
                 operation = entry.waiting.popleft()
                 entry.running = operation
+                operation.turns += 1
                 if operation.has_turn:
                     self._start_or_refuse(operation)
                     if operation.others:
@@ -737,6 +738,7 @@ class CacheTable:
         self._computing.stop(operation)
         self._finish_reserving(operation)
         operation.copy_number = None
+        operation.turns -= 1
         operation.phase, operation.need = Phase.WAITING, None
         entry.running = None
         entry.waiting.appendleft(operation)
@@ -1057,6 +1059,7 @@ class CacheTable:
                 assert sum(o is operation for o in its.operations()) == 1, "it runs or waits, exactly once"
                 assert its.tenant is entry.tenant
                 assert its.running is not None or its.closing, "an operation waits only behind another"
+            assert operation.turns == sum(its.running is operation for its in operation.entries)
             assert operation.has_turn is (operation.phase is not Phase.WAITING)
             assert not operation.others or isinstance(operation.request, Fork)
         self._catalog.check()
