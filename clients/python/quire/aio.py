@@ -1,4 +1,4 @@
-"""The asyncio client. `client.py` is the same without await; what they share is in `_calls.py`."""
+"""The asyncio client. The blocking one is generated from this file: see generate_blocking.py."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class _AsyncCaller(ABC):
         Its lease begins anew. Its `output` is empty until the next append. Raises CacheNotFound.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
-        handle = (await self._call(_methods.RENEW_CACHE, request)).kv_cache
-        return AsyncCache(self._call, executor_pb2.PrefillResponse(kv_cache=handle))
+        renewed = await self._call(_methods.RENEW_CACHE, request)
+        return AsyncCache(self._call, executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache))
 
     async def batch_decode(
         self, decodes: Decodes[AsyncCache], *, output: types_pb2.OutputOptions | None = None
@@ -207,7 +207,21 @@ class AsyncClient(_AsyncCaller):
         timeout_s: float | None = None,
         **settings: Any,
     ) -> AsyncExecution:
-        """As `Client.execute`."""
+        """Generates whole texts on the server. Iterate over what is returned; leave its block to end it.
+
+        Raises TypeError or ValueError for what can be no item.
+
+        Args:
+            items: Items, see `quire.item`; or a prompt or several, with `settings` of theirs.
+                Several are the items "0", "1" and so on.
+            runtime: Its name; empty: the server chooses, as `policy` says.
+            policy: Such as `runner_pb2.ROUTING_POLICY_CHEAPEST`; unset: as the server is configured.
+            request_id: With which it can be asked for again. Empty: one is made.
+            keep_s: So long it survives the loss of its client or of the server, and goes on by itself here.
+            max_cost_usd: What all items may cost together; None: no bound.
+            timeout_s: Bounds the call; None: the client's.
+            settings: Fields of ExecuteItem, such as max_tokens, sampling, stop, n; for prompts only.
+        """
         progress = Progress(
             items_of(items, settings),
             runtime=runtime,
@@ -222,7 +236,10 @@ class AsyncClient(_AsyncCaller):
         return AsyncExecution(begin, progress, keep_s or 0.0, self.cancel_execution)
 
     async def cancel_execution(self, request_id: str) -> bool:
-        """As `Client.cancel_execution`."""
+        """Ends an execution that is kept (`keep_s`), whoever began it. Returns whether there was one.
+
+        One of before the server was started again is not known until it is asked for; its time runs out.
+        """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
         try:
             answer = await self.runner_stub.CancelExecution(
@@ -382,7 +399,8 @@ class AsyncCache(CacheState):
     async def release(self) -> bool:
         """Forgets the cache. False if it was not there any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.cache_id)
-        return (await self._call(_methods.RELEASE_CACHE, request)).released
+        response = await self._call(_methods.RELEASE_CACHE, request)
+        return response.released
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""The blocking client. `aio.py` is the same with await; what they share is in `_calls.py`."""
+"""The blocking client. Generated from aio.py by clients/python/generate_blocking.py: change that file."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class _Caller(ABC):
 
         `score_from` scores the tokens from this index on, into its `token_logprobs` and `token_is_argmax`.
         With a `cache_salt` prefixes are shared only with caches of the same one.
+
+        With a block of its own: `with client.prefill(token_ids) as cache: ...`.
         """
         item = PrefillItem(token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from)
         request = _batches.prefill_request(item)
@@ -77,8 +79,8 @@ class _Caller(ABC):
         Its lease begins anew. Its `output` is empty until the next append. Raises CacheNotFound.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
-        handle = self._call(_methods.RENEW_CACHE, request).kv_cache
-        return Cache(self._call, executor_pb2.PrefillResponse(kv_cache=handle))
+        renewed = self._call(_methods.RENEW_CACHE, request)
+        return Cache(self._call, executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache))
 
     def batch_decode(
         self, decodes: Decodes[Cache], *, output: types_pb2.OutputOptions | None = None
@@ -289,8 +291,8 @@ class Session(_Caller):
 
     Caches that are made here make their calls here; `adopt` moves one to another session or back to the
     client. Calls raise what the client's raise, with three differences. None is retried. A stream that breaks
-    raises SessionEnded from every call of it. And a call that was given up (its time limit passed) may still
-    be applied: an append can be repeated, and `truncate` to `seq_len` undoes it.
+    raises SessionEnded from every call of it. And a call that was given up (its time limit passed)
+    may still be applied: an append can be repeated, and `truncate` to `seq_len` undoes it.
     """
 
     def __init__(self, stream: SessionStream, close_timeout_s: float, priority: types_pb2.Priority) -> None:
@@ -332,7 +334,8 @@ class Cache(CacheState):
     def decode(self, token_id: int, *, output: types_pb2.OutputOptions | None = None) -> types_pb2.StepOutput:
         """Appends a token; says what follows it."""
         request = _calls.decode_request(self, token_id, output)
-        return self._appended(self._call(_methods.DECODE, request))
+        response = self._call(_methods.DECODE, request)
+        return self._appended(response)
 
     def extend(
         self,
@@ -343,7 +346,8 @@ class Cache(CacheState):
     ) -> types_pb2.StepOutput:
         """Appends several tokens; says what follows the last one. `score_from` is as in `prefill`."""
         request = self._extend_request(token_ids, output, score_from)
-        return self._appended(self._call(_methods.PREFILL, request))
+        response = self._call(_methods.PREFILL, request)
+        return self._appended(response)
 
     def verify(
         self,
@@ -369,7 +373,8 @@ class Cache(CacheState):
         PositionMismatch if the cache has another length than is known here.
         """
         request = self._truncate_request(new_len)
-        self.seq_len = self._call(_methods.TRUNCATE_KV, request).kv_cache.seq_len
+        response = self._call(_methods.TRUNCATE_KV, request)
+        self.seq_len = response.kv_cache.seq_len
 
     def fork(self, count: int = 1, *, release: Iterable[Cache] = (), request_id: str = "") -> list[Cache]:
         """Makes copies that share pages with this cache. The caller releases them.
@@ -388,7 +393,8 @@ class Cache(CacheState):
     def release(self) -> bool:
         """Forgets the cache. False if it was not there any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.cache_id)
-        return self._call(_methods.RELEASE_CACHE, request).released
+        response = self._call(_methods.RELEASE_CACHE, request)
+        return response.released
 
     def __enter__(self) -> Self:
         return self
