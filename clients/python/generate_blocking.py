@@ -37,8 +37,10 @@ _PHRASES = (
     ("use it in an `async with`", "use it in a `with`"),
     ("# The stream's tasks do not know", "# The stream's threads do not know"),
 )
-# What is said all over.
+# What is said all over, words or patterns.
 _WORDS = (
+    (r"\bimport asyncio\b", "import time"),
+    (r"\basyncio\.sleep\(", "time.sleep("),
     (r"grpc\.aio\.AioRpcError\b", "grpc.RpcError"),
     (r"\bgrpc\.aio\.", "grpc."),
     (r"\b__a(enter|exit)__\b", r"__\1__"),

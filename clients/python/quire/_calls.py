@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,31 +15,6 @@ from quire.v1 import executor_pb2, types_pb2
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_MAX_REQUEST_BYTES = 16 << 20
 DEFAULT_MAX_RESPONSE_BYTES = 64 << 20
-
-# Calls that may be sent twice: readers, those that `position` or a request id fences, and those whose repeat
-# changes nothing. UnifiedForward is not among them, as a repeat would make caches anew.
-_RETRIED = (
-    "Prefill", "BatchPrefill", "Decode", "BatchDecode", "ForwardVerify", "Forward", "BatchForward",
-    "ForkCache", "TruncateKV", "ReleaseCache", "ListCaches", "RenewCache", "GetModelInfo", "GetCapabilities",
-    "GetStatus", "GetCacheMetrics", "GetLoraMetrics",
-)  # fmt: skip
-_SERVICE_CONFIG = json.dumps(
-    {
-        "methodConfig": [
-            {
-                "name": [{"service": "quire.v1.ModelExecutorService", "method": name} for name in _RETRIED],
-                "retryPolicy": {
-                    "maxAttempts": 4,
-                    "initialBackoff": "0.1s",
-                    "maxBackoff": "2s",
-                    "backoffMultiplier": 3,
-                    "retryableStatusCodes": ["UNAVAILABLE"],
-                },
-            }
-        ]
-    }
-)
-
 
 # Begins the request ids that were made here, so that no caller knows them.
 _OWN_REQUEST_ID = "auto-"
@@ -63,11 +37,10 @@ class Verified:
 
 
 def channel_options(max_request_bytes: int, max_response_bytes: int) -> list[tuple[str, int | str]]:
-    """Explicit message bounds, and retries of what may be sent twice."""
+    """Explicit message bounds. Retries are not the channel's: it does not see what is fenced."""
     return [
         ("grpc.max_send_message_length", max_request_bytes),
         ("grpc.max_receive_message_length", max_response_bytes),
-        ("grpc.service_config", _SERVICE_CONFIG),
     ]
 
 

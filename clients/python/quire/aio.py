@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import weakref
 from abc import ABC, abstractmethod
@@ -12,6 +13,7 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 from quire import _batches, _calls, _methods
+from quire._attempts import Attempts
 from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
 from quire._calls import CacheState, Decodes, Verified
 from quire._executions import Progress
@@ -165,11 +167,11 @@ class AsyncClient(_AsyncCaller):
             self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        self._is_closed = False
         self._timeout_s = timeout_s
         self._priority = priority
         self._max_request_bytes = max_request_bytes
-        # Every call for tokens and caches. These raise grpc.RpcError, and UNAVAILABLE is retried for them,
-        # too: an append without `position` could be applied twice.
+        # Every call for tokens and caches. These raise grpc.RpcError, and none is made again by itself.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
         # Every call for whole texts, likewise.
         self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
@@ -241,14 +243,8 @@ class AsyncClient(_AsyncCaller):
         One of before the server was started again is not known until it is asked for; its time runs out.
         """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
-        try:
-            answer = await self.runner_stub.CancelExecution(
-                request, timeout=self._timeout_s, metadata=self.metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        cancelled: bool = answer.cancelled
-        return cancelled
+        answer = await self._call(_methods.CANCEL_EXECUTION, request)
+        return answer.cancelled
 
     async def model_info(
         self, *, include_tokenizer: bool = False, include_chat_template: bool = False
@@ -265,6 +261,7 @@ class AsyncClient(_AsyncCaller):
 
     async def close(self) -> None:
         """Ends the connection and every call on it. Caches stay until their leases run out."""
+        self._is_closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -277,13 +274,18 @@ class AsyncClient(_AsyncCaller):
 
     async def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         _calls.prioritise(request, self._priority)
-        try:
-            response: _Response = await getattr(self.stub, method.rpc)(
-                request, timeout=self._timeout_s, metadata=self.metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        return response
+        call = getattr(self.runner_stub if method.is_runners else self.stub, method.rpc)
+        attempts = Attempts(method, request, self._timeout_s)
+        while True:
+            try:
+                response: _Response = await call(request, timeout=attempts.left_s(), metadata=self.metadata)
+                return response
+            except grpc.aio.AioRpcError as error:
+                failed = from_rpc_error(error)
+            pause_s = attempts.pause_s(failed)
+            await asyncio.sleep(pause_s)
+            if self._is_closed:
+                raise failed
 
 
 class AsyncSession(_AsyncCaller):

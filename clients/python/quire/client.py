@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 from quire import _batches, _calls, _methods
+from quire._attempts import Attempts
 from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
 from quire._calls import CacheState, Decodes, Verified
 from quire._executions import Progress
@@ -165,11 +167,11 @@ class Client(_Caller):
             self._channel = grpc.insecure_channel(target, options=options)
         else:
             self._channel = grpc.secure_channel(target, credentials, options=options)
+        self._is_closed = False
         self._timeout_s = timeout_s
         self._priority = priority
         self._max_request_bytes = max_request_bytes
-        # Every call for tokens and caches. These raise grpc.RpcError, and UNAVAILABLE is retried for them,
-        # too: an append without `position` could be applied twice.
+        # Every call for tokens and caches. These raise grpc.RpcError, and none is made again by itself.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
         # Every call for whole texts, likewise.
         self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
@@ -241,14 +243,8 @@ class Client(_Caller):
         One of before the server was started again is not known until it is asked for; its time runs out.
         """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
-        try:
-            answer = self.runner_stub.CancelExecution(
-                request, timeout=self._timeout_s, metadata=self.metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        cancelled: bool = answer.cancelled
-        return cancelled
+        answer = self._call(_methods.CANCEL_EXECUTION, request)
+        return answer.cancelled
 
     def model_info(
         self, *, include_tokenizer: bool = False, include_chat_template: bool = False
@@ -265,6 +261,7 @@ class Client(_Caller):
 
     def close(self) -> None:
         """Ends the connection and every call on it. Caches stay until their leases run out."""
+        self._is_closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -277,13 +274,18 @@ class Client(_Caller):
 
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         _calls.prioritise(request, self._priority)
-        try:
-            response: _Response = getattr(self.stub, method.rpc)(
-                request, timeout=self._timeout_s, metadata=self.metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        return response
+        call = getattr(self.runner_stub if method.is_runners else self.stub, method.rpc)
+        attempts = Attempts(method, request, self._timeout_s)
+        while True:
+            try:
+                response: _Response = call(request, timeout=attempts.left_s(), metadata=self.metadata)
+                return response
+            except grpc.RpcError as error:
+                failed = from_rpc_error(error)
+            pause_s = attempts.pause_s(failed)
+            time.sleep(pause_s)
+            if self._is_closed:
+                raise failed
 
 
 class Session(_Caller):
