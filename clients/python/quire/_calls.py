@@ -1,4 +1,4 @@
-"""What the blocking and the asyncio client share: how channels are set up, and what requests hold."""
+"""What the blocking and the asyncio client share: what requests hold, and what answers mean for caches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from quire.errors import QuireError, from_status
 from quire.v1 import executor_pb2, types_pb2
-
-DEFAULT_TARGET = "127.0.0.1:50051"
-DEFAULT_MAX_REQUEST_BYTES = 16 << 20
-DEFAULT_MAX_RESPONSE_BYTES = 64 << 20
 
 # Begins the request ids that were made here, so that no caller knows them.
 _OWN_REQUEST_ID = "auto-"
@@ -34,21 +30,6 @@ class Verified:
     accepted: int
     token_logprobs: Sequence[float] = ()
     token_is_argmax: Sequence[bool] = ()
-
-
-def channel_options(max_request_bytes: int, max_response_bytes: int) -> list[tuple[str, int | str]]:
-    """Explicit message bounds. Retries are not the channel's: it does not see what is fenced."""
-    return [
-        ("grpc.max_send_message_length", max_request_bytes),
-        ("grpc.max_receive_message_length", max_response_bytes),
-    ]
-
-
-def bearer(token: str) -> tuple[tuple[str, str], ...] | None:
-    """The metadata of calls that carry a token. Raises ValueError for what can be none; does not show it."""
-    if not (token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError("a token has printable ASCII characters only")
-    return (("authorization", f"Bearer {token}"),) if token else None
 
 
 def duration(seconds: float | None) -> duration_pb2.Duration | None:

@@ -16,6 +16,13 @@ from quire import _batches, _calls, _methods
 from quire._attempts import Attempts
 from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
 from quire._calls import CacheState, Decodes, Verified
+from quire._connection import (
+    DEFAULT_MAX_REQUEST_BYTES,
+    DEFAULT_MAX_RESPONSE_BYTES,
+    DEFAULT_TARGET,
+    Tls,
+    connection,
+)
 from quire._executions import Progress
 from quire._items import Prompt, items_of
 from quire._methods import Method
@@ -144,29 +151,41 @@ class Client(_Caller):
 
     def __init__(
         self,
-        target: str = _calls.DEFAULT_TARGET,
+        target: str = DEFAULT_TARGET,
         *,
         timeout_s: float | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        ca: bytes | None = None,
+        tls: Tls | grpc.ChannelCredentials | bool = False,
         token: str = "",
+        token_in_plain_view: bool = False,
         priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED,
-        max_request_bytes: int = _calls.DEFAULT_MAX_REQUEST_BYTES,
-        max_response_bytes: int = _calls.DEFAULT_MAX_RESPONSE_BYTES,
+        max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
+        max_response_bytes: int = DEFAULT_MAX_RESPONSE_BYTES,
     ) -> None:
-        """Connects when first used. `timeout_s` bounds each call, retries included; None: no bound.
+        """Connects when first used. Raises ValueError for settings that contradict themselves.
 
-        `ca` (PEM) turns TLS on, and so do `credentials`, for all else that TLS can do. `token` goes with
-        every call, without TLS in plain view.
-        `priority` says who goes first, and is refused last, where there is too much to do.
+        Args:
+            target: As gRPC has them, such as `host:port` and `unix:/path`.
+            timeout_s: Bounds each call, what is sent again included; None: no bound.
+            tls: True trusts public authorities; `Tls` says whom else, and who calls; gRPC's own credentials
+                are for all else.
+            token: Goes with every call. Without TLS only to this machine, as others could read it.
+            token_in_plain_view: It may go to others, too, where the network encrypts by itself.
+            priority: Who goes first, and is refused last, where there is too much to do.
+            max_request_bytes: What is larger is not sent.
+            max_response_bytes: What is larger is not taken.
         """
-        if ca is not None:
-            credentials = grpc.ssl_channel_credentials(ca)
-        options = _calls.channel_options(max_request_bytes, max_response_bytes)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=options)
+        link = connection(
+            target,
+            tls=tls,
+            token=token,
+            token_in_plain_view=token_in_plain_view,
+            max_request_bytes=max_request_bytes,
+            max_response_bytes=max_response_bytes,
+        )
+        if link.credentials is None:
+            self._channel = grpc.insecure_channel(target, options=link.options)
         else:
-            self._channel = grpc.secure_channel(target, credentials, options=options)
+            self._channel = grpc.secure_channel(target, link.credentials, options=link.options)
         self._is_closed = False
         self._timeout_s = timeout_s
         self._priority = priority
@@ -176,7 +195,7 @@ class Client(_Caller):
         # Every call for whole texts, likewise.
         self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
         # What goes with every call; those of `stub` have to be given it.
-        self.metadata = _calls.bearer(token)
+        self.metadata = link.metadata
 
     def session(
         self,
