@@ -29,6 +29,7 @@ from quire._methods import Method
 from quire.errors import QuireError, from_rpc_error
 from quire.executions import AsyncExecution
 from quire.session import DEFAULT_CLOSE_TIMEOUT_S, DEFAULT_MAX_IN_FLIGHT, AsyncSessionStream
+from quire.text import ModelTokenizer
 from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
 _Request = TypeVar("_Request", bound=Message)
@@ -273,6 +274,13 @@ class AsyncClient(_AsyncCaller):
             include_tokenizer=include_tokenizer, include_chat_template=include_chat_template
         )
         return await self._call(_methods.GET_MODEL_INFO, request)
+
+    async def tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer, which the server hands out. Needs the extra `quire-client[text]`.
+
+        Raises ImportError without it, and PreconditionFailed (NO_TOKENIZER) where the model has none.
+        """
+        return ModelTokenizer(await self.model_info(include_tokenizer=True))
 
     async def status(self) -> executor_pb2.GetStatusResponse:
         """How the gateway and its workers are."""
