@@ -135,6 +135,11 @@ class _Version(argparse.Action):
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of one command. Exits with 2 and that command's usage if one is not known."""
     parser, commands = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        close = difflib.get_close_matches(arguments[0], commands, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}"
+        parser.error(f"{arguments[0]} is no command; {hint}")
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         command = commands[parsed.command]
