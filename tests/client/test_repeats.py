@@ -129,3 +129,14 @@ def test_the_server_says_how_long_to_wait_and_the_limit_whether_to(
         with pytest.raises(Unavailable, match="NO_WORKER"):
             client.status()
     assert len(executor.calls["GetStatus"]) == 1, "by then the time limit will have passed"
+
+
+def test_a_client_that_was_closed_meanwhile_says_what_failed(
+    target: str, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(target, timeout_s=20)
+    monkeypatch.setattr("quire.client.time.sleep", lambda _: client.close())
+    executor.fail("GetStatus", LOST)
+    with pytest.raises(Unavailable, match="the connection was lost"):
+        client.status()
+    assert len(executor.calls["GetStatus"]) == 1

@@ -342,6 +342,7 @@ def test_wrong_usage_is_told_in_a_sentence(
     ("command", "said"),
     [
         ("generat", "quire: error: generat is no command; did you mean generate?"),
+        ("--verson", "quire: error: --verson is not known; did you mean --version?"),
         ("dance", "quire: error: dance is no command; the commands are serve, status, generate, load, token"),
     ],
 )
