@@ -60,7 +60,8 @@ def find_model(
         return cached
     if not download or constants.is_offline_mode():
         why_not = "HF_HUB_OFFLINE is set" if download else "model_download is off"
-        raise HubError(f"{_named(hub_id, revision)} is no directory here and {matter}; {why_not}")
+        first = _download_command(hub_id, revision)
+        raise HubError(f"{_named(hub_id, revision)} is no directory here and {matter}; {why_not}: {first}")
     try:
         return _download(hub_id, revision, on_progress)
     except Exception as error:
@@ -185,12 +186,19 @@ def _explained(error: Exception, hub_id: str, revision: str | None) -> HubError:
             said = f"cannot be downloaded: {error.filename or ''} {why}"
         case _:
             why = escaped(str(error).partition("\n")[0])[:_MAX_REASON_CHARACTERS] or type(error).__name__
-            said = f"is not whole in the cache, and cannot be downloaded from {host}: {why}"
+            first = _download_command(hub_id, revision)
+            said = f"is not whole in the cache, and cannot be downloaded from {host}: {why}; {first}"
     return HubError(f"{named} {said}")
 
 
 def _named(hub_id: str, revision: str | None) -> str:
     return hub_id if revision is None else f"{hub_id} at {revision}"
+
+
+def _download_command(hub_id: str, revision: str | None) -> str:
+    """What to do where this process fetches nothing: the command comes with the hub's library."""
+    where = "" if revision is None else f" --revision {revision}"
+    return f"download it first (hf download {hub_id}{where}), or name a directory that holds it"
 
 
 def _host() -> str:

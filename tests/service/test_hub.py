@@ -15,6 +15,7 @@ from tests.hub_server import COMMIT, Hub, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "org/model"
+FIRST = f"download it first (hf download {MODEL}), or name a directory that holds it"
 # Where nothing listens: who asks all the same is told in an instant.
 NOBODY = "http://127.0.0.1:1"
 
@@ -136,7 +137,7 @@ def test_what_is_not_there_and_may_not_be_fetched_is_told(
     found, said = find(download=download, **environment)
     assert (found, said) == (
         "",
-        f"quire: {MODEL} is no directory here and is not in the cache {cache}; {why}\n",
+        f"quire: {MODEL} is no directory here and is not in the cache {cache}; {why}: {FIRST}\n",
     )
     snapshot = make_cache(cache, SMALL | SHARDS)
     (snapshot / "two.safetensors").unlink()
@@ -188,6 +189,8 @@ def test_nobody_there(find: Find) -> None:
     assert said.startswith(
         f"quire: {MODEL} is not whole in the cache, and cannot be downloaded from 127.0.0.1:1"
     )
+    assert said.endswith(f"; {FIRST}\n")
+    assert f"(hf download {MODEL} --revision v1.0)" in find(revision="v1.0")[1]
 
 
 # Over the network.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire._batches import PrefillItem, Scored, ScoreItem, checked
+    from quire._connection import Tls
     from quire._items import item
     from quire._options import draft_from_top, draft_probabilities, output_options, token_mask, verify_rows
     from quire.aio import AsyncCache, AsyncClient, AsyncSession
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "quire._connection": ("Tls",),
     "quire._items": ("item",),
     "quire._batches": ("PrefillItem", "ScoreItem", "Scored", "checked"),
     "quire._options": (
@@ -146,6 +148,7 @@ __all__ = [
     "Session",
     "SessionEnded",
     "StepOutput",
+    "Tls",
     "TokenMask",
     "Unauthenticated",
     "Unavailable",
