@@ -30,6 +30,7 @@ from workers.operations import (
     Fork,
     Forward,
     ForwardDone,
+    HiddenSpec,
     Kind,
     LogitsFormat,
     OutputSpec,
@@ -63,6 +64,9 @@ _DTYPES = {
     LogitsFormat.BF16: types_pb2.DATA_TYPE_BF16,
     LogitsFormat.F16: types_pb2.DATA_TYPE_F16,
 }
+_NUMBER_FORMATS = {dtype: number_format for number_format, dtype in _DTYPES.items()} | {
+    types_pb2.DATA_TYPE_UNSPECIFIED: LogitsFormat.F32
+}
 _REASONS = {
     reason: worker_pb2.WorkerErrorReason.Value(f"WORKER_ERROR_REASON_{reason.name}")
     for reason in FailureReason
@@ -70,16 +74,17 @@ _REASONS = {
 
 
 def to_command(  # noqa: PLR0911 - one for each command
-    message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY
+    message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY, num_layers: int = 0
 ) -> Command:
     """Decodes a command. Raises ValueError for one that is not known; snapshots are the server's own.
 
-    So it does for a mask of more tokens than `vocab_size`, before it reads them.
+    So it does for a mask of more tokens than `vocab_size`, before it reads them, and for hidden states behind
+    `num_layers`.
     """
     op_id = message.op_id
     match message.WhichOneof("command"):
         case "forward":
-            return _to_forward(op_id, message.forward, vocab_size)
+            return _to_forward(op_id, message.forward, vocab_size, num_layers)
         case "fork":
             return Fork(op_id, message.fork.sequence, tuple(message.fork.children))
         case "truncate":
@@ -97,7 +102,9 @@ def to_command(  # noqa: PLR0911 - one for each command
             raise ValueError(f"unknown command {kind}")
 
 
-def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int) -> Forward:
+def _to_forward(
+    op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int, num_layers: int
+) -> Forward:
     now_ns = time.monotonic_ns()
     return Forward(
         op_id=op_id,
@@ -105,7 +112,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int)
         position=message.position,
         token_ids=list(message.token_ids),
         rows=message.rows,
-        output=_to_output(message.output, vocab_size) if message.HasField("output") else GREEDY,
+        output=_to_output(message.output, vocab_size, num_layers) if message.HasField("output") else GREEDY,
         accept=Accept.CHOSEN if message.accept else Accept.ALL,
         kind=_KINDS[message.kind],
         caller=message.caller,
@@ -121,7 +128,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int)
     )
 
 
-def _to_output(message: types_pb2.OutputOptions, vocab_size: int) -> OutputSpec:
+def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: int) -> OutputSpec:
     return OutputSpec(
         logits=_FORMATS[message.logits],
         top_logprobs=message.top_logprobs,
@@ -130,7 +137,16 @@ def _to_output(message: types_pb2.OutputOptions, vocab_size: int) -> OutputSpec:
         sampled_logprob=message.sampled_logprob,
         sampling=_to_sampling(message.sampling) if message.HasField("sampling") else None,
         mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
+        hidden=_to_hidden(message.hidden, num_layers) if message.HasField("hidden") else None,
     )
+
+
+def _to_hidden(message: types_pb2.HiddenStates, num_layers: int) -> HiddenSpec:
+    """No layer means the last. Raises ValueError for one that is not there."""
+    layers = tuple(message.layers) or (num_layers,)
+    if max(layers) > num_layers:
+        raise ValueError(f"hidden states of layers {layers} of {num_layers}")
+    return HiddenSpec(layers, _NUMBER_FORMATS[message.dtype])
 
 
 def _to_sampling(message: types_pb2.SamplingParams) -> Sampling:
@@ -223,11 +239,17 @@ def _row(row: RowOutput) -> types_pb2.StepOutput:
     if row.chosen_logprobs:
         message.chosen_logprobs.extend(row.chosen_logprobs)
     if row.logits is not None and row.logits_format is not None:
-        width = 4 if row.logits_format is LogitsFormat.F32 else 2
-        message.logits.dtype = _DTYPES[row.logits_format]
-        message.logits.shape.append(len(row.logits) // width)
-        message.logits.data = row.logits
+        _write_row(row.logits, row.logits_format, message.logits)
+    if row.hidden_format is not None:
+        for states in row.hidden:
+            _write_row(states, row.hidden_format, message.hidden.add())
     return message
+
+
+def _write_row(data: bytes, number_format: LogitsFormat, into: types_pb2.Tensor) -> None:
+    into.dtype = _DTYPES[number_format]
+    into.shape.append(len(data) // (4 if number_format is LogitsFormat.F32 else 2))
+    into.data = data
 
 
 def to_ready(

@@ -149,7 +149,7 @@ def _append(
         timeout_s=timeout_s,
         priority=_priority(request),
         answer_bytes=answer_bytes,
-        has_logits=output is not None and bool(output.logits),
+        has_logits=output is not None and (bool(output.logits) or output.HasField("hidden")),
         is_large=kept_bytes > MAX_KEPT_BYTES,
         weights=limits.weights,
         **rest,

@@ -18,6 +18,7 @@ from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_ma
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 1024
+MAX_HIDDEN_LAYERS = 8
 MAX_FORK_COUNT = 1024
 MAX_FORK_RELEASE = 4096
 MAX_REQUEST_ID_CHARS = 128
@@ -30,9 +31,17 @@ _ELEMENT_BYTES = {
     types_pb2.LOGITS_FORMAT_BF16: 2,
     types_pb2.LOGITS_FORMAT_F16: 2,
 }
+_HIDDEN_BYTES = {
+    types_pb2.DATA_TYPE_UNSPECIFIED: 4,
+    types_pb2.DATA_TYPE_F32: 4,
+    types_pb2.DATA_TYPE_BF16: 2,
+    types_pb2.DATA_TYPE_F16: 2,
+}
 _ACCEPTS = frozenset(types_pb2.VerifyAccept.values())
 # An id, a logprob and their share of tags, generously.
 _TOP_ENTRY_BYTES = 10
+# Dtype, shape and framing of a hidden state, generously.
+_TENSOR_BYTES = 32
 # A row's token id, log-probability and framing, generously.
 _ROW_BYTES = 80
 # A score: a log-probability, and whether it is the largest.
@@ -45,6 +54,14 @@ _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenLimits:
+    """The sizes of a model whose hidden states can be asked for."""
+
+    num_layers: int
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestLimits:
     """What requests are checked against."""
 
@@ -53,6 +70,8 @@ class RequestLimits:
     # The most tokens that a sequence can have in any worker. What is longer need not be looked at.
     max_seq_tokens: int = 1 << 32
     max_items: int = 1024
+    # Of the hidden states that can be asked for. None: there are none.
+    hidden: HiddenLimits | None = None
     # Of which weights they are. Where there are caches of others: the limits for a cache, if it is known.
     weights: int = 0
     of_others: Callable[[str], RequestLimits | None] | None = None
@@ -140,7 +159,26 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
         check_mask(output.mask, limits)
     check_choice_left(output, limits)
     row_bytes = limits.vocab_size * _ELEMENT_BYTES[output.logits]
+    if output.HasField("hidden"):
+        row_bytes += _check_hidden(output.hidden, limits.hidden)
     return row_bytes + _TOP_ENTRY_BYTES * output.top_logprobs + 4 * len(output.logprob_token_ids) + _ROW_BYTES
+
+
+def _check_hidden(hidden: types_pb2.HiddenStates, limits: HiddenLimits | None) -> int:
+    """These hidden states can be had. Returns the bytes of a position's."""
+    if limits is None:
+        raise Unsupported("this executor has no hidden states", metadata={"field": "output.hidden"})
+    if hidden.dtype not in _HIDDEN_BYTES:
+        raise InvalidArgument("BAD_OUTPUT", "output.hidden.dtype", "the format is not known")
+    if len(hidden.layers) > MAX_HIDDEN_LAYERS:
+        text = f"at most {MAX_HIDDEN_LAYERS} are returned"
+        raise InvalidArgument("BAD_OUTPUT", "output.hidden.layers", text)
+    for index, layer in enumerate(hidden.layers):
+        if layer > limits.num_layers:
+            text = f"{layer} is above {limits.num_layers}, the last one"
+            raise InvalidArgument("BAD_OUTPUT", f"output.hidden.layers[{index}]", text)
+    state_bytes = limits.hidden_size * _HIDDEN_BYTES[hidden.dtype] + _TENSOR_BYTES
+    return max(len(hidden.layers), 1) * state_bytes
 
 
 def check_response_size(size_bytes: int, limits: RequestLimits, field: str) -> None:
