@@ -122,8 +122,8 @@ class HiddenSpec:
     """Which hidden states of a row are returned.
 
     Attributes:
-        layers: As the transformers library counts them: 0 is the embedding, i what layer i leaves, the number of
-            layers the last one, after the final norm. At least one.
+        layers: As the transformers library counts them: 0 is the embedding, i what layer i leaves, the number
+            of layers the last one, after the final norm. At least one.
         number_format: Of the answer.
     """
 
@@ -149,8 +149,8 @@ class OutputSpec:
     def row_weight(self) -> int:
         """How many plain rows one of these counts for: what is read, copied and sent beside the choice.
 
-        Logits of a vocabulary are hundreds of kilobytes, a hidden state tens; lists as long as people read cost
-        nothing extra.
+        Logits of a vocabulary are hundreds of kilobytes, a hidden state is tens; lists as long as people read
+        cost nothing extra.
         """
         lists = (self.top_logprobs + len(self.logprob_token_ids)) // _LISTED_PER_ROW
         layers = 0 if self.hidden is None else -(-len(self.hidden.layers) // _LAYERS_PER_ROW)

@@ -1,4 +1,4 @@
-"""What a row says, as plain data: log-probabilities, the most likely tokens, encoded logits and hidden states.
+"""What a row says, as plain data: log-probabilities, the most likely tokens, logits and hidden states.
 
 Log-probabilities are those of the model's own distribution: the log-softmax, in float32, of the logits
 before any sampling setting. Each row's numbers are the same bits whatever other rows are beside it. Nothing
@@ -100,7 +100,9 @@ def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
     return TokenScores(scores, is_argmax)
 
 
-def add_hidden(outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], found: Mapping[int, Tensor]) -> None:
+def add_hidden(
+    outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], found: Mapping[int, Tensor]
+) -> None:
     """Fill in the hidden states that specs ask for.
 
     Args:

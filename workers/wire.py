@@ -102,9 +102,7 @@ def to_command(  # noqa: PLR0911 - one for each command
             raise ValueError(f"unknown command {kind}")
 
 
-def _to_forward(
-    op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int, num_layers: int
-) -> Forward:
+def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int, num_layers: int) -> Forward:
     now_ns = time.monotonic_ns()
     return Forward(
         op_id=op_id,

@@ -166,13 +166,13 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
 
 def _check_hidden(hidden: types_pb2.HiddenStates, limits: HiddenLimits | None) -> int:
     """These hidden states can be had. Returns the bytes of a position's."""
-    if limits is None:
-        raise Unsupported("this executor has no hidden states", metadata={"field": "output.hidden"})
     if hidden.dtype not in _HIDDEN_BYTES:
         raise InvalidArgument("BAD_OUTPUT", "output.hidden.dtype", "the format is not known")
     if len(hidden.layers) > MAX_HIDDEN_LAYERS:
         text = f"at most {MAX_HIDDEN_LAYERS} are returned"
         raise InvalidArgument("BAD_OUTPUT", "output.hidden.layers", text)
+    if limits is None:
+        raise Unsupported("this executor has no hidden states", metadata={"field": "output.hidden"})
     for index, layer in enumerate(hidden.layers):
         if layer > limits.num_layers:
             text = f"{layer} is above {limits.num_layers}, the last one"

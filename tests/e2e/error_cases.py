@@ -83,6 +83,10 @@ def bad_output() -> Iterator[Bad]:
     yield "huge top_logprobs", options(top_logprobs=2**32 - 1), "BAD_OUTPUT", "output.top_logprobs"
     chosen = "output.logprob_token_ids"
     yield "many logprobs", options(logprob_token_ids=[1] * 4097), "BAD_OUTPUT", chosen
+    unknown_dtype = types.HiddenStates(dtype=unknown_format)
+    yield "hidden format", options(hidden=unknown_dtype), "BAD_OUTPUT", "output.hidden.dtype"
+    many = types.HiddenStates(layers=[0] * 9)
+    yield "many layers", options(hidden=many), "BAD_OUTPUT", "output.hidden.layers"
     yield "logprob", options(logprob_token_ids=[1, VOCAB]), "TOKEN_OUT_OF_VOCAB", f"{chosen}[1]"
 
 

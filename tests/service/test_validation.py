@@ -17,7 +17,7 @@ from quire.v1 import executor_pb2, types_pb2
 from service import errors
 from service.api import appends, validation
 from service.api.status import to_status
-from service.api.validation import RequestLimits
+from service.api.validation import HiddenLimits, RequestLimits
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)
@@ -204,6 +204,12 @@ FORMAT_BYTES = {
     types_pb2.LOGITS_FORMAT_BF16: 2,
     types_pb2.LOGITS_FORMAT_F16: 2,
 }
+DTYPE_BYTES = {
+    types_pb2.DATA_TYPE_UNSPECIFIED: 4,
+    types_pb2.DATA_TYPE_F32: 4,
+    types_pb2.DATA_TYPE_BF16: 2,
+    types_pb2.DATA_TYPE_F16: 2,
+}
 HANDLE = types_pb2.KvCacheHandle(
     cache_id="kv_" + "x" * 24,
     seq_len=BIG,
@@ -233,15 +239,30 @@ def largest_row(output: types_pb2.OutputOptions, vocab_size: int) -> types_pb2.S
     top=st.integers(0, 200),
     chosen=st.integers(0, 200),
     rows=st.integers(1, 20),
+    layers=st.none() | st.lists(st.integers(0, 3), max_size=8),
+    hidden_size=st.integers(1, 3000),
+    dtype=st.sampled_from(sorted(DTYPE_BYTES)),
 )
 def test_no_answer_is_larger_than_was_checked(
-    logits: types_pb2.LogitsFormat, vocab_size: int, top: int, chosen: int, rows: int
+    logits: types_pb2.LogitsFormat,
+    vocab_size: int,
+    top: int,
+    chosen: int,
+    rows: int,
+    layers: list[int] | None,
+    hidden_size: int,
+    dtype: types_pb2.DataType,
 ) -> None:
     output = types_pb2.OutputOptions(
         logits=logits, top_logprobs=min(top, vocab_size), logprob_token_ids=[0] * chosen, logprob=True
     )
-    limits = RequestLimits(vocab_size, 1 << 30)
+    limits = RequestLimits(vocab_size, 1 << 30, hidden=HiddenLimits(3, hidden_size))
     row = largest_row(output, vocab_size)
+    if layers is not None:
+        output.hidden.CopyFrom(types_pb2.HiddenStates(layers=layers, dtype=dtype))
+        for _ in layers or [3]:
+            data = b"\xff" * (DTYPE_BYTES[dtype] * hidden_size)
+            row.hidden.add(dtype=dtype or types_pb2.DATA_TYPE_F32, shape=[hidden_size], data=data)
 
     verify = executor_pb2.ForwardVerifyResponse(
         kv_cache=HANDLE, outputs=[row] * rows, accepted=BIG, timing=TIMING

@@ -125,9 +125,7 @@ def test_logits_are_encoded_little_endian_and_rounded_to_nearest(values: list[fl
     row = torch.tensor(values)
     assert encode_row(row, LogitsFormat.F32) == struct.pack(f"<{len(values)}f", *values)
     with np.errstate(over="ignore"):
-        assert (
-            encode_row(row, LogitsFormat.F16) == np.array(values, dtype=np.float32).astype("<f2").tobytes()
-        )
+        assert encode_row(row, LogitsFormat.F16) == np.array(values, dtype=np.float32).astype("<f2").tobytes()
     # bfloat16 is the upper half of a float32, rounded to even.
     bits = np.array(values, dtype="<f4").view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)

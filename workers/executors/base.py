@@ -19,6 +19,7 @@ from workers.executors.errors import (
     EmptyTokens,
     ExecutorClosed,
     KvMissing,
+    NoSuchLayer,
     RowsOutOfRange,
     SequenceTooLong,
     TokenOutOfVocabulary,
@@ -275,8 +276,7 @@ class ModelExecutor:
                 )
         hidden, layers = op.output.hidden, self._model.num_layers
         if hidden is not None and not (
-            self.engine.runner.has_hidden_states
-            and all(0 <= layer <= layers for layer in hidden.layers)
+            self.engine.runner.has_hidden_states and all(0 <= layer <= layers for layer in hidden.layers)
         ):
             raise NoSuchLayer(f"hidden states of layers {list(hidden.layers)} of {layers}")
         most, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)

@@ -1,7 +1,7 @@
 """Hidden states that are wanted of a forward, and where the model leaves them.
 
-Layers are counted as the transformers library counts `hidden_states`: 0 is the embedding that the first layer reads,
-i what layer i leaves, and the number of layers the last one, after the final norm.
+Layers are counted as the transformers library counts `hidden_states`: 0 is the embedding that the first layer
+reads, i what layer i leaves, and the number of layers the last one, after the final norm.
 
 Dimension letters: T tokens of the batch; R wanted rows; K tapped rows of a layer; C hidden width.
 """

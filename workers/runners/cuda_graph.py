@@ -5,8 +5,8 @@ from the embedding to the choice of the next tokens, and is launched at once. Ev
 steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `decode_buffers`.
 
 A batch runs in the smallest bucket that holds it; the rows beyond it are padded. Graphs are captured on the
-first decode. All else (prefills, mixed batches, verifies, larger batches, steps of which somebody reads hidden
-states) runs eagerly with the same kernels, and so does every decode if a capture fails: more slowly, but it runs.
+first decode. All else (prefills, mixed batches, verifies, larger batches, steps whose hidden states are read)
+runs eagerly with the same kernels, and so does every decode if a capture fails: more slowly, but it runs.
 """
 
 from __future__ import annotations

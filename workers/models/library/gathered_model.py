@@ -83,8 +83,9 @@ class GatheredModel(LibraryModel):
                 found |= dict(zip(rows, logits, strict=True))
                 for layer, of_layer in left.items():
                     states[layer].append(of_layer)
-        for layer, of_layer in states.items():
-            taps.tap_last(layer, torch.cat(of_layer))
+        if taps is not None:
+            for layer, rows_of_layer in states.items():
+                taps.tap_last(layer, torch.cat(rows_of_layer))
         if not wanted:
             vocab_size = self.module.config.get_text_config(decoder=True).vocab_size
             return torch.empty((0, vocab_size), dtype=self.dtype, device=self.device)
@@ -100,9 +101,9 @@ class GatheredModel(LibraryModel):
         rows: list[int],
         layers: tuple[int, ...],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Of rows of an item, which is rows `begin` to `end` of the batch: logits [len(rows), V], hidden states.
+        """The logits [len(rows), V] of rows of an item, which is rows `begin` to `end` of the batch.
 
-        Those are [len(rows), C] for each of `layers`.
+        Beside them the hidden states of these rows, [len(rows), C] for each of `layers`.
         """
         length = inputs.attention.context_lens_host[item]  # C
         pages = inputs.attention.page_tables[item, : -(-length // kv.page_size)]

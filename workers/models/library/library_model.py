@@ -56,7 +56,7 @@ class LibraryModel(ABC):
         Args:
             inputs: The batch, on the model's device.
             kv: Pages of `layers`, in the model's dtype.
-            taps: Hidden states that are wanted. With any the library keeps those of all layers for the forward.
+            taps: Hidden states that are wanted. With any, the library keeps all of the forward's.
 
         Returns:
             [R, V] the logits of `inputs.wanted_rows`: what comes between hidden rows and logits (a cap, a
@@ -82,7 +82,7 @@ class LibraryModel(ABC):
         return logits
 
     def _hands_out_hidden_states(self, **inputs: Any) -> bool:
-        """Whether a forward of one token comes with the hidden states of all layers, as the library documents them."""
+        """Whether a forward of one token comes with as many hidden states as the library's documents say."""
         text = self.module.config.get_text_config(decoder=True)
         try:
             states = self.module(**inputs, output_hidden_states=True).hidden_states

@@ -67,8 +67,9 @@ class PackedModel(LibraryModel):
         logits: torch.Tensor = answer.logits[0]  # [R or T, V]
         if step.done != len(self._calls):
             raise RuntimeError(f"attention was called {step.done} times, {len(self._calls)} when asked")
-        for layer in () if taps is None else taps.rows:
-            taps.tap(layer, inputs.wanted_rows, answer.hidden_states[layer][0])
+        if taps is not None:
+            for layer in taps.rows:
+                taps.tap(layer, inputs.wanted_rows, answer.hidden_states[layer][0])
         return logits if self._takes_rows else logits.index_select(0, inputs.wanted_rows)
 
     @torch.inference_mode()
