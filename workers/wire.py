@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -177,19 +178,36 @@ def _to_draft(message: types_pb2.DraftProbabilities) -> DraftProbabilities:
 
 
 def _to_mask(message: types_pb2.TokenMask, vocab_size: int) -> TokenMask:
-    """A list becomes bits here, once: what follows reads a mask for every row, in every step."""
-    if message.WhichOneof("kind") == "packed":
-        if len(message.packed) > (vocab_size + 31) // 32 * 4:
-            raise ValueError(f"a mask of {len(message.packed)} bytes for {vocab_size} tokens")
-        return TokenMask(packed=message.packed)
-    ids = message.allowed.ids
+    """Whatever it was sent as becomes bits here, once: they are read for every row, in every step.
+
+    The gateway has checked it. Raises ValueError for more than a vocabulary has.
+    """
+    kind, most = message.WhichOneof("kind"), (vocab_size + 31) // 32 * 4
+    if kind in ("packed", "deflated"):
+        packed = _inflated(message.deflated, most + 1) if kind == "deflated" else message.packed
+        if len(packed) > most:
+            raise ValueError(f"a mask of {len(packed)} bytes for {vocab_size} tokens")
+        return TokenMask(packed=packed)
+    ids = message.forbidden.ids if kind == "forbidden" else message.allowed.ids
     if len(ids) > vocab_size:
         raise ValueError(f"a mask of {len(ids)} tokens of {vocab_size}")
     listed = np.fromiter(ids, dtype=np.int64, count=len(ids))
     listed = listed[listed < vocab_size]
-    allowed = np.zeros(listed.max(initial=0) + 1, dtype=np.bool_)  # bits that are missing forbid
-    allowed[listed] = True
+    if kind == "forbidden":
+        allowed = np.ones(vocab_size, dtype=np.bool_)
+        allowed[listed] = False
+    else:
+        allowed = np.zeros(listed.max(initial=0) + 1, dtype=np.bool_)  # bits that are missing forbid
+        allowed[listed] = True
     return TokenMask(packed=np.packbits(allowed, bitorder="little").tobytes())
+
+
+def _inflated(deflated: bytes, most: int) -> bytes:
+    """So many bytes of a zlib stream at most. Raises ValueError."""
+    try:
+        return zlib.decompressobj().decompress(deflated, most)
+    except zlib.error as error:
+        raise ValueError(f"a mask that is no zlib stream: {error}") from None
 
 
 def to_event(result: ForwardDone | Done | Failed | Adopted) -> worker_pb2.WorkerEvent:

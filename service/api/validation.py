@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2, types_pb2
 
+from service.api.masks import check_choice
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many
 
 MAX_TOP_LOGPROBS = 1024
@@ -155,9 +156,7 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
         check_vocabulary(output.logprob_token_ids, limits, "output.logprob_token_ids")
     if output.HasField("sampling"):
         _check_sampling(output.sampling, limits)
-    if output.HasField("mask"):
-        check_mask(output.mask, limits)
-    check_choice_left(output, limits)
+    check_choice(output.mask if output.HasField("mask") else None, output.sampling, limits)
     row_bytes = limits.vocab_size * _ELEMENT_BYTES[output.logits]
     if output.HasField("hidden"):
         row_bytes += _check_hidden(output.hidden, limits.hidden)
@@ -221,52 +220,6 @@ def _check_sampling(sampling: types_pb2.SamplingParams, limits: RequestLimits) -
             )
         if math.isnan(bias) or bias == math.inf:
             raise _bad_sampling("logit_bias", "finite, or -infinity")
-
-
-def check_mask(mask: types_pb2.TokenMask, limits: RequestLimits) -> None:
-    """A mask is one, of this vocabulary."""
-    match mask.WhichOneof("kind"):
-        case "packed":
-            # Grammars are compiled to words of 32 bits.
-            needed, words = (limits.vocab_size + 7) // 8, (limits.vocab_size + 31) // 32 * 4
-            if len(mask.packed) not in (needed, words):
-                raise InvalidArgument(
-                    "BAD_MASK",
-                    "output.mask.packed",
-                    f"{len(mask.packed)} bytes were sent, {needed} hold one bit for each token",
-                )
-        case "allowed":
-            if not mask.allowed.ids:
-                raise InvalidArgument("BAD_MASK", "output.mask.allowed", "no token is allowed")
-            if len(mask.allowed.ids) > limits.vocab_size:
-                raise InvalidArgument(
-                    "BAD_MASK",
-                    "output.mask.allowed",
-                    f"{len(mask.allowed.ids)} ids were sent, there are {limits.vocab_size} tokens",
-                )
-            check_vocabulary(mask.allowed.ids, limits, "output.mask.allowed.ids")
-        case None:
-            raise InvalidArgument("BAD_MASK", "output.mask", "one of packed and allowed is needed")
-
-
-def check_choice_left(output: types_pb2.OutputOptions, limits: RequestLimits) -> None:
-    """At least one token can still be chosen after the mask and the forbidding biases."""
-    biases = output.sampling.logit_bias.items()
-    # Whether all of them are tokens is looked at elsewhere, be it later.
-    forbidden = {t for t, bias in biases if bias == -math.inf and t < limits.vocab_size}
-    if not output.HasField("mask") and len(forbidden) < limits.vocab_size:
-        return
-    left = False
-    match output.mask.WhichOneof("kind"):
-        case "allowed":
-            left = any(token not in forbidden for token in output.mask.allowed.ids)
-        case "packed":
-            bits = int.from_bytes(output.mask.packed, "little") & ((1 << limits.vocab_size) - 1)
-            packed = output.mask.packed
-            left = bits.bit_count() > sum(packed[token >> 3] >> (token & 7) & 1 for token in forbidden)
-    if not left:
-        field = "output.mask" if output.HasField("mask") else "output.sampling.logit_bias"
-        raise InvalidArgument("BAD_MASK", field, "every token is forbidden")
 
 
 def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:
