@@ -21,6 +21,7 @@ from quire import (
     ScoreItem,
     draft_from_top,
     draft_probabilities,
+    floats,
     output_options,
     token_mask,
     verify_rows,
@@ -206,6 +207,19 @@ def test_options_from_keywords(client: Client) -> None:
     assert output_options() == types_pb2.OutputOptions()
     with client.prefill(PROMPT, output=output_options(logits="f32", allowed=[9])) as cache:
         assert cache.output.token_id == 9 and list(cache.output.logits.shape) == [VOCAB]
+
+
+def test_embeddings_of_a_batch_of_texts(client: Client) -> None:
+    """What the documents say: Prefill with hidden states. The last ones are what logits are computed from."""
+    output = output_options(hidden=True)
+    caches = good(client.batch_prefill([PROMPT, PROMPT[:3], PROMPT], output=output))
+    rows = [floats(cache.output.hidden[0]) for cache in caches]
+    assert len(rows[0]) == client.model_info().model.hidden_size
+    assert rows[0] == pytest.approx(rows[2], abs=1e-3) and rows[0] != pytest.approx(rows[1], abs=1e-1)
+    verified = caches[1].verify(PROMPT[3], PROMPT[4:], output=output)
+    assert floats(verified.outputs[-1].hidden[0]) == pytest.approx(rows[0], abs=5e-2)
+    for cache in caches:
+        cache.release()
 
 
 def test_what_makes_no_sense_is_refused_here() -> None:
