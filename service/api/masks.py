@@ -19,7 +19,7 @@ from service.errors import InvalidArgument
 if TYPE_CHECKING:
     from service.api.validation import RequestLimits
 
-# A stream that inflates to so much, and is longer by more than this, was not made to be short.
+# What a stream may have beyond the bits of a mask that does not compress: several times what zlib adds.
 _STREAM_BYTES = 1 << 10
 
 
