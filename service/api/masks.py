@@ -50,7 +50,9 @@ def check_choice(
         case "forbidden":
             if mask.forbidden.ids:
                 _check_ids(mask.forbidden.ids, "forbidden", limits)
-            left = len(forbidden.union(mask.forbidden.ids)) < limits.vocab_size
+            most = len(forbidden) + len(mask.forbidden.ids)
+            # Some may be there twice; seldom is it worth to look.
+            left = most < limits.vocab_size or len(forbidden.union(mask.forbidden.ids)) < limits.vocab_size
         case _:
             raise _bad("one of packed, allowed, deflated and forbidden is needed", "output.mask")
     if not left:

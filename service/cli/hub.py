@@ -2,8 +2,8 @@
 
 What is in the cache and whole is taken as it is: nobody is asked whether there is something newer. Of a model
 on the hub only what it is served from is fetched: settings, tokenizer, templates, and weights as safetensors;
-and what names its licence. Never pickles, and never code. Environment variables of the hub's own library count:
-HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT.
+and what names its licence. Never pickles, and never code. Environment variables of the hub's own library
+count: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT.
 """
 
 from __future__ import annotations

@@ -280,6 +280,22 @@ def test_no_answer_is_larger_than_was_checked(
     assert batch.ByteSize() <= rows * validation.check_output(output, limits, 1)
 
 
+def test_hidden_states_are_checked_before_they_are_computed() -> None:
+    limits = RequestLimits(VOCAB, 100_000, hidden=HiddenLimits(28, 1024))
+
+    def refused(rows: int, *layers: int, of: RequestLimits = limits) -> tuple[str, str] | None:
+        output = types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(layers=layers))
+        return refusal(validation.check_output, output, of, rows)
+
+    assert refused(23) is None and refused(24) == ("OUTPUT_TOO_LARGE", "output")
+    assert refused(3, *range(8)) is None and refused(4, *range(8)) == ("OUTPUT_TOO_LARGE", "output")
+    assert refused(1, 0, 28) is None
+    assert refused(1, 0, 29) == ("BAD_OUTPUT", "output.hidden.layers[1]")
+    assert refused(1, *range(9)) == ("BAD_OUTPUT", "output.hidden.layers")
+    with pytest.raises(errors.Unsupported):
+        refused(1, of=RequestLimits(VOCAB, 100_000))
+
+
 def test_no_error_of_an_item_is_larger_than_was_checked() -> None:
     token = errors.InvalidArgument(
         "TOKEN_OUT_OF_VOCAB",
