@@ -51,7 +51,7 @@ def test_the_same_set_is_judged_alike(
         assert refused is None or refused[0] == "BAD_MASK"
 
 
-@pytest.mark.parametrize("size", [PACKED_BYTES + 3, PACKED_BYTES - 1, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("size", [PACKED_BYTES + 3, PACKED_BYTES - 1, 1 << 20, 1 << 26])
 def test_what_inflates_to_another_size_is_refused_within_bounds(size: int) -> None:
     """Also a bomb: nothing beyond a mask is ever made of it."""
     stream = zlib.compressobj()
