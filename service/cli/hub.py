@@ -1,9 +1,9 @@
 """Finds the files of a model that is named as on the Hugging Face hub: in the local cache, else on the hub.
 
 What is in the cache and whole is taken as it is: nobody is asked whether there is something newer. Of a model
-on the hub only what it is served from is fetched: settings, tokenizer, templates, and weights as safetensors.
-Never pickles, and never code. Environment variables of the hub's own library count: HF_HOME, HF_HUB_CACHE,
-HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT.
+on the hub only what it is served from is fetched: settings, tokenizer, templates, and weights as safetensors;
+and what names its licence. Never pickles, and never code. Environment variables of the hub's own library
+count: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ _SMALL = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
+# Told to callers; a model without is whole.
+_CARDS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")
+_MAX_CARD_BYTES = 1 << 20
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # An index needs about 100 bytes a tensor.
@@ -129,8 +132,9 @@ def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], 
     directory = Path(hf_hub_download(hub_id, _CONFIG, revision=revision)).parent
     index = () if _WEIGHTS in sizes else (_INDEX,)
     wanted = (*_SMALL[1:], *index)
-    for name in sizes:
-        if any(fnmatchcase(name, pattern) for pattern in wanted):
+    for name, size_bytes in sizes.items():
+        is_card = name in _CARDS and size_bytes <= _MAX_CARD_BYTES
+        if is_card or any(fnmatchcase(name, pattern) for pattern in wanted):
             hf_hub_download(hub_id, name, revision=directory.name)
     weights = _shards(directory / _INDEX) if index else [_WEIGHTS]
     total_bytes = sum(sizes.get(name, 0) for name in weights)
