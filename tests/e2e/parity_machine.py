@@ -20,13 +20,16 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import hf_greedy, hf_logits
+from tests.model_factory import hf_greedy, hf_hidden_states, hf_logits
 
 VOCAB = 97
 MAX_TOKENS = 160
 # float32 against float32, in another order of summation. The issue of exactness: under 1e-4.
 MAX_RELATIVE_ERROR = 1e-4
-WITH_LOGITS = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+LAYER = 1
+WITH_LOGITS = types_pb2.OutputOptions(
+    logits=types_pb2.LOGITS_FORMAT_F32, hidden=types_pb2.HiddenStates(layers=[LAYER])
+)
 
 tokens_of = st.integers(0, VOCAB - 1)
 # Prompts that start alike, so that pages are found again; and ones that do not.
@@ -78,6 +81,9 @@ class ParityMachine(RuleBasedStateMachine):
         error = np.abs(actual - expected).max() / np.abs(expected).max()
         assert error < MAX_RELATIVE_ERROR, f"logits differ by {error} after {len(tokens)} tokens"
         assert output.token_id == int(actual.argmax())
+        state = np.frombuffer(output.hidden[0].data, dtype="<f4")
+        expected = hf_hidden_states(self.harness.model, tokens)[LAYER, -1].numpy()
+        assert np.abs(state - expected).max() < MAX_RELATIVE_ERROR * np.abs(expected).max()
 
     def check_step(self, held: Held, handle: types_pb2.KvCacheHandle) -> None:
         assert handle.cache_id == held.cache_id

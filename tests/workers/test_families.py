@@ -14,8 +14,16 @@ from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneratio
 
 from kernels.paged_attention import CUDA_WIDTHS
 from tests.families import MODELS, settings_of
-from tests.model_factory import hf_greedy, hf_logits, make_family_model
-from tests.workers.packing import HandPacker, HandSequence, Item, greedy_tokens, logits_in_chunks, poison
+from tests.model_factory import hf_greedy, hf_hidden_states, hf_logits, make_family_model
+from tests.workers.packing import (
+    HandPacker,
+    HandSequence,
+    Item,
+    greedy_tokens,
+    hidden_in_chunks,
+    logits_in_chunks,
+    poison,
+)
 from workers.executors.describe import kv_shape
 from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
@@ -80,6 +88,22 @@ def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
         expected = hf_logits(directory, text)
         error = (found - expected).abs().max() / expected.abs().max()
         assert error < RELATIVE_ERROR
+
+
+def test_hidden_states_of_any_layer_are_those_of_transformers(made: tuple[str, Path]) -> None:
+    """By the library's own numbering, of rows and layers picked at random from shared batches."""
+    name, directory = made
+    decoder = load_model(directory).decoder
+    layers = decoder.config.num_hidden_layers
+    whole = texts(10, (1, 33, 70))
+    kv, packer, dice = new_kv(decoder.config), new_packer(6), random.Random(name)
+    found = hidden_in_chunks(decoder, whole, kv, packer, dice, layers)
+    assert {layer for states in found for layer, _ in states} == set(range(layers + 1))
+    for text, states in zip(whole, found, strict=True):
+        expected = hf_hidden_states(directory, text)
+        for (layer, position), state in states.items():
+            error = (state - expected[layer, position]).abs().max()
+            assert error < RELATIVE_ERROR * expected[layer].abs().max(), (layer, position)
 
 
 def test_64_greedy_tokens_are_identical(made: tuple[str, Path]) -> None:

@@ -477,7 +477,11 @@ export interface GetModelInfoResponse {
    * How the model's makers draw from it, by its generation_config.json; unset: they do not say. Never applied by the
    * server: a caller who wants it sends it as OutputOptions.sampling. Tokens that end a text are in `model`.
    */
-  samplingDefaults: SamplingParams | undefined;
+  samplingDefaults:
+    | SamplingParams
+    | undefined;
+  /** Where workers compute it, as torch names it, such as "cpu" or "cuda:0": ExecutorCapabilities.device of the first one. */
+  device: string;
 }
 
 export interface GetCapabilitiesRequest {
@@ -4508,7 +4512,13 @@ export const GetModelInfoRequest: MessageFns<GetModelInfoRequest> = {
 };
 
 function createBaseGetModelInfoResponse(): GetModelInfoResponse {
-  return { model: undefined, tokenizerJson: Buffer.alloc(0), chatTemplate: undefined, samplingDefaults: undefined };
+  return {
+    model: undefined,
+    tokenizerJson: Buffer.alloc(0),
+    chatTemplate: undefined,
+    samplingDefaults: undefined,
+    device: "",
+  };
 }
 
 export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
@@ -4524,6 +4534,9 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
     }
     if (message.samplingDefaults !== undefined) {
       SamplingParams.encode(message.samplingDefaults, writer.uint32(34).fork()).join();
+    }
+    if (message.device !== "") {
+      writer.uint32(42).string(message.device);
     }
     return writer;
   },
@@ -4573,6 +4586,14 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
             message.samplingDefaults = SamplingParams.decode(reader, reader.uint32());
             continue;
           }
+          case 5: {
+            if (tag !== 42) {
+              break;
+            }
+
+            message.device = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -4600,6 +4621,7 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
     message.samplingDefaults = (object.samplingDefaults !== undefined && object.samplingDefaults !== null)
       ? SamplingParams.fromPartial(object.samplingDefaults)
       : undefined;
+    message.device = object.device ?? "";
     return message;
   },
 };
