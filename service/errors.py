@@ -70,6 +70,12 @@ class QuireError(Exception):
         self.metadata = dict(metadata or {})
         self.retry_after_s = retry_after_s
 
+    def of_one(self, index: int, count: int) -> Self:
+        """The failure of one of `count` caches that a call is about, which says so if there are several."""
+        if count > 1:
+            self.metadata["index"] = str(index)
+        return self
+
     def untraced(self) -> Self:
         """The failure without the way it took, for one that is kept or answered.
 
@@ -98,6 +104,11 @@ class InvalidArgument(QuireError):
 def too_many(field: str, limit: int) -> InvalidArgument:
     """More calls in a message, items in a batch or fields in either than the server takes at a time."""
     return InvalidArgument(f"TOO_MANY_{field.upper()}", field, f"at most {limit} {field} are taken at a time")
+
+
+def too_many_forks(limit: int) -> InvalidArgument:
+    """A fork of more caches than a batch has items."""
+    return InvalidArgument("TOO_MANY_ITEMS", "forks", f"at most {limit} caches are copied at a time")
 
 
 class CacheNotFound(QuireError):

@@ -171,15 +171,27 @@ class FakeExecutor(
             made = self._forked.get(request.request_id)
             if made is not None:
                 return executor_pb2.ForkCacheResponse(kv_caches=[self._handle(copy) for copy in made])
-            handles = []
-            for _ in range(request.count):
-                copy = f"fork-{len(self.caches)}"
-                self.caches[copy] = list(self.caches[request.cache_id])
-                self._prompt_len[copy] = self._prompt_len[request.cache_id]
-                handles.append(self._handle(copy))
+            handles = [self._copy(request.cache_id) for _ in range(request.count)]
             if request.request_id:
                 self._forked[request.request_id] = [handle.cache_id for handle in handles]
             return executor_pb2.ForkCacheResponse(kv_caches=handles)
+
+    def ForkCaches(self, request: Any, context: Any) -> executor_pb2.ForkCachesResponse:
+        with self._call("ForkCaches", request, context):
+            response = executor_pb2.ForkCachesResponse()
+            known = iter(self._forked.get(request.request_id, ()))
+            for fork in request.forks:
+                made = [next(known, "") or self._copy(fork.cache_id).cache_id for _ in range(fork.count)]
+                response.results.add(kv_caches=[self._handle(copy) for copy in made])
+            copies = [handle.cache_id for result in response.results for handle in result.kv_caches]
+            self._forked[request.request_id] = copies
+            return response
+
+    def _copy(self, cache_id: str) -> types_pb2.KvCacheHandle:
+        copy = f"fork-{len(self.caches)}"
+        self.caches[copy] = list(self.caches[cache_id])
+        self._prompt_len[copy] = self._prompt_len[cache_id]
+        return self._handle(copy)
 
     def TruncateKV(self, request: Any, context: Any) -> executor_pb2.TruncateKVResponse:
         with self._call("TruncateKV", request, context):

@@ -28,6 +28,7 @@ WORKER_LAYERS = (
         "run_ahead",
         "underway",
         "distribution",
+        "more_draws",
         "batch",
         "running",
         "keeping",

@@ -64,7 +64,7 @@ class QueuedForward:
 
 def cost_of(op: Forward, tokens: int) -> int:
     """What the last `tokens` of a forward cost a step: its tokens, and its rows by their weight."""
-    return tokens + min(op.wanted_rows, tokens) * op.output.row_weight
+    return tokens + min(op.wanted_rows, tokens) * op.row_weight
 
 
 by_arrival = attrgetter("arrival")
@@ -266,7 +266,7 @@ class ForwardQueue:
         caller = op.caller or -1 - self._arrivals
         lane, cost = self._lane_of(len(op.token_ids)), cost_of(op, len(op.token_ids))
         tag = lane.join(caller, cost, _HEAD_STARTS[op.priority])
-        entry = QueuedForward(self._arrivals, op, caller, lane, cost, tag, op.output.row_weight)
+        entry = QueuedForward(self._arrivals, op, caller, lane, cost, tag, op.row_weight)
         self._arrivals += 1
         self._entries[op.op_id] = entry
         if op.priority is Priority.LOW:

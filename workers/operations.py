@@ -42,6 +42,8 @@ class Accept(enum.Enum):
     CHOSEN = enum.auto()
 
 
+# See `Forward.row_weight`.
+_DRAWS_PER_ROW = 16
 # See `OutputSpec.row_weight`.
 _LOGITS_WEIGHT = 3
 _LISTED_PER_ROW = 512
@@ -209,6 +211,13 @@ class Forward:
     scored: int = 0
     # One for each token, or empty.
     choices: Sequence[RowChoice] = ()
+    # One more token is drawn for each from the last row, if that has an output.
+    sample_seeds: Sequence[int] = ()
+
+    @property
+    def row_weight(self) -> int:
+        """How many plain rows one of its rows counts for. A draw is only a part of what a row takes."""
+        return self.output.row_weight + len(self.sample_seeds) // _DRAWS_PER_ROW
 
     @property
     def wanted_rows(self) -> int:
@@ -314,6 +323,8 @@ class ForwardDone:
     compute_ns: int
     steps: int
     batch_items: int
+    # For each of `sample_seeds`, without lists and logits.
+    samples: Sequence[RowOutput] = ()
 
 
 @dataclass(frozen=True, slots=True)

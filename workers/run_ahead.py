@@ -217,6 +217,7 @@ def _goes_on(op: Forward) -> bool:
         and op.accept is Accept.ALL
         and not op.ephemeral
         and not op.choices
+        and not op.sample_seeds
         and op.output.row_weight == 1
     )
 

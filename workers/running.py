@@ -26,6 +26,7 @@ class RunningForward:
     outputs: list[RowOutput] = field(default_factory=list)
     token_logprobs: list[float] = field(default_factory=list)
     token_is_argmax: list[bool] = field(default_factory=list)
+    samples: Sequence[RowOutput] = ()
 
     @property
     def remaining(self) -> int:

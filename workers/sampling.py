@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from torch import Tensor
 from workers.counter_rng import gumbel_of, mix_key, uniform, uniform_of
 from workers.logit_settings import HistoryCounter, Ids, Masks, TokenCounts, in_vocabulary
 from workers.operations import DraftProbabilities, Sampling, TokenMask
+
+_Token = TypeVar("_Token", int, int | None)
 
 _NEG_INF = float("-inf")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -166,14 +168,21 @@ def _choose_others(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequenc
     A row of a large vocabulary takes milliseconds, in which numpy lets other threads run: several are chosen
     at once. A row's token does not depend on what is beside it.
     """
-    parts = min(torch.get_num_threads(), len(indexes) * logits.shape[1] // _LEAST_OF_A_THREAD)
+    return _in_threads(lambda part: _choose_some(logits, rows, part), indexes, logits.shape[1])
+
+
+def _in_threads(
+    work: Callable[[Sequence[int]], list[_Token]], items: Sequence[int], size: int
+) -> list[_Token]:
+    """What `work` makes of items that take so many logits each, in order. They may be worked on in parts."""
+    # One item is never handed over: whoever works on it may be in a thread already.
+    parts = min(torch.get_num_threads(), len(items), len(items) * size // _LEAST_OF_A_THREAD)
     if parts < 2:
-        return _choose_some(logits, rows, indexes)
+        return work(items)
     # Neighbours stay together: they share masks and histories.
-    cuts = [len(indexes) * part // parts for part in range(parts + 1)]
-    some = [indexes[first:end] for first, end in itertools.pairwise(cuts)]
-    tokens = _threads(parts).map(lambda part: _choose_some(logits, rows, part), some)
-    return list(itertools.chain.from_iterable(tokens))
+    cuts = [len(items) * part // parts for part in range(parts + 1)]
+    some = [items[first:end] for first, end in itertools.pairwise(cuts)]
+    return list(itertools.chain.from_iterable(_threads(parts).map(work, some)))
 
 
 def _choose_some(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequence[int]) -> list[int | None]:
@@ -242,7 +251,10 @@ def _choose_one(adjusted: Row, row: SamplingRow, spec: Sampling) -> int | None:
     best = float(adjusted[token])
     if not math.isfinite(best):
         return None
-    return token if spec.temperature <= 0 else _draw(adjusted, best, spec, mix_key(spec.seed, row.position))
+    if spec.temperature <= 0:
+        return token
+    (token,) = draw(adjusted, best, spec, (mix_key(spec.seed, row.position),))
+    return token
 
 
 def _adjusted(row: Row, spec: Sampling, history: TokenCounts | None) -> Row:
@@ -286,8 +298,8 @@ class _Candidates(NamedTuple):
         return _Candidates(self.ids[index], self.log_weights[index])
 
 
-def _draw(row: Row, best: float, spec: Sampling, key: int) -> int:
-    """Draw from the softmax of row (largest value: `best`), cut by top_k, top_p and min_p.
+def draw(row: Row, best: float, spec: Sampling, keys: Sequence[int]) -> list[int]:
+    """Draw once for each key from the softmax of row (largest value: `best`), cut by top_k, top_p and min_p.
 
     top_p needs no sorted vocabulary. The race is run over a superset of the top_p set; if its winner is in
     the set (the tokens before it weigh less than p), it is the set's winner too. If not, no token from the
@@ -312,9 +324,17 @@ def _draw(row: Row, best: float, spec: Sampling, key: int) -> int:
     if spec.min_p > 0.0:
         runners = runners.take(np.flatnonzero(np.exp(runners.log_weights) >= spec.min_p))
 
+    def drawn(part: Sequence[int]) -> list[int]:
+        return [_winner(runners, limit, key) for key in part]
+
+    return _in_threads(drawn, keys, len(runners.ids))
+
+
+def _winner(runners: _Candidates, limit: float, key: int) -> int:
+    """The winner among those that, from the best on, weigh less than `limit` together."""
     while True:
         token, log_weight = _race(runners, key)
-        if spec.top_p >= 1.0:
+        if limit == math.inf:
             return token
         before = runners.log_weights > log_weight
         before |= (runners.log_weights == log_weight) & (runners.ids < token)

@@ -208,7 +208,7 @@ class Scheduler:
     def took(self, chunks: Sequence[Chunk], took_ns: int) -> None:
         """Note how long a step took: what callers may have beside others depends on what it costs them."""
         if all(chunk.count <= SHORT_TOKENS for chunk in chunks):
-            cost = sum(chunk.count + chunk.rows * chunk.op.output.row_weight for chunk in chunks)
+            cost = sum(chunk.count + chunk.rows * chunk.op.row_weight for chunk in chunks)
             self._shares.learn(cost, took_ns)
         prompt_tokens = sum(chunk.count for chunk in chunks if chunk.op.kind not in _DECODES)
         self._prefill_share.learn(prompt_tokens, took_ns)

@@ -124,6 +124,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int,
         run_ahead=message.run_ahead,
         scored=message.scored,
         choices=[_to_choice(row, vocab_size) for row in message.verify_rows],
+        sample_seeds=tuple(message.sample_seeds),
     )
 
 
@@ -242,6 +243,12 @@ def _forward_done(result: ForwardDone) -> worker_pb2.ForwardDone:
         ),
         token_logprobs=result.token_logprobs,
         token_is_argmax=result.token_is_argmax,
+        samples=[
+            types_pb2.SampledToken(
+                token_id=sample.token_id, logprob=sample.logprob, sampled_logprob=sample.sampled_logprob
+            )
+            for sample in result.samples
+        ],
     )
 
 

@@ -5,8 +5,10 @@ Written in place, so that a batch copies nothing twice.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
@@ -56,8 +58,9 @@ def prefill(
 
 
 def scored_prefill(result: Appended, into: executor_pb2.PrefillResponse) -> None:
-    """A prefill's answer, with the scores of its tokens."""
+    """A prefill's answer, with the scores of its tokens and what else was drawn."""
     prefill(result, into)
+    into.samples.extend(done_of(result).samples)
     _write_scores(done_of(result), into)
 
 
@@ -85,6 +88,15 @@ def caches(result: Handles, into: executor_pb2.ForkCacheResponse) -> None:
     """What a fork has made."""
     for handle in result.handles:
         write_handle(handle, into.kv_caches.add())
+
+
+def forked_caches(counts: Sequence[int], result: Handles, into: executor_pb2.ForkCachesResponse) -> None:
+    """What a fork of several has made: `counts` copies of each."""
+    handles = iter(result.handles)
+    for count in counts:
+        forked = into.results.add()
+        for handle in itertools.islice(handles, count):
+            write_handle(handle, forked.kv_caches.add())
 
 
 def cache(result: Handles, into: executor_pb2.TruncateKVResponse | executor_pb2.RenewCacheResponse) -> None:

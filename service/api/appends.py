@@ -38,6 +38,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
     limits = limits.of(request.cache_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_creation(request)
+    validation.check_sample_seeds(request.sample_seeds)
     scored = 0
     if request.HasField("score_from"):
         scored = validation.check_scored(request.score_from, len(request.token_ids))
@@ -49,6 +50,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
         token_ids=_packed(request.token_ids),
         rows=1,
         scored=scored,
+        sample_seeds=tuple(request.sample_seeds),
         lease_s=validation.lease_seconds(request.lease) if request.HasField("lease") else None,
         request_id=request.request_id,
         cache_salt=request.cache_salt,
@@ -137,7 +139,7 @@ def _append(
     position = request.position if request.HasField("position") else None
     if position and not request.cache_id:
         raise InvalidArgument("BAD_POSITION", "position", "a new cache starts at position 0")
-    output, answer_bytes = _checked_output(request, limits, rows, scored)
+    output, answer_bytes = _checked_output(request, limits, rows, scored, len(rest.get("sample_seeds", ())))
     kept_bytes = answer_bytes + sum(message.ByteSize() for message in (output, *(choices or ())) if message)
     return Append(
         kind=kind,
@@ -193,15 +195,19 @@ def _packed(token_ids: Sequence[int]) -> array[int]:
 
 
 def _checked_output(
-    request: _OnCache | executor_pb2.ForwardRequest, limits: RequestLimits, rows: int, scored: int
+    request: _OnCache | executor_pb2.ForwardRequest,
+    limits: RequestLimits,
+    rows: int,
+    scored: int,
+    samples: int = 0,
 ) -> tuple[types_pb2.OutputOptions | None, int]:
     """The options, and the most bytes of an answer. Raises InvalidArgument.
 
     They are a message of their own: a part of the request would keep all of it in memory.
     """
     if not request.HasField("output"):
-        return None, validation.check_output(None, limits, rows, scored)
-    answer_bytes = validation.check_output(request.output, limits, rows, scored)
+        return None, validation.check_output(None, limits, rows, scored, samples)
+    answer_bytes = validation.check_output(request.output, limits, rows, scored, samples)
     output = types_pb2.OutputOptions()
     output.CopyFrom(request.output)
     return output, answer_bytes

@@ -9,6 +9,7 @@ checks the call and does nothing else. A unary call runs one plan; a Session run
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from service.api import answers, appends, validation
 from service.api.breath import Breather
 from service.api.status import to_status
 from service.api.validation import RequestLimits
-from service.caches.requests import Append, Fork, Release, Renew, Request, Result, Truncate
+from service.caches.requests import Append, Fork, Release, Renew, Request, Result, Source, Truncate
 from service.errors import InvalidArgument, QuireError
 
 Outcome: TypeAlias = Result | QuireError
@@ -59,7 +60,18 @@ class Call:
 
 def _single(method: str, check: _Check, write: _Write) -> Call:
     """A call that is one request to the state machine, and answered with its result."""
-    response_type: type[Message] = getattr(executor_pb2, f"{method}Response")
+    answer = _answered_by(getattr(executor_pb2, f"{method}Response"), write)
+
+    async def plan(request: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
+        checked = check(request, limits, timeout_s)
+        size_bytes = checked.answer_bytes + checked.mask_bytes if isinstance(checked, Append) else 0
+        return Plan((checked,), answer, size_bytes)
+
+    return Call(method, plan)
+
+
+def _answered_by(response_type: type[Message], write: _Write) -> Callable[[Sequence[Outcome], str], Message]:
+    """How one result becomes an answer."""
 
     def answer(outcomes: Sequence[Outcome], _request_id: str) -> Message:
         (outcome,) = outcomes
@@ -69,13 +81,7 @@ def _single(method: str, check: _Check, write: _Write) -> Call:
         write(outcome, response)
         return response
 
-    async def plan(request: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
-        checked = check(request, limits, timeout_s)
-        if isinstance(checked, Append):
-            return Plan((checked,), answer, checked.answer_bytes + checked.mask_bytes)
-        return Plan((checked,), answer, weight=1 + checked.count if isinstance(checked, Fork) else 1)
-
-    return Call(method, plan)
+    return answer
 
 
 def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
@@ -128,9 +134,23 @@ def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
     return Call(method, plan)
 
 
-def _fork(request: executor_pb2.ForkCacheRequest, *_: object) -> Fork:
-    validation.check_fork(request)
-    return Fork(request.cache_id, request.count, tuple(request.release), request.request_id)
+async def _plan_fork(request: Any, limits: RequestLimits, _timeout_s: float | None) -> Plan:
+    answer_bytes = validation.check_fork(request, limits)
+    fork = Fork.of(request.cache_id, request.count, tuple(request.release), request.request_id)
+    answer = _answered_by(executor_pb2.ForkCacheResponse, answers.caches)
+    return Plan((fork,), answer, answer_bytes, weight=1 + fork.count)
+
+
+async def _plan_forks(request: Any, limits: RequestLimits, _timeout_s: float | None) -> Plan:
+    answer_bytes = validation.check_forks(request, limits)
+    sources = [
+        Source(each.cache_id, each.count, each.position if each.HasField("position") else None)
+        for each in request.forks
+    ]
+    fork = Fork(sources, tuple(request.release), request.request_id)
+    write = functools.partial(answers.forked_caches, [source.count for source in sources])
+    answer = _answered_by(executor_pb2.ForkCachesResponse, write)
+    return Plan((fork,), answer, answer_bytes, weight=len(sources) + fork.count)
 
 
 def _truncate(request: executor_pb2.TruncateKVRequest, *_: object) -> Truncate:
@@ -158,7 +178,8 @@ CALLS = (
     _batch("BatchPrefill", appends.prefill, answers.scored_prefill),
     _batch("BatchDecode", appends.decode, answers.decode),
     _batch("UnifiedForward", appends.unified_item, answers.prefill),
-    _single("ForkCache", _fork, answers.caches),
+    Call("ForkCache", _plan_fork),
+    Call("ForkCaches", _plan_forks),
     _single("TruncateKV", _truncate, answers.cache),
     _single("ReleaseCache", _release, answers.released),
     _single("RenewCache", _renew, answers.cache),

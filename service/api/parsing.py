@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from quire.v1 import types_pb2
 
 from service.api.breath import Breather
-from service.errors import InvalidArgument, QuireError, SequenceTooLong, too_many
+from service.errors import InvalidArgument, QuireError, SequenceTooLong, too_many, too_many_forks
 
 # A message of at most this size is parsed at once: 6 ms at worst, if it is nothing but empty items.
 _SMALL_BYTES = 1 << 16
@@ -163,6 +163,8 @@ class _Parser:
             raise too_many("calls", self._limits.max_calls)
         if field.name == "items" and parts > self._limits.max_items:
             raise too_many("items", self._limits.max_items)
+        if field.name == "forks" and parts > self._limits.max_items:
+            raise too_many_forks(self._limits.max_items)
         limit = self._limits.max_seq_tokens()
         if field.name == "token_ids" and limit is not None and place.end - place.body > limit:
             tokens = yield from _count(data, place)
@@ -194,7 +196,7 @@ class _Parser:
             part = getattr(message, field.name)
             part = part.add() if field.is_repeated else part
             yield from self.merge(part, data[place.body : place.end])
-        elif field.is_repeated and field.type == FieldDescriptor.TYPE_UINT32:
+        elif field.is_repeated and field.type in (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64):
             if field.name == "ids":
                 yield from self._check_mask(data, place)
             for numbers in _cut(data[place.body : place.end]):

@@ -14,7 +14,7 @@ from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api.masks import check_choice
-from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many
+from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many, too_many_forks
 
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_TOKEN_IDS = 4096
@@ -22,6 +22,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_HIDDEN_LAYERS = 8
 MAX_FORK_COUNT = 1024
 MAX_FORK_RELEASE = 4096
+MAX_SAMPLE_SEEDS = 1024
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 128
 MAX_PAGE_SIZE = 1000
@@ -45,6 +46,8 @@ _TOP_ENTRY_BYTES = 10
 _TENSOR_BYTES = 32
 # A row's token id, log-probability and framing, generously.
 _ROW_BYTES = 80
+# A drawn token beside the row's own: its id, two log-probabilities and framing.
+_SAMPLE_BYTES = 24
 # A score: a log-probability, and whether it is the largest.
 _SCORE_BYTES = 5
 # The rest of an answer: its handle, timing and framing, or the error of a batch's item in its place.
@@ -128,15 +131,25 @@ def check_scored(score_from: int, tokens: int) -> int:
     return tokens - max(score_from, 1)
 
 
+def check_sample_seeds(seeds: Sequence[int]) -> None:
+    """Not too many."""
+    if len(seeds) > MAX_SAMPLE_SEEDS:
+        raise InvalidArgument("BAD_COUNT", "sample_seeds", f"at most {MAX_SAMPLE_SEEDS} tokens can be drawn")
+
+
 def check_output(
-    output: types_pb2.OutputOptions | None, limits: RequestLimits, rows: int, scored: int = 0
+    output: types_pb2.OutputOptions | None,
+    limits: RequestLimits,
+    rows: int,
+    scored: int = 0,
+    samples: int = 0,
 ) -> int:
     """Options can be met, and the answer for `rows` positions fits a response: what is applied can be sent.
 
     Returns the answer's size in bytes, at most.
     """
     row_bytes = _ROW_BYTES if output is None else _check_options(output, limits)
-    size_bytes = ANSWER_BYTES + rows * row_bytes + scored * _SCORE_BYTES
+    size_bytes = ANSWER_BYTES + rows * row_bytes + scored * _SCORE_BYTES + samples * _SAMPLE_BYTES
     check_response_size(size_bytes, limits, "output")
     return size_bytes
 
@@ -300,14 +313,42 @@ def _seconds(message: duration_pb2.Duration) -> float:
     return message.seconds + message.nanos / 1e9
 
 
-def check_fork(request: executor_pb2.ForkCacheRequest) -> None:
-    """A fork's fields."""
+def check_fork(request: executor_pb2.ForkCacheRequest, limits: RequestLimits) -> int:
+    """A fork's fields. Returns the answer's size in bytes, at most."""
     check_cache_id(request.cache_id)
+    return _check_copies(request, request.count, limits, "count")
+
+
+def check_forks(request: executor_pb2.ForkCachesRequest, limits: RequestLimits) -> int:
+    """The fields of a fork of several. Returns the answer's size in bytes, at most."""
+    if not request.forks:
+        raise InvalidArgument("EMPTY_BATCH", "forks", "at least one cache to copy is needed")
+    if len(request.forks) > limits.max_items:
+        raise too_many_forks(limits.max_items)
+    seen: set[str] = set()
+    for index, fork in enumerate(request.forks):
+        field = f"forks[{index}].cache_id"
+        check_cache_id(fork.cache_id, field)
+        if fork.cache_id in seen:
+            raise InvalidArgument("DUPLICATE_CACHE_IN_BATCH", field, "the cache occurs more than once")
+        seen.add(fork.cache_id)
+    return _check_copies(request, sum(fork.count for fork in request.forks), limits, "forks")
+
+
+def _check_copies(
+    request: executor_pb2.ForkCacheRequest | executor_pb2.ForkCachesRequest,
+    count: int,
+    limits: RequestLimits,
+    field: str,
+) -> int:
     check_request_id(request.request_id)
-    if request.count > MAX_FORK_COUNT:
-        raise InvalidArgument("BAD_COUNT", "count", f"at most {MAX_FORK_COUNT} copies can be made")
+    if count > MAX_FORK_COUNT:
+        raise InvalidArgument("BAD_COUNT", field, f"at most {MAX_FORK_COUNT} copies can be made")
     if len(request.release) > MAX_FORK_RELEASE:
         raise InvalidArgument("BAD_COUNT", "release", f"at most {MAX_FORK_RELEASE} caches can be released")
+    size_bytes = ANSWER_BYTES + HANDLE_BYTES * count
+    check_response_size(size_bytes, limits, field)
+    return size_bytes
 
 
 def check_batch(items: Sequence[object], limits: RequestLimits) -> None:

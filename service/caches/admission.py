@@ -18,6 +18,8 @@ from service.caches.requests import Append, Priority
 
 # No more tokens than this are short. As in the worker.
 _SHORT_TOKENS = 16
+# As workers count: a draw more from a row takes a part of what a row does.
+_DRAWS_PER_ROW = 16
 # How much of what was learnt an older answer still counts for, at the next.
 _MEMORY = 0.98
 # Less than so many answers tell nothing.
@@ -162,7 +164,8 @@ class WorkerLoad:
         """What would be ahead of an append."""
         tokens = len(append.token_ids)
         lane = self._long if tokens > _SHORT_TOKENS else self._short
-        cost, priority = tokens + max(append.rows, append.scored), append.priority
+        rows = max(append.rows, append.scored) + len(append.sample_seeds) // _DRAWS_PER_ROW
+        cost, priority = tokens + rows, append.priority
         low, normal, high = lane.cost
         before = high
         if priority < Priority.HIGH:

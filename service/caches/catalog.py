@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from service.caches.entries import CacheEntry
 from service.caches.listing import Listing
@@ -51,14 +51,24 @@ class Catalog:
         made = self._forks.get((tenant, request.request_id)) if request.request_id else None
         if not made:
             return None
-        key = next(iter(made.values())).state.fork
-        parent = self.find(request.cache_id, tenant)
-        assert key is not None
-        if key.count != request.count or (parent is not None and parent.number != key.parent):
+        if not self._is_of(request, made, tenant):
             raise reused_request_id()
-        if len(made) < key.count:
+        if len(made) < request.count:
             raise CacheNotFound
-        return Handles(tuple(made[index].handle for index in range(key.count)))
+        return Handles(tuple(made[index].handle for index in range(request.count)))
+
+    def _is_of(self, request: Fork, made: Mapping[int, CacheEntry], tenant: Tenant) -> bool:
+        """Whether caches, by index, may be a fork's. Of parents that are gone only the numbers are known."""
+        source_at = [at for at, source in enumerate(request.sources) for _ in range(source.count)]
+        parents: dict[int, int] = {}
+        for index, entry in made.items():
+            key = entry.state.fork
+            assert key is not None
+            if key.count != len(source_at) or parents.setdefault(source_at[index], key.parent) != key.parent:
+                return False
+        there = ((self.find(request.sources[at].cache_id, tenant), number) for at, number in parents.items())
+        each_its_own = len(set(parents.values())) == len(parents)
+        return each_its_own and all(entry is None or entry.number == number for entry, number in there)
 
     def children(self, request_id: str, tenant: Tenant) -> list[CacheEntry | None]:
         """What a fork with this request id has made, in order; None in the place of what is gone since."""
@@ -69,7 +79,7 @@ class Catalog:
     def begin_fork(self, request: Fork, tenant: Tenant) -> None:
         """A fork goes to the journal. Raises InvalidArgument if another with its request id is there."""
         key = (tenant, request.request_id)
-        # Forks of one parent come one after the other.
+        # Forks of the same parents come one after the other.
         if key in self._forking:
             raise reused_request_id()
         if request.request_id:

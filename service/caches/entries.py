@@ -24,7 +24,7 @@ _CLOCKS_S = 0.02
 class Phase(enum.Enum):
     """How far an operation has come."""
 
-    # Others of its cache are before it.
+    # Others are before it, on its cache or on one of those that it forks.
     WAITING = enum.auto()
     # Its turn has come, and it cannot be computed yet: `need` says why.
     PARKED = enum.auto()
@@ -57,15 +57,17 @@ class StoredAnswer:
     rows: int
     scored: int
     choices: object
+    sample_seeds: Sequence[int]
     output: object
     answer: object
 
     def answers(self, append: Append) -> bool:
         """Whether the repetition asks for the very same output."""
-        return (append.rows, append.scored, append.choices, append.output) == (
+        return (append.rows, append.scored, append.choices, append.sample_seeds, append.output) == (
             self.rows,
             self.scored,
             self.choices,
+            self.sample_seeds,
             self.output,
         )
 
@@ -93,6 +95,7 @@ class Operation:
 
     ticket: int
     request: Request
+    # The cache it is about; of a fork, the first of those it copies.
     entry: CacheEntry
     # Whose it is; workers let callers take turns. Means nothing to the state machine.
     caller: int
@@ -126,6 +129,20 @@ class Operation:
     tokens: int = 0
     # Caches that it is about to make, counted as if they were there.
     caches: int = 0
+    # Of a fork of several caches, the others. It begins once its turn has come on all of them.
+    others: Sequence[CacheEntry] = ()
+    # On how many of its caches that has come.
+    turns: int = 0
+
+    @property
+    def entries(self) -> Sequence[CacheEntry]:
+        """The caches in whose queues it is."""
+        return (self.entry, *self.others) if self.others else (self.entry,)
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether its turn has come on all of its caches."""
+        return self.turns > len(self.others)
 
     def is_late(self, now_s: float) -> bool:
         """Whether its deadline is there."""

@@ -175,7 +175,8 @@ class Ledger:
     def _child_of(self, parent: CacheState, child: Child, index: int, record: CacheForked) -> CacheState:
         key = None
         if record.request_id:
-            key = ForkKey(record.request_id, record.parent, index, len(record.children))
+            count = record.total or len(record.children)
+            key = ForkKey(record.request_id, record.parent, record.first + index, count)
         return CacheState(
             child.number,
             child.cache_id,

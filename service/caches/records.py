@@ -68,6 +68,10 @@ class CacheForked:
     children: Sequence[Child]
     # Under which the fork is recognised when it is repeated. Empty: it is not.
     request_id: str
+    # Of a fork of several parents, which has a record for each: how many children it makes in all, and how
+    # many of them come before these. 0: these are all.
+    total: int = 0
+    first: int = 0
 
 
 @plain
@@ -101,6 +105,7 @@ class ForkKey:
     """The fork that made a cache, to recognise its repetition: the cache was its child number `index`."""
 
     request_id: str
+    # The cache's own; a fork may have several.
     parent: int
     index: int
     count: int

@@ -67,6 +67,8 @@ class Append:
     scored: int = 0
     # How single tokens' outputs differ. Opaque. Equal ones ask for the same.
     choices: object = None
+    # One more token is drawn for each behind the last token.
+    sample_seeds: Sequence[int] = ()
 
     @property
     def keeps_answer(self) -> bool:
@@ -80,14 +82,34 @@ class Append:
 
 
 @plain
-class Fork:
-    """Make `count` copies of a cache, then release others."""
+class Source:
+    """A cache that a fork makes `count` copies of."""
 
     cache_id: str
     count: int
+    # The length it is believed to have. None: whatever it has.
+    position: int | None = None
+
+
+@plain
+class Fork:
+    """Make copies of some caches, then release others: all of it, or nothing."""
+
+    # At least one; each cache once.
+    sources: Sequence[Source]
     release: Sequence[str] = ()
     # Key under which a repetition is recognised. Empty: none.
     request_id: str = ""
+
+    @classmethod
+    def of(cls, cache_id: str, count: int, release: Sequence[str] = (), request_id: str = "") -> Fork:
+        """A fork of one cache."""
+        return cls((Source(cache_id, count),), release, request_id)
+
+    @property
+    def count(self) -> int:
+        """How many copies are made in all."""
+        return sum(source.count for source in self.sources)
 
 
 @plain

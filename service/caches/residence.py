@@ -96,7 +96,8 @@ class Residence:
 def _may_go(entry: CacheEntry, wanted_by: Operation, now_s: float) -> bool:
     """Whether its pages may be given to an operation."""
     running = entry.running
-    if running is not None:
+    # A fork that has its turn here and not on its other caches may wait for whoever wants these pages.
+    if running is not None and running.phase is not Phase.WAITING:
         # Of those that wait for room the first gets what the others have: else they wait for one another.
         waits = running.phase is Phase.PARKED and running.need is Need.ROOM
         return waits and running.ticket > wanted_by.ticket

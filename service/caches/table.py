@@ -5,7 +5,8 @@ calls; commands for workers, records for the journal and replies go out through 
 driven by a seeded simulator, and `check_invariants()` can be called at any moment.
 
 What is true of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
-operation of a cache runs at a time; the others wait in order, whatever they are:
+operation of a cache runs at a time; the others wait in order, whatever they are, and one that forks several
+caches until its turn has come on each:
 
     WAITING -> [PARKED, REPLAYING, COMPUTING: what needs a worker; `computing.py`] -> COMMITTING -> answered
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -285,7 +287,7 @@ class CacheTable:
         self._begin(now_s)
         self._usable.discard(weights)
         self._restoring.forget(weights)
-        its = [o for o in self._operations.values() if o.entry.state.weights == weights]
+        its = [o for o in self._operations.values() if _is_about(o, weights)]
         for operation in its:
             if operation.phase is not Phase.COMMITTING and not isinstance(operation.request, Release):
                 self._finish(operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
@@ -293,13 +295,12 @@ class CacheTable:
             self._placement.remove(worker)
             self._residence.lose(worker)
         # Releases may have waited behind them.
-        for entry in dict.fromkeys(operation.entry for operation in its):
-            self._advance(entry)
+        self._advance(*dict.fromkeys(entry for operation in its for entry in operation.entries))
 
     def uses_of(self, weights: int) -> int:
         """How many operations want something computed with these weights."""
         return sum(
-            o.entry.state.weights == weights and not isinstance(o.request, Release | Restore)
+            _is_about(o, weights) and not isinstance(o.request, Release | Restore)
             for o in self._operations.values()
         )
 
@@ -332,17 +333,18 @@ class CacheTable:
                 self._effects.append(Reply(ticket, at_once))
                 return ticket
             size_bytes = self._admit(request, tenant)
-            entry = self._entry_for(request, tenant)
+            entry, *others = self._entries_for(request, tenant)
         except QuireError as error:
             self._effects.append(Reply(ticket, error.untraced()))
             return ticket
-        operation = Operation(ticket, request, entry, caller, now_s, size_bytes=size_bytes)
+        operation = Operation(ticket, request, entry, caller, now_s, size_bytes=size_bytes, others=others)
         if isinstance(request, Append) and request.timeout_s is not None:
             operation.deadline_s = now_s + request.timeout_s
-        self._make_way(entry, request)
+        for its in operation.entries:
+            self._make_way(its, request)
+            self._touch(its)
         self._enter(operation)
-        self._touch(entry)
-        self._advance(entry)
+        self._advance(*operation.entries)
         return ticket
 
     def cancel(self, ticket: int, now_s: float) -> None:
@@ -358,7 +360,7 @@ class CacheTable:
         if operation.phase is Phase.COMMITTING or isinstance(operation.request, Release):
             return
         self._retire(operation)
-        self._advance(operation.entry)
+        self._advance(*operation.entries)
 
     def expire(self, now_s: float, at_most: int | None = None) -> int:
         """Releases caches whose lease ran out and that nobody is using. Returns how many."""
@@ -457,8 +459,8 @@ class CacheTable:
             return None
         if isinstance(request, Release) and self._catalog.find(request.cache_id, tenant) is None:
             return Released(released=False)
-        if isinstance(request, Fork) and self._catalog.find(request.cache_id, tenant) is None:
-            # It may have released its parent.
+        if isinstance(request, Fork) and None in self._parents(request, tenant):
+            # It may have released its parents.
             made = self._catalog.forked_by(request, tenant)
             children = self._catalog.children(request.request_id, tenant) if made is not None else []
             if not all(child is None or self._can_use(child.state.weights) for child in children):
@@ -498,28 +500,45 @@ class CacheTable:
                 creates = not request.cache_id and not request.is_scoring
                 return _TOKEN_BYTES * len(request.token_ids) + _CACHE_BYTES * creates
             case Fork():
-                parent = self._catalog.find(request.cache_id, tenant)
-                shared = 0 if parent is None else parent.length // _TOKENS_PER_SHARED_BYTE
-                return request.count * (_CACHE_BYTES + shared)
+                parents = zip(request.sources, self._parents(request, tenant), strict=True)
+                return sum(
+                    source.count * (_CACHE_BYTES + parent.length // _TOKENS_PER_SHARED_BYTE)
+                    for source, parent in parents
+                    if parent is not None
+                )
         return 0
 
-    def _entry_for(self, request: Request, tenant: Tenant) -> CacheEntry:
-        """The cache a request is about: a known one, or a new one that nobody can see yet."""
-        if isinstance(request, Append) and not request.cache_id:
+    def _parents(self, fork: Fork, tenant: Tenant) -> list[CacheEntry | None]:
+        return [self._catalog.find(source.cache_id, tenant) for source in fork.sources]
+
+    def _entries_for(self, request: Request, tenant: Tenant) -> Sequence[CacheEntry]:
+        """The caches a request is about: known ones, or a new one that nobody can see yet."""
+        if isinstance(request, Fork):
+            known = self._parents(request, tenant)
+        elif isinstance(request, Append) and not request.cache_id:
             repeated = self._catalog.made_by(request.request_id, tenant)
             if repeated is None:
-                return self._create(request, tenant)
-            entry = repeated
+                return (self._create(request, tenant),)
+            known = [repeated]
         else:
-            known = self._catalog.find(request.cache_id, tenant)
-            if known is None:
-                raise CacheNotFound
-            entry = known
+            known = [self._catalog.find(request.cache_id, tenant)]
+        entries = []
+        for index, entry in enumerate(known):
+            try:
+                if entry is None:
+                    raise CacheNotFound
+                self._require_turn(entry, request)
+            except QuireError as error:
+                raise error.of_one(index, len(known)) from None
+            entries.append(entry)
+        return entries
+
+    def _require_turn(self, entry: CacheEntry, request: Request) -> None:
+        """Raises WeightsChanged or QueueFull if a request may not wait for its turn on a cache."""
         if not isinstance(request, Release):
             self._require_weights(entry, request)
         if len(entry.waiting) >= MAX_WAITING_PER_CACHE and not isinstance(request, Release | Renew):
             raise QueueFull(MAX_WAITING_PER_CACHE, self._pace.wait_s(len(entry.waiting)))
-        return entry
 
     def _require_weights(self, entry: CacheEntry, request: Request) -> None:
         """Raises WeightsChanged if the cache may not be used, or the request is meant for others."""
@@ -576,27 +595,41 @@ class CacheTable:
         self._operations[operation.ticket] = operation
         self._queued_bytes += operation.size_bytes
         operation.entry.tenant.in_flight += not operation.is_ours
-        operation.entry.waiting.append(operation)
+        # On all of its caches at once: of two operations the same one is first wherever they meet, so that of
+        # those that wait for one another the oldest waits for none, and no circle of them can be.
+        for entry in operation.entries:
+            entry.waiting.append(operation)
 
-    def _advance(self, entry: CacheEntry) -> None:
-        """Starts the next operation, if none runs; drops an entry whose creation came to nothing."""
-        while entry.running is None and entry.waiting and not entry.closing:
-            operation = entry.waiting.popleft()
-            entry.running = operation
-            try:
-                self._start(operation)
-            except QuireError as error:
-                self._finish(operation, error)
-            except Exception as error:
-                # A bug of ours, which must not leave the cache waiting for an operation that never began.
-                self._finish(operation, bug(error))
-        if entry.busy:
-            return
-        if not entry.visible:
-            self._discard(entry)
-        elif entry.home is not None and entry.home.draining:
-            self._residence.unsettle(entry)
-            self._restoring.later((entry,), self._now_s)
+    def _advance(self, *entries: CacheEntry) -> None:
+        """Starts the next operation of each, if none runs; drops an entry whose creation came to nothing."""
+        # Not by recursion: one fork that ends at once may let another of other caches go on, and so forth.
+        left = deque(entries)
+        while left:
+            entry = left.popleft()
+            while entry.running is None and entry.waiting and not entry.closing:
+                operation = entry.waiting.popleft()
+                entry.running = operation
+                operation.turns += 1
+                if operation.has_turn:
+                    self._start_or_refuse(operation)
+                    if operation.others:
+                        left += (its for its in operation.entries if its is not entry)
+            if entry.busy:
+                continue
+            if not entry.visible:
+                self._discard(entry)
+            elif entry.home is not None and entry.home.draining:
+                self._residence.unsettle(entry)
+                self._restoring.later((entry,), self._now_s)
+
+    def _start_or_refuse(self, operation: Operation) -> None:
+        try:
+            self._start(operation)
+        except QuireError as error:
+            self._finish(operation, error)
+        except Exception as error:
+            # A bug of ours, which must not leave the cache waiting for an operation that never began.
+            self._finish(operation, bug(error))
 
     def _start(self, operation: Operation) -> None:
         entry, request = operation.entry, operation.request
@@ -652,27 +685,38 @@ class CacheTable:
         self._commit(operation, (CacheTruncated(entry.number, request.new_len),))
 
     def _start_fork(self, operation: Operation, request: Fork) -> None:
-        entry, tenant = operation.entry, operation.entry.tenant
+        entries, tenant = operation.entries, operation.entry.tenant
         made = self._catalog.forked_by(request, tenant)
         if made is not None:
             self._finish(operation, made)
             return
-        self._require_room(request.count)
-        tokens = request.count * entry.length
-        tenant.require(caches=request.count, tokens=tokens)
+        count, tokens = request.count, 0
+        for index, (source, entry) in enumerate(zip(request.sources, entries, strict=True)):
+            if source.position not in (None, entry.length):
+                mismatch = PositionMismatch(source.position or 0, entry.length)
+                raise mismatch.of_one(index, len(entries))
+            tokens += source.count * entry.length
+        self._require_room(count)
+        tenant.require(caches=count, tokens=tokens)
         self._catalog.begin_fork(request, tenant)
-        operation.caches, operation.tokens = request.count, tokens
-        self._held += request.count
-        tenant.caches += request.count
+        operation.caches, operation.tokens = count, tokens
+        self._held += count
+        tenant.caches += count
         tenant.tokens += tokens
-        children = tuple(
-            Child(self._number(), self._new_cache_id(), self._new_seed()) for _ in range(request.count)
-        )
-        records: list[Record] = []
-        if children:
-            records.append(CacheForked(entry.number, children, request.request_id))
+        records: list[Record] = list(self._forked(request, entries))
         records += [CacheReleased(e.number) for e in self._start_closing(operation, request)]
         self._commit(operation, records)
+
+    def _forked(self, request: Fork, parents: Sequence[CacheEntry]) -> Iterator[CacheForked]:
+        """What a fork writes of the children of each parent that has any."""
+        total, first = request.count if len(parents) > 1 else 0, 0
+        for source, parent in zip(request.sources, parents, strict=True):
+            children = tuple(
+                Child(self._number(), self._new_cache_id(), self._new_seed()) for _ in range(source.count)
+            )
+            if children:
+                yield CacheForked(parent.number, children, request.request_id, total, first)
+            first += total and source.count
 
     def _start_closing(self, operation: Operation, request: Fork) -> Iterator[CacheEntry]:
         """The caches that a fork releases: what runs there is stopped, and nothing begins any more."""
@@ -683,18 +727,18 @@ class CacheTable:
             running = entry.running
             if running is not None and running is not operation:
                 if running.phase is not Phase.COMMITTING:
-                    self._back_to_the_start(running)
+                    self._back_to_the_start(running, entry)
                 elif isinstance(running.request, Release):
                     continue
             entry.closing = True
             yield entry
 
-    def _back_to_the_start(self, operation: Operation) -> None:
-        """Stops what runs, so that it is the next to run. It may find that its cache has gone."""
-        entry = operation.entry
+    def _back_to_the_start(self, operation: Operation, entry: CacheEntry) -> None:
+        """Stops what runs on a cache, so that it is the next to run. It may find that its cache has gone."""
         self._computing.stop(operation)
         self._finish_reserving(operation)
         operation.copy_number = None
+        operation.turns -= 1
         operation.phase, operation.need = Phase.WAITING, None
         entry.running = None
         entry.waiting.appendleft(operation)
@@ -772,7 +816,8 @@ class CacheTable:
             # A bug of ours: what was checked when it began is not so any more.
             self._not_carried_out(operation, bug(error))
             return
-        self._touch(entry)
+        for its in operation.entries:
+            self._touch(its)
         match request:
             case Append():
                 self._apply_append(operation, request)
@@ -784,7 +829,7 @@ class CacheTable:
                 self._close(entry)
             case _:
                 self._finish(operation, Handles((entry.handle,)))
-        self._advance(entry)
+        self._advance(*operation.entries)
 
     def _not_committed(self, operation: Operation) -> None:
         entry, request = operation.entry, operation.request
@@ -796,13 +841,13 @@ class CacheTable:
     def _not_carried_out(self, operation: Operation, error: QuireError) -> None:
         """What its records say is not so: what waited for that goes on."""
         self._finish(operation, error)
-        self._advance(operation.entry)
-        for closing in self._released_by(operation):
+        released = self._released_by(operation)
+        for closing in released:
             closing.closing = False
-            self._advance(closing)
+        self._advance(*operation.entries, *released)
 
     def _released_by(self, operation: Operation) -> list[CacheEntry]:
-        """The caches, but for its own, that its records release."""
+        """The caches that a fork's records release."""
         if not isinstance(operation.request, Fork):
             return []
         released = [record for record in operation.records if isinstance(record, CacheReleased)]
@@ -820,7 +865,12 @@ class CacheTable:
         entry.answer = None
         if append.keeps_answer:
             entry.answer = StoredAnswer(
-                append.rows, append.scored, append.choices, append.output, done.answer
+                append.rows,
+                append.scored,
+                append.choices,
+                append.sample_seeds,
+                append.output,
+                done.answer,
             )
         if entry.home is not None:
             entry.kv_len = entry.length
@@ -841,23 +891,31 @@ class CacheTable:
         self._finish(operation, Handles((entry.handle,)))
 
     def _apply_fork(self, operation: Operation, request: Fork) -> None:
-        parent = operation.entry
-        forked = [record for record in operation.records if isinstance(record, CacheForked)]
-        numbers = [child.number for record in forked for child in record.children]
         released = self._released_by(operation)
         self._finish_reserving(operation)
-        children = [self._born(number, parent) for number in numbers]
-        if children and parent.home is not None and parent.kv_len:
-            self._send(parent.home, ForkSequence(self._number(), parent.number, tuple(numbers)))
-            for child in children:
-                self._residence.settle(child, parent.home, self._now_s, parent.kv_len)
-                child.ownership = 1
+        children: list[CacheEntry] = []
+        for record in operation.records:
+            if isinstance(record, CacheForked):
+                children += self._born_of(record)
         unseen = not (operation.is_answered or request.request_id)
         self._finish(operation, Handles(tuple(child.handle for child in children)))
         for entry in released:
             self._close(entry)
         for child in children if unseen else ():
             self._release(child)
+
+    def _born_of(self, record: CacheForked) -> list[CacheEntry]:
+        """The children of one parent, on its worker if it is on one."""
+        parent = self._catalog.numbered(record.parent)
+        assert parent is not None
+        numbers = tuple(child.number for child in record.children)
+        children = [self._born(number, parent) for number in numbers]
+        if parent.home is not None and parent.kv_len:
+            self._send(parent.home, ForkSequence(self._number(), parent.number, numbers))
+            for child in children:
+                self._residence.settle(child, parent.home, self._now_s, parent.kv_len)
+                child.ownership = 1
+        return children
 
     def _born(self, number: int, parent: CacheEntry) -> CacheEntry:
         state = self.ledger.get(number)
@@ -898,10 +956,11 @@ class CacheTable:
             self._restoring.under_way -= 1
         if isinstance(operation.request, Fork) and operation.phase is Phase.COMMITTING:
             self._catalog.end_fork(operation.request, entry.tenant)
-        if entry.running is operation:
-            entry.running = None
-        else:
-            entry.waiting.remove(operation)
+        for its in operation.entries:
+            if its.running is operation:
+                its.running = None
+            else:
+                its.waiting.remove(operation)
 
     def _finish_reserving(self, operation: Operation) -> None:
         """What it was about to make is there, or will not be."""
@@ -919,23 +978,28 @@ class CacheTable:
 
     def _close(self, entry: CacheEntry) -> None:
         """A cache is released. Operations on it end; the release that asked for it is told so."""
-        running = entry.running
+        running, others = entry.running, []
         for operation in list(entry.operations()):
             if isinstance(operation.request, Release):
                 self._finish(operation, Released(released=operation is running))
             else:
-                self._finish(operation, self._gone(operation))
+                self._finish(operation, self._gone(operation, entry))
+            others += [its for its in operation.entries if its is not entry]
         self._discard(entry)
+        # Forks of these, too, do not wait there any more.
+        self._advance(*others)
 
-    def _gone(self, operation: Operation) -> Result | QuireError:
-        """What an operation is told that finds its cache released."""
+    def _gone(self, operation: Operation, entry: CacheEntry) -> Result | QuireError:
+        """What an operation is told that finds one of its caches released."""
         try:
             made = None
             if isinstance(operation.request, Fork):
                 made = self._catalog.forked_by(operation.request, operation.entry.tenant)
         except QuireError as error:
             return error
-        return CacheNotFound() if made is None else made
+        if made is not None:
+            return made
+        return CacheNotFound().of_one(operation.entries.index(entry), len(operation.entries))
 
     def _discard(self, entry: CacheEntry) -> None:
         """Frees what is held of an entry that is in no table any more."""
@@ -991,9 +1055,13 @@ class CacheTable:
         for ticket, operation in operations.items():
             entry = operation.entry
             assert operation.ticket == ticket
-            assert sum(o is operation for o in entry.operations()) == 1, "it runs or waits, exactly once"
-            assert (entry.running is operation) is (operation.phase is not Phase.WAITING)
-            assert entry.running is not None or entry.closing, "an operation waits only behind another"
+            for its in operation.entries:
+                assert sum(o is operation for o in its.operations()) == 1, "it runs or waits, exactly once"
+                assert its.tenant is entry.tenant
+                assert its.running is not None or its.closing, "an operation waits only behind another"
+            assert operation.turns == sum(its.running is operation for its in operation.entries)
+            assert operation.has_turn is (operation.phase is not Phase.WAITING)
+            assert not operation.others or isinstance(operation.request, Fork)
         self._catalog.check()
         entries = {entry.number: entry for entry in self._catalog} | unseen
         assert len(self.ledger) == len(self._catalog)
@@ -1015,6 +1083,11 @@ class CacheTable:
             assert tenant.in_flight == sum(not o.is_ours for o in its)
             assert tenant.caches == len(caches) + sum(o.caches for o in its)
             assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)
+
+
+def _is_about(operation: Operation, weights: int) -> bool:
+    """Whether a cache of these weights is among those that an operation is about."""
+    return any(entry.state.weights == weights for entry in operation.entries)
 
 
 def _remembered(state: CacheState) -> Remembered:

@@ -9,7 +9,8 @@ all little-endian. The crc of a row is over what precedes it, and over the row's
 kept beside it; that of a frame over what precedes it in the frame. A frame is one record; or it is a run of
 appends of one token each, which is what a turn of decodes is: 20 bytes an append, decoded many at a time.
 
-The weights of a cache are at the end of what makes it, and only if they are not the first ones.
+The weights of a cache are at the end of what makes it, and only if they are not the first ones. So is what
+one of several caches that are forked together has in common with the others.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ _CREATED_HEAD = struct.Struct("<QQd")
 _APPENDED_HEAD = struct.Struct("<QQQQQ")
 _TRUNCATED_BODY = struct.Struct("<QQ")
 _CHILD_HEAD = struct.Struct("<QQ")
+_FORK_PLACE = struct.Struct("<QQ")
 _RENEWED_BODY = struct.Struct("<Qd")
 _RESTATED_HEAD = struct.Struct("<QQdQQQQBB")
 _LAST_HEAD = struct.Struct("<QQQ")
@@ -241,6 +243,8 @@ def _encode_forked(record: CacheForked) -> bytes:
     parts.append(_LENGTH.pack(len(record.children)))
     for child in record.children:
         parts += (_CHILD_HEAD.pack(child.number, child.seed), _blob(child.cache_id.encode()))
+    if record.total:
+        parts.append(_FORK_PLACE.pack(record.total, record.first))
     return _frame(_FORKED, *parts)
 
 
@@ -345,6 +349,10 @@ class _Body:
         """What a record may have at its end."""
         return self.values(_NUMBER)[0] if self._at < self._end else 0
 
+    def fork_place(self) -> tuple[int, ...]:
+        """What a fork may have at its end: `total` and `first`."""
+        return self.values(_FORK_PLACE) if self._at < self._end else (0, 0)
+
     def end(self) -> None:
         if self._at != self._end:
             raise CorruptRecord(self._at, "a record goes on after its end")
@@ -387,7 +395,7 @@ def _decode_forked(body: _Body) -> CacheForked:
     for _ in range(count):
         number, seed = body.values(_CHILD_HEAD)
         children.append(Child(number, body.text(), seed))
-    return CacheForked(parent, children, request_id)
+    return CacheForked(parent, children, request_id, *body.fork_place())
 
 
 def _decode_restated(body: _Body) -> CacheRestated:

@@ -60,6 +60,7 @@ def _fill_forward(body: worker_pb2.ForwardCommand, command: effects.ForwardSeque
     body.scored = append.scored
     if isinstance(append.choices, tuple):
         body.verify_rows.extend(append.choices)
+    body.sample_seeds.extend(append.sample_seeds)
     body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
     if command.timeout_s is not None:
         body.timeout_ns = max(1, int(command.timeout_s * 1e9))

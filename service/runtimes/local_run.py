@@ -249,7 +249,7 @@ class LocalRun:
         parent = outcome.handle.cache_id
         self._caches.add(parent)
         key = self._caches.key(item.plan.item_id, SAMPLES)
-        fork = Fork(parent, item.num_samples, (parent,), key)
+        fork = Fork.of(parent, item.num_samples, (parent,), key)
         self._ask(fork, functools.partial(self._forked, item, parent, outcome))
 
     def _forked(self, item: Prepared, parent: str, shared: Appended, outcome: Outcome) -> None:

@@ -93,6 +93,25 @@ def test_a_fork_is_retried_and_makes_its_copies_once(client: Client, executor: F
     assert executor.calls["ForkCache"][-1].request_id == "mine"
 
 
+def test_several_caches_are_forked_in_one_call_that_is_safe_to_retry(
+    client: Client, executor: FakeExecutor
+) -> None:
+    left, right = client.prefill([1, 2]), client.prefill([3])
+    executor.fail("ForkCaches", UNAVAILABLE, applied=True)
+    (first, second), (third,) = client.fork_caches([(left, 2), (right, 1)], release=[left])
+    request, again = executor.calls["ForkCaches"]
+    assert request == again and request.request_id
+    sources = [(fork.cache_id, fork.count, fork.position) for fork in request.forks]
+    assert sources == [(left.cache_id, 2, 2), (right.cache_id, 1, 1)]
+    assert list(request.release) == [left.cache_id]
+    assert len({first.cache_id, second.cache_id, third.cache_id}) == 3 and len(executor.caches) == 5
+    assert (first.seq_len, third.seq_len) == (2, 1) and third.output == right.output
+    first.decode(9)
+    assert executor.caches[first.cache_id] == [1, 2, 9] and executor.caches[second.cache_id] == [1, 2]
+    client.fork_caches([(right, 0)], request_id="mine")
+    assert executor.calls["ForkCaches"][-1].request_id == "mine"
+
+
 def test_only_unavailable_is_retried(client: Client, executor: FakeExecutor) -> None:
     cache = client.prefill([1])
     full = rich_status(

@@ -29,6 +29,7 @@ MADE_BY: dict[str, Callable[[Client, Cache], Any]] = {
     "Forward": lambda client, _: client.forward([7]),
     "BatchForward": lambda client, _: client.score_batch([[7]]),
     "ForkCache": lambda _, cache: cache.fork(2),
+    "ForkCaches": lambda client, cache: client.fork_caches([(cache, 2)]),
     "TruncateKV": lambda _, cache: cache.truncate(1),
     "ReleaseCache": lambda _, cache: cache.release(),
     "RenewCache": lambda _, cache: cache.renew(),
@@ -54,6 +55,9 @@ UNFENCED = {
     ),
     "ForwardVerify": executor_pb2.ForwardVerifyRequest(cache_id="cache-0", token_ids=[7]),
     "ForkCache": executor_pb2.ForkCacheRequest(cache_id="cache-0", count=1),
+    "ForkCaches": executor_pb2.ForkCachesRequest(
+        forks=[executor_pb2.ForkSource(cache_id="cache-0", count=1, position=3)]
+    ),
 }
 
 

@@ -74,6 +74,8 @@ def everything(caller: Client | Session) -> list[object]:
         said += [verified.accepted, [output.token_id for output in verified.outputs], cache.seq_len]
         cache.truncate(21)
         said += [cache.decode(9).token_id, cache.seq_len]
+        (left,), (right, other) = caller.fork_caches([(cache, 1), (caller.prefill([1]), 2)], release=[])
+        said += [left.seq_len, right.seq_len, other.decode(2).token_id]
         left, right = cache.fork(2)
         right.release()
         for result in caller.batch_decode([(cache, 3), (left, 3), (right, 3)]):

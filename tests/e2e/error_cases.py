@@ -166,6 +166,7 @@ def by_cache_id(cache: str, position: int | None = None) -> dict[str, Request]:
         "Decode": pb.DecodeRequest(cache_id=cache, token_id=1, position=position),
         "ForwardVerify": pb.ForwardVerifyRequest(cache_id=cache, token_ids=[1, 2], position=position),
         "ForkCache": pb.ForkCacheRequest(cache_id=cache, count=1),
+        "ForkCaches": pb.ForkCachesRequest(forks=[pb.ForkSource(cache_id=cache, count=1, position=position)]),
         "TruncateKV": pb.TruncateKVRequest(cache_id=cache, new_len=0, position=position),
         "RenewCache": pb.RenewCacheRequest(cache_id=cache),
     }
@@ -182,8 +183,9 @@ def cache_cases() -> Iterator[Case]:
 
         yield Case(f"{rpc} unknown", rpc, about(UNKNOWN), code_pb2.NOT_FOUND, "CACHE_NOT_FOUND")
         if rpc != "Prefill":
-            yield Case(f"{rpc} no id", rpc, about(""), INVALID, "EMPTY_CACHE_ID", "cache_id")
-        if rpc in ("Prefill", "Decode", "ForwardVerify", "TruncateKV"):
+            where = "forks[0].cache_id" if rpc == "ForkCaches" else "cache_id"
+            yield Case(f"{rpc} no id", rpc, about(""), INVALID, "EMPTY_CACHE_ID", where)
+        if rpc in ("Prefill", "Decode", "ForwardVerify", "ForkCaches", "TruncateKV"):
             for position in (len(PROMPT) - 1, len(PROMPT) + 1, 2**32 - 1):
                 yield Case(
                     f"{rpc} position {position}",
@@ -224,11 +226,18 @@ def field_cases() -> Iterator[Case]:
         yield case("Prefill", prefill, "BAD_REQUEST_ID", "request_id")
         fork = pb.ForkCacheRequest(cache_id=UNKNOWN, count=1, request_id=text)
         yield case("ForkCache", fork, "BAD_REQUEST_ID", "request_id")
+        forks = pb.ForkCachesRequest(forks=[pb.ForkSource(cache_id=UNKNOWN)], request_id=text)
+        yield case("ForkCaches", forks, "BAD_REQUEST_ID", "request_id")
     long_salt = pb.PrefillRequest(token_ids=[1], cache_salt="s" * 129)
     late_salt = pb.PrefillRequest(token_ids=[1], cache_salt="s", cache_id=UNKNOWN)
     for salted in (long_salt, late_salt):
         yield case("Prefill", salted, "BAD_CACHE_SALT", "cache_salt")
     yield case("ForkCache", pb.ForkCacheRequest(cache_id=UNKNOWN, count=1025), "BAD_COUNT", "count")
+    yield case(
+        "Prefill", pb.PrefillRequest(token_ids=[1], sample_seeds=[1] * 1025), "BAD_COUNT", "sample_seeds"
+    )
+    for forks, reason, at in _forks():
+        yield case("ForkCaches", forks, reason, at)
     for page in ("x", "-1", "9" * 21, "\u0663"):
         yield case("ListCaches", pb.ListCachesRequest(page_token=page), "BAD_PAGE_TOKEN", "page_token")
     unknown_accept: Any = 9
@@ -256,6 +265,21 @@ def field_cases() -> Iterator[Case]:
     yield case("BatchPrefill", pb.BatchPrefillRequest(), "EMPTY_BATCH", "items")
     yield case("BatchDecode", pb.BatchDecodeRequest(), "EMPTY_BATCH", "items")
     yield case("UnifiedForward", pb.UnifiedForwardRequest(), "EMPTY_BATCH", "items")
+
+
+def _forks() -> Iterator[tuple[pb.ForkCachesRequest, str, str]]:
+    """Forks of several that cannot be: the reason, and where."""
+
+    def forks(*sources: tuple[str, int], release: int = 0) -> pb.ForkCachesRequest:
+        named = [pb.ForkSource(cache_id=cache_id, count=count) for cache_id, count in sources]
+        return pb.ForkCachesRequest(forks=named, release=[UNKNOWN] * release)
+
+    yield forks(), "EMPTY_BATCH", "forks"
+    yield forks(("a", 1), ("b", 1), ("a", 1)), "DUPLICATE_CACHE_IN_BATCH", "forks[2].cache_id"
+    yield forks(("a", 1), ("", 1)), "EMPTY_CACHE_ID", "forks[1].cache_id"
+    yield forks(("a", 1024), ("b", 1)), "BAD_COUNT", "forks"
+    yield forks(("a", 2**32 - 1), ("b", 2**32 - 1)), "BAD_COUNT", "forks"
+    yield forks(("a", 1), release=4097), "BAD_COUNT", "release"
 
 
 def _verify_rows() -> Iterator[tuple[list[types.VerifyRow], Any, str, str]]:
@@ -316,6 +340,11 @@ def size_cases() -> Iterator[Case]:
             return pb.BatchDecodeRequest(items=[pb.DecodeRequest()] * count)
 
         yield Case(f"BatchDecode of {count}", "BatchDecode", batch, INVALID, "TOO_MANY_ITEMS", "items")
+
+        def forks(_cache: str, count: int = count) -> Request:
+            return pb.ForkCachesRequest(forks=[pb.ForkSource()] * count)
+
+        yield Case(f"ForkCaches of {count}", "ForkCaches", forks, INVALID, "TOO_MANY_ITEMS", "forks")
     for name, cache_tokens, count in (
         ("new", 0, MAX_SEQ_LEN + 1),
         ("new and large", 0, 6 * MAX_SEQ_LEN),

@@ -280,6 +280,25 @@ class ParityMachine(RuleBasedStateMachine):
         if drop_parent:
             self.held.remove(parent)
 
+    @precondition(lambda self: len(self.held) in range(2, 5))
+    @rule(number=picks, counts=st.tuples(st.integers(0, 2), st.integers(0, 2)), drop_first=st.booleans())
+    def fork_two(self, number: int, counts: tuple[int, int], drop_first: bool) -> None:
+        parents = self.pick(number), self.pick(number + 1)
+        request = pb.ForkCachesRequest()
+        for parent, count in zip(parents, counts, strict=True):
+            request.forks.add(cache_id=parent.cache_id, count=count, position=len(parent.tokens))
+        if drop_first:
+            request.release.append(parents[0].cache_id)
+        results = self.stub.ForkCaches(request, timeout=30).results
+        assert tuple(len(forked.kv_caches) for forked in results) == counts
+        for parent, forked in zip(parents, results, strict=True):
+            for handle in forked.kv_caches:
+                child = Held(handle.cache_id, list(parent.tokens))
+                self.check_step(child, handle)
+                self.held.append(child)
+        if drop_first:
+            self.held.remove(parents[0])
+
     @precondition(lambda self: bool(self.held))
     @rule(number=picks)
     def release(self, number: int) -> None:

@@ -111,7 +111,7 @@ def to_unified(request: pb.PrefillRequest) -> pb.UnifiedForwardItem | None:
     """The same as an item; None if an item has no such fields."""
     if request.adapter_id or request.request_id or request.cache_salt:
         return None
-    if request.HasField("lease") or request.HasField("score_from"):
+    if request.HasField("lease") or request.HasField("score_from") or request.sample_seeds:
         return None
     item = pb.UnifiedForwardItem(
         cache_id=request.cache_id, token_ids=request.token_ids, priority=request.priority

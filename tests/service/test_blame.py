@@ -121,5 +121,5 @@ def test_a_fork_of_what_is_quarantined_may_be_tried() -> None:
     cache = gateway.create(1, 2)
     gateway.ask(decode(cache, DEADLY))
     work(gateway)
-    (child,) = gateway.handles(Fork(cache, 1)).handles
+    (child,) = gateway.handles(Fork.of(cache, 1)).handles
     gateway.append(decode(child.cache_id, 7))

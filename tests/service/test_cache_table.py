@@ -182,7 +182,7 @@ def test_a_fork_that_releases_a_cache_ends_what_runs_and_waits_there(gateway: Ga
     cache, other = gateway.create(1), gateway.create(5)
     tickets = gateway.submit(decode(other, 6), Truncate(other, 0), Release(other))
     gateway.worker.take(1)
-    gateway.handles(Fork(cache, 0, (other,)))
+    gateway.handles(Fork.of(cache, 0, (other,)))
     assert [gateway.reason(ticket) for ticket in tickets[:2]] == ["CACHE_NOT_FOUND"] * 2
     assert gateway.replies[tickets[2]] == Released(released=False)
     assert gateway.held() == [[1]] and len(gateway.table.ledger) == 1
@@ -205,7 +205,7 @@ def test_calls_that_are_cancelled_together_never_begin(gateway: Gateway) -> None
     """The end of the first must not let the second begin: a fork of nothing would be done at once."""
     cache = gateway.create(1)
     gateway.handles(Truncate(cache, 0))
-    tickets = gateway.submit(decode(cache, 2), decode(cache, 3), Fork(cache, 2), Renew(cache, 50.0))
+    tickets = gateway.submit(decode(cache, 2), decode(cache, 3), Fork.of(cache, 2), Renew(cache, 50.0))
     sent = len(gateway.sent)
     gateway.cancel(*tickets)
     assert [message.WhichOneof("command") for message in gateway.sent[sent:]] == ["abort", "truncate"]
@@ -229,7 +229,7 @@ def test_a_truncation_that_has_started_is_carried_out(gateway: Gateway) -> None:
 
 def test_a_fork_copies_then_releases(gateway: Gateway) -> None:
     cache, other = gateway.create(1, 2), gateway.create(5)
-    result = gateway.handles(Fork(cache, 2, (cache, other, "unknown", other)))
+    result = gateway.handles(Fork.of(cache, 2, (cache, other, "unknown", other)))
     copies = [handle.cache_id for handle in result.handles]
     assert [gateway.tokens(copy) for copy in copies] == [[1, 2], [1, 2]]
     gateway.append(decode(copies[0], 3))
@@ -242,7 +242,7 @@ def test_a_fork_that_is_cancelled_before_its_turn_releases_nothing_and_leaves_no
     gateway: Gateway,
 ) -> None:
     cache = gateway.create(1, 2)
-    _, fork = gateway.submit(decode(cache, 3), Fork(cache, 2, (cache,)))
+    _, fork = gateway.submit(decode(cache, 3), Fork.of(cache, 2, (cache,)))
     gateway.cancel(fork)
     gateway.work()
     assert gateway.tokens(cache) == [1, 2, 3] and gateway.held() == [[1, 2, 3]]
@@ -259,7 +259,7 @@ def test_an_empty_cache_needs_no_copy_in_the_worker(gateway: Gateway) -> None:
     gateway.work()
     assert gateway.held() == []
     gateway.handles(Truncate(cache, 0))
-    (child,) = gateway.handles(Fork(cache, 1)).handles
+    (child,) = gateway.handles(Fork.of(cache, 1)).handles
     gateway.append(decode(child.cache_id, 3))
     gateway.append(decode(cache, 4))
     assert gateway.held() == [[3], [4]]
@@ -294,38 +294,38 @@ def test_a_repeated_creation_survives_the_first_ones_cancellation(gateway: Gatew
 def test_a_repeated_fork_gets_the_first_ones_copies(gateway: Gateway, releases: bool) -> None:
     """Also when the first one has released the parent."""
     cache = gateway.create(1, 2)
-    fork = Fork(cache, 2, (cache,) if releases else (), "f")
+    fork = Fork.of(cache, 2, (cache,) if releases else (), "f")
     first, again = gateway.submit(fork, fork)
     assert gateway.replies[first] == gateway.replies[again] == gateway.handles(fork)
     assert len(gateway.table) == (2 if releases else 3)
-    other = gateway.handles(Fork(gateway.create(3), 2, (), "g"))
+    other = gateway.handles(Fork.of(gateway.create(3), 2, (), "g"))
     assert other != gateway.replies[first]
 
 
 def test_the_request_id_of_a_fork_belongs_to_it(gateway: Gateway) -> None:
     cache, other = gateway.create(1), gateway.create(2)
-    gateway.handles(Fork(cache, 2, (), "f"))
-    assert gateway.refusal(Fork(cache, 3, (), "f")).reason == "REQUEST_ID_REUSED"
-    assert gateway.refusal(Fork(other, 2, (), "f")).reason == "REQUEST_ID_REUSED"
+    gateway.handles(Fork.of(cache, 2, (), "f"))
+    assert gateway.refusal(Fork.of(cache, 3, (), "f")).reason == "REQUEST_ID_REUSED"
+    assert gateway.refusal(Fork.of(other, 2, (), "f")).reason == "REQUEST_ID_REUSED"
 
 
 def test_a_fork_is_not_repeated_once_a_copy_is_gone(gateway: Gateway) -> None:
     cache = gateway.create(1)
-    left, right = gateway.handles(Fork(cache, 2, (), "f")).handles
+    left, right = gateway.handles(Fork.of(cache, 2, (), "f")).handles
     gateway.release(left.cache_id)
-    assert gateway.refusal(Fork(cache, 2, (), "f")).reason == "CACHE_NOT_FOUND"
+    assert gateway.refusal(Fork.of(cache, 2, (), "f")).reason == "CACHE_NOT_FOUND"
     gateway.release(right.cache_id)
-    assert len(gateway.handles(Fork(cache, 2, (), "f")).handles) == 2, "nothing is known of it any more"
+    assert len(gateway.handles(Fork.of(cache, 2, (), "f")).handles) == 2, "nothing is known of it any more"
 
 
 def test_a_fork_that_was_under_way_when_another_released_its_parent_is_still_a_repetition(
     gateway: Gateway,
 ) -> None:
     cache, other = gateway.create(1), gateway.create(2)
-    made = gateway.handles(Fork(cache, 1, (), "f"))
+    made = gateway.handles(Fork.of(cache, 1, (), "f"))
     gateway.ask(decode(cache, 3))
-    again = gateway.ask(Fork(cache, 1, (), "f"))
-    gateway.handles(Fork(other, 0, (cache,)))
+    again = gateway.ask(Fork.of(cache, 1, (), "f"))
+    gateway.handles(Fork.of(other, 0, (cache,)))
     assert gateway.replies[again] == made
 
 
@@ -432,9 +432,9 @@ def test_no_more_caches_are_held_than_allowed() -> None:
     cache = gateway.create(1, request_id="r")
     under_way = gateway.ask(prefill(2))
     sent = len(gateway.sent)
-    assert gateway.refusal(Fork(cache, 2)).reason == "CACHE_LIMIT"
+    assert gateway.refusal(Fork.of(cache, 2)).reason == "CACHE_LIMIT"
     gateway.work()
-    gateway.handles(Fork(cache, 1))
+    gateway.handles(Fork.of(cache, 1))
     refused = gateway.refusal(prefill(3))
     assert refused.reason == "CACHE_LIMIT" and refused.retry_after_s
     assert not any(message.HasField("fork") for message in gateway.sent[sent:-1])
@@ -468,13 +468,13 @@ def test_forks_are_counted_before_they_are_made() -> None:
     """Copies share their tokens, and each takes room of its own all the same."""
     gateway = Gateway(Limits(max_journal_bytes=4000))
     cache = gateway.create(*range(40))
-    assert gateway.refusal(Fork(cache, 10)).reason == "JOURNAL_FULL"
-    tickets = gateway.submit(Fork(cache, 2), Fork(cache, 2), Fork(cache, 2))
+    assert gateway.refusal(Fork.of(cache, 10)).reason == "JOURNAL_FULL"
+    tickets = gateway.submit(Fork.of(cache, 2), Fork.of(cache, 2), Fork.of(cache, 2))
     gateway.work()
     assert [isinstance(gateway.replies[ticket], Handles) for ticket in tickets] == [True, True, False]
     assert gateway.reason(tickets[-1]) == "JOURNAL_FULL"
     assert gateway.table.journal_bytes <= 4000
-    gateway.handles(Fork(cache, 1))
+    gateway.handles(Fork.of(cache, 1))
 
 
 def test_pages_of_caches_start_where_they_are_asked_to() -> None:
@@ -482,7 +482,7 @@ def test_pages_of_caches_start_where_they_are_asked_to() -> None:
     caches = [gateway.create(1) for _ in range(5)]
     for _ in range(40):
         # Many come and go in between.
-        caches += [handle.cache_id for handle in gateway.handles(Fork(caches[0], 10)).handles]
+        caches += [handle.cache_id for handle in gateway.handles(Fork.of(caches[0], 10)).handles]
         for cache in caches[3:10]:
             gateway.release(cache)
         del caches[3:10]

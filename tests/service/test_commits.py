@@ -71,7 +71,7 @@ def test_nothing_else_has_happened_either(gateway: Bench, kind: str) -> None:
     requests: dict[str, Request] = {
         "create": prefill(9, request_id="r"),
         "truncate": Truncate(cache, 1),
-        "fork": Fork(cache, 2, (cache, other), "f"),
+        "fork": Fork.of(cache, 2, (cache, other), "f"),
         "release": Release(cache),
         "renew": Renew(cache, 5.0),
     }
@@ -138,7 +138,7 @@ def test_caches_of_a_caller_who_goes_while_they_are_written(gateway: Bench, requ
     """Only those that he can ask for again stay."""
     parent = gateway.create(1)
     gateway.disk.is_slow = True
-    tickets = gateway.submit(prefill(5, request_id=request_id), Fork(parent, 2, (), request_id))
+    tickets = gateway.submit(prefill(5, request_id=request_id), Fork.of(parent, 2, (), request_id))
     gateway.work()
     gateway.cancel(*tickets)
     gateway.settle()
@@ -167,7 +167,7 @@ def test_a_fork_that_is_not_written_lets_go_on_what_it_would_have_released(gatew
     cache, other = gateway.create(1), gateway.create(5)
     ticket = gateway.ask(decode(other, 6))
     gateway.disk.is_slow = gateway.disk.fails = True
-    fork = gateway.ask(Fork(cache, 1, (other,)))
+    fork = gateway.ask(Fork.of(cache, 1, (other,)))
     gateway.settle()
     assert is_unavailable(gateway.replies[fork]) and ticket not in gateway.replies
     gateway.disk.is_slow = gateway.disk.fails = False
@@ -186,13 +186,13 @@ def test_a_fork_is_known_by_its_id_before_it_is_written(gateway: Bench) -> None:
     """Else two that have one id would be mixed up. One that is not written leaves the id free."""
     left, right = gateway.create(1), gateway.create(2)
     gateway.disk.is_slow = gateway.disk.fails = True
-    first, other = gateway.submit(Fork(left, 1, (), "f"), Fork(right, 2, (), "f"))
+    first, other = gateway.submit(Fork.of(left, 1, (), "f"), Fork.of(right, 2, (), "f"))
     assert gateway.reason(other) == "REQUEST_ID_REUSED"
     gateway.settle()
     assert is_unavailable(gateway.replies[first])
     gateway.disk.is_slow = False
     gateway.works_again()
-    assert len(gateway.handles(Fork(right, 2, (), "f")).handles) == 2
+    assert len(gateway.handles(Fork.of(right, 2, (), "f")).handles) == 2
 
 
 def test_kv_that_comes_back_while_the_cache_grows_is_not_believed(gateway: Bench) -> None:

@@ -184,7 +184,7 @@ async def test_it_is_found_out_that_the_journal_works_again(
 async def test_what_was_made_for_a_caller_who_left_before_he_knew_is_released(bench: Bench) -> None:
     """The cancellation and the answer come in the same moment."""
     cache = await bench.create(1)
-    task = await bench.start(prefill(2), prefill(3), Fork(cache, 2))
+    task = await bench.start(prefill(2), prefill(3), Fork.of(cache, 2))
     bench.answer(*bench.sent[-3:-1])
     bench.answer(bench.sent[-1])
     assert bench.dispatcher.num_caches == 5

@@ -61,7 +61,7 @@ def test_forks_of_two_caches_do_not_share_a_request_id() -> None:
     journal = DiskJournal(Disk(), lambda: gateway.now_s, Counter())
     one, other = gateway.create(1), gateway.create(2)
     gateway.dispatcher._journal = journal
-    first, second = gateway.submit(Fork(one, 1, request_id="a"), Fork(other, 1, request_id="a"))
+    first, second = gateway.submit(Fork.of(one, 1, request_id="a"), Fork.of(other, 1, request_id="a"))
     journal.write(9)
     assert not isinstance(gateway.replies[first], QuireError)
     assert isinstance(gateway.replies[second], InvalidArgument)

@@ -47,6 +47,7 @@ RECORD = st.one_of(
     st.builds(TokensAppended, U64, U64, TOKENS, U64, U64, U64, BYTES),
     st.builds(CacheTruncated, U64, U64),
     st.builds(CacheForked, U64, CHILDREN, TEXT),
+    st.builds(CacheForked, U64, CHILDREN, TEXT, st.integers(1, 2**64 - 1), U64),
     st.builds(LeaseRenewed, U64, SECONDS),
     st.builds(CacheReleased, U64),
     st.builds(

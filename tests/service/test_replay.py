@@ -138,7 +138,7 @@ def test_a_copy_that_a_worker_has_forgotten_is_computed_again(gateway: Gateway) 
 def test_it_needs_no_worker_to_fork_and_truncate(gateway: Gateway) -> None:
     cache = gateway.create(1, 2, 3)
     gateway.lose_worker()
-    (child,) = gateway.handles(Fork(cache, 1)).handles
+    (child,) = gateway.handles(Fork.of(cache, 1)).handles
     gateway.handles(Truncate(cache, 1))
     assert gateway.tokens(cache) == [1] and gateway.tokens(child.cache_id) == [1, 2, 3]
     gateway.start_worker("worker-0")
@@ -150,7 +150,7 @@ def test_forks_are_computed_again_one_after_the_other() -> None:
     """So that those that come later find the pages of what they share."""
     gateway = Gateway()
     cache = gateway.create(*range(1, 40))
-    children = [handle.cache_id for handle in gateway.handles(Fork(cache, 3)).handles]
+    children = [handle.cache_id for handle in gateway.handles(Fork.of(cache, 3)).handles]
     gateway.now_s += 1000.0
     gateway.lose_worker()
     tickets = gateway.submit(*(decode(child, 7) for child in children))

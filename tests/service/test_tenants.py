@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -51,19 +51,17 @@ def gateway() -> Shared:
 def test_a_strangers_cache_does_not_exist(gateway: Shared, stranger: Tenant | None) -> None:
     alice = Tenant("alice")
     cache = gateway.make(alice, 1, 2)
-    requests: list[Request] = [
-        decode(cache, 3),
-        Append(kind=Kind.PREFILL, cache_id=cache, token_ids=[3]),
-        Append(kind=Kind.VERIFY, cache_id=cache, token_ids=[3, 4], rows=2),
-        Fork(cache, 1),
-        Truncate(cache, 1),
-        Renew(cache),
+    asks: list[Callable[[str], Request]] = [
+        lambda name: decode(name, 3),
+        lambda name: Append(kind=Kind.PREFILL, cache_id=name, token_ids=[3]),
+        lambda name: Append(kind=Kind.VERIFY, cache_id=name, token_ids=[3, 4], rows=2),
+        lambda name: Fork.of(name, 1),
+        lambda name: Truncate(name, 1),
+        Renew,
     ]
-    for request in requests:
+    for ask in asks:
         for answer, unknown in zip(
-            gateway.ask_as(stranger, request),
-            gateway.ask_as(stranger, dataclasses.replace(request, cache_id="kv_unknown")),
-            strict=True,
+            gateway.ask_as(stranger, ask(cache)), gateway.ask_as(stranger, ask("kv_unknown")), strict=True
         ):
             assert isinstance(answer, CacheNotFound) and isinstance(unknown, CacheNotFound)
             assert answer.message == unknown.message, "whether it exists is not told either"
@@ -75,7 +73,7 @@ def test_a_strangers_cache_does_not_exist(gateway: Shared, stranger: Tenant | No
 def test_a_fork_releases_nothing_of_others(gateway: Shared) -> None:
     alice, mallory = Tenant("alice"), Tenant("mallory")
     cache, own = gateway.make(alice, 1), gateway.make(mallory, 1)
-    (forked,) = gateway.ask_as(mallory, Fork(own, 1, (cache, own)))
+    (forked,) = gateway.ask_as(mallory, Fork.of(own, 1, (cache, own)))
     assert isinstance(forked, Handles)
     assert [handle.cache_id for _, handle in gateway.table.handles(tenant=alice)] == [cache]
     assert [handle.cache_id for _, handle in gateway.table.handles(tenant=mallory)] == [
@@ -111,7 +109,7 @@ def test_a_fork_of_nothing_keeps_the_salt(gateway: Shared) -> None:
     (made,) = gateway.ask_as(alice, Append(Kind.PREFILL, "", [1], cache_salt="s"))
     assert isinstance(made, Appended) and made.handle is not None
     gateway.ask_as(alice, Truncate(made.handle.cache_id, 0))
-    (forked,) = gateway.ask_as(alice, Fork(made.handle.cache_id, 1))
+    (forked,) = gateway.ask_as(alice, Fork.of(made.handle.cache_id, 1))
     assert isinstance(forked, Handles)
     gateway.ask_as(alice, decode(forked.handles[0].cache_id, 1))
     assert gateway.sent[-1].forward.salt == alice.salt("s")
@@ -142,7 +140,7 @@ def test_a_tenant_has_so_many_caches_and_others_have_theirs(gateway: Shared) -> 
     alice = Tenant("alice", Quota(max_caches=2))
     cache = gateway.make(alice, 1, request_id="r")
     gateway.make(alice, 2)
-    assert [refused(o) for o in gateway.ask_as(alice, prefill(3), Fork(cache, 1))] == [
+    assert [refused(o) for o in gateway.ask_as(alice, prefill(3), Fork.of(cache, 1))] == [
         ("max_caches", None)
     ] * 2
     assert gateway.make(alice, 1, request_id="r") == cache, "a repetition makes none"
@@ -154,7 +152,7 @@ def test_a_tenant_has_so_many_caches_and_others_have_theirs(gateway: Shared) -> 
 def test_a_tenant_has_so_many_tokens(gateway: Shared) -> None:
     alice = Tenant("alice", Quota(max_tokens=10))
     cache = gateway.make(alice, *range(6))
-    (copied,) = gateway.ask_as(alice, Fork(cache, 1))
+    (copied,) = gateway.ask_as(alice, Fork.of(cache, 1))
     assert refused(copied) == ("max_tokens", None)
     long, short = gateway.ask_as(alice, prefill(*range(5)), prefill(*range(4)))
     assert refused(long) == ("max_tokens", None) and isinstance(short, Appended)
@@ -199,7 +197,7 @@ def test_what_is_undone_is_given_back(gateway: Shared) -> None:
     alice = Tenant("alice")
     cache = gateway.make(alice, 1, 2)
     tickets = gateway.dispatcher.start(
-        [prefill(1, 2, 3), decode(cache, 3), Fork(cache, 3)], lambda *_: None, 1, alice
+        [prefill(1, 2, 3), decode(cache, 3), Fork.of(cache, 3)], lambda *_: None, 1, alice
     )
     assert (alice.caches, alice.in_flight) == (2, 3)
     gateway.dispatcher.cancel(tickets)

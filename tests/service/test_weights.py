@@ -51,15 +51,15 @@ def test_what_is_loaded_takes_nothing_before_it_is_served(gateway: Gateway) -> N
 
 def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: Gateway) -> None:
     cache, other = gateway.create(1, 2, request_id="one"), gateway.create(5)
-    children = gateway.handles(Fork(cache, 1, request_id="fork")).handles
+    children = gateway.handles(Fork.of(cache, 1, request_id="fork")).handles
     gateway.dispatcher.weights_switched(NEW, drain=False)
     new = gateway.create(1, 2)
     assert says(gateway, new, 3) == next_token([1, 2, 3], None, NEW)
     for request in (
         decode(cache, 3),
         Truncate(cache, 1),
-        Fork(cache, 1),
-        Fork(cache, 1, request_id="fork"),
+        Fork.of(cache, 1),
+        Fork.of(cache, 1, request_id="fork"),
         Renew(cache),
         prefill(1, 2, request_id="one"),
         decode(children[0].cache_id, 3),
@@ -71,9 +71,9 @@ def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: 
     )
     assert gateway.release(cache)
     assert gateway.refusal(decode(cache, 3)).reason == "CACHE_NOT_FOUND"
-    assert gateway.refusal(Fork(cache, 1, request_id="fork")).reason == "WEIGHTS_CHANGED"
+    assert gateway.refusal(Fork.of(cache, 1, request_id="fork")).reason == "WEIGHTS_CHANGED"
     # Another one can still be released by a fork; and its lease runs out, however often it is asked for.
-    assert len(gateway.handles(Fork(new, 1, (children[0].cache_id,))).handles) == 1
+    assert len(gateway.handles(Fork.of(new, 1, (children[0].cache_id,))).handles) == 1
     gateway.now_s = 11.0
     gateway.dispatcher.expire()
     assert gateway.refusal(decode(other, 3)).reason == "CACHE_NOT_FOUND"
@@ -84,7 +84,7 @@ def test_with_a_drain_caches_go_on_with_their_own_weights(gateway: Gateway) -> N
     gateway.dispatcher.weights_switched(NEW, drain=True)
     assert says(gateway, gateway.create(1, 2), 3) == next_token([1, 2, 3], None, NEW)
     assert says(gateway, cache, 3) == next_token([1, 2, 3], None, OLD)
-    (child,) = gateway.handles(Fork(cache, 1)).handles
+    (child,) = gateway.handles(Fork.of(cache, 1)).handles
     # Replayed with no others, though there is a worker.
     gateway.lose_worker("worker-0")
     ticket = gateway.ask(decode(child.cache_id, 4))

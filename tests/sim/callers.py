@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from quire.v1 import types_pb2
 
-from service.caches.requests import Append, Fork, Kind, Release, Renew, Request, Truncate
+from service.caches.requests import Append, Fork, Kind, Release, Renew, Request, Source, Truncate
 from service.caches.tenants import Tenant
 from tests.sim.model_worker import POISON
 from tests.sim.oracle import Oracle
@@ -49,6 +49,8 @@ class Callers:
         self._last_request_id = 0
         # How much of what they ask takes tokens away.
         self._cuts = rng.choice((0.12, 0.12, 0.3))
+        # How much of it forks; much where many wait for one another.
+        self._forks = rng.choice((0.08, 0.08, 0.08, 0.3))
 
     def tenant(self) -> Tenant:
         """Who asks next."""
@@ -68,7 +70,7 @@ class Callers:
             request = self._again(cache, tenant) or self._append(cache)
         elif choice > 0.97 - self._cuts:
             request = self._truncate(cache)
-        elif choice > 0.89 - self._cuts:
+        elif choice > 0.97 - self._cuts - self._forks:
             request = self._fork(cache, tenant)
         else:
             request = self._append(cache)
@@ -86,12 +88,17 @@ class Callers:
         return self._gone[0] if cache is None else self._name(cache)
 
     def _any_cache(self, tenant: Tenant) -> Cache | None:
+        caches = self._usable(tenant)
+        return self._rng.choice(caches) if caches else None
+
+    def _usable(self, tenant: Tenant) -> list[Cache]:
+        """Seldom those that are another's, or of weights that are gone."""
         caches = list(self._oracle.caches.values())
         if len(self._tenants) > 1 and self._rng.random() < 0.97:
             caches = [cache for cache in caches if cache.tenant is tenant]
         if self._oracle.weights and self._rng.random() < 0.8:
             caches = [cache for cache in caches if self._oracle.can_use(cache.weights)]
-        return self._rng.choice(caches) if caches else None
+        return caches
 
     def _name(self, cache: Cache) -> str:
         """Seldom that of a cache that is no more."""
@@ -107,7 +114,18 @@ class Callers:
             # Seldom one that another fork has.
             self._last_request_id += rng.random() < 0.9
             request_id = f"fork-{self._last_request_id}"
-        return Fork(self._name(cache), rng.randint(0, 3), self._releases(cache, tenant), request_id)
+        caches = [cache]
+        if rng.random() < 0.5:
+            others = [other for other in self._usable(tenant) if other is not cache]
+            caches += rng.sample(others, min(rng.choice((1, 1, 2, 3)), len(others)))
+        names = dict.fromkeys(self._name(cache) for cache in caches)
+        return Fork([self._source(name) for name in names], self._releases(cache, tenant), request_id)
+
+    def _source(self, name: str) -> Source:
+        """What a fork copies, often with the right length, seldom with a wrong one."""
+        rng, cache = self._rng, self._oracle.caches.get(name)
+        length = 0 if cache is None else len(cache.tokens)
+        return Source(name, rng.randint(0, 3), rng.choice((None, None, None, length, length, length + 1)))
 
     def _truncate(self, cache: Cache) -> Truncate:
         rng, length = self._rng, len(cache.tokens)

@@ -6,7 +6,7 @@ more is gone. So nothing can be forgotten, or given back twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from service.caches.records import (
     CacheCreated,
@@ -88,9 +88,9 @@ class JournalBudget:
         self.taken_bytes = 0
         self._counted: dict[int, int] = {}
 
-    def submitted(self, number: int, request: Request, length: int) -> None:
-        """A request comes, after those with smaller numbers, about a cache of so many tokens."""
-        self._counted[number] = counted_bytes(request, length)
+    def submitted(self, number: int, request: Request, lengths: Sequence[int | None]) -> None:
+        """A request comes, after those with smaller numbers, about caches of so many tokens; None: gone."""
+        self._counted[number] = counted_bytes(request, lengths)
 
     def has_room(self, number: int, outstanding: Iterable[int]) -> bool:
         """Whether a request fits beside what was outstanding when it came."""
@@ -104,12 +104,13 @@ class JournalBudget:
                 assert self.has_room(number, outstanding), "more than the journal may take is under way"
 
 
-def counted_bytes(request: Request, length: int) -> int:
-    """What the gateway reckons that a request will take, about a cache of `length` tokens."""
+def counted_bytes(request: Request, lengths: Sequence[int | None]) -> int:
+    """What the gateway reckons that a request will take, about caches of so many tokens."""
     match request:
         case Append():
             creates = not request.cache_id and not request.is_scoring
             return TOKEN_BYTES * len(request.token_ids) + NEW_BYTES * creates
         case Fork():
-            return request.count * (NEW_BYTES + length // 32)
+            sources = zip(request.sources, lengths, strict=True)
+            return sum(s.count * (NEW_BYTES + length // 32) for s, length in sources if length is not None)
     return 0

@@ -43,7 +43,7 @@ from tests.sim.journal_bytes import JournalBudget
 from tests.sim.model_worker import POISON
 from tests.sim.refusals import check_refusal
 from tests.sim.toy_model import accepted_length, next_token, output_of
-from tests.sim.truth import Applied, Asked, Cache, Done, Forked, is_remembered
+from tests.sim.truth import Applied, Asked, Cache, Done, Forked, copied, is_remembered
 
 
 class Oracle:
@@ -91,6 +91,8 @@ class Oracle:
         # The last sequence that was computed under a request id; and those under which there was poison.
         self.sequences: dict[tuple[Tenant, str], int] = {}
         self.poisoned: set[tuple[Tenant, str]] = set()
+        # Whether anything could ever not be written.
+        self.has_failed = False
         # Why workers died that computed a sequence: the numbers of the guilty, 0 for no fault of theirs.
         self.deaths: dict[int, list[int]] = {}
         self._submitted = 0
@@ -103,12 +105,13 @@ class Oracle:
         self._submitted += 1
         asked = Asked(self._submitted, request, tenant, self.now_s)
         asked.weights = self.weights
-        cache = self.cache_of(asked)
-        asked.could_be_used = cache is None or self.can_use(cache.weights)
+        caches = self.caches_of(asked)
+        asked.could_be_used = all(cache is None or self.can_use(cache.weights) for cache in caches)
         self.outstanding[asked.number] = asked
         if isinstance(request, Append) and request.request_id and POISON in request.token_ids:
             self.poisoned.add((tenant, request.request_id))
-        self.budget.submitted(asked.number, request, len(cache.tokens) if cache is not None else 0)
+        lengths = [len(cache.tokens) if cache is not None else None for cache in caches]
+        self.budget.submitted(asked.number, request, lengths)
         return asked
 
     def cancelled(self, asked: Asked) -> None:
@@ -142,6 +145,9 @@ class Oracle:
             if durable:
                 for record in records:
                     self._apply(record, asked)
+                if asked is not None and isinstance(asked.request, Fork):
+                    self._check_whole(asked, asked.request)
+            self.has_failed |= not durable
 
     def gateway_crashed(self) -> list[tuple[Request, Tenant]]:
         """Whoever waited does not know what became of it. Returns what they had asked."""
@@ -158,12 +164,21 @@ class Oracle:
         return asked
 
     def cache_of(self, asked: Asked) -> Cache | None:
-        """The cache that a request is about now."""
+        """The cache that a request is about now; of a fork, the first."""
+        return self.caches_of(asked)[0]
+
+    def caches_of(self, asked: Asked) -> list[Cache | None]:
+        """The caches that a request is about now."""
         request = asked.request
         if isinstance(request, Append) and not request.cache_id:
-            return self.made.get((asked.tenant, request.request_id)) if request.request_id else None
-        cache = self.caches.get(request.cache_id)
-        return cache if cache is not None and cache.tenant is asked.tenant else None
+            return [self.made.get((asked.tenant, request.request_id)) if request.request_id else None]
+        sources = request.sources if isinstance(request, Fork) else (request,)
+        return [self.named(source.cache_id, asked.tenant) for source in sources]
+
+    def named(self, cache_id: str, tenant: Tenant) -> Cache | None:
+        """A tenant's cache, if there is one of that name."""
+        cache = self.caches.get(cache_id)
+        return cache if cache is not None and cache.tenant is tenant else None
 
     def can_use(self, weights: int) -> bool:
         """Whether anything but a release may be asked of caches of these weights."""
@@ -305,22 +320,37 @@ class Oracle:
 
     def _fork(self, record: CacheForked, asked: Asked) -> None:
         fork, parent = asked.request, self.numbered[record.parent]
-        assert isinstance(fork, Fork) and asked.done is None and self.cache_of(asked) is parent
-        assert len(record.children) == fork.count and record.request_id == fork.request_id
+        assert isinstance(fork, Fork) and record.request_id == fork.request_id
         key = (asked.tenant, fork.request_id)
-        forked = Forked(fork, parent.number)
-        if fork.request_id:
-            assert key not in self.forked, "one request_id, one fork"
-            self.forked[key] = forked
-        for index, child in enumerate(record.children):
+        if asked.forked is None:
+            assert asked.done is None
+            asked.forked = Forked(fork)
+            assert not fork.request_id or key not in self.forked, "one request_id, one fork"
+            if fork.request_id:
+                self.forked[key] = asked.forked
+        forked = asked.forked
+        source = [source for source in fork.sources if source.count][forked.sources]
+        assert self.named(source.cache_id, asked.tenant) is parent and len(record.children) == source.count
+        assert source.position in (None, len(parent.tokens)), "copied as it was believed to be"
+        for child in record.children:
             cache = Cache(child.cache_id, child.number, parent.tenant, child.seed, parent.lease_s)
             cache.tokens, cache.prompt_len = parent.tokens[:], parent.prompt_len
             cache.weights = parent.weights
             if fork.request_id:
-                cache.fork = (forked, index)
+                cache.fork = (forked, len(forked.children))
             forked.children.append(cache)
+            forked.seq_lens.append(len(parent.tokens))
             self._add(cache)
-        asked.done = Done(parent, len(parent.tokens), children=forked.children[:])
+        forked.sources += 1
+        asked.done = Done(parent, len(parent.tokens))
+
+    def _check_whole(self, asked: Asked, fork: Fork) -> None:
+        """All that was asked for is done together."""
+        made = 0 if asked.forked is None else len(asked.forked.children)
+        assert made == fork.count, "all copies, or none"
+        # What another was releasing at the time, and then could not, is there.
+        left = [name for name in fork.release if self.named(name, asked.tenant) is not None]
+        assert not left or self.has_failed, "and what it releases is gone with that"
 
     def _renew(self, cache: Cache, lease_s: float, asked: Asked | None) -> None:
         assert asked is not None and isinstance(asked.request, Renew) and self.cache_of(asked) is cache
@@ -364,12 +394,18 @@ class Oracle:
 
     def _asked_of(self, cache: Cache) -> Iterator[Asked]:
         """What is outstanding of a cache, in order."""
-        return (asked for asked in self.outstanding.values() if self.cache_of(asked) is cache)
+        return (
+            asked for asked in self.outstanding.values() if any(its is cache for its in self.caches_of(asked))
+        )
 
     def _check_order(self, asked: Asked) -> None:
-        cache = self.cache_of(asked)
-        if cache is not None:
-            assert all(other.number > asked.number for other in self._asked_of(cache)), "one after the other"
+        if isinstance(asked.request, Fork) and asked.done is None and not asked.durable:
+            # One of its caches has gone, and it finds that it was done before.
+            return
+        for cache in self.caches_of(asked):
+            if cache is not None:
+                later = all(other.number > asked.number for other in self._asked_of(cache))
+                assert later, "one after the other"
 
     def _check_append(self, asked: Asked, append: Append, result: Appended) -> None:
         if append.is_scoring:
@@ -438,23 +474,29 @@ class Oracle:
 
     def _check_fork(self, asked: Asked, fork: Fork, result: Handles) -> None:
         assert len(result.handles) == fork.count
-        if asked.done is not None:
-            children, fresh = asked.done.children, True
+        several = "s of several" if len(fork.sources) > 1 else ""
+        seq_lens: Sequence[int] = ()
+        children: Sequence[Cache] = ()
+        fresh = asked.durable
+        if asked.forked is not None:
+            children, seq_lens = asked.forked.children, asked.forked.seq_lens
         elif asked.durable:
             assert not fork.count
-            children, fresh = (), True
         else:
             forked = self.forked.get((asked.tenant, fork.request_id))
             assert fork.request_id and forked is not None, "a fork that was not written"
-            assert forked.request.count == fork.count
-            children, fresh = forked.children, False
-            self.seen["fork repeated"] += 1
-        for handle, child in zip(result.handles, children, strict=True):
+            pairs = list(zip(copied(forked.request), copied(fork), strict=True))
+            gone = [now for (before, _), (now, _) in pairs if now != before]
+            assert all(count == before for (_, before), (_, count) in pairs)
+            assert all(self.named(name, asked.tenant) is None for name in gone), "another fork's request id"
+            children = forked.children
+            seq_lens = [len(child.tokens) for child in children]
+            self.seen[f"fork{several} repeated"] += 1
+        for handle, child, seq_len in zip(result.handles, children, seq_lens, strict=True):
             assert child.cache_id in self.caches or child.cache_id in self.gone
-            seq_len = asked.done.seq_len if asked.done is not None else len(child.tokens)
-            if asked.done is not None or child.cache_id not in self._changed | self.gone:
+            if fresh or child.cache_id not in self._changed | self.gone:
                 self._check_handle(handle, child, seq_len, fresh=fresh)
-        self.seen["fork"] += 1
+        self.seen[f"fork{several}"] += 1
 
     def _check_truncate(self, asked: Asked, request: Truncate, result: Handles) -> None:
         cache = asked.done.cache if asked.done is not None else self.cache_of(asked)

@@ -156,9 +156,7 @@ def to_call(request: Request, tag: int) -> executor_pb2.SessionCall:
         case Append():
             _write_append(request, call)
         case Fork():
-            call.fork_cache.cache_id = request.cache_id
-            call.fork_cache.count = request.count
-            call.fork_cache.release.extend(request.release)
+            _write_fork(request, call)
         case Truncate():
             call.truncate_kv.cache_id = request.cache_id
             call.truncate_kv.new_len = request.new_len
@@ -169,6 +167,18 @@ def to_call(request: Request, tag: int) -> executor_pb2.SessionCall:
             if request.lease_s is not None:
                 call.renew_cache.lease.CopyFrom(_duration(request.lease_s))
     return call
+
+
+def _write_fork(fork: Fork, call: executor_pb2.SessionCall) -> None:
+    if len(fork.sources) == 1 and fork.sources[0].position is None:
+        call.fork_cache.cache_id = fork.sources[0].cache_id
+        call.fork_cache.count = fork.count
+        call.fork_cache.release.extend(fork.release)
+        return
+    for source in fork.sources:
+        call.fork_caches.forks.add(cache_id=source.cache_id, count=source.count, position=source.position)
+    call.fork_caches.release.extend(fork.release)
+    call.fork_caches.request_id = fork.request_id
 
 
 def _write_append(append: Append, call: executor_pb2.SessionCall) -> None:

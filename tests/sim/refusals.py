@@ -31,7 +31,10 @@ def check_refusal(oracle: Oracle, asked: Asked, error: QuireError) -> None:
             f"{asked}: no worker said so, and there is time left at {oracle.now_s}"
         )
     else:
-        _OF_THE_CACHE[reason](oracle, asked, oracle.cache_of(asked), error)
+        caches = oracle.caches_of(asked)
+        index = int(error.metadata.get("index", 0))
+        assert "index" not in error.metadata or len(caches) > 1
+        _OF_THE_CACHE[reason](oracle, asked, caches[index], error)
 
 
 def _made_by(request: Request) -> int:
@@ -61,7 +64,8 @@ _OF_THE_SERVER: dict[str, Callable[[Oracle, Asked], bool]] = {
     "JOURNAL_FULL": _is_full,
     "CACHE_LIMIT": lambda oracle, asked: most_held(oracle) + _made_by(asked.request) > oracle.cache_limit,
     "NO_WORKER": lambda oracle, asked: (
-        (not oracle.was_ready and not asked.request.cache_id) or oracle.now_s >= asked.patience_s
+        (not oracle.was_ready and not isinstance(asked.request, Fork) and not asked.request.cache_id)
+        or oracle.now_s >= asked.patience_s
     ),
 }
 
@@ -121,14 +125,19 @@ _OF_WORKERS: dict[str, Callable[[Oracle, Asked], bool]] = {
 }
 
 
-def _check_not_found(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
+def _check_not_found(oracle: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
     if isinstance(asked.request, Fork):
         forked = oracle.forked.get((asked.tenant, asked.request.request_id))
-        if forked is not None:
+        if forked is not None and _sources(forked.request) == _sources(asked.request):
             there = [child.cache_id in oracle.caches for child in forked.children]
             assert not all(there), "its children are there"
             return
-    assert cache is None
+        assert None in oracle.caches_of(asked)
+    assert cache is None or (isinstance(asked.request, Fork) and "index" not in error.metadata)
+
+
+def _sources(fork: Fork) -> list[tuple[str, int]]:
+    return [(source.cache_id, source.count) for source in fork.sources]
 
 
 def _check_too_long(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
@@ -144,28 +153,28 @@ def _check_beyond(_: Oracle, asked: Asked, cache: Cache | None, __: QuireError) 
 
 def _check_position(_: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
     assert cache is not None
-    if isinstance(asked.request, Truncate):
+    metadata = dict(error.metadata)
+    index = metadata.pop("index", "0")
+    if isinstance(asked.request, Fork):
+        position = asked.request.sources[int(index)].position
+    elif isinstance(asked.request, Truncate):
         position = asked.request.position
         assert asked.request.new_len != len(cache.tokens), "it is cut already"
     else:
         assert isinstance(asked.request, Append)
         position = asked.position
         assert not cache.is_repeat(asked.request, position), "a repetition is answered"
-    if isinstance(asked.request, Truncate) or asked.request.cache_id:
+    if isinstance(asked.request, Truncate | Fork) or asked.request.cache_id:
         assert position != len(cache.tokens), "what is asked at the length is done"
-    assert error.metadata == {"position": str(position), "seq_len": str(len(cache.tokens))}
+    assert metadata == {"position": str(position), "seq_len": str(len(cache.tokens))}
 
 
 def _check_reused(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
     if isinstance(asked.request, Fork):
         forked = oracle.forked.get((asked.tenant, asked.request.request_id))
-        other_parent = forked is not None and (
-            # Its parent may be released in this very turn.
-            cache.number != forked.parent if cache is not None else asked.request.cache_id in oracle.gone
-        )
         on_their_way = (a.request for a in [*oracle.outstanding.values(), *oracle.abandoned.values()])
         rivals = [r for r in on_their_way if isinstance(r, Fork) and r.request_id == asked.request.request_id]
-        assert rivals or other_parent or (forked is not None and forked.request.count != asked.request.count)
+        assert rivals or (forked is not None and not forked.is_repeated_by(asked.request))
         return
     assert isinstance(asked.request, Append) and not asked.request.cache_id
     assert cache is not None and cache.last is not None and cache.last.base == 0
@@ -175,11 +184,12 @@ def _check_reused(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireErr
 def _check_weights(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireError) -> None:
     request = asked.request
     stated = request.weights if isinstance(request, Append) else None
-    if cache is not None:
+    if isinstance(request, Fork):
+        forked = oracle.forked.get((asked.tenant, request.request_id))
+        its = [*oracle.caches_of(asked), *(forked.children if forked is not None else ())]
+        assert any(each is not None and not oracle.can_use(each.weights) for each in its), "all can be used"
+    elif cache is not None:
         assert not oracle.can_use(cache.weights) or stated not in (None, cache.weights), "it can be used"
-    elif isinstance(request, Fork):
-        forked = oracle.forked[asked.tenant, request.request_id]
-        assert any(not oracle.can_use(child.weights) for child in forked.children)
     else:
         assert isinstance(request, Append) and not request.cache_id
         wanted = asked.weights if stated is None else stated

@@ -319,6 +319,11 @@ class Simulation:
         self.seen["weights switched"] += 1
         self.seen["in flight when weights were switched"] += len(self.oracle.outstanding)
         self.dispatcher.weights_switched(self._weights, drain=self._before_drains)
+        for _ in range(self.rng.choice((0, 3, 6))):
+            # Of caches from before, too.
+            self._submit()
+            self._work()
+            self._write()
 
     def _end_weights_before(self) -> None:
         assert self._before is not None

@@ -39,7 +39,7 @@ def test_without_any_worker_ever_nothing_can_be_created() -> None:
 def test_a_cache_without_a_worker_is_cut_forked_and_released(gateway: Gateway) -> None:
     cache = gateway.create(1, 2)
     gateway.lose_worker()
-    (child,) = gateway.handles(Fork(cache, 1)).handles
+    (child,) = gateway.handles(Fork.of(cache, 1)).handles
     gateway.handles(Truncate(cache, 1))
     assert gateway.tokens(cache) == [1] and gateway.tokens(child.cache_id) == [1, 2]
     assert gateway.release(cache)
@@ -147,5 +147,5 @@ def test_a_cache_in_use_does_not_expire(gateway: Gateway) -> None:
 def test_a_copys_lease_starts_with_it(gateway: Gateway) -> None:
     cache = gateway.create(1)
     gateway.now_s = 5.0
-    (child,) = gateway.handles(Fork(cache, 1)).handles
+    (child,) = gateway.handles(Fork.of(cache, 1)).handles
     assert child.expires_at_s == 15.0

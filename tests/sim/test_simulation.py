@@ -27,8 +27,8 @@ from service.caches.effects import (
 from service.caches.entries import CacheEntry, Operation, Phase
 from service.caches.ledger import CacheState, Ledger
 from service.caches.placement import Placement
-from service.caches.records import Record
-from service.caches.requests import Append, Release, Request, Truncate
+from service.caches.records import CacheForked, Record
+from service.caches.requests import Append, Fork, Release, Request, Truncate
 from service.caches.table import CacheTable
 from service.dispatcher import Dispatcher
 from service.journal import encoding
@@ -48,6 +48,9 @@ MUST_HAPPEN = (
     "applied verify",
     "fork",
     "fork repeated",
+    "forks of several",
+    "forks of several repeated",
+    "fork that waits for its last turn",
     "truncation",
     "crash",
     "pause",
@@ -387,15 +390,75 @@ def what_is_under_way_survives_its_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheTable, "weights_ended", lambda *_: None)
 
 
+# Forks of several caches.
+
+
+def forks_begin_at_their_first_turn(patch: pytest.MonkeyPatch) -> None:
+    """One does not wait until its turn has come on all of its caches."""
+
+    def at_once(operation: Operation) -> bool:
+        for entry in operation.others:
+            if operation in entry.waiting:
+                entry.waiting.remove(operation)
+                entry.running = operation
+        return True
+
+    patch.setattr(Operation, "has_turn", property(at_once))
+    patch.setattr(CacheTable, "check_invariants", lambda _: None)
+
+
+def forks_of_several_are_cut(patch: pytest.MonkeyPatch) -> None:
+    """Only the first parent's children are written."""
+    forked = CacheTable._forked
+    patch.setattr(CacheTable, "_forked", lambda *args: list(forked(*args))[:1])
+
+
+def forks_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
+    submit = CacheTable.submit
+
+    def unfenced(table: CacheTable, request: Request, *args: Any) -> int:
+        if isinstance(request, Fork):
+            sources = [dataclasses.replace(source, position=None) for source in request.sources]
+            request = dataclasses.replace(request, sources=sources)
+        return submit(table, request, *args)
+
+    patch.setattr(CacheTable, "submit", unfenced)
+
+
+def places_in_a_fork_not_written_down(patch: pytest.MonkeyPatch) -> None:
+    encode = encoding._encode_forked
+
+    def nameless(record: CacheForked) -> bytes:
+        return encode(dataclasses.replace(record, total=0, first=0))
+
+    patch.setitem(encoding._ENCODERS, CacheForked, nameless)
+    # What is kept would show it at once; here callers are to.
+    patch.setattr("tests.sim.watched.check_ledger", lambda *_: None)
+
+
+def forks_hold_what_they_did_not_get(patch: pytest.MonkeyPatch) -> None:
+    """One that finds a parent gone goes on waiting on the others."""
+    close = CacheTable._close
+
+    def forgetful(table: CacheTable, entry: CacheEntry) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(CacheTable, "_advance", lambda *_: None)
+            close(table, entry)
+
+    patch.setattr(CacheTable, "_close", forgetful)
+    patch.setattr(CacheTable, "check_invariants", lambda _: None)
+
+
 # Order, and what is left behind.
 
 
 def order_not_kept(patch: pytest.MonkeyPatch) -> None:
     advance = CacheTable._advance
 
-    def last_first(table: CacheTable, entry: CacheEntry) -> None:
-        entry.waiting.reverse()
-        advance(table, entry)
+    def last_first(table: CacheTable, *entries: CacheEntry) -> None:
+        for entry in entries:
+            entry.waiting.reverse()
+        advance(table, *entries)
 
     patch.setattr(CacheTable, "_advance", last_first)
 
@@ -481,6 +544,11 @@ def tenants_keep_what_they_had(patch: pytest.MonkeyPatch) -> None:
         weights_not_written_down,
         forks_are_of_the_present_weights,
         what_is_under_way_survives_its_weights,
+        forks_begin_at_their_first_turn,
+        forks_of_several_are_cut,
+        forks_are_not_fenced,
+        places_in_a_fork_not_written_down,
+        forks_hold_what_they_did_not_get,
         order_not_kept,
         releases_overtake,
         nothing_aborted,

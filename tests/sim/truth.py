@@ -59,12 +59,18 @@ class Cache:
 
 @dataclass(slots=True, eq=False)
 class Forked:
-    """A fork with a request id that was applied."""
+    """A fork that was applied, or is just being."""
 
     request: Fork
-    # Its parent's number.
-    parent: int
     children: list[Cache] = field(default_factory=list)
+    # As long as they were made.
+    seq_lens: list[int] = field(default_factory=list)
+    # How many of the sources that have copies have them already.
+    sources: int = 0
+
+    def is_repeated_by(self, request: Fork) -> bool:
+        """Whether a fork asks for the very same copies."""
+        return copied(request) == copied(self.request)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +82,6 @@ class Done:
     # Of an append: the tokens it was computed on, all of its own, and the prompt's boundary.
     tokens: Sequence[int] = ()
     prompt_len: int = 0
-    children: Sequence[Cache] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +100,8 @@ class Asked:
     durable: bool = False
     failed: bool = False
     done: Done | None = None
+    # Of a fork, the copies that its records made.
+    forked: Forked | None = None
     # The sequence that workers compute for it, and what they said of it that did not succeed.
     sequence: int = 0
     failures: list[int] = field(default_factory=list)
@@ -114,7 +121,14 @@ class Asked:
     def patience_s(self) -> float:
         """Before this nobody may be told that his time is up."""
         timeout_s = self.request.timeout_s if isinstance(self.request, Append) else None
-        return self.at_s + (MAX_WAIT_S if timeout_s is None else timeout_s - min(0.1, timeout_s / 10))
+        patience_s = MAX_WAIT_S if timeout_s is None else timeout_s - min(0.1, timeout_s / 10)
+        # The gateway adds in another order.
+        return self.at_s + patience_s - 1e-9
+
+
+def copied(fork: Fork) -> list[tuple[str, int]]:
+    """The caches that a fork makes copies of, and how many."""
+    return [(source.cache_id, source.count) for source in fork.sources if source.count]
 
 
 # As long as an operation may wait for its turn.

@@ -307,6 +307,11 @@ class WatchedDispatcher(Dispatcher):
         assert bounded <= oracle.queue_limit
         assert len(oracle.caches) <= oracle.cache_limit
         assert self.num_caches == len(oracle.caches), "what is there is what was written"
+        # It has its turn on some of its caches, and waits for it on others.
+        oracle.seen["fork that waits for its last turn"] += sum(
+            o.phase is Phase.WAITING and any(entry.running is o for entry in o.others)
+            for o in table._operations.values()
+        )
         if self._counts_bytes:
             self.check_bytes()
 
@@ -328,5 +333,11 @@ def check_ledger(ledger: Ledger, oracle: Oracle) -> None:
         assert (state.cache_id, state.tenant, state.seed) == (cache.cache_id, cache.tenant.name, cache.seed)
         assert (state.lease_s, state.prompt_len) == (cache.lease_s, cache.prompt_len)
         assert state.weights == cache.weights
-        assert state.request_id == cache.request_id and (state.fork is None) is (cache.fork is None)
+        assert state.request_id == cache.request_id
+        key = None if state.fork is None else (state.fork.request_id, state.fork.index, state.fork.count)
+        made = None
+        if cache.fork is not None:
+            forked, index = cache.fork
+            made = (forked.request.request_id, index, forked.request.count)
+        assert key == made
         assert (state.last is None) is (cache.last is None)

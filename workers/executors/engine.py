@@ -25,10 +25,12 @@ from workers.executors.errors import DuplicateSequence, KvMissing, TruncateBeyon
 from workers.executors.info import StepCounts
 from workers.kv.table import KvSequence, KvTable, PoolUsage
 from workers.kv.tensors import KvTensors
-from workers.operations import Accept, Forward, ForwardDone, Kind
+from workers.more_draws import draw_more
+from workers.operations import Accept, Forward, ForwardDone, Kind, RowOutput
 from workers.row_outputs import TokenScores, add_hidden, build_outputs, score_tokens
 from workers.runners.base import Runner, device_errors
 from workers.running import Behind, Chunk, RunningForward
+from workers.sampling import SamplingRow
 from workers.underway import Underway
 
 
@@ -129,8 +131,9 @@ class Engine:
             for row, logprob in sampled_logprobs(result.logits, said, rows, specs).items():
                 outputs[row].sampled_logprob = logprob
             scores = _scores(chunks, result.logits)
+            samples = _samples(chunks, result.logits, rows)
         first = 0
-        for chunk, chunk_scores in zip(chunks, scores, strict=True):
+        for chunk, chunk_scores, drawn in zip(chunks, scores, samples, strict=True):
             running, last = chunk.running, first + chunk.rows
             self._kv_table.append(running.sequence, chunk.token_ids)
             running.computed += chunk.count
@@ -139,6 +142,7 @@ class Engine:
             running.outputs += outputs[last - chunk.told : last]
             running.token_logprobs += chunk_scores.logprobs
             running.token_is_argmax += chunk_scores.is_argmax
+            running.samples = drawn
             first = last
         self._counts.steps += 1
         self._counts.batch_items += len(chunks)
@@ -166,6 +170,7 @@ class Engine:
             compute_ns=compute_ns,
             steps=running.steps,
             batch_items=batch_items,
+            samples=running.samples,
         )
 
     def roll_back(self, running: RunningForward) -> None:
@@ -259,6 +264,19 @@ def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[TokenScores]:
         scores.append(score_tokens(rows, torch.tensor(targets)) if targets else TokenScores([], []))
         first += chunk.rows
     return scores
+
+
+def _samples(
+    chunks: Sequence[Chunk], logits: torch.Tensor, rows: Sequence[SamplingRow]
+) -> list[list[RowOutput]]:
+    """For each chunk what else is drawn from its last row, if that is the last of its operation."""
+    samples, last = [], -1
+    for chunk in chunks:
+        op = chunk.op
+        last += chunk.rows
+        wanted = op.sample_seeds if chunk.told else ()
+        samples.append(draw_more(logits[last], rows[last], wanted, op.output) if wanted else [])
+    return samples
 
 
 def _accepted_drafts(running: RunningForward) -> int:

@@ -218,6 +218,7 @@ function mayRepeat(name: string, request: any): boolean {
     case "unifiedForward":
       return request.items.every(isFenced);
     case "forkCache":
+    case "forkCaches":
       return request.requestId !== "";
     case "drain":
     case "shutdown":

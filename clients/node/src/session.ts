@@ -258,6 +258,9 @@ function newCaches(call: OpenCall, result: SessionResult["result"]): string[] {
   if (!isForgotten) return [];
   if (result?.$case === "prefill" && !request.cacheId) return [result.value.kvCache!.cacheId];
   if (result?.$case === "forkCache") return result.value.kvCaches.map((handle) => handle.cacheId);
+  if (result?.$case === "forkCaches") {
+    return result.value.results.flatMap((forked) => forked.kvCaches.map((handle) => handle.cacheId));
+  }
   return [];
 }
 

@@ -39,6 +39,23 @@ test("a cache lives through every call on it", async () => {
   assert.equal(await cache.release(), true);
 });
 
+test("several caches are forked in one call, and seeds drawn for", async () => {
+  const output = { sampling: { temperature: 1 } };
+  const drawn = await client.executor.prefill({ tokenIds: [1, 2, 3], output, sampleSeeds: [7n, 2n ** 64n - 1n] });
+  assert.equal(drawn.samples.length, 2);
+  const left = drawn.kvCache.cacheId;
+  const right = (await client.prefill([4])).cacheId;
+  const forks = [
+    { cacheId: left, count: 2, position: 3 },
+    { cacheId: right, count: 1 },
+  ];
+  const forked = await client.executor.forkCaches({ forks, release: [left, right] });
+  const copies = forked.results.map((each) => each.kvCaches);
+  assert.deepEqual(copies.map((each) => each.map((handle) => handle.seqLen)), [[3, 3], [1]]);
+  await refused(client.cache(left));
+  await Promise.all(copies.flat().map(({ cacheId }) => client.executor.releaseCache({ cacheId })));
+});
+
 test("the calls of each service answer", async () => {
   const { model, tokenizerJson } = await client.executor.getModelInfo({ includeTokenizer: true });
   assert.ok(model.vocabSize > 0);

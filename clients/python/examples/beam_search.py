@@ -1,9 +1,9 @@
 """Beam search, as transformers does it with early_stopping=True and length_penalty=1.
 
-A beam with several continuations is forked; those with none are released in the same call. So there are never
+Beams with several continuations are forked and those with none released, all in one call. So there are never
 many more caches than beams, and what they have in common lies in the same pages.
 
-Cost: one prefill, then for each token a BatchDecode of all beams and a ForkCache for each beam that branches.
+Cost: one prefill, then for each token a BatchDecode of all beams, and a ForkCaches where any branches.
 Shares steps: the beams with one another, and with other callers. A fork copies one page at most.
 
     python clients/python/examples/beam_search.py [TARGET] [PROMPT]
@@ -44,23 +44,24 @@ def beam_search(
                 room -= 1
         if len(done) >= width or room == width:
             break
-        beams = grow(beams, children)
+        beams = grow(client, beams, children)
         checked(client.batch_decode([(cache, text[-1]) for _, text, cache in beams], output=ask))
     beams[0][2].fork(0, release=[cache for *_, cache in beams])
     return sorted(done, reverse=True)[:width]
 
 
-def grow(beams: list[Beam], children: list[list[tuple[float, int]]]) -> list[Beam]:
+def grow(client: Client, beams: list[Beam], children: list[list[tuple[float, int]]]) -> list[Beam]:
     """Each child with a cache of its own: its parent's, or a copy. Parents without children are released."""
     dead = [cache for (*_, cache), own in zip(beams, children, strict=True) if not own]
-    grown: list[Beam] = []
-    for (_, text, cache), own in zip(beams, children, strict=True):
-        if own:
-            copies = cache.fork(len(own) - 1, release=dead) if dead or len(own) > 1 else []
-            dead = []
-            heirs = zip(own, [cache, *copies], strict=True)
-            grown += [(score, [*text, token], heir) for (score, token), heir in heirs]
-    return grown
+    alive = [(text, cache, own) for (_, text, cache), own in zip(beams, children, strict=True) if own]
+    copies: list[list[Cache]] = [[] for _ in alive]
+    if dead or len(alive) < sum(map(len, children)):
+        copies = client.fork_caches([(cache, len(own) - 1) for _, cache, own in alive], release=dead)
+    return [
+        (score, [*text, token], heir)
+        for (text, cache, own), new in zip(alive, copies, strict=True)
+        for (score, token), heir in zip(own, [cache, *new], strict=True)
+    ]
 
 
 def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:

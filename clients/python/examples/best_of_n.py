@@ -1,10 +1,10 @@
 """Best of n: many samples of one prompt, of which the one that the model finds most likely is taken.
 
-The prompt is computed once. Its last token is left to the copies, so that each draws its own first token;
-copies share the pages of what they have in common.
+The prompt is computed once, and the first token of each sample drawn with it, by a seed of its own; copies
+share the pages of what they have in common.
 
-Cost: one prefill, one fork, and one decode for each token of each sample. Shares steps: all samples go
-forward by one BatchDecode, so that n of them cost hardly more steps than one.
+Cost: one prefill, one fork, and one decode for each further token of each sample. Shares steps: all samples
+go forward by one BatchDecode, so that n of them cost hardly more steps than one.
 
     python clients/python/examples/best_of_n.py [TARGET] [PROMPT] [TEMPERATURE]
 """
@@ -14,31 +14,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Container
 
-from quire import Cache, Client, checked, output_options
+from quire import Client, checked, output_options
 from tokenizers import Tokenizer
 
 
 def samples(
     client: Client, prompt: list[int], n: int, count: int, end: Container[int], temperature: float
 ) -> list[tuple[float, list[int]]]:
-    """`n` texts with their mean log-probabilities, best first. The prompt has two tokens or more."""
+    """`n` texts of at most `count` tokens with their mean log-probabilities, best first."""
     outputs = [output_options(temperature=temperature, seed=seed, logprob=True) for seed in range(n)]
-    texts: list[list[int]] = [[] for _ in range(n)]
-    logprobs: list[list[float]] = [[] for _ in range(n)]
-    root = client.prefill(prompt[:-1])
-    copies = root.fork(n, release=[root])
-    running: list[tuple[int, Cache]] = list(enumerate(copies))
-    while running:
-        batch = [(cache, texts[i][-1] if texts[i] else prompt[-1], outputs[i]) for i, cache in running]
-        answers = checked(client.batch_decode(batch))
-        still = []
-        for (i, cache), answer in zip(running, answers, strict=True):
+    root = client.prefill(prompt, output=outputs[0], sample_seeds=range(n))
+    caches = [root, *root.fork(n - 1)]
+    texts = [[sample.token_id] for sample in root.samples]
+    logprobs = [[sample.logprob] for sample in root.samples]
+    while running := [i for i in range(n) if texts[i][-1] not in end and len(texts[i]) < count]:
+        batch = [(caches[i], texts[i][-1], outputs[i]) for i in running]
+        for i, answer in zip(running, checked(client.batch_decode(batch)), strict=True):
             texts[i].append(answer.token_id)
             logprobs[i].append(answer.logprob)
-            if answer.token_id not in end and len(texts[i]) < count:
-                still.append((i, cache))
-        running = still
-    copies[0].fork(0, release=copies)
+    root.fork(0, release=caches)
     scores = [sum(steps) / len(steps) for steps in logprobs]
     return sorted(zip(scores, texts, strict=True), reverse=True)
 

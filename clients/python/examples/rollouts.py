@@ -1,12 +1,10 @@
 """Rollouts for reinforcement learning: n samples of each prompt, with on-policy log-probabilities.
 
 `sampled_logprob` is how likely a token was among what it was drawn from: what a policy gradient or an
-importance ratio needs. `logprob` is the model's own, before temperature and cuts. Each rollout has its seed,
-and can be said again.
+importance ratio needs. `logprob` is the model's own, before temperature and cuts. Seeds say them again.
 
-Cost: the prompt once (prompts that begin alike and come together are computed once), one decode for each
-token of each rollout. Shares steps: all rollouts are tasks on one Session; what is asked for together runs in
-one forward, and who is done leaves it to the others.
+Cost: one prefill, which draws all first tokens, one fork, and one decode for each further token.
+Shares steps: all rollouts are tasks on one Session; what is asked for together runs in one forward.
 
     python clients/python/examples/rollouts.py [TARGET] [PROMPT] [N] [TEMPERATURE]
 """
@@ -14,12 +12,13 @@ one forward, and who is done leaves it to the others.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 from collections.abc import Container
 from dataclasses import asdict, dataclass, field
 
-from quire import AsyncClient, AsyncSession, output_options
+from quire import AsyncCache, AsyncClient, OutputOptions, SampledToken, StepOutput, output_options
 from tokenizers import Tokenizer
 
 
@@ -32,30 +31,36 @@ class Rollout:
     sampled_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    def add(self, drawn: SampledToken | StepOutput) -> None:
+        """One more token."""
+        self.tokens.append(drawn.token_id)
+        self.sampled_logprobs.append(drawn.sampled_logprob)
+        self.logprobs.append(drawn.logprob)
+
 
 async def rollout(
-    session: AsyncSession, prompt: list[int], seed: int, count: int, end: Container[int], temperature: float
+    cache: AsyncCache, done: Rollout, count: int, end: Container[int], output: OutputOptions
 ) -> Rollout:
-    """One sample of at most `count` tokens."""
-    output = output_options(temperature=temperature, seed=seed, sampled_logprob=True, logprob=True)
-    done = Rollout(seed)
-    async with await session.prefill(prompt, output=output) as cache:
-        while True:
-            done.tokens.append(cache.output.token_id)
-            done.sampled_logprobs.append(cache.output.sampled_logprob)
-            done.logprobs.append(cache.output.logprob)
-            if cache.output.token_id in end or len(done.tokens) == count:
-                return done
-            await cache.decode(cache.output.token_id, output=output)
+    """Goes on to at most `count` tokens; the cache is released."""
+    async with cache:
+        while done.tokens[-1] not in end and len(done.tokens) < count:
+            done.add(await cache.decode(done.tokens[-1], output=output))
+    return done
 
 
 async def rollouts(
     client: AsyncClient, prompt: list[int], n: int, count: int, end: Container[int], temperature: float
 ) -> list[Rollout]:
     """`n` samples with the seeds 0 to n - 1."""
+    say = functools.partial(output_options, temperature=temperature, sampled_logprob=True, logprob=True)
     async with client.session() as session:
-        samples = (rollout(session, prompt, seed, count, end, temperature) for seed in range(n))
-        return await asyncio.gather(*samples)
+        root = await session.prefill(prompt, output=say(), sample_seeds=range(n))
+        tasks = []
+        for seed, cache in enumerate([root, *await root.fork(n - 1)]):
+            done = Rollout(seed)
+            done.add(root.samples[seed])
+            tasks.append(rollout(cache, done, count, end, say(seed=seed)))
+        return await asyncio.gather(*tasks)
 
 
 async def main(

@@ -26,6 +26,7 @@ class PrefillItem:
     request_id: str = ""
     cache_salt: str = ""
     score_from: int | None = None
+    sample_seeds: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def prefill_request(item: PrefillItem) -> executor_pb2.PrefillRequest:
         request_id=item.request_id or _calls.new_request_id(),
         cache_salt=item.cache_salt,
         score_from=item.score_from,
+        sample_seeds=item.sample_seeds,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -12,6 +12,8 @@ from google.protobuf.message import Message
 from quire.errors import QuireError, from_status
 from quire.v1 import executor_pb2, types_pb2
 
+# Of one item, and with a request id.
+_MAKING = (executor_pb2.PrefillRequest, executor_pb2.ForkCacheRequest, executor_pb2.ForkCachesRequest)
 # Begins the request ids that were made here, so that no caller knows them.
 _OWN_REQUEST_ID = "auto-"
 
@@ -64,12 +66,13 @@ def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str
             for item, made in zip(request.items, result.batch_prefill.results, strict=False)
             if made.HasField("response") and item.request_id.startswith(_OWN_REQUEST_ID)
         ]
-    if not isinstance(request, executor_pb2.PrefillRequest | executor_pb2.ForkCacheRequest):
+    if not isinstance(request, _MAKING):
         return []
     if not request.request_id.startswith(_OWN_REQUEST_ID):
         # With a request id of its own choice, a caller can ask for the caches again.
         return []
-    handles = [result.prefill.kv_cache] if result.HasField("prefill") else result.fork_cache.kv_caches
+    handles = [result.prefill.kv_cache] if result.HasField("prefill") else [*result.fork_cache.kv_caches]
+    handles += [handle for forked in result.fork_caches.results for handle in forked.kv_caches]
     return [handle.cache_id for handle in handles]
 
 
@@ -95,12 +98,18 @@ class CacheState:
         # under the model's own distribution, and whether no other token was more likely. Else empty.
         self.token_logprobs: Sequence[float] = prefilled.token_logprobs
         self.token_is_argmax: Sequence[bool] = prefilled.token_is_argmax
+        # What else the prefill has drawn, for each of its `sample_seeds`; copies are for these.
+        self.samples: Sequence[types_pb2.SampledToken] = prefilled.samples
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.cache_id} of {self.seq_len} tokens>"
 
     def _extend_request(
-        self, token_ids: Sequence[int], output: types_pb2.OutputOptions | None, score_from: int | None
+        self,
+        token_ids: Sequence[int],
+        output: types_pb2.OutputOptions | None,
+        score_from: int | None,
+        sample_seeds: Sequence[int],
     ) -> executor_pb2.PrefillRequest:
         return executor_pb2.PrefillRequest(
             cache_id=self.cache_id,
@@ -108,6 +117,7 @@ class CacheState:
             position=self.seq_len,
             output=output,
             score_from=score_from,
+            sample_seeds=sample_seeds,
         )
 
     def _verify_request(
@@ -152,15 +162,16 @@ class CacheState:
         self.output = response.output
         if isinstance(response, executor_pb2.PrefillResponse):
             self.token_logprobs, self.token_is_argmax = response.token_logprobs, response.token_is_argmax
+            self.samples = response.samples
         else:
-            self.token_logprobs = self.token_is_argmax = ()
+            self.token_logprobs = self.token_is_argmax = self.samples = ()
         return response.output
 
     def _verified(self, response: executor_pb2.ForwardVerifyResponse) -> Verified:
         self.seq_len = response.kv_cache.seq_len
         self.replayed_tokens = response.replayed_tokens
         self.output = response.outputs[response.accepted]
-        self.token_logprobs = self.token_is_argmax = ()
+        self.token_logprobs = self.token_is_argmax = self.samples = ()
         return Verified(
             tuple(response.outputs),
             response.accepted,
@@ -168,12 +179,44 @@ class CacheState:
             tuple(response.token_is_argmax),
         )
 
-    def _forked(self, response: executor_pb2.ForkCacheResponse) -> list[executor_pb2.PrefillResponse]:
+    def _forked(
+        self, response: executor_pb2.ForkCacheResponse | executor_pb2.ForkedCaches
+    ) -> list[executor_pb2.PrefillResponse]:
         """For each copy, the answer that a prefill would have given."""
         return [
             executor_pb2.PrefillResponse(kv_cache=handle, output=self.output, reused_tokens=handle.seq_len)
             for handle in response.kv_caches
         ]
+
+
+# Caches, each with how many copies of it are made.
+Forks: TypeAlias = Sequence[tuple[_State, int]]
+
+
+def fork_caches_request(
+    forks: Forks[_State], release: Iterable[CacheState], request_id: str
+) -> executor_pb2.ForkCachesRequest:
+    """Fenced by lengths, and with a request id, so that a retry finds the copies it made before."""
+    return executor_pb2.ForkCachesRequest(
+        forks=[
+            executor_pb2.ForkSource(cache_id=cache.cache_id, count=count, position=cache.seq_len)
+            for cache, count in forks
+        ],
+        release=[cache.cache_id for cache in release],
+        request_id=request_id or new_request_id(),
+    )
+
+
+def forked_caches(
+    forks: Forks[_State],
+    response: executor_pb2.ForkCachesResponse,
+    make: Callable[[executor_pb2.PrefillResponse], _State],
+) -> list[list[_State]]:
+    """The copies of each cache."""
+    return [
+        [make(copy) for copy in cache._forked(forked)]  # noqa: SLF001 - the module's own class
+        for (cache, _), forked in zip(forks, response.results, strict=True)
+    ]
 
 
 def decode_request(

@@ -4,7 +4,7 @@ One that is UNAVAILABLE may have been applied before its answer was lost. It is 
 be answered then, and not applied twice:
 
     Decode, ForwardVerify, Prefill of a cache           with `position`
-    Prefill of a new cache, ForkCache                   with a `request_id`
+    Prefill of a new cache, ForkCache, ForkCaches       with a `request_id`
     BatchPrefill, BatchDecode                           where each item may be
     TruncateKV, ReleaseCache, RenewCache                always: the second time changes nothing
     Forward, BatchForward, GetModelInfo, GetStatus      always: they change nothing
@@ -86,6 +86,9 @@ BATCH_FORWARD: Method[executor_pb2.BatchForwardRequest, executor_pb2.BatchForwar
 )
 FORK_CACHE: Method[executor_pb2.ForkCacheRequest, executor_pb2.ForkCacheResponse] = Method(
     "ForkCache", "fork_cache", _is_named
+)
+FORK_CACHES: Method[executor_pb2.ForkCachesRequest, executor_pb2.ForkCachesResponse] = Method(
+    "ForkCaches", "fork_caches", _is_named
 )
 TRUNCATE_KV: Method[executor_pb2.TruncateKVRequest, executor_pb2.TruncateKVResponse] = Method(
     "TruncateKV", "truncate_kv", _always

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from quire import _batches, _calls, _methods
 from quire._attempts import Attempts
 from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
-from quire._calls import CacheState, Decodes, Verified
+from quire._calls import CacheState, Decodes, Forks, Verified
 from quire._connection import (
     DEFAULT_MAX_REQUEST_BYTES,
     DEFAULT_MAX_RESPONSE_BYTES,
@@ -59,15 +59,19 @@ class _AsyncCaller(ABC):
         request_id: str = "",
         cache_salt: str = "",
         score_from: int | None = None,
+        sample_seeds: Sequence[int] = (),
     ) -> AsyncCache:
         """Makes a cache of `token_ids`; its `output` says what follows them. The caller releases it.
 
         `score_from` scores the tokens from this index on, into its `token_logprobs` and `token_is_argmax`.
+        For each of `sample_seeds` one more token is drawn behind them, into its `samples`.
         With a `cache_salt` prefixes are shared only with caches of the same one.
 
         With a block of its own: `async with await client.prefill(token_ids) as cache: ...`.
         """
-        item = PrefillItem(token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from)
+        item = PrefillItem(
+            token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from, sample_seeds
+        )
         request = _batches.prefill_request(item)
         return AsyncCache(self._call, await self._call(_methods.PREFILL, request))
 
@@ -101,6 +105,19 @@ class _AsyncCaller(ABC):
         """
         request = _calls.batch_decode_request(decodes, output)
         return _calls.batch_decoded(decodes, await self._call(_methods.BATCH_DECODE, request))
+
+    async def fork_caches(
+        self, forks: Forks[AsyncCache], *, release: Iterable[AsyncCache] = (), request_id: str = ""
+    ) -> list[list[AsyncCache]]:
+        """Copies several caches and releases others, all of it or nothing: a step of a beam search.
+
+        A fork is (cache, count); a cache may occur once. `release` may name caches that are copied. Returns
+        the copies of each, which the caller releases. Raises PositionMismatch if one has another length than
+        is known here, and CacheNotFound if one is gone.
+        """
+        request = _calls.fork_caches_request(forks, release, request_id)
+        response = await self._call(_methods.FORK_CACHES, request)
+        return _calls.forked_caches(forks, response, lambda copy: AsyncCache(self._call, copy))
 
     async def forward(
         self,
@@ -376,9 +393,10 @@ class AsyncCache(CacheState):
         *,
         output: types_pb2.OutputOptions | None = None,
         score_from: int | None = None,
+        sample_seeds: Sequence[int] = (),
     ) -> types_pb2.StepOutput:
-        """Appends several tokens; says what follows the last one. `score_from` is as in `prefill`."""
-        request = self._extend_request(token_ids, output, score_from)
+        """Appends several tokens; says what follows the last one. The rest is as in `prefill`."""
+        request = self._extend_request(token_ids, output, score_from, sample_seeds)
         response = await self._call(_methods.PREFILL, request)
         return self._appended(response)
 

@@ -37,7 +37,7 @@ WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_DEAD: WorkerState
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("cache_id", "token_ids", "position", "output", "adapter_id", "lease", "request_id", "cache_salt", "priority", "score_from")
+    __slots__ = ("cache_id", "token_ids", "position", "output", "adapter_id", "lease", "request_id", "cache_salt", "priority", "score_from", "sample_seeds")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SCORE_FROM_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_SEEDS_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     position: int
@@ -58,10 +59,11 @@ class PrefillRequest(_message.Message):
     cache_salt: str
     priority: _types_pb2.Priority
     score_from: int
-    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ...) -> None: ...
+    sample_seeds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ..., sample_seeds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("kv_cache", "output", "reused_tokens", "timing", "replayed_tokens", "token_logprobs", "token_is_argmax")
+    __slots__ = ("kv_cache", "output", "reused_tokens", "timing", "replayed_tokens", "token_logprobs", "token_is_argmax", "samples")
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +71,7 @@ class PrefillResponse(_message.Message):
     REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IS_ARGMAX_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     kv_cache: _types_pb2.KvCacheHandle
     output: _types_pb2.StepOutput
     reused_tokens: int
@@ -76,7 +79,8 @@ class PrefillResponse(_message.Message):
     replayed_tokens: int
     token_logprobs: _containers.RepeatedScalarFieldContainer[float]
     token_is_argmax: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ...) -> None: ...
+    samples: _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.StepOutput, _Mapping]] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., samples: _Optional[_Iterable[_Union[_types_pb2.SampledToken, _Mapping]]] = ...) -> None: ...
 
 class BatchPrefillRequest(_message.Message):
     __slots__ = ("items",)
@@ -298,6 +302,38 @@ class ForkCacheResponse(_message.Message):
     kv_caches: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvCacheHandle]
     def __init__(self, kv_caches: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ...) -> None: ...
 
+class ForkCachesRequest(_message.Message):
+    __slots__ = ("forks", "release", "request_id")
+    FORKS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    forks: _containers.RepeatedCompositeFieldContainer[ForkSource]
+    release: _containers.RepeatedScalarFieldContainer[str]
+    request_id: str
+    def __init__(self, forks: _Optional[_Iterable[_Union[ForkSource, _Mapping]]] = ..., release: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ForkSource(_message.Message):
+    __slots__ = ("cache_id", "count", "position")
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    count: int
+    position: int
+    def __init__(self, cache_id: _Optional[str] = ..., count: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
+class ForkCachesResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[ForkedCaches]
+    def __init__(self, results: _Optional[_Iterable[_Union[ForkedCaches, _Mapping]]] = ...) -> None: ...
+
+class ForkedCaches(_message.Message):
+    __slots__ = ("kv_caches",)
+    KV_CACHES_FIELD_NUMBER: _ClassVar[int]
+    kv_caches: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvCacheHandle]
+    def __init__(self, kv_caches: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ...) -> None: ...
+
 class TruncateKVRequest(_message.Message):
     __slots__ = ("cache_id", "new_len", "position")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -363,7 +399,7 @@ class SessionRequest(_message.Message):
     def __init__(self, calls: _Optional[_Iterable[_Union[SessionCall, _Mapping]]] = ...) -> None: ...
 
 class SessionCall(_message.Message):
-    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "batch_forward", "timeout")
+    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "batch_forward", "fork_caches", "timeout")
     TAG_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +413,7 @@ class SessionCall(_message.Message):
     RELEASE_CACHE_FIELD_NUMBER: _ClassVar[int]
     RENEW_CACHE_FIELD_NUMBER: _ClassVar[int]
     BATCH_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    FORK_CACHES_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     tag: int
     prefill: PrefillRequest
@@ -391,8 +428,9 @@ class SessionCall(_message.Message):
     release_cache: ReleaseCacheRequest
     renew_cache: RenewCacheRequest
     batch_forward: BatchForwardRequest
+    fork_caches: ForkCachesRequest
     timeout: _duration_pb2.Duration
-    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyRequest, _Mapping]] = ..., forward: _Optional[_Union[ForwardRequest, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillRequest, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeRequest, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardRequest, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheRequest, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVRequest, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheRequest, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheRequest, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardRequest, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyRequest, _Mapping]] = ..., forward: _Optional[_Union[ForwardRequest, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillRequest, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeRequest, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardRequest, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheRequest, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVRequest, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheRequest, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheRequest, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardRequest, _Mapping]] = ..., fork_caches: _Optional[_Union[ForkCachesRequest, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("results",)
@@ -401,7 +439,7 @@ class SessionResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[SessionResult, _Mapping]]] = ...) -> None: ...
 
 class SessionResult(_message.Message):
-    __slots__ = ("tag", "error", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "batch_forward")
+    __slots__ = ("tag", "error", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "batch_forward", "fork_caches")
     TAG_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -416,6 +454,7 @@ class SessionResult(_message.Message):
     RELEASE_CACHE_FIELD_NUMBER: _ClassVar[int]
     RENEW_CACHE_FIELD_NUMBER: _ClassVar[int]
     BATCH_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    FORK_CACHES_FIELD_NUMBER: _ClassVar[int]
     tag: int
     error: _status_pb2.Status
     prefill: PrefillResponse
@@ -430,7 +469,8 @@ class SessionResult(_message.Message):
     release_cache: ReleaseCacheResponse
     renew_cache: RenewCacheResponse
     batch_forward: BatchForwardResponse
-    def __init__(self, tag: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., prefill: _Optional[_Union[PrefillResponse, _Mapping]] = ..., decode: _Optional[_Union[DecodeResponse, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyResponse, _Mapping]] = ..., forward: _Optional[_Union[ForwardResponse, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillResponse, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeResponse, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardResponse, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheResponse, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVResponse, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheResponse, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheResponse, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardResponse, _Mapping]] = ...) -> None: ...
+    fork_caches: ForkCachesResponse
+    def __init__(self, tag: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., prefill: _Optional[_Union[PrefillResponse, _Mapping]] = ..., decode: _Optional[_Union[DecodeResponse, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyResponse, _Mapping]] = ..., forward: _Optional[_Union[ForwardResponse, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillResponse, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeResponse, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardResponse, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheResponse, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVResponse, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheResponse, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheResponse, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardResponse, _Mapping]] = ..., fork_caches: _Optional[_Union[ForkCachesResponse, _Mapping]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ("include_tokenizer", "include_chat_template")

@@ -32,7 +32,7 @@ class ModelExecutorServiceStub:
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
     append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
     set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
+    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
     """
 
     def __init__(self, channel):
@@ -85,6 +85,11 @@ class ModelExecutorServiceStub:
                 '/quire.v1.ModelExecutorService/ForkCache',
                 request_serializer=quire_dot_v1_dot_executor__pb2.ForkCacheRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_executor__pb2.ForkCacheResponse.FromString,
+                _registered_method=True)
+        self.ForkCaches = channel.unary_unary(
+                '/quire.v1.ModelExecutorService/ForkCaches',
+                request_serializer=quire_dot_v1_dot_executor__pb2.ForkCachesRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_executor__pb2.ForkCachesResponse.FromString,
                 _registered_method=True)
         self.TruncateKV = channel.unary_unary(
                 '/quire.v1.ModelExecutorService/TruncateKV',
@@ -145,7 +150,7 @@ class ModelExecutorServiceServicer:
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
     append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
     set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
+    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
     """
 
     def Prefill(self, request, context):
@@ -206,6 +211,13 @@ class ModelExecutorServiceServicer:
 
     def ForkCache(self, request, context):
         """Makes copies of a cache that share its pages, and releases others, as beam search does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkCaches(self, request, context):
+        """Copies several caches and releases others, all of it or nothing: a step of a beam search.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -329,6 +341,11 @@ def add_ModelExecutorServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_v1_dot_executor__pb2.ForkCacheRequest.FromString,
                     response_serializer=quire_dot_v1_dot_executor__pb2.ForkCacheResponse.SerializeToString,
             ),
+            'ForkCaches': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkCaches,
+                    request_deserializer=quire_dot_v1_dot_executor__pb2.ForkCachesRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_executor__pb2.ForkCachesResponse.SerializeToString,
+            ),
             'TruncateKV': grpc.unary_unary_rpc_method_handler(
                     servicer.TruncateKV,
                     request_deserializer=quire_dot_v1_dot_executor__pb2.TruncateKVRequest.FromString,
@@ -394,7 +411,7 @@ class ModelExecutorService:
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
     append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
     set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
+    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
     """
 
     @staticmethod
@@ -630,6 +647,33 @@ class ModelExecutorService:
             '/quire.v1.ModelExecutorService/ForkCache',
             quire_dot_v1_dot_executor__pb2.ForkCacheRequest.SerializeToString,
             quire_dot_v1_dot_executor__pb2.ForkCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkCaches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.ModelExecutorService/ForkCaches',
+            quire_dot_v1_dot_executor__pb2.ForkCachesRequest.SerializeToString,
+            quire_dot_v1_dot_executor__pb2.ForkCachesResponse.FromString,
             options,
             channel_credentials,
             insecure,

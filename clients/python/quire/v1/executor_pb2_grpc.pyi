@@ -33,7 +33,7 @@ class ModelExecutorServiceStub:
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
     append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
     set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
+    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
     """
 
     @_typing.overload
@@ -58,6 +58,8 @@ class ModelExecutorServiceStub:
     """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own."""
     ForkCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]
     """Makes copies of a cache that share its pages, and releases others, as beam search does."""
+    ForkCaches: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForkCachesRequest, _executor_pb2.ForkCachesResponse]
+    """Copies several caches and releases others, all of it or nothing: a step of a beam search."""
     TruncateKV: _grpc.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]
     """Shortens a cache and frees its pages."""
     ReleaseCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ReleaseCacheRequest, _executor_pb2.ReleaseCacheResponse]
@@ -87,7 +89,7 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
     append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
     set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
+    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -109,6 +111,8 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own."""
     ForkCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]  # type: ignore[assignment]
     """Makes copies of a cache that share its pages, and releases others, as beam search does."""
+    ForkCaches: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForkCachesRequest, _executor_pb2.ForkCachesResponse]  # type: ignore[assignment]
+    """Copies several caches and releases others, all of it or nothing: a step of a beam search."""
     TruncateKV: _aio.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]  # type: ignore[assignment]
     """Shortens a cache and frees its pages."""
     ReleaseCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.ReleaseCacheRequest, _executor_pb2.ReleaseCacheResponse]  # type: ignore[assignment]
@@ -137,7 +141,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
     Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
     append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
     set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
+    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
     """
 
     @_abc_1.abstractmethod
@@ -211,6 +215,14 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ForkCacheResponse, _abc.Awaitable[_executor_pb2.ForkCacheResponse]]:
         """Makes copies of a cache that share its pages, and releases others, as beam search does."""
+
+    @_abc_1.abstractmethod
+    def ForkCaches(
+        self,
+        request: _executor_pb2.ForkCachesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_executor_pb2.ForkCachesResponse, _abc.Awaitable[_executor_pb2.ForkCachesResponse]]:
+        """Copies several caches and releases others, all of it or nothing: a step of a beam search."""
 
     @_abc_1.abstractmethod
     def TruncateKV(

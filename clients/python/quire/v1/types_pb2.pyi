@@ -181,6 +181,16 @@ class StepOutput(_message.Message):
     hidden: _containers.RepeatedCompositeFieldContainer[Tensor]
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[TopLogprobs, _Mapping]] = ..., chosen_logprobs: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., sampled_logprob: _Optional[float] = ..., hidden: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
+class SampledToken(_message.Message):
+    __slots__ = ("token_id", "logprob", "sampled_logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    sampled_logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., sampled_logprob: _Optional[float] = ...) -> None: ...
+
 class TopLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]

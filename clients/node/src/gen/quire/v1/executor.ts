@@ -14,6 +14,7 @@ import {
   OutputOptions,
   PoolUsage,
   Priority,
+  SampledToken,
   SamplingParams,
   StepCounts,
   StepOutput,
@@ -84,7 +85,14 @@ export interface PrefillRequest {
    * Score the tokens from this index of `token_ids` on: say how likely each was behind those before it. 0 is as 1: of the
    * first token there is no row. Unset: none is scored. The scored tokens are computed even where their KV is there.
    */
-  scoreFrom?: number | undefined;
+  scoreFrom?:
+    | number
+    | undefined;
+  /**
+   * Draw one more token for each of these seeds from the row behind the last token, with `output.sampling` as it is but
+   * for the seed: what children of a fork would draw there. Without a temperature all are the same. At most 1024.
+   */
+  sampleSeeds: bigint[];
 }
 
 export interface PrefillResponse {
@@ -105,6 +113,8 @@ export interface PrefillResponse {
    */
   tokenLogprobs: number[];
   tokenIsArgmax: boolean[];
+  /** In the order of sample_seeds. None is appended yet: fork the cache and decode them. */
+  samples: SampledToken[];
 }
 
 export interface BatchPrefillRequest {
@@ -306,6 +316,36 @@ export interface ForkCacheResponse {
   kvCaches: KvCacheHandle[];
 }
 
+/**
+ * Everything happens, or nothing does: one cache that is not there, or not as long as was believed, and no copy is made
+ * and no cache is released. It waits for what was asked before of any of the caches that it copies.
+ */
+export interface ForkCachesRequest {
+  /** A cache may occur once, and as many may be named as a batch has items. 1024 copies in all. */
+  forks: ForkSource[];
+  /** As ForkCacheRequest has it. May name caches that are copied. */
+  release: string[];
+  /** As ForkCacheRequest has it: a repeat has the same caches and counts, in the same order. */
+  requestId: string;
+}
+
+export interface ForkSource {
+  cacheId: string;
+  /** How many copies to make. May be 0. */
+  count: number;
+  /** The length the caller believes the cache has. */
+  position?: number | undefined;
+}
+
+export interface ForkCachesResponse {
+  /** In the order of the request's forks. */
+  results: ForkedCaches[];
+}
+
+export interface ForkedCaches {
+  kvCaches: KvCacheHandle[];
+}
+
 export interface TruncateKVRequest {
   cacheId: string;
   /** The length to keep. At most the cache's length. */
@@ -381,6 +421,7 @@ export interface SessionCall {
     | { $case: "releaseCache"; value: ReleaseCacheRequest }
     | { $case: "renewCache"; value: RenewCacheRequest }
     | { $case: "batchForward"; value: BatchForwardRequest }
+    | { $case: "forkCaches"; value: ForkCachesRequest }
     | undefined;
   /**
    * A deadline of the call's appends, from when it is read, beside the stream's: what cannot be done in time is
@@ -411,6 +452,7 @@ export interface SessionResult {
     | { $case: "releaseCache"; value: ReleaseCacheResponse }
     | { $case: "renewCache"; value: RenewCacheResponse }
     | { $case: "batchForward"; value: BatchForwardResponse }
+    | { $case: "forkCaches"; value: ForkCachesResponse }
     | undefined;
 }
 
@@ -594,6 +636,7 @@ function createBasePrefillRequest(): PrefillRequest {
     cacheSalt: "",
     priority: 0,
     scoreFrom: undefined,
+    sampleSeeds: [],
   };
 }
 
@@ -632,6 +675,16 @@ export const PrefillRequest: MessageFns<PrefillRequest> = {
     }
     if (message.scoreFrom !== undefined) {
       writer.uint32(80).uint32(message.scoreFrom);
+    }
+    if (message.sampleSeeds.length !== 0) {
+      writer.uint32(90).fork();
+      for (const v of message.sampleSeeds) {
+        if (BigInt.asUintN(64, v) !== v) {
+          throw new globalThis.Error("a value provided in array field sampleSeeds of type uint64 is too large");
+        }
+        writer.uint64(v);
+      }
+      writer.join();
     }
     return writer;
   },
@@ -739,6 +792,24 @@ export const PrefillRequest: MessageFns<PrefillRequest> = {
             message.scoreFrom = reader.uint32();
             continue;
           }
+          case 11: {
+            if (tag === 88) {
+              message.sampleSeeds.push(reader.uint64() as bigint);
+
+              continue;
+            }
+
+            if (tag === 90) {
+              const end2 = reader.uint32() + reader.pos;
+              while (reader.pos < end2) {
+                message.sampleSeeds.push(reader.uint64() as bigint);
+              }
+
+              continue;
+            }
+
+            break;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -770,6 +841,7 @@ export const PrefillRequest: MessageFns<PrefillRequest> = {
     message.cacheSalt = object.cacheSalt ?? "";
     message.priority = object.priority ?? 0;
     message.scoreFrom = object.scoreFrom ?? undefined;
+    message.sampleSeeds = object.sampleSeeds?.map((e) => BigInt(e)) || [];
     return message;
   },
 };
@@ -783,6 +855,7 @@ function createBasePrefillResponse(): PrefillResponse {
     replayedTokens: 0,
     tokenLogprobs: [],
     tokenIsArgmax: [],
+    samples: [],
   };
 }
 
@@ -816,6 +889,9 @@ export const PrefillResponse: MessageFns<PrefillResponse> = {
         writer.bool(v);
       }
       writer.join();
+    }
+    for (const v of message.samples) {
+      SampledToken.encode(v!, writer.uint32(66).fork()).join();
     }
     return writer;
   },
@@ -909,6 +985,14 @@ export const PrefillResponse: MessageFns<PrefillResponse> = {
 
             break;
           }
+          case 8: {
+            if (tag !== 66) {
+              break;
+            }
+
+            message.samples.push(SampledToken.decode(reader, reader.uint32()));
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -939,6 +1023,7 @@ export const PrefillResponse: MessageFns<PrefillResponse> = {
     message.replayedTokens = object.replayedTokens ?? 0;
     message.tokenLogprobs = object.tokenLogprobs?.map((e) => e) || [];
     message.tokenIsArgmax = object.tokenIsArgmax?.map((e) => e) || [];
+    message.samples = object.samples?.map((e) => SampledToken.fromPartial(e)) || [];
     return message;
   },
 };
@@ -2878,6 +2963,274 @@ export const ForkCacheResponse: MessageFns<ForkCacheResponse> = {
   },
 };
 
+function createBaseForkCachesRequest(): ForkCachesRequest {
+  return { forks: [], release: [], requestId: "" };
+}
+
+export const ForkCachesRequest: MessageFns<ForkCachesRequest> = {
+  encode(message: ForkCachesRequest, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    for (const v of message.forks) {
+      ForkSource.encode(v!, writer.uint32(10).fork()).join();
+    }
+    for (const v of message.release) {
+      writer.uint32(18).string(v!);
+    }
+    if (message.requestId !== "") {
+      writer.uint32(26).string(message.requestId);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): ForkCachesRequest {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseForkCachesRequest();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.forks.push(ForkSource.decode(reader, reader.uint32()));
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.release.push(reader.string());
+            continue;
+          }
+          case 3: {
+            if (tag !== 26) {
+              break;
+            }
+
+            message.requestId = reader.string();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<ForkCachesRequest>): ForkCachesRequest {
+    return ForkCachesRequest.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<ForkCachesRequest>): ForkCachesRequest {
+    const message = createBaseForkCachesRequest();
+    message.forks = object.forks?.map((e) => ForkSource.fromPartial(e)) || [];
+    message.release = object.release?.map((e) => e) || [];
+    message.requestId = object.requestId ?? "";
+    return message;
+  },
+};
+
+function createBaseForkSource(): ForkSource {
+  return { cacheId: "", count: 0, position: undefined };
+}
+
+export const ForkSource: MessageFns<ForkSource> = {
+  encode(message: ForkSource, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.cacheId !== "") {
+      writer.uint32(10).string(message.cacheId);
+    }
+    if (message.count !== 0) {
+      writer.uint32(16).uint32(message.count);
+    }
+    if (message.position !== undefined) {
+      writer.uint32(24).uint32(message.position);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): ForkSource {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseForkSource();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.cacheId = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.count = reader.uint32();
+            continue;
+          }
+          case 3: {
+            if (tag !== 24) {
+              break;
+            }
+
+            message.position = reader.uint32();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<ForkSource>): ForkSource {
+    return ForkSource.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<ForkSource>): ForkSource {
+    const message = createBaseForkSource();
+    message.cacheId = object.cacheId ?? "";
+    message.count = object.count ?? 0;
+    message.position = object.position ?? undefined;
+    return message;
+  },
+};
+
+function createBaseForkCachesResponse(): ForkCachesResponse {
+  return { results: [] };
+}
+
+export const ForkCachesResponse: MessageFns<ForkCachesResponse> = {
+  encode(message: ForkCachesResponse, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    for (const v of message.results) {
+      ForkedCaches.encode(v!, writer.uint32(10).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): ForkCachesResponse {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseForkCachesResponse();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.results.push(ForkedCaches.decode(reader, reader.uint32()));
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<ForkCachesResponse>): ForkCachesResponse {
+    return ForkCachesResponse.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<ForkCachesResponse>): ForkCachesResponse {
+    const message = createBaseForkCachesResponse();
+    message.results = object.results?.map((e) => ForkedCaches.fromPartial(e)) || [];
+    return message;
+  },
+};
+
+function createBaseForkedCaches(): ForkedCaches {
+  return { kvCaches: [] };
+}
+
+export const ForkedCaches: MessageFns<ForkedCaches> = {
+  encode(message: ForkedCaches, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    for (const v of message.kvCaches) {
+      KvCacheHandle.encode(v!, writer.uint32(10).fork()).join();
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): ForkedCaches {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseForkedCaches();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.kvCaches.push(KvCacheHandle.decode(reader, reader.uint32()));
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<ForkedCaches>): ForkedCaches {
+    return ForkedCaches.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<ForkedCaches>): ForkedCaches {
+    const message = createBaseForkedCaches();
+    message.kvCaches = object.kvCaches?.map((e) => KvCacheHandle.fromPartial(e)) || [];
+    return message;
+  },
+};
+
 function createBaseTruncateKVRequest(): TruncateKVRequest {
   return { cacheId: "", newLen: 0, position: undefined };
 }
@@ -3488,6 +3841,9 @@ export const SessionCall: MessageFns<SessionCall> = {
       case "batchForward":
         BatchForwardRequest.encode(message.call.value, writer.uint32(114).fork()).join();
         break;
+      case "forkCaches":
+        ForkCachesRequest.encode(message.call.value, writer.uint32(122).fork()).join();
+        break;
     }
     if (message.timeout !== undefined) {
       Duration.encode(message.timeout, writer.uint32(106).fork()).join();
@@ -3612,6 +3968,14 @@ export const SessionCall: MessageFns<SessionCall> = {
             message.call = { $case: "batchForward", value: BatchForwardRequest.decode(reader, reader.uint32()) };
             continue;
           }
+          case 15: {
+            if (tag !== 122) {
+              break;
+            }
+
+            message.call = { $case: "forkCaches", value: ForkCachesRequest.decode(reader, reader.uint32()) };
+            continue;
+          }
           case 13: {
             if (tag !== 106) {
               break;
@@ -3708,6 +4072,12 @@ export const SessionCall: MessageFns<SessionCall> = {
       case "batchForward": {
         if (object.call?.value !== undefined && object.call?.value !== null) {
           message.call = { $case: "batchForward", value: BatchForwardRequest.fromPartial(object.call.value) };
+        }
+        break;
+      }
+      case "forkCaches": {
+        if (object.call?.value !== undefined && object.call?.value !== null) {
+          message.call = { $case: "forkCaches", value: ForkCachesRequest.fromPartial(object.call.value) };
         }
         break;
       }
@@ -3825,6 +4195,9 @@ export const SessionResult: MessageFns<SessionResult> = {
         break;
       case "batchForward":
         BatchForwardResponse.encode(message.result.value, writer.uint32(114).fork()).join();
+        break;
+      case "forkCaches":
+        ForkCachesResponse.encode(message.result.value, writer.uint32(122).fork()).join();
         break;
     }
     return writer;
@@ -3955,6 +4328,14 @@ export const SessionResult: MessageFns<SessionResult> = {
             message.result = { $case: "batchForward", value: BatchForwardResponse.decode(reader, reader.uint32()) };
             continue;
           }
+          case 15: {
+            if (tag !== 122) {
+              break;
+            }
+
+            message.result = { $case: "forkCaches", value: ForkCachesResponse.decode(reader, reader.uint32()) };
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -4049,6 +4430,12 @@ export const SessionResult: MessageFns<SessionResult> = {
       case "batchForward": {
         if (object.result?.value !== undefined && object.result?.value !== null) {
           message.result = { $case: "batchForward", value: BatchForwardResponse.fromPartial(object.result.value) };
+        }
+        break;
+      }
+      case "forkCaches": {
+        if (object.result?.value !== undefined && object.result?.value !== null) {
+          message.result = { $case: "forkCaches", value: ForkCachesResponse.fromPartial(object.result.value) };
         }
         break;
       }
@@ -5653,7 +6040,7 @@ export const WorkerLoraMetrics: MessageFns<WorkerLoraMetrics> = {
  * Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
  * append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
  * set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
- * one's answer. Prefill and ForkCache are safe to retry with `request_id` set.
+ * one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
  */
 export type ModelExecutorServiceDefinition = typeof ModelExecutorServiceDefinition;
 export const ModelExecutorServiceDefinition = {
@@ -5738,6 +6125,15 @@ export const ModelExecutorServiceDefinition = {
       requestType: ForkCacheRequest as typeof ForkCacheRequest,
       requestStream: false,
       responseType: ForkCacheResponse as typeof ForkCacheResponse,
+      responseStream: false,
+      options: {},
+    },
+    /** Copies several caches and releases others, all of it or nothing: a step of a beam search. */
+    forkCaches: {
+      name: "ForkCaches",
+      requestType: ForkCachesRequest as typeof ForkCachesRequest,
+      requestStream: false,
+      responseType: ForkCachesResponse as typeof ForkCachesResponse,
       responseStream: false,
       options: {},
     },

@@ -247,6 +247,14 @@ export interface StepOutput {
   hidden: Tensor[];
 }
 
+/** A token that was drawn behind a position beside others. */
+export interface SampledToken {
+  tokenId: number;
+  /** As StepOutput has them. Set if `output` asks for them. */
+  logprob?: number | undefined;
+  sampledLogprob?: number | undefined;
+}
+
 export interface TopLogprobs {
   tokenIds: number[];
   logprobs: number[];
@@ -1532,6 +1540,85 @@ export const StepOutput: MessageFns<StepOutput> = {
       : undefined;
     message.sampledLogprob = object.sampledLogprob ?? undefined;
     message.hidden = object.hidden?.map((e) => Tensor.fromPartial(e)) || [];
+    return message;
+  },
+};
+
+function createBaseSampledToken(): SampledToken {
+  return { tokenId: 0, logprob: undefined, sampledLogprob: undefined };
+}
+
+export const SampledToken: MessageFns<SampledToken> = {
+  encode(message: SampledToken, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.tokenId !== 0) {
+      writer.uint32(8).uint32(message.tokenId);
+    }
+    if (message.logprob !== undefined) {
+      writer.uint32(21).float(message.logprob);
+    }
+    if (message.sampledLogprob !== undefined) {
+      writer.uint32(29).float(message.sampledLogprob);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): SampledToken {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseSampledToken();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 8) {
+              break;
+            }
+
+            message.tokenId = reader.uint32();
+            continue;
+          }
+          case 2: {
+            if (tag !== 21) {
+              break;
+            }
+
+            message.logprob = reader.float();
+            continue;
+          }
+          case 3: {
+            if (tag !== 29) {
+              break;
+            }
+
+            message.sampledLogprob = reader.float();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<SampledToken>): SampledToken {
+    return SampledToken.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<SampledToken>): SampledToken {
+    const message = createBaseSampledToken();
+    message.tokenId = object.tokenId ?? 0;
+    message.logprob = object.logprob ?? undefined;
+    message.sampledLogprob = object.sampledLogprob ?? undefined;
     return message;
   },
 };

@@ -1,0 +1,167 @@
+"""ForkCaches and sample_seeds of a real server: all of a step or nothing, and draws that can be had again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from tests.e2e.test_errors import refusal
+from tests.gateway_process import GatewayProcess
+
+TIMEOUT_S = 60
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SEEDS = [*range(12), 2**64 - 1]
+
+
+def prefill(gateway: GatewayProcess, tokens: list[int], **fields: Any) -> pb.PrefillResponse:
+    return gateway.stub.Prefill(pb.PrefillRequest(token_ids=tokens, **fields), timeout=TIMEOUT_S)
+
+
+def fork(gateway: GatewayProcess, request: pb.ForkCachesRequest) -> list[list[types.KvCacheHandle]]:
+    response = gateway.stub.ForkCaches(request, timeout=TIMEOUT_S)
+    return [list(forked.kv_caches) for forked in response.results]
+
+
+def lengths(gateway: GatewayProcess) -> dict[str, int]:
+    listed = gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000), timeout=TIMEOUT_S).kv_caches
+    return {handle.cache_id: handle.seq_len for handle in listed}
+
+
+def release(gateway: GatewayProcess, cache_ids: list[str]) -> None:
+    for cache_id in cache_ids:
+        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
+
+
+def request_for(left: str, right: str, **position: int) -> pb.ForkCachesRequest:
+    """Two copies of one, one of the other, and neither is left."""
+    sources = [pb.ForkSource(cache_id=left, count=2), pb.ForkSource(cache_id=right, count=1, **position)]
+    return pb.ForkCachesRequest(forks=sources, release=[left, right], request_id=f"step-{left}")
+
+
+def test_a_step_is_carried_out_as_a_whole_or_not_at_all(tiny_gateway: GatewayProcess) -> None:
+    left = prefill(tiny_gateway, PROMPT).kv_cache.cache_id
+    right = prefill(tiny_gateway, PROMPT[:3]).kv_cache.cache_id
+    before = lengths(tiny_gateway)
+
+    refused = refusal(tiny_gateway.stub.ForkCaches, request_for(left, "kv_never"))
+    assert (refused.reason, refused.metadata["index"]) == ("CACHE_NOT_FOUND", "1")
+    refused = refusal(tiny_gateway.stub.ForkCaches, request_for(left, right, position=7))
+    assert refused.reason == "POSITION_MISMATCH"
+    assert (refused.metadata["index"], refused.metadata["seq_len"]) == ("1", "3")
+    assert lengths(tiny_gateway) == before, "no copy, and nothing is released"
+
+    (first, second), (third,) = fork(tiny_gateway, request_for(left, right, position=3))
+    copies = [first.cache_id, second.cache_id, third.cache_id]
+    assert [first.seq_len, second.seq_len, third.seq_len] == [8, 8, 3]
+    after = lengths(tiny_gateway)
+    assert {left, right} & after.keys() == set() and len(after) == len(before) + 1
+    items = [pb.DecodeRequest(cache_id=copy, token_id=7) for copy in copies]
+    results = tiny_gateway.stub.BatchDecode(pb.BatchDecodeRequest(items=items), timeout=TIMEOUT_S).results
+    for result, tokens in zip(results, (PROMPT, PROMPT, PROMPT[:3]), strict=True):
+        alone = prefill(tiny_gateway, [*tokens, 7])
+        assert result.response.output.token_id == alone.output.token_id
+        copies.append(alone.kv_cache.cache_id)
+    release(tiny_gateway, copies)
+    tiny_gateway.assert_pools_are_whole()
+
+
+def test_a_session_takes_the_step_too(tiny_gateway: GatewayProcess) -> None:
+    left = prefill(tiny_gateway, PROMPT).kv_cache.cache_id
+    right = prefill(tiny_gateway, PROMPT[:3]).kv_cache.cache_id
+    request = request_for(left, right)
+    calls = [
+        pb.SessionCall(tag=1, decode=pb.DecodeRequest(cache_id=right, token_id=5)),
+        pb.SessionCall(tag=2, fork_caches=request),
+        pb.SessionCall(tag=3, decode=pb.DecodeRequest(cache_id=left, token_id=5)),
+    ]
+    stream = tiny_gateway.stub.Session(iter([pb.SessionRequest(calls=calls)]), timeout=TIMEOUT_S)
+    answers = {result.tag: result for message in stream for result in message.results}
+    made = [[handle.seq_len for handle in each.kv_caches] for each in answers[2].fork_caches.results]
+    assert made == [[8, 8], [4]], "behind what was asked before"
+    assert answers[1].HasField("decode") and answers[3].HasField("error"), "and before what was asked after"
+    again = fork(tiny_gateway, request)
+    assert [[handle.cache_id for handle in each] for each in again] == [
+        [handle.cache_id for handle in each.kv_caches] for each in answers[2].fork_caches.results
+    ]
+    release(tiny_gateway, [handle.cache_id for each in again for handle in each])
+
+
+def test_a_step_is_repeated_to_a_gateway_that_was_killed_meanwhile(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ["--dtype", "float32", "--kv-pages", "64", "--data-dir", str(tmp_path)]
+    with GatewayProcess(model=str(tiny_model), flags=flags) as gateway:
+        left = prefill(gateway, PROMPT).kv_cache.cache_id
+        right = prefill(gateway, PROMPT[:3]).kv_cache.cache_id
+        request = request_for(left, right)
+        made = [[handle.cache_id for handle in each] for each in fork(gateway, request)]
+        gateway.process.kill()
+        gateway.process.wait()
+    with GatewayProcess(model=str(tiny_model), flags=flags) as gateway:
+        again = fork(gateway, request)
+        assert [[handle.cache_id for handle in each] for each in again] == made
+        assert sorted(lengths(gateway).values()) == [3, 8, 8]
+        request.forks[0].count = 1
+        assert refusal(gateway.stub.ForkCaches, request).reason == "REQUEST_ID_REUSED"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_samples_are_what_copies_with_these_seeds_draw(
+    tiny_gateway: GatewayProcess, temperature: float
+) -> None:
+    def output(seed: int) -> types.OutputOptions:
+        sampling = types.SamplingParams(temperature=temperature, top_p=0.95, seed=seed)
+        allowed = types.TokenMask(allowed=types.TokenIds(ids=range(0, 90, 2)))
+        return types.OutputOptions(sampling=sampling, logprob=True, sampled_logprob=True, mask=allowed)
+
+    request = {"output": output(5), "sample_seeds": SEEDS, "request_id": f"samples-{temperature}"}
+    drawn = prefill(tiny_gateway, PROMPT, **request)
+    parent = prefill(tiny_gateway, PROMPT[:-1]).kv_cache.cache_id
+    forked = pb.ForkCacheRequest(cache_id=parent, count=len(SEEDS))
+    copies = [handle.cache_id for handle in tiny_gateway.stub.ForkCache(forked).kv_caches]
+    items = [
+        pb.DecodeRequest(cache_id=copy, token_id=PROMPT[-1], output=output(seed))
+        for copy, seed in zip(copies, SEEDS, strict=True)
+    ]
+    results = tiny_gateway.stub.BatchDecode(pb.BatchDecodeRequest(items=items), timeout=TIMEOUT_S).results
+    outputs = [result.response.output for result in results]
+
+    assert [sample.token_id for sample in drawn.samples] == [one.token_id for one in outputs]
+    assert drawn.samples[5].token_id == drawn.output.token_id, "the row's own seed is one of them"
+    assert len({sample.token_id for sample in drawn.samples}) > (1 if temperature else 0)
+    for sample, one in zip(drawn.samples, outputs, strict=True):
+        assert sample.logprob == pytest.approx(one.logprob, abs=1e-4)
+        assert sample.sampled_logprob == pytest.approx(one.sampled_logprob, abs=1e-4)
+    again = prefill(tiny_gateway, PROMPT, **request)
+    assert again.kv_cache.cache_id == drawn.kv_cache.cache_id and again.samples == drawn.samples
+    fewer = prefill(tiny_gateway, PROMPT, **{**request, "sample_seeds": SEEDS[3:5]})
+    assert list(fewer.samples) == list(drawn.samples[3:5]), "other seeds are drawn for, too"
+    release(tiny_gateway, [parent, *copies, drawn.kv_cache.cache_id])
+    tiny_gateway.assert_pools_are_whole()
+
+
+def test_samples_in_a_batch_are_their_items_own(tiny_gateway: GatewayProcess) -> None:
+    sampling = types.SamplingParams(temperature=1.0)
+    output = types.OutputOptions(sampling=sampling)
+    items = [
+        pb.PrefillRequest(token_ids=PROMPT[:5], output=output, sample_seeds=[1, 2]),
+        pb.PrefillRequest(token_ids=PROMPT, output=output),
+        # In several steps.
+        pb.PrefillRequest(token_ids=PROMPT * 12, output=output, sample_seeds=[3], score_from=90),
+    ]
+    batch = pb.BatchPrefillRequest(items=items)
+    results = tiny_gateway.stub.BatchPrefill(batch, timeout=TIMEOUT_S).results
+    assert [len(result.response.samples) for result in results] == [2, 0, 1]
+    for result, item in zip(results, items, strict=True):
+        alone = tiny_gateway.stub.Prefill(item, timeout=TIMEOUT_S)
+        assert list(alone.samples) == list(result.response.samples)
+        assert all(not sample.HasField("logprob") for sample in alone.samples)
+        release(tiny_gateway, [alone.kv_cache.cache_id, result.response.kv_cache.cache_id])
+
+
+def test_a_large_message_of_seeds_is_refused(tiny_gateway: GatewayProcess) -> None:
+    request = pb.PrefillRequest(token_ids=[1], sample_seeds=[2**64 - 1] * 200_000)
+    refused = refusal(tiny_gateway.stub.Prefill, request)
+    assert (refused.reason, refused.fields) == ("BAD_COUNT", ("sample_seeds",))

@@ -1,0 +1,73 @@
+"""More tokens from one row are those that rows with these seeds would choose."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from workers.distribution import sampled_logprobs
+from workers.more_draws import draw_more
+from workers.operations import OutputSpec, Sampling, TokenMask
+from workers.row_outputs import build_outputs
+from workers.sampling import SamplingRow, choose_tokens
+
+SEEDS = [*range(40), 2**64 - 1, 2**63]
+
+
+def any_row(rng: np.random.Generator, vocab: int) -> SamplingRow:
+    spec = Sampling(
+        temperature=float(rng.choice([0.0, 0.4, 1.0, 3.0])),
+        top_k=int(rng.choice([0, 0, 1, 7])),
+        top_p=float(rng.choice([1.0, 0.9, 0.3])),
+        min_p=float(rng.choice([0.0, 0.05])),
+        repetition_penalty=float(rng.choice([1.0, 1.4])),
+        frequency_penalty=float(rng.choice([0.0, 0.8])),
+        logit_bias={3: 1.5} if rng.random() < 0.3 else {},
+        seed=5,
+    )
+    allowed = sorted({1, *rng.choice(vocab, size=vocab // 2, replace=False).tolist()})
+    return SamplingRow(
+        spec if rng.random() < 0.9 else None,
+        TokenMask(allowed=allowed) if rng.random() < 0.4 else None,
+        position=int(rng.integers(0, 1000)),
+        history=rng.integers(0, vocab, size=9),
+    )
+
+
+# The second is raced in parts, and in threads where there are any.
+@pytest.mark.parametrize("vocab", [40, 9000])
+@pytest.mark.parametrize("seed", range(25))
+def test_each_is_what_a_row_with_that_seed_chooses(seed: int, vocab: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy((rng.normal(size=vocab) * 2).astype(np.float32))
+    row = any_row(rng, vocab)
+    spec = OutputSpec(
+        logprob=bool(seed % 2), sampled_logprob=bool(seed % 3), sampling=row.spec, mask=row.mask
+    )
+    rows = [
+        row if row.spec is None else dataclasses.replace(row, spec=dataclasses.replace(row.spec, seed=each))
+        for each in SEEDS
+    ]
+    copies = logits.repeat(len(SEEDS), 1)
+    chosen = choose_tokens(copies, rows)
+    before = logits.clone()
+
+    drawn = draw_more(logits, row, SEEDS, spec)
+
+    assert [sample.token_id for sample in drawn] == chosen.tolist()
+    outputs = build_outputs(copies, chosen, [spec] * len(SEEDS))
+    assert [sample.logprob for sample in drawn] == [output.logprob for output in outputs]
+    likely = sampled_logprobs(copies, chosen.tolist(), rows, [spec] * len(SEEDS))
+    assert [sample.sampled_logprob for sample in drawn] == [likely.get(index) for index in range(len(SEEDS))]
+    assert torch.equal(logits, before)
+
+
+def test_rows_in_half_precision_are_drawn_from_as_they_are() -> None:
+    logits = torch.linspace(-2, 2, 64).to(torch.bfloat16)
+    row = SamplingRow(Sampling(temperature=1.0), position=3)
+    drawn = draw_more(logits, row, SEEDS, OutputSpec())
+    assert drawn == draw_more(logits.float(), row, SEEDS, OutputSpec())
+    assert len({sample.token_id for sample in drawn}) > 5
