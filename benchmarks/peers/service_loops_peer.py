@@ -90,11 +90,10 @@ class ServiceLoopsPeer(Peer):
         outputs = [output_options(temperature=1.0, seed=n, sampled_logprob=True) for n in range(samples)]
 
         def work() -> None:
-            # All but the last token: what follows it is drawn for each sample.
-            first = self._prefill(prompt[:-1])
+            first = self._prefill(prompt, outputs[0], range(samples))
             caches = [first, *first.fork(samples - 1)]
-            chosen = [prompt[-1]] * samples
-            for _ in range(tokens):
+            chosen = [sample.token_id for sample in first.samples]
+            for _ in range(tokens - 1):
                 items = list(zip(caches, chosen, outputs, strict=True))
                 chosen = [output.token_id for output in checked(self._client.batch_decode(items))]
             first.fork(0, release=caches)
@@ -122,7 +121,7 @@ class ServiceLoopsPeer(Peer):
                 ]
                 best = sorted(candidates, reverse=True)[:beams]
                 scores, chosen = [score for score, *_ in best], [token for *_, token in best]
-                caches = _grown(caches, [at for _, at, _ in best])
+                caches = self._grown(caches, [at for _, at, _ in best])
             caches[0].fork(0, release=caches)
 
         return _sample(work, beams * tokens)
@@ -181,10 +180,24 @@ class ServiceLoopsPeer(Peer):
 
         return _sample(work, tokens)
 
-    def _prefill(self, prompt: Sequence[int], output: OutputOptions | None = None) -> Cache:
+    def _grown(self, caches: Sequence[Cache], parents: Sequence[int]) -> list[Cache]:
+        """A cache for each beam: its parent's, or a copy. Those without a child are released."""
+        dead = [cache for at, cache in enumerate(caches) if at not in parents]
+        alive = sorted(set(parents))
+        copies: list[list[Cache]] = [[] for _ in alive]
+        if dead:
+            forks = [(caches[at], parents.count(at) - 1) for at in alive]
+            copies = self._client.fork_caches(forks, release=dead)
+        heirs = {at: [caches[at], *new] for at, new in zip(alive, copies, strict=True)}
+        return [heirs[at].pop() for at in parents]
+
+    def _prefill(
+        self, prompt: Sequence[int], output: OutputOptions | None = None, sample_seeds: Sequence[int] = ()
+    ) -> Cache:
         """A cache of a prompt that nobody has computed before, as far as the server is concerned."""
         self._turns += 1
-        return self._client.prefill(prompt, output=output, cache_salt=str(self._turns))
+        salt = str(self._turns)
+        return self._client.prefill(prompt, output=output, cache_salt=salt, sample_seeds=sample_seeds)
 
     def _prompts(self, batch: int, tokens: int, seed: int) -> list[list[int]]:
         return prompts(self._vocab_size, batch, tokens, seed)
@@ -195,18 +208,6 @@ class ServiceLoopsPeer(Peer):
         for _ in range(tokens - 1):
             said.append(cache.decode(said[-1]).token_id)
         return said
-
-
-def _grown(caches: Sequence[Cache], parents: Sequence[int]) -> list[Cache]:
-    """A cache for each beam: its parent's, or a copy. Those without a child are released."""
-    dead = [cache for at, cache in enumerate(caches) if at not in parents]
-    heirs: dict[int, list[Cache]] = {}
-    for at in sorted(set(parents)):
-        count = parents.count(at)
-        copies = caches[at].fork(count - 1, release=dead) if dead or count > 1 else []
-        dead = []
-        heirs[at] = [caches[at], *copies]
-    return [heirs[at].pop() for at in parents]
 
 
 def _sample(work: Callable[[], object], tokens: int) -> Sample:
