@@ -124,7 +124,11 @@ export interface VerifyRow {
   mask:
     | TokenMask
     | undefined;
-  /** What the next token of the request was drawn from. Not with the last one, which nothing follows. */
+  /**
+   * What the next token of the request was drawn from. Not with the last one, which nothing follows. In a tree: what all
+   * that follow this token were drawn from, each on its own, so that the same one may come twice; and not with a token
+   * that none follows. They are tried in their order.
+   */
   draft: DraftProbabilities | undefined;
 }
 
@@ -328,6 +332,8 @@ export interface ExecutorCapabilities {
   /** Tokens that one step takes at most; longer calls are run in chunks. */
   maxBatchTokens: number;
   maxBatchItems: number;
+  /** ForwardVerify takes trees of drafts. */
+  supportsTokenTrees: boolean;
 }
 
 /** How the pages of a KV pool are used. The last four count up from the start of the worker. */
@@ -2160,6 +2166,7 @@ function createBaseExecutorCapabilities(): ExecutorCapabilities {
     maxLoraAdapters: 0,
     maxBatchTokens: 0,
     maxBatchItems: 0,
+    supportsTokenTrees: false,
   };
 }
 
@@ -2215,6 +2222,9 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     }
     if (message.maxBatchItems !== 0) {
       writer.uint32(128).uint32(message.maxBatchItems);
+    }
+    if (message.supportsTokenTrees !== false) {
+      writer.uint32(136).bool(message.supportsTokenTrees);
     }
     return writer;
   },
@@ -2360,6 +2370,14 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
             message.maxBatchItems = reader.uint32();
             continue;
           }
+          case 17: {
+            if (tag !== 136) {
+              break;
+            }
+
+            message.supportsTokenTrees = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2395,6 +2413,7 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     message.maxLoraAdapters = object.maxLoraAdapters ?? 0;
     message.maxBatchTokens = object.maxBatchTokens ?? 0;
     message.maxBatchItems = object.maxBatchItems ?? 0;
+    message.supportsTokenTrees = object.supportsTokenTrees ?? false;
     return message;
   },
 };
