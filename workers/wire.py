@@ -118,6 +118,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int)
         run_ahead=message.run_ahead,
         scored=message.scored,
         choices=[_to_choice(row, vocab_size) for row in message.verify_rows],
+        parents=tuple(message.parents),
     )
 
 
@@ -210,6 +211,7 @@ def _forward_done(result: ForwardDone) -> worker_pb2.ForwardDone:
         ),
         token_logprobs=result.token_logprobs,
         token_is_argmax=result.token_is_argmax,
+        kept_path=result.kept_path,
     )
 
 

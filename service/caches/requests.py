@@ -65,6 +65,8 @@ class Append:
     scored: int = 0
     # How single tokens' outputs differ. Opaque. Equal ones ask for the same.
     choices: object = None
+    # The tokens are a tree, of which one path is kept: of each but the first the index of the one that it follows.
+    parents: Sequence[int] = ()
 
     @property
     def keeps_answer(self) -> bool:
@@ -150,6 +152,8 @@ class Appended:
     kept: int
     # Computed once more, because the KV was not there.
     replayed_tokens: int = 0
+    # Of a tree: the indexes of the tokens that the cache kept.
+    path: Sequence[int] = ()
 
 
 @plain

@@ -60,6 +60,7 @@ def _fill_forward(body: worker_pb2.ForwardCommand, command: effects.ForwardSeque
     body.scored = append.scored
     if isinstance(append.choices, tuple):
         body.verify_rows.extend(append.choices)
+    body.parents.extend(append.parents)
     body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
     if command.timeout_s is not None:
         body.timeout_ns = max(1, int(command.timeout_s * 1e9))
@@ -70,7 +71,8 @@ def to_events(response: worker_pb2.ConnectResponse) -> Iterator[effects.Event]:
     for event in response.events:
         match event.WhichOneof("event"):
             case "forward":
-                yield effects.ForwardDone(event.op_id, event.forward.kept, event.forward)
+                done = event.forward
+                yield effects.ForwardDone(event.op_id, done.kept, done, tuple(done.kept_path))
             case "done":
                 yield effects.CommandDone(event.op_id)
             case "error":

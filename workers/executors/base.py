@@ -15,6 +15,7 @@ import torch
 
 from workers.executors.engine import Engine
 from workers.executors.errors import (
+    BadTree,
     DuplicateSequence,
     EmptyTokens,
     ExecutorClosed,
@@ -32,6 +33,7 @@ from workers.executors.info import (
 )
 from workers.kv.table import PoolUsage
 from workers.models.active_kernels import active_kernels
+from workers.models.inputs import MAX_TREE_TOKENS
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
@@ -110,6 +112,23 @@ class ModelExecutor:
         op = self._operation(sequence, token_ids, len(token_ids), output, Kind.VERIFY, accept)
         (done,) = self._run([op])
         return done.outputs, done.kept - 1
+
+    def verify_tree(
+        self,
+        sequence: int,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        output: OutputSpec = GREEDY,
+    ) -> tuple[Sequence[RowOutput], Sequence[int]]:
+        """Appends the path of a tree that the model chooses; what follows each token, and the path's indexes.
+
+        See `workers.token_trees` for `parents`.
+        """
+        self._check_known([sequence])
+        plain = self._operation(sequence, token_ids, len(token_ids), output, Kind.VERIFY, Accept.CHOSEN)
+        op = dataclasses.replace(plain, parents=parents)
+        (done,) = self._run([op])
+        return done.outputs, done.kept_path if parents else range(done.kept)
 
     def forward(self, token_ids: Sequence[int], output: OutputSpec = GREEDY) -> Sequence[RowOutput]:
         """Scores tokens without keeping a cache; what follows each."""
@@ -267,6 +286,8 @@ class ModelExecutor:
             raise EmptyTokens(f"nothing to append to sequence {op.sequence}")
         if not 0 <= op.wanted_rows <= len(op.token_ids):
             raise RowsOutOfRange(f"{op.wanted_rows} rows of {len(op.token_ids)} tokens")
+        if op.parents:
+            _check_tree(op)
         vocab_size = self._model.vocab_size
         for tokens in (op.token_ids, op.output.logprob_token_ids):
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
@@ -276,6 +297,14 @@ class ModelExecutor:
         most, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
         if end > most:
             raise SequenceTooLong(f"{end} tokens in sequence {op.sequence}, which can have {most}")
+
+
+def _check_tree(op: Forward) -> None:
+    """Raises BadTree."""
+    if len(op.parents) != len(op.token_ids) - 1 or len(op.token_ids) > MAX_TREE_TOKENS:
+        raise BadTree(f"{len(op.parents)} parents of {len(op.token_ids)} tokens")
+    if any(not 0 <= parent <= index for index, parent in enumerate(op.parents)):
+        raise BadTree(f"a token follows one behind it: {list(op.parents)}")
 
 
 def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabilities:
@@ -295,4 +324,5 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         bytes_per_page=kv.bytes_per_page,
         kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
         max_lora_adapters=0,
+        supports_token_trees=engine.takes_trees,
     )

@@ -8,6 +8,8 @@
     ├── RowsOutOfRange        more rows than tokens
     ├── SequenceTooLong       past the model's context, or all of the pool
     ├── TruncateBeyondEnd
+    ├── BadTree               parents that are no tree, or one that is too large
+    ├── NoTrees               a tree, of a model whose attention takes none
     └── ExecutorClosed        work after `shutdown`
 
 Beside them an executor raises OutOfPages (`workers.kv.page_pool`), which waiting helps, SamplingError
@@ -47,6 +49,14 @@ class SequenceTooLong(ExecutorError):
 
 class TruncateBeyondEnd(ExecutorError):
     """A sequence cannot be cut to more tokens than it has."""
+
+
+class BadTree(ExecutorError):
+    """A token does not follow one before it, or there are too many of them."""
+
+
+class NoTrees(ExecutorError):
+    """The model computes attention in a way that knows no token trees."""
 
 
 class ExecutorClosed(ExecutorError):

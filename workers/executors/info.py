@@ -75,6 +75,7 @@ class Capabilities:
     # The most that one sequence can have: the model's context, or all of a smaller pool.
     kv_capacity_tokens: int
     max_lora_adapters: int
+    supports_token_trees: bool
 
 
 @dataclass(frozen=True, slots=True)
