@@ -143,7 +143,7 @@ def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
     children = children_of(op.parents)
     history: Sequence[int] | NDArray[np.int64] = ()
     if _needs_history(op):
-        history = chunk.running.sequence.token_ids.as_array()
+        history = chunk.running.sequence.token_ids.as_array().astype(np.int64)
     for index, position in enumerate(_positions(chunk), start=chunk.start):
         choice = op.choices[index] if op.choices else _LIKE_ALL
         draft = None

@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,9 +42,9 @@ def new_cache(tiny_gateway: GatewayProcess) -> Iterator[NewCache]:
         tiny_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
 
 
-def verify(gateway: GatewayProcess, cache_id: str, tree: Tree, **fields: object) -> pb.ForwardVerifyResponse:
+def verify(gateway: GatewayProcess, cache_id: str, tree: Tree, **fields: Any) -> pb.ForwardVerifyResponse:
     request = pb.ForwardVerifyRequest(
-        cache_id=cache_id, token_ids=tree.token_ids, parents=tree.parents, **{"accept": GREEDY, **fields}
+        cache_id=cache_id, token_ids=tree.token_ids, parents=tree.parents, **({"accept": GREEDY} | fields)
     )
     answer: pb.ForwardVerifyResponse = gateway.stub.ForwardVerify(request, timeout=TIMEOUT_S)
     return answer
@@ -135,9 +136,9 @@ def test_sampled_acceptance_makes_the_draws_of_a_plain_loop(
     output = types_pb2.OutputOptions(sampling=sampling, sampled_logprob=True)
     plain, tokens, likely = new_cache(prompt), [dice.randrange(VOCAB)], []
     for _ in range(30):
-        answer = decode(tiny_gateway, plain, tokens[-1], output)
-        tokens.append(answer.output.token_id)
-        likely.append(answer.output.sampled_logprob)
+        drawn = decode(tiny_gateway, plain, tokens[-1], output).output
+        tokens.append(drawn.token_id)
+        likely.append(drawn.sampled_logprob)
     cache_id, at = new_cache(prompt), 0
 
     def right(path: Sequence[int]) -> int:
@@ -165,7 +166,7 @@ def test_a_chain_may_be_said_as_a_tree(tiny_gateway: GatewayProcess, new_cache: 
         sampling = types_pb2.SamplingParams(temperature=3.0, seed=seed)
         tokens = [random.Random(f"{seed} {at}").randrange(VOCAB) for at in range(5)]
         said = []
-        for parents in ([], range(4)):
+        for parents in (list[int](), [0, 1, 2, 3]):
             request = pb.ForwardVerifyRequest(
                 cache_id=new_cache([1, 2, 3]),
                 token_ids=tokens,
@@ -187,7 +188,7 @@ def test_a_repeated_tree_has_the_same_answer(
     prompt = [5, 9, 2, 40]
     cache_id, truth = new_cache(prompt), hf_greedy(tiny_model, prompt, 3)
     tree = Tree([truth[0], 11, truth[1], 12, truth[2]], [0, 0, 2, 2])
-    fields: dict[str, object] = {"position": 4}
+    fields: dict[str, Any] = {"position": 4}
     if with_logits:
         fields["output"] = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
     first, again = (verify(tiny_gateway, cache_id, tree, **fields) for _ in range(2))

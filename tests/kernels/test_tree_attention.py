@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from kernels import paged_attention as module
 from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ancestors, distances
 from kernels.cpu import library
+from kernels.cpu import paged_attention as cpu
 from tests.kernels.attention_features import FEATURES
 from tests.kernels.references import assert_close
 from tests.kernels.test_paged_attention import Case, make_case
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who attends: the compiled kernels where they are, or torch."""
     if request.param == "reference":
-        monkeypatch.setattr(module.cpu, "can_attend", lambda *_: False)
+        monkeypatch.setattr(cpu, "can_attend", lambda *_: False)
     elif not library.available():
         pytest.skip("no compiled kernels")
     return str(request.param)
@@ -39,7 +39,7 @@ def check(items: list[tuple[Tree | tuple[int, int], int]], window: int | None, *
     case = make_case(lengths, **shape)  # type: ignore[arg-type]
     case.batch = with_trees(case.batch, trees)
     exact = tree_attention64(
-        case.query, case.keys, case.values, case.batch, trees, 0.3, window, **case.scoring
+        case.query, case.keys, case.values, case.batch, trees, scale=0.3, window=window, scoring=case.scoring
     )
     assert_close(case.run(window), exact)
     return case

@@ -65,9 +65,10 @@ def tree_attention64(
     values: Sequence[torch.Tensor],
     batch: AttentionBatch,
     trees: Sequence[Tree | None],
+    *,
     scale: float,
     window: int | None,
-    **scoring: Any,
+    scoring: dict[str, Any],
 ) -> torch.Tensor:
     """As `attention64`, for each row of a tree over a sequence that is what is before it and its own path."""
     rows, start = [], 0
@@ -82,5 +83,5 @@ def tree_attention64(
             texts = [torch.tensor([*range(root), *(root + index for index in path)]) for path in paths]
             lengths = [1] * query_len
         chosen = [[kept[text] for text in texts] for kept in (keys[item], values[item])]
-        rows.append(attention64(asked, *chosen, lengths, scale, window, **scoring))
+        rows.append(attention64(asked, chosen[0], chosen[1], lengths, scale, window, **scoring))
     return torch.cat(rows)
