@@ -9,7 +9,8 @@ and of the tree it sees its own path only. It does see all of the sequence befor
     ancestors              1, 11, 101, 1011, 10101 (binary, the root's bit last)
 
 As slots ascend along a path, the bits say depths too: between a token and one that it sees lie as many
-positions as its path has tokens from that one on, less one.
+positions as its path has tokens from that one on, less one. GPUs, which would count bits for each pair of
+tokens, are told the depths.
 
 Dimension letters: T tokens of the batch; N items.
 """
@@ -35,17 +36,20 @@ class TokenTrees:
         roots: [N] int32, the index in its sequence's slots of each tree's root, which an earlier step may have
             computed; of an item that is no tree its context length.
         ancestors: [T] int64, bit j: the row sees slot root + j, its own included. 0: the row is of no tree.
+        depths: [N, 64] int32, of each tree those of the tokens in slots root, root + 1 and so on.
         is_tree: N of them, on the host.
     """
 
     roots: torch.Tensor
     ancestors: torch.Tensor
+    depths: torch.Tensor
     is_tree: Sequence[bool]
 
     def check(self, query_lens: Sequence[int]) -> None:
         """Check it for a batch of these items. Raises ValueError or TypeError, by name."""
         check_tensor("roots", self.roots, (len(query_lens),), INDEX_DTYPES)
         check_tensor("ancestors", self.ancestors, (sum(query_lens),), (torch.int64,))
+        check_tensor("depths", self.depths, (len(query_lens), MAX_TREE_TOKENS), INDEX_DTYPES)
         if len(self.is_tree) != len(query_lens):
             raise ValueError(f"is_tree: must have {len(query_lens)} entries, got {len(self.is_tree)}")
         for query_len, is_tree in zip(query_lens, self.is_tree, strict=True):

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.models.inputs import AttentionBatch, ForwardInputs, TokenTrees, depths_and_ancestors
+from workers.models.inputs import (
+    MAX_TREE_TOKENS,
+    AttentionBatch,
+    ForwardInputs,
+    TokenTrees,
+    depths_and_ancestors,
+)
 from workers.operations import GREEDY, Forward, OutputSpec, RowChoice
 from workers.running import Chunk
 from workers.sampling import Draft, SamplingRow
@@ -77,17 +83,20 @@ def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int]) -> TokenTrees |
         return None
     roots: list[int] = []
     ancestors: list[int] = []
-    for chunk, context in zip(chunks, context_lens, strict=True):
+    depths = torch.zeros((len(chunks), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
+    for item, (chunk, context) in enumerate(zip(chunks, context_lens, strict=True)):
         if chunk.op.parents:
             roots.append(chunk.op.position)
-            _, seen = depths_and_ancestors(chunk.op.parents)
+            deep, seen = depths_and_ancestors(chunk.op.parents)
             ancestors += seen[chunk.start : chunk.start + chunk.count]
+            depths[item, : len(deep)] = torch.tensor(deep)
         else:
             roots.append(context)
             ancestors += [0] * chunk.count
     return TokenTrees(
         roots=torch.tensor(roots, dtype=torch.int32),  # [N]
         ancestors=torch.tensor(ancestors, dtype=torch.int64),  # [T]
+        depths=depths,
         is_tree=[bool(chunk.op.parents) for chunk in chunks],
     )
 

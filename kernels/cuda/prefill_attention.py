@@ -47,12 +47,17 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.attention_trees import TokenTrees
+
 from kernels.cuda.attention_tiles import (
     LOWEST,
+    MAX_TREE_TOKENS,
     TileConfig,
     attend_keys,
     feature_types,
     slopes_of,
+    tree_positions,
+    tree_types,
     widths_name,
     with_sinks,
 )
@@ -102,7 +107,10 @@ def find_item(query_starts, first_row, block, num_items, BLOCK_Q: tl.constexpr):
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
     do_not_specialize=["table_stride", "num_items"],
-    do_not_specialize_on_alignment=["page_tables", "query_starts", "context_lens", "sinks", "alibi_slopes"],
+    do_not_specialize_on_alignment=[
+        *("page_tables", "query_starts", "context_lens", "sinks", "alibi_slopes"),
+        *("roots", "ancestors", "depths"),
+    ],
 )
 def prefill_kernel(
     out,  # [T, H, V]
@@ -114,6 +122,9 @@ def prefill_kernel(
     context_lens,  # [N]
     sinks,  # [H] float32, or None
     alibi_slopes,  # [H] float32, or None
+    roots,  # [N] or None, and the next two: no item is a tree
+    ancestors,  # [T] int64
+    depths,  # [N, MAX_TREE_TOKENS]
     query_stride,
     head_stride,
     table_stride,
@@ -163,6 +174,19 @@ def prefill_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
+    positions = start_position + tokens
+    root = None
+    row_ancestors = None
+    item_depths = None
+    bulk_end = first_position + 1  # what the first token sees, every row does
+    if ancestors is not None:
+        root = tl.load(roots + item).to(tl.int32)  # behind the last token, if this is no tree
+        row_ancestors = tl.load(ancestors + token_rows, mask=present, other=0)
+        item_depths = depths + item.to(tl.int64) * MAX_TREE_TOKENS
+        positions = tree_positions(positions, root, item_depths)
+        bulk_end = tl.minimum(bulk_end, root)
+        if WINDOW > 0:
+            begin = tl.maximum(tl.minimum(first_position, root) - WINDOW + 1, 0)
 
     query_tile = tl.load(
         query + token_rows[:, None] * query_stride + heads[:, None] * head_stride + columns[None, :],
@@ -172,14 +196,13 @@ def prefill_kernel(
     attended = tl.zeros([BLOCK_M, F], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
-    positions = start_position + tokens
     k_head = k_pages + kv_head * D
     v_head = v_pages + kv_head * V
     slopes = slopes_of(alibi_slopes, heads, present)
     table = page_tables + item.to(tl.int64) * table_stride
     if WINDOW == 0:
-        # What the first token sees, every row does. A padded item begins at a negative position.
-        bulk_end = tl.maximum(first_position + 1, 0) // TILE * TILE
+        # A padded item begins at a negative position.
+        bulk_end = tl.maximum(bulk_end, 0) // TILE * TILE
         attended, total, highest = attend_keys(
             attended,
             total,
@@ -194,6 +217,9 @@ def prefill_kernel(
             scale_log2,
             softcap_log2,
             slopes,
+            None,
+            None,
+            None,
             WINDOW,
             False,
             PAGE_SIZE,
@@ -219,6 +245,9 @@ def prefill_kernel(
         scale_log2,
         softcap_log2,
         slopes,
+        root,
+        row_ancestors,
+        item_depths,
         WINDOW,
         True,
         PAGE_SIZE,
@@ -264,6 +293,7 @@ def prefill_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    trees: TokenTrees | None = None,
 ) -> None:
     """Attend the new tokens of each item to its own sequence, whose last tokens they are.
 
@@ -285,6 +315,7 @@ def prefill_attention(
         softcap: As in `kernels.paged_attention.paged_attention`, and so are the others.
         sinks: [H] float32 contiguous, or None.
         alibi_slopes: [H] float32 contiguous, or None.
+        trees: Which items are trees, contiguous, on the device of query; or None.
     """
     rows, heads, _ = query.shape
     kv_heads = k_pages.shape[2]
@@ -305,6 +336,9 @@ def prefill_attention(
         context_lens,
         sinks,
         alibi_slopes,
+        None if trees is None else trees.roots,
+        None if trees is None else trees.ancestors,
+        None if trees is None else trees.depths,
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
@@ -325,9 +359,18 @@ def compile_specs() -> list[CompileSpec]:
     shapes += [("bf16", 256, 256, 2, 4096, "softcap_log2")]
     shapes += [("bf16", 64, 64, 8, window, "sinks") for window in (None, 128)]
     shapes += [("bf16", width, width, 1, None, "alibi_slopes") for width in (64, 128)]
+    treelike = [("bf16", width, width, 4, None, "") for width in (64, 128, 256)]
+    treelike += [("bf16", 128, 128, 4, 4096, ""), ("bf16", 128, 128, 7, None, "")]
+    treelike += [("bf16", 128, 128, 1, None, "alibi_slopes"), ("bf16", 256, 256, 2, 4096, "softcap_log2")]
+    treelike += [("bf16", 64, 64, 8, 128, "sinks"), ("fp32", 128, 128, 4, None, "")]
     for dtype in ("bf16", "fp32"):
         shapes += [(dtype, 192, 128, 1, None, ""), (dtype, 256, 256, 2, None, "softcap_log2")]
-    return [_compile_spec(*shape, architecture) for shape in shapes for architecture in SHARED_BYTES]
+    specs = [(shape, False) for shape in shapes] + [(shape, True) for shape in treelike]
+    return [
+        _compile_spec(*shape, architecture, trees=trees)
+        for shape, trees in specs
+        for architecture in SHARED_BYTES
+    ]
 
 
 def _compile_spec(
@@ -338,6 +381,8 @@ def _compile_spec(
     window: int | None,
     feature: str,
     architecture: int,
+    *,
+    trees: bool,
 ) -> CompileSpec:
     element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
@@ -345,10 +390,11 @@ def _compile_spec(
     return CompileSpec(
         _variant(element, 8 * group, (1, 16, 8, width), value_width, window, shared_bytes),
         f"prefill_attention {dtype} {widths_name(width, value_width)} G={group}"
-        f" window={window} {feature}".rstrip(),
+        f" window={window} {feature}{' trees' if trees else ''}".rstrip(),
         {
             **pointers,
             **feature_types(feature),
+            **tree_types(trees=trees),
             **dict.fromkeys(("page_tables", "query_starts", "context_lens"), "*i32"),
             **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_items"), "i32"),
             "scale_log2": "fp32",

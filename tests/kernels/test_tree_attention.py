@@ -17,6 +17,8 @@ from tests.kernels.tree_batches import Tree, random_tree, tree_attention64, with
 
 torch.set_num_threads(1)
 
+DEPTHS = torch.zeros(1, MAX_TREE_TOKENS, dtype=torch.int32)
+
 
 @pytest.fixture(params=["compiled", "reference"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -115,6 +117,6 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="ancestors"):
         with_trees(case.batch, [Tree((0, 1))]).trees.check([4])  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="is_tree"):
-        TokenTrees(torch.tensor([0]), torch.tensor([1]), []).check([1])
+        TokenTrees(torch.tensor([0]), torch.tensor([1]), DEPTHS, []).check([1])
     with pytest.raises(ValueError, match="64 tokens"):
-        TokenTrees(torch.tensor([0]), torch.ones(65, dtype=torch.int64), [True]).check([65])
+        TokenTrees(torch.tensor([0]), torch.ones(65, dtype=torch.int64), DEPTHS, [True]).check([65])

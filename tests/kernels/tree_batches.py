@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kernels.attention_batch import AttentionBatch
-from kernels.attention_trees import TokenTrees, depths_and_ancestors
+from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ancestors
 from tests.kernels.references import attention64
 
 
@@ -42,18 +42,24 @@ def random_tree(dice: random.Random, tokens: int, computed: int = 0) -> Tree:
 def with_trees(batch: AttentionBatch, trees: Sequence[Tree | None]) -> AttentionBatch:
     """The same batch, in which some items are trees. Their contexts end with the tree."""
     roots, ancestors = [], []
-    for tree, query_len, context in zip(trees, batch.query_lens, batch.context_lens_host, strict=True):
+    # Where no token is, they mean nothing.
+    depths = torch.full((len(trees), MAX_TREE_TOKENS), -1 << 20, dtype=torch.int32)
+    for item, tree in enumerate(trees):
+        query_len, context = batch.query_lens[item], batch.context_lens_host[item]
         if tree is None:
             roots.append(context)
             ancestors += [0] * query_len
         else:
             assert query_len == tree.query_len
             roots.append(context - 1 - len(tree.parents))
-            ancestors += depths_and_ancestors(tree.parents)[1][tree.computed :]
+            deep, seen = depths_and_ancestors(tree.parents)
+            ancestors += seen[tree.computed :]
+            depths[item, : len(deep)] = torch.tensor(deep)
     device = batch.query_starts.device
     made = TokenTrees(
         torch.tensor(roots, dtype=torch.int32, device=device),
         torch.tensor(ancestors, dtype=torch.int64, device=device),
+        depths.to(device),
         [tree is not None for tree in trees],
     )
     return dataclasses.replace(batch, trees=made)

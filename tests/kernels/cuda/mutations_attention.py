@@ -22,15 +22,15 @@ MUTATIONS = [
     Mutation(
         "a token does not see itself",
         "kernels.cuda.attention_tiles",
-        "keys[None, :] <= row_positions[:, None]",
-        "keys[None, :] < row_positions[:, None]",
+        "positions[None, :] <= row_positions[:, None]",
+        "positions[None, :] < row_positions[:, None]",
         f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-None]",
     ),
     Mutation(
         "a window is one key too long in prefill",
         "kernels.cuda.attention_tiles",
-        "keys[None, :] > row_positions[:, None] - WINDOW",
-        "keys[None, :] >= row_positions[:, None] - WINDOW",
+        "positions[None, :] > row_positions[:, None] - WINDOW",
+        "positions[None, :] >= row_positions[:, None] - WINDOW",
         f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-5]",
     ),
     Mutation(
@@ -78,8 +78,8 @@ MUTATIONS = [
     Mutation(
         "future keys are in the part without masks",
         "kernels.cuda.prefill_attention",
-        "tl.maximum(first_position + 1, 0) // TILE * TILE",
-        "tl.cdiv(tl.maximum(first_position + 1, 0), TILE) * TILE",
+        "tl.maximum(bulk_end, 0) // TILE * TILE",
+        "tl.cdiv(tl.maximum(bulk_end, 0), TILE) * TILE",
         f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-None]",
     ),
     Mutation(
@@ -190,8 +190,8 @@ MUTATIONS = [
     Mutation(
         "keys that are far away count more in the reference",
         "kernels.attention_reference",
-        "torch.arange(length, device=own.device) - own[..., None]  # [B, Q, L]",
-        "own[..., None] - torch.arange(length, device=own.device)",
+        "view(kv_heads, -1, 1, 1) * ahead[:, None, None]",
+        "view(kv_heads, -1, 1, 1) * -ahead[:, None, None]",
         f"{REFERENCE}[dtype0-24-16-alibi_slopes]",
     ),
     Mutation(
