@@ -15,7 +15,15 @@ from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneratio
 from kernels.paged_attention import CUDA_WIDTHS
 from tests.families import MODELS, settings_of
 from tests.model_factory import hf_greedy, hf_logits, make_family_model
-from tests.workers.packing import HandPacker, HandSequence, Item, greedy_tokens, logits_in_chunks, poison
+from tests.workers.packing import (
+    HandPacker,
+    HandSequence,
+    Item,
+    errors_of_trees,
+    greedy_tokens,
+    logits_in_chunks,
+    poison,
+)
 from workers.executors.describe import kv_shape
 from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
@@ -80,6 +88,15 @@ def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
         expected = hf_logits(directory, text)
         error = (found - expected).abs().max() / expected.abs().max()
         assert error < RELATIVE_ERROR
+
+
+def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
+    _, directory = made
+    decoder = load_model(directory).decoder
+    errors = errors_of_trees(
+        decoder, new_kv(decoder.config), new_packer(6), lambda text: hf_logits(directory, text)
+    )
+    assert max(errors) < RELATIVE_ERROR
 
 
 def test_64_greedy_tokens_are_identical(made: tuple[str, Path]) -> None:

@@ -50,7 +50,10 @@ _State = TypeVar("_State", bound="CacheState")
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What `verify` found: `accepted` drafts are kept, `outputs[accepted]` says what follows them.
+    """What `verify` found: `accepted` drafts are kept, `outputs[path[-1]]` says what follows them.
+
+    `path` has the indexes of the tokens that were kept, the first one's included: of a tree one of its paths,
+    else 0 to `accepted`.
 
     With `score`, `token_logprobs` says of each draft how likely it was under the model's own distribution,
     and `token_is_argmax` whether no other token was more likely.
@@ -60,6 +63,7 @@ class Verified:
     accepted: int
     token_logprobs: Sequence[float] = ()
     token_is_argmax: Sequence[bool] = ()
+    path: Sequence[int] = ()
 
 
 def channel_options(max_request_bytes: int, max_response_bytes: int) -> list[tuple[str, int | str]]:
@@ -163,6 +167,7 @@ class CacheState:
         accept: types_pb2.VerifyAccept,
         score: bool,
         rows: Sequence[types_pb2.VerifyRow],
+        parents: Sequence[int],
     ) -> executor_pb2.ForwardVerifyRequest:
         return executor_pb2.ForwardVerifyRequest(
             cache_id=self.cache_id,
@@ -172,6 +177,7 @@ class CacheState:
             accept=accept,
             score=score,
             rows=rows,
+            parents=parents,
         )
 
     def _truncate_request(self, new_len: int) -> executor_pb2.TruncateKVRequest:
@@ -205,13 +211,15 @@ class CacheState:
     def _verified(self, response: executor_pb2.ForwardVerifyResponse) -> Verified:
         self.seq_len = response.kv_cache.seq_len
         self.replayed_tokens = response.replayed_tokens
-        self.output = response.outputs[response.accepted]
+        path = tuple(response.accepted_path) or tuple(range(response.accepted + 1))
+        self.output = response.outputs[path[-1]]
         self.token_logprobs = self.token_is_argmax = ()
         return Verified(
             tuple(response.outputs),
             response.accepted,
             tuple(response.token_logprobs),
             tuple(response.token_is_argmax),
+            path,
         )
 
     def _forked(self, response: executor_pb2.ForkCacheResponse) -> list[executor_pb2.PrefillResponse]:
