@@ -18,8 +18,8 @@ from kernels.checks import INDEX_DTYPES, check_tensor
 class AttentionBatch:
     """Which rows belong to which sequence, and where its pages are: the same for all layers of a forward.
 
-    Lengths are in tokens. `query_lens` and `context_lens_host` hold the numbers of the tensors on the host, so that no kernel
-    has to read a device tensor back.
+    Lengths are in tokens. `query_lens` and `context_lens_host` hold the numbers of the tensors on the host,
+    so that no kernel has to read a device tensor back.
 
     Attributes:
         page_tables: [N, P] int32, the pages of each sequence in order; unused entries hold any valid page.

@@ -205,7 +205,7 @@ def _attend_tree(
 
 
 def _ahead(own: torch.Tensor, length: int) -> torch.Tensor:
-    """How far each of `length` positions is ahead of a query, [B, Q, L]. `own`: [B, Q], the query's among them."""
+    """How far each of `length` positions is ahead of a query, [B, Q, L]. `own`: [B, Q], which is its own."""
     return torch.arange(length, device=own.device) - own[..., None]
 
 

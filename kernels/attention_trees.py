@@ -1,11 +1,11 @@
-"""Which new tokens of a batch are trees, and what each of them sees.
+r"""Which new tokens of a batch are trees, and what each of them sees.
 
 The tokens of a tree are alternatives for how a sequence goes on. They lie in slots one behind the other, the
 root first and each behind the token that it follows; but a token's position is its depth behind the root's,
 and of the tree it sees its own path only. It does see all of the sequence before the root.
 
     slots      ... 40 41 | 42 43 44 45 46        42 -- 43 -- 45
-    positions  ... 40 41 | 42 43 43 44 44          \\-- 44 -- 46
+    positions  ... 40 41 | 42 43 43 44 44          \-- 44 -- 46
     ancestors              1, 11, 101, 1011, 10101 (binary, the root's bit last)
 
 As slots ascend along a path, the bits say depths too: between a token and one that it sees lie as many
@@ -33,8 +33,8 @@ class TokenTrees:
     """The trees of a batch. Its other items are causal, as ever.
 
     Attributes:
-        roots: [N] int32, the index in its sequence's slots of each tree's root, which an earlier step may have
-            computed; of an item that is no tree its context length.
+        roots: [N] int32, the index in its sequence's slots of each tree's root, which an earlier step may
+            have computed; of an item that is no tree its context length.
         ancestors: [T] int64, bit j: the row sees slot root + j, its own included. 0: the row is of no tree.
         depths: [N, 64] int32, of each tree those of the tokens in slots root, root + 1 and so on.
         is_tree: N of them, on the host.

@@ -189,7 +189,7 @@ def output_specs(chunks: Sequence[Chunk]) -> list[OutputSpec]:
 
 
 def score_targets(chunk: Chunk) -> tuple[list[int], list[int]]:
-    """What is scored by a chunk: the indexes of the request's tokens, and of each the wanted row that says so.
+    """What is scored by a chunk: the indexes of the request's tokens, and of each the wanted row for it.
 
     Rows count from the chunk's first wanted one.
     """

@@ -193,6 +193,29 @@ def tree_positions(keys, root, depths):
 
 
 @triton.jit
+def tree_item(roots, ancestors, depths, item, token_rows, present, slots, first_slot):
+    """What trees change for rows of an item in `slots` [M], of which the first is `first_slot`.
+
+    Returns (root, ancestors [M], pointer to depths, positions [M], the least of them at least, and the end of
+    the slots that all rows see). The first three are None if there are no trees.
+    """
+    root = None
+    row_ancestors = None
+    item_depths = None
+    positions = slots
+    oldest = first_slot
+    bulk_end = first_slot + 1  # what the first token sees, every row does
+    if ancestors is not None:
+        root = tl.load(roots + item).to(tl.int32)  # behind the last token, if this is no tree
+        row_ancestors = tl.load(ancestors + token_rows, mask=present, other=0)
+        item_depths = depths + item.to(tl.int64) * MAX_TREE_TOKENS
+        positions = tree_positions(slots, root, item_depths)
+        oldest = tl.minimum(oldest, root)
+        bulk_end = tl.minimum(bulk_end, root)
+    return root, row_ancestors, item_depths, positions, oldest, bulk_end
+
+
+@triton.jit
 def seen_in_tree(keys, root, ancestors):
     """Which keys [L] rows see as far as a tree decides it, [M, L]. `ancestors`: [M] int64."""
     places = keys - root

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
-from service.api.validation import RequestLimits
 from service.api.token_trees import check_tree
+from service.api.validation import RequestLimits
 from service.api.verify_rows import check_verify_rows
 from service.caches.requests import Append, Kind, Priority
 from service.errors import InvalidArgument

@@ -65,7 +65,7 @@ class Append:
     scored: int = 0
     # How single tokens' outputs differ. Opaque. Equal ones ask for the same.
     choices: object = None
-    # The tokens are a tree, of which one path is kept: of each but the first the index of the one that it follows.
+    # The tokens are a tree, of which one path is kept: of each but the first the index of its parent.
     parents: Sequence[int] = ()
 
     @property

@@ -7,6 +7,8 @@ computes from the tokens alone; at the end everything is released and every pool
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -21,6 +23,7 @@ from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy, hf_logits
+from tests.token_trees import random_tree
 
 VOCAB = 97
 MAX_TOKENS = 160
@@ -245,6 +248,44 @@ class ParityMachine(RuleBasedStateMachine):
         else:
             assert answer.accepted == len(fed) - 1
         held.tokens = base + fed[: answer.accepted + 1]
+        held.last = None
+        self.check_step(held, answer.kv_cache)
+
+    @precondition(lambda self: bool(self.held))
+    @rule(number=picks, seed=picks, size=st.integers(2, 20), score=st.booleans())
+    def verify_tree(self, number: int, seed: int, size: int, score: bool) -> None:
+        held = self.pick(number)
+        base, model, dice = list(held.tokens), self.harness.model, random.Random(seed)
+        if len(base) + size > MAX_TOKENS:
+            return
+        truth = hf_greedy(model, [*base, base[0]], 4)
+
+        def right(path: Sequence[int]) -> int:
+            depth = len(path) - 1
+            return truth[depth] if list(path[1:]) == truth[:depth] and depth < 4 else 0
+
+        tree = random_tree(dice, base[0], size, VOCAB, right)
+        request = pb.ForwardVerifyRequest(
+            cache_id=held.cache_id,
+            token_ids=tree.token_ids,
+            parents=tree.parents,
+            position=len(base),
+            accept=types_pb2.VERIFY_ACCEPT_GREEDY,
+            output=WITH_LOGITS,
+            score=score,
+        )
+        answer = self.stub.ForwardVerify(request, timeout=30)
+        for index in range(size):
+            self.check_row(answer.outputs[index], base + tree.path(index))
+        for index in range(1, size) if score else ():
+            own = hf_logits(model, base + tree.path(index))[-2].log_softmax(-1)[tree.token_ids[index]]
+            assert abs(answer.token_logprobs[index - 1] - own.item()) < 1e-4
+        path = list(answer.accepted_path)
+        held.tokens = base + [tree.token_ids[index] for index in path]
+        assert tree.indexes(path[-1]) == path
+        assert held.tokens[len(base) + 1 :] == truth[: len(path) - 1]
+        said = answer.outputs[path[-1]].token_id
+        assert all(tree.parents[at - 1] != path[-1] or tree.token_ids[at] != said for at in range(1, size))
         held.last = None
         self.check_step(held, answer.kv_cache)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from quire.v1 import executor_pb2 as pb
@@ -196,7 +197,7 @@ def test_a_repeated_tree_has_the_same_answer(
     assert first.kv_cache.seq_len == again.kv_cache.seq_len == 7
     assert [row.token_id for row in first.outputs] == [row.token_id for row in again.outputs]
     # With other parents it is another request, which is late.
-    with pytest.raises(Exception, match="POSITION_MISMATCH|position"):
+    with pytest.raises(grpc.RpcError, match="position 4 was stated, the cache has 7 tokens"):
         verify(tiny_gateway, cache_id, Tree(tree.token_ids, [0, 1, 2, 3]), **fields)
 
 

@@ -54,8 +54,8 @@ def check(items: list[tuple[Tree | tuple[int, int], int]], window: int | None, *
 def test_random_trees_beside_chains(dtype: torch.dtype, window: int | None, features: list[str]) -> None:
     dice = random.Random(f"{window}{features}")
     items: list[tuple[Tree | tuple[int, int], int]] = [((1, 0), 30), ((20, 0), 7)]
-    for tokens in (2, 5, 16, 17, 40, 64):
-        items.append((random_tree(dice, tokens), dice.choice([0, 1, 15, 16, 17, 70])))
+    sizes = (2, 5, 16, 17, 40, 64)
+    items += [(random_tree(dice, tokens), dice.choice([0, 1, 15, 16, 17, 70])) for tokens in sizes]
     check(items, window, dtype=dtype, features=features, heads=6)
 
 

@@ -127,11 +127,11 @@ def errors_of_trees(
         for sequence, tree in zip(sequences, trees, strict=False)
     ]
     found = model.logits(model.forward(packer.pack(items), kv))
-    rows = list(found.split([len(item.tokens) for item in items]))
+    rows = torch.split(found, [len(item.tokens) for item in items])
     paths = [(texts[2], [1, 2, 3], rows[0])]
     for text, tree, own in zip(texts, trees, rows[1:], strict=False):
-        for leaf in set(range(len(tree.token_ids))) - set(tree.parents):
-            paths.append((text, tree.path(leaf), own[tree.indexes(leaf)]))
+        leaves = set(range(len(tree.token_ids))) - set(tree.parents)
+        paths += [(text, tree.path(leaf), own[tree.indexes(leaf)]) for leaf in leaves]
     for text, path, own in paths:
         expected = truth([*text, *path])[len(text) :]
         errors.append(float((own - expected).abs().max() / expected.abs().max()))

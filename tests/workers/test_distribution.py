@@ -180,7 +180,7 @@ def test_a_planted_bias_among_siblings_is_found(bias: str, monkeypatch: pytest.M
 
 
 def test_a_path_of_a_tree_is_distributed_as_the_targets_own() -> None:
-    """Two levels, each token with two drafts: the first two tokens that come have their joint probabilities."""
+    """Two levels, each token with two drafts: the first two tokens are as likely as they should be."""
     rng = np.random.default_rng(11)
     few = 4
     rows = (rng.normal(size=(1 + few, few)) * 1.5).astype(np.float32)

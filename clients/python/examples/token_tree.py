@@ -1,9 +1,9 @@
-"""Speculation with a tree: several continuations are drafted, all are verified in one forward, one path is kept.
+"""Speculation with a tree: several continuations are drafted, one forward verifies all, one path is kept.
 
-The drafting model grows the tree: one forward of all of it says the likeliest tokens behind each leaf. Where a
-chain of drafts ends with the first wrong one, a tree often has the right one beside it. The text is the very
-one that a greedy loop says. Both models have one vocabulary; without a second server the model drafts for
-itself, which shows how it works and saves nothing.
+The drafting model grows the tree: one forward of all of it says the likeliest tokens behind each leaf. Where
+a chain of drafts ends with the first wrong one, a tree often has the right one beside it. The text is the
+very one that a greedy loop says. Both models have one vocabulary; without a second server the model drafts
+for itself, which shows how it works and saves nothing.
 
 Cost: for each verify one forward of the drafting model for each level, and one of all drafts and a token,
 which appends one token to as many as there are levels, and one more. Shares steps: with other callers.

@@ -8,6 +8,7 @@ TESTS = "tests/kernels/cuda"
 DECODE = f"{TESTS}/test_decode_attention_cuda.py"
 PREFILL = f"{TESTS}/test_prefill_attention_cuda.py"
 MIXED = f"{TESTS}/test_paged_attention_cuda.py"
+TREES = f"{TESTS}/test_tree_attention_cuda.py"
 # Of these widths torch attends, with compiled kernels for the CPU or without.
 REFERENCE = "tests/kernels/test_paged_attention.py::test_keys_and_values_of_different_widths"
 
@@ -179,6 +180,48 @@ MUTATIONS = [
         "KV_HEADS * V, V, F, MASKED)",
         "KV_HEADS * D, V, F, MASKED)",
         f"{PREFILL}::test_keys_and_values_of_different_widths[bf16-24-16]",
+    ),
+    Mutation(
+        "tokens of a tree see their siblings",
+        "kernels.cuda.attention_tiles",
+        "(is_ancestor & (places < MAX_TREE_TOKENS)[None, :])",
+        "(places < MAX_TREE_TOKENS)[None, :]",
+        f"{TREES}::test_trees_that_start_anywhere[bf16-17-None]",
+    ),
+    Mutation(
+        "of a tree only the first words are looked at",
+        "kernels.cuda.attention_tiles",
+        "tl.where((places < 32)[None, :], low[:, None], high[:, None])",
+        "tl.where((places < 64)[None, :], low[:, None], high[:, None])",
+        f"{TREES}::test_trees_that_start_anywhere[bf16-17-None]",
+    ),
+    Mutation(
+        "a window over a tree goes by slots",
+        "kernels.cuda.attention_tiles",
+        "tl.where(among, root + tl.load(depths + places, mask=among, other=0), keys)",
+        "keys",
+        f"{TREES}::test_trees_that_start_anywhere[bf16-17-5]",
+    ),
+    Mutation(
+        "siblings are in the part without masks",
+        "kernels.cuda.attention_tiles",
+        "bulk_end = tl.minimum(bulk_end, root)",
+        "bulk_end = bulk_end + 64",
+        f"{TREES}::test_trees_that_start_anywhere[bf16-63-None]",
+    ),
+    Mutation(
+        "a window of a block of a tree begins with its first token's",
+        "kernels.cuda.attention_tiles",
+        "oldest = tl.minimum(oldest, root)",
+        "pass",
+        f"{TREES}::test_trees_that_start_anywhere[fp32-17-5]",
+    ),
+    Mutation(
+        "a part of a tree is attended as a decode",
+        "kernels.cuda.paged_attention",
+        "decodes = min(decodes, next(item for item, is_tree in enumerate(trees.is_tree) if is_tree))",
+        "pass",
+        f"{TREES}::test_trees_in_parts_beside_decodes_and_chunks[fp32]",
     ),
     Mutation(
         "the reference does not cap scores",
