@@ -193,26 +193,48 @@ def tree_positions(keys, root, depths):
 
 
 @triton.jit
-def tree_item(roots, ancestors, depths, item, token_rows, present, slots, first_slot):
-    """What trees change for rows of an item in `slots` [M], of which the first is `first_slot`.
-
-    Returns (root, ancestors [M], pointer to depths, positions [M], the least of them at least, and the end of
-    the slots that all rows see). The first three are None if there are no trees.
-    """
+def root_of(roots, item):
+    """The slot of an item's root, behind the last token if it is no tree; None if there are no trees."""
     root = None
-    row_ancestors = None
-    item_depths = None
-    positions = slots
-    oldest = first_slot
-    bulk_end = first_slot + 1  # what the first token sees, every row does
+    if roots is not None:
+        root = tl.load(roots + item).to(tl.int32)
+    return root
+
+
+@triton.jit
+def depths_of(depths, item):
+    """Pointer to the depths of an item's tree; None if there are none."""
+    pointer = None
+    if depths is not None:
+        pointer = depths + item.to(tl.int64) * MAX_TREE_TOKENS
+    return pointer
+
+
+@triton.jit
+def ancestors_of(ancestors, token_rows, present):
+    """Those of each row, [M]; None if there are none."""
+    found = None
     if ancestors is not None:
-        root = tl.load(roots + item).to(tl.int32)  # behind the last token, if this is no tree
-        row_ancestors = tl.load(ancestors + token_rows, mask=present, other=0)
-        item_depths = depths + item.to(tl.int64) * MAX_TREE_TOKENS
-        positions = tree_positions(slots, root, item_depths)
-        oldest = tl.minimum(oldest, root)
-        bulk_end = tl.minimum(bulk_end, root)
-    return root, row_ancestors, item_depths, positions, oldest, bulk_end
+        found = tl.load(ancestors + token_rows, mask=present, other=0)
+    return found
+
+
+@triton.jit
+def positions_of(slots, root, depths):
+    """The positions of tokens in slots [M] of an item, which may be a tree if there are any."""
+    positions = slots
+    if root is not None:
+        positions = tree_positions(slots, root, depths)
+    return positions
+
+
+@triton.jit
+def not_behind(slot, root):
+    """The slot, or the root of its item's tree if that is before it."""
+    found = slot
+    if root is not None:
+        found = tl.minimum(slot, root)
+    return found
 
 
 @triton.jit

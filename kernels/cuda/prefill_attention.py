@@ -55,10 +55,14 @@ from kernels.attention_trees import TokenTrees
 from kernels.cuda.attention_tiles import (
     LOWEST,
     TileConfig,
+    ancestors_of,
     attend_keys,
+    depths_of,
     feature_types,
+    not_behind,
+    positions_of,
+    root_of,
     slopes_of,
-    tree_item,
     tree_types,
     widths_name,
     with_sinks,
@@ -171,14 +175,11 @@ def prefill_kernel(
     context = tl.load(context_lens + item).to(tl.int32)
     start_position = context - query_len  # of the first new token
     first_position = start_position + first_token
-    last_token = tl.minimum(first_token + BLOCK_Q, query_len) - 1
-    end = start_position + last_token + 1
-    root, row_ancestors, item_depths, positions, oldest, bulk_end = tree_item(
-        roots, ancestors, depths, item, token_rows, present, start_position + tokens, first_position
-    )
+    end = start_position + tl.minimum(first_token + BLOCK_Q, query_len)
+    root = root_of(roots, item)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(oldest - WINDOW + 1, 0)
+        begin = tl.maximum(not_behind(first_position, root) - WINDOW + 1, 0)
 
     query_tile = tl.load(
         query + token_rows[:, None] * query_stride + heads[:, None] * head_stride + columns[None, :],
@@ -188,13 +189,14 @@ def prefill_kernel(
     attended = tl.zeros([BLOCK_M, F], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    positions = positions_of(start_position + tokens, root, depths_of(depths, item))
     k_head = k_pages + kv_head * D
     v_head = v_pages + kv_head * V
     slopes = slopes_of(alibi_slopes, heads, present)
     table = page_tables + item.to(tl.int64) * table_stride
     if WINDOW == 0:
-        # A padded item begins at a negative position.
-        bulk_end = tl.maximum(bulk_end, 0) // TILE * TILE
+        # What the first token sees, every row does, but in a tree. Padded items begin at a negative position.
+        bulk_end = tl.maximum(not_behind(first_position + 1, root), 0) // TILE * TILE
         attended, total, highest = attend_keys(
             attended,
             total,
@@ -238,8 +240,8 @@ def prefill_kernel(
         softcap_log2,
         slopes,
         root,
-        row_ancestors,
-        item_depths,
+        ancestors_of(ancestors, token_rows, present),
+        depths_of(depths, item),
         WINDOW,
         True,
         PAGE_SIZE,

@@ -264,3 +264,23 @@ def test_importing_the_client_loads_little() -> None:
     code = "import sys, quire; [getattr(quire, n) for n in quire.__all__]; print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_trees_in_both_clients(gateway: GatewayProcess, client: Client) -> None:
+    """One path says 46; the other tokens are wrong."""
+    tokens, parents = [ANSWER[0], 7, ANSWER[1], 8, ANSWER[2]], [0, 0, 1, 2]
+    with client.prefill(PROMPT) as cache:
+        found = cache.verify(tokens, parents=parents)
+        assert (found.accepted, found.path, cache.seq_len) == (2, (0, 2, 4), len(PROMPT) + 3)
+        assert cache.output == found.outputs[4]
+
+    async def again() -> tuple[int, ...]:
+        async with AsyncClient(gateway.address, timeout_s=60) as other, other.session() as session:
+            made = await session.prefill(PROMPT)
+            path = tuple((await made.verify(tokens, parents=parents)).path)
+            await made.release()
+            return path
+
+    assert asyncio.run(again()) == (0, 2, 4)
+    with client.prefill(PROMPT) as cache:
+        assert cache.verify(ANSWER).path == (0, 1, 2), "of a chain it is all that was accepted"

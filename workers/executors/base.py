@@ -162,6 +162,11 @@ class ModelExecutor:
         for output in (GREEDY, masked, drawn):
             self.decode(_WARM, 0, output)
             self.truncate_kv(_WARM, length)
+        if self.engine.takes_trees and length + 2 <= self._capabilities.kv_capacity_tokens:
+            # Of which the first token stays: with two the page might be full, and found again.
+            tree = self._operation(_WARM, [0, 0], 2, GREEDY, Kind.VERIFY)
+            self._run([dataclasses.replace(tree, parents=(0,))])
+            self.truncate_kv(_WARM, length)
         if self.kv_capacity().available:  # else no two sequences ever meet
             self.unified_decode([(_WARM, [0], 1, drawn), (_WARM_TOO, [0, 0], 1, masked)])
         self.release_cache(_WARM)

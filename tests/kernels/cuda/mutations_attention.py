@@ -79,8 +79,8 @@ MUTATIONS = [
     Mutation(
         "future keys are in the part without masks",
         "kernels.cuda.prefill_attention",
-        "tl.maximum(bulk_end, 0) // TILE * TILE",
-        "tl.cdiv(tl.maximum(bulk_end, 0), TILE) * TILE",
+        "tl.maximum(not_behind(first_position + 1, root), 0) // TILE * TILE",
+        "tl.cdiv(tl.maximum(not_behind(first_position + 1, root), 0), TILE) * TILE",
         f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-None]",
     ),
     Mutation(
@@ -204,16 +204,16 @@ MUTATIONS = [
     ),
     Mutation(
         "siblings are in the part without masks",
-        "kernels.cuda.attention_tiles",
-        "bulk_end = tl.minimum(bulk_end, root)",
-        "bulk_end = bulk_end + 64",
+        "kernels.cuda.prefill_attention",
+        "not_behind(first_position + 1, root), 0)",
+        "first_position + 64, 0)",
         f"{TREES}::test_trees_that_start_anywhere[bf16-63-None]",
     ),
     Mutation(
         "a window of a block of a tree begins with its first token's",
-        "kernels.cuda.attention_tiles",
-        "oldest = tl.minimum(oldest, root)",
-        "pass",
+        "kernels.cuda.prefill_attention",
+        "not_behind(first_position, root) - WINDOW",
+        "first_position - WINDOW",
         f"{TREES}::test_trees_that_start_anywhere[fp32-17-5]",
     ),
     Mutation(
