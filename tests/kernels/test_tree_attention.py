@@ -90,6 +90,21 @@ def test_a_chain_that_is_said_to_be_a_tree(tokens: int, dtype: torch.dtype) -> N
         torch.testing.assert_close(case.run(), plain)
 
 
+@pytest.mark.parametrize("features", [[], *FEATURES], ids="+".join)
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_others_are_the_same_to_the_bit_beside_a_tree(
+    dtype: torch.dtype, window: int | None, features: list[str]
+) -> None:
+    """Whatever a batch holds, a chain comes out as in any other."""
+    tree = random_tree(random.Random(1), 9)
+    items = [(1, 60), (5, 40), (33, 70), (tree.query_len, 30)]
+    case = make_case(items, dtype=dtype, features=features)
+    plain = case.run(window)
+    case.batch = with_trees(case.batch, [None, None, None, tree])
+    assert torch.equal(case.run(window)[:39], plain[:39])
+
+
 def test_the_numbers_of_a_tree() -> None:
     depths, ancestors = depths_and_ancestors([0, 0, 1, 2])
     assert depths == [0, 1, 1, 2, 2]
