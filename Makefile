@@ -85,6 +85,7 @@ check-types: setup
 
 check-protos: setup
 	$(BIN)/python protos/generate.py --check
+	$(BIN)/python clients/python/generate_blocking.py --check
 	$(BIN)/python protos/generate.py --image $(PROTO_IMAGE)
 	$(BIN)/buf lint $(PROTO_IMAGE) --config protos/buf.yaml
 	$(BIN)/buf format protos --diff --exit-code
@@ -98,8 +99,9 @@ fmt: setup ## Format the code and the protos
 	$(BIN)/ruff format .
 	$(BIN)/buf format protos --write
 
-stubs: setup ## Generate the Python stubs from protos/
+stubs: setup ## Generate the Python stubs from protos/, and the blocking client from the asyncio one
 	$(BIN)/python protos/generate.py
+	$(BIN)/python clients/python/generate_blocking.py
 
 proto-image: setup ## Accept the protos as they are as the base of the breaking-change check
 	$(BIN)/python protos/generate.py --image protos/image.binpb --without-comments

@@ -26,6 +26,8 @@ PEERS = {
     "stall": "benchmarks.peers.stall_peer:StallPeer",
     "journal": "benchmarks.peers.journal_peer:JournalPeer",
     "recovery": "benchmarks.peers.recovery_peer:RecoveryPeer",
+    "service-loops": "benchmarks.peers.service_loops_peer:ServiceLoopsPeer",
+    "transformers-loops": "benchmarks.peers.transformers_loops_peer:TransformersLoopsPeer",
     "bad-sessions": "benchmarks.peers.bad_session_peer:BadSessionPeer",
     "device": "benchmarks.gpu.device_peer:DevicePeer",
     # One process each: what goes wrong on a device may leave it useless to a process.

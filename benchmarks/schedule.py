@@ -40,6 +40,10 @@ class _Contestant:
         return None
 
 
+# Methods of peers that draw prompts: anew in each round, and alike for all.
+_OF_NEW_PROMPTS = ("prefill", "first_token", "score", "loop")
+
+
 class WorkloadRun:
     """One workload with its contestants. What goes wrong with one of them is noted, and the others go on."""
 
@@ -132,7 +136,7 @@ class WorkloadRun:
     def _turn(self, contestant: _Contestant, arguments: dict[str, Any], seed: int) -> None:
         entry = contestant.entry
         arguments = entry.arguments | arguments
-        if entry.method in ("prefill", "first_token", "score"):
+        if entry.method in _OF_NEW_PROMPTS:
             arguments |= {"seed": seed}
         samples = contestant.attempt(lambda: self._get_peer(entry.peer).measure(entry.method, **arguments))
         if samples is not None:

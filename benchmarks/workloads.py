@@ -12,6 +12,7 @@ TRANSFORMERS = "transformers"
 LLAMA_CPP = "llama.cpp"
 EXECUTOR = "Quire, in process"
 SERVICE = "Quire, service"
+BY_HAND = "transformers, by hand"
 CALLERS = "Quire, 32 callers, unary"
 SESSIONS = "Quire, 32 callers, Session"
 
@@ -19,6 +20,29 @@ _PEERS = {TRANSFORMERS: "transformers", LLAMA_CPP: "llama.cpp", EXECUTOR: "execu
 # Of --max-mixed-prefill-tokens; 0: learnt, which is the default.
 _STALL_BUDGETS = (16, 64, 512, 0)
 _EXECUTE_STEPS = 32
+# Loops that callers own: titles and sizes, by the names that peers know them by.
+_LOOPS: dict[str, tuple[str, dict[str, int]]] = {
+    "greedy": ("a greedy text", {"context": 128, "tokens": 32}),
+    "chats": (
+        "eight callers, each with a greedy text (by hand: one batch of equal lengths)",
+        {"chats": 8, "context": 128, "tokens": 32},
+    ),
+    "samples": (
+        "eight samples behind one prompt, with log-probabilities",
+        {"samples": 8, "context": 256, "tokens": 24},
+    ),
+    "beams": ("beam search, four beams", {"beams": 4, "context": 256, "tokens": 24}),
+    "choices": ("four choices scored behind a context", {"choices": 4, "context": 512, "tokens": 5}),
+    "drafts": (
+        "drafts of four tokens, of which three are right",
+        {"context": 128, "steps": 12, "width": 4, "right": 3},
+    ),
+    "attempts": (
+        "an agent that asks and takes it back, four times",
+        {"attempts": 4, "context": 512, "tokens": 12},
+    ),
+    "masked": ("a set of 1,000 tokens for each token", {"context": 128, "tokens": 24, "allowed": 1000}),
+}
 _BAD_SESSIONS = ("flood", "stall", "repeat-tags", "garbage", "half-close", "decode", "pipeline", "spin")
 
 
@@ -35,6 +59,7 @@ def all_workloads(shape: Shape) -> list[Workload]:
         _execute(shape),
         _first_token(),
         _score(),
+        *map(_loop, _LOOPS),
         _gateway(),
         *(_stall(budget) for budget in _STALL_BUDGETS),
         _bad_sessions(),
@@ -155,6 +180,25 @@ def _score() -> Workload:
         comparisons=[Comparison(batch, forks, 0.77), Comparison(batch, whole)],
         warm={},
         rounds=(3, 12),
+        optional=True,
+    )
+
+
+def _loop(name: str) -> Workload:
+    """What a loop over the service costs against one written by hand over transformers."""
+    title, sizes = _LOOPS[name]
+    arguments = {"name": name, "sizes": sizes}
+    peers = {SERVICE: "service-loops", BY_HAND: "transformers-loops"}
+    return Workload(
+        name=f"loop-{name}",
+        title=title,
+        unit="loop",
+        entries=[
+            Entry(label, peer, "loop", arguments, ours=label == SERVICE) for label, peer in peers.items()
+        ],
+        comparisons=[Comparison(SERVICE, BY_HAND)],
+        warm={},
+        rounds=(3, 9),
         optional=True,
     )
 

@@ -430,7 +430,9 @@ def why_not_listening(listen: str) -> str:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return str(error.strerror)
-        return "something is at this path" if path != listen else "is another server using the address?"
+        if path == listen:
+            return "is another server using the address?"
+        return "it is a directory: name a file in it" if Path(path).is_dir() else "something is at this path"
     return "the address is free by now"
 
 

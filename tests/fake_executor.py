@@ -93,17 +93,29 @@ class FakeExecutor(
 
     def Prefill(self, request: Any, context: Any) -> executor_pb2.PrefillResponse:
         with self._call("Prefill", request, context):
-            cache_id = request.cache_id or self._by_request_id.get(request.request_id, "")
-            if not cache_id:
-                cache_id = f"cache-{len(self._by_request_id)}"
+            return self._prefilled(request, context)
+
+    def _prefilled(self, request: Any, context: Any) -> executor_pb2.PrefillResponse:
+        cache_id = request.cache_id or self._by_request_id.get(request.request_id, "")
+        if not cache_id:
+            cache_id = f"cache-{len(self.caches)}"
+            if request.request_id:
                 self._by_request_id[request.request_id] = cache_id
-                self.caches[cache_id] = list(request.token_ids)
-                self._prompt_len[cache_id] = len(request.token_ids)
-            elif request.cache_id:
-                self._append(cache_id, request, list(request.token_ids), context)
-            return executor_pb2.PrefillResponse(
-                kv_cache=self._handle(cache_id), output=self._output(cache_id), reused_tokens=0
-            )
+            self.caches[cache_id] = list(request.token_ids)
+            self._prompt_len[cache_id] = len(request.token_ids)
+        elif request.cache_id:
+            self._append(cache_id, request, list(request.token_ids), context)
+        return executor_pb2.PrefillResponse(
+            kv_cache=self._handle(cache_id), output=self._output(cache_id), reused_tokens=0
+        )
+
+    def BatchPrefill(self, request: Any, context: Any) -> executor_pb2.BatchPrefillResponse:
+        with self._call("BatchPrefill", request, context):
+            results = [
+                executor_pb2.BatchPrefillResult(response=self._prefilled(item, context))
+                for item in request.items
+            ]
+            return executor_pb2.BatchPrefillResponse(results=results)
 
     def Decode(self, request: Any, context: Any) -> executor_pb2.DecodeResponse:
         self.decoding.set()
@@ -145,6 +157,14 @@ class FakeExecutor(
         with self._call("Forward", request, context):
             outputs = [types_pb2.StepOutput(token_id=token) for token in request.token_ids]
             return executor_pb2.ForwardResponse(outputs=outputs)
+
+    def BatchForward(self, request: Any, context: Any) -> executor_pb2.BatchForwardResponse:
+        with self._call("BatchForward", request, context):
+            results = [
+                executor_pb2.BatchForwardResult(response=executor_pb2.ForwardResponse())
+                for _ in request.items
+            ]
+            return executor_pb2.BatchForwardResponse(results=results)
 
     def ForkCache(self, request: Any, context: Any) -> executor_pb2.ForkCacheResponse:
         with self._call("ForkCache", request, context):
@@ -242,6 +262,10 @@ class FakeExecutor(
                 del self.caches[cache_id]
                 self.ended.set()
 
+    def CancelExecution(self, request: Any, context: Any) -> runner_pb2.CancelExecutionResponse:
+        with self._call("CancelExecution", request, context):
+            return runner_pb2.CancelExecutionResponse(cancelled=True)
+
     def _steps(self, cache_id: str, item: Any, context: Any) -> Iterator[runner_pb2.SampleChunk]:
         tokens = self.caches[cache_id]
         room = self.max_seq_len - len(tokens) + 1
@@ -269,8 +293,6 @@ class FakeExecutor(
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "not needed by any test")
         raise AssertionError("abort raises")
 
-    BatchPrefill: Any = _unimplemented
-    BatchForward: Any = _unimplemented
     UnifiedForward: Any = _unimplemented
     ListCaches: Any = _unimplemented
     GetCacheMetrics: Any = _unimplemented
@@ -279,7 +301,6 @@ class FakeExecutor(
     ListRuntimes: Any = _unimplemented
     GetRuntime: Any = _unimplemented
     EstimateCost: Any = _unimplemented
-    CancelExecution: Any = _unimplemented
     LoadWeights: Any = _unimplemented
     RebuildSession: Any = _unimplemented
 
@@ -302,8 +323,7 @@ class FakeExecutor(
         held = self.caches.get(cache_id)
         if held is None:
             self._abort(rich_status(grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND", "no such cache"), context)
-        assert request.HasField("position"), "this client always fences"
-        if request.position == len(held):
+        if not request.HasField("position") or request.position == len(held):
             held.extend(tokens)
         elif request.position != len(held) - len(tokens) or held[request.position :] != tokens:
             mismatch = {"position": str(request.position), "seq_len": str(len(held))}

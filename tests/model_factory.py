@@ -108,6 +108,15 @@ def hf_logits(directory: Path, tokens: list[int], dtype: torch.dtype = torch.flo
     return logits.float()
 
 
+def hf_hidden_states(directory: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What transformers calls hidden_states: [num_layers + 1, len(tokens), hidden_size] float32."""
+    with torch.inference_mode():
+        result = hf_model(directory, dtype)(
+            torch.tensor([tokens]), use_cache=False, output_hidden_states=True
+        )
+    return torch.cat(result.hidden_states).float()
+
+
 def hf_greedy(directory: Path, tokens: list[int], count: int) -> list[int]:
     """The next `count` tokens that transformers finds most likely, end tokens ignored."""
     model = hf_model(directory)

@@ -18,6 +18,7 @@ from workers.models.inputs import (
     TokenTrees,
     depths_and_ancestors,
 )
+from workers.models.taps import Taps
 from workers.operations import GREEDY, Forward, OutputSpec, RowChoice
 from workers.running import Chunk
 from workers.sampling import Draft, SamplingRow
@@ -186,6 +187,15 @@ def output_specs(chunks: Sequence[Chunk]) -> list[OutputSpec]:
     for chunk in chunks:
         specs += [GREEDY] * (chunk.rows - chunk.told) + [chunk.op.output] * chunk.told
     return specs
+
+
+def taps_of(specs: Sequence[OutputSpec]) -> Taps | None:
+    """Which rows are read in which layers. None: nobody asks for hidden states."""
+    rows: dict[int, list[int]] = {}
+    for index, spec in enumerate(specs):
+        for layer in dict.fromkeys(spec.hidden.layers) if spec.hidden is not None else ():
+            rows.setdefault(layer, []).append(index)
+    return Taps(rows) if rows else None
 
 
 def score_targets(chunk: Chunk) -> tuple[list[int], list[int]]:

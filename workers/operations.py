@@ -48,10 +48,11 @@ class Accept(enum.Enum):
 # See `OutputSpec.row_weight`.
 _LOGITS_WEIGHT = 3
 _LISTED_PER_ROW = 512
+_LAYERS_PER_ROW = 4
 
 
 class LogitsFormat(enum.Enum):
-    """Number format of returned logits."""
+    """Number format of returned logits, and of hidden states."""
 
     F32 = enum.auto()
     BF16 = enum.auto()
@@ -120,6 +121,20 @@ class RowChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenSpec:
+    """Which hidden states of a row are returned.
+
+    Attributes:
+        layers: As the transformers library counts them: 0 is the embedding, i what layer i leaves, the number
+            of layers the last one, after the final norm. At least one.
+        number_format: Of the answer.
+    """
+
+    layers: Sequence[int]
+    number_format: LogitsFormat = LogitsFormat.F32
+
+
+@dataclass(frozen=True, slots=True)
 class OutputSpec:
     """What to compute and return for each wanted row. A token is always chosen."""
 
@@ -131,15 +146,18 @@ class OutputSpec:
     mask: TokenMask | None = None
     # The log-probability of the chosen token in the distribution that it was drawn from.
     sampled_logprob: bool = False
+    hidden: HiddenSpec | None = None
 
     @property
     def row_weight(self) -> int:
         """How many plain rows one of these counts for: what is read, copied and sent beside the choice.
 
-        Logits of a vocabulary are hundreds of kilobytes; lists as long as people read cost nothing extra.
+        Logits of a vocabulary are hundreds of kilobytes, a hidden state is tens; lists as long as people read
+        cost nothing extra.
         """
         lists = (self.top_logprobs + len(self.logprob_token_ids)) // _LISTED_PER_ROW
-        return 1 + lists + (0 if self.logits is None else _LOGITS_WEIGHT)
+        layers = 0 if self.hidden is None else -(-len(self.hidden.layers) // _LAYERS_PER_ROW)
+        return 1 + lists + layers + (0 if self.logits is None else _LOGITS_WEIGHT)
 
 
 GREEDY = OutputSpec()
@@ -158,6 +176,9 @@ class RowOutput:
     # One row, little-endian, in the asked-for format.
     logits: bytes | None = None
     logits_format: LogitsFormat | None = None
+    # One for each layer that was asked for, in that order; likewise.
+    hidden: Sequence[bytes] = ()
+    hidden_format: LogitsFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)

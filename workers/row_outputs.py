@@ -1,4 +1,4 @@
-"""What a row of logits says, as plain data: log-probabilities, the most likely tokens, encoded logits.
+"""What a row says, as plain data: log-probabilities, the most likely tokens, logits and hidden states.
 
 Log-probabilities are those of the model's own distribution: the log-softmax, in float32, of the logits
 before any sampling setting. Each row's numbers are the same bits whatever other rows are beside it. Nothing
@@ -8,7 +8,7 @@ here knows how a token was chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,7 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
         _add_logprobs(outputs[row], specs[row], logits[row], logprobs, listed.get(id(specs[row])))
     for row, spec in enumerate(specs):
         if spec.logits is not None:
-            outputs[row].logits = encode_logits(logits[row], spec.logits)
+            outputs[row].logits = encode_row(logits[row], spec.logits)
             outputs[row].logits_format = spec.logits
     return outputs
 
@@ -100,8 +100,31 @@ def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
     return TokenScores(scores, is_argmax)
 
 
-def encode_logits(row: Tensor, number_format: LogitsFormat) -> bytes:
-    """One row ([V]) as little-endian numbers, rounded to nearest. F16 makes inf of 65520 and more."""
+def add_hidden(
+    outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], found: Mapping[int, Tensor]
+) -> None:
+    """Fill in the hidden states that specs ask for.
+
+    Args:
+        outputs: R of them, which are changed.
+        specs: R of them.
+        found: By layer, [K, C] of those rows whose specs name the layer, in the order of the rows.
+    """
+    # In one transfer each, however many rows it has.
+    left = {layer: iter(states.cpu()) for layer, states in found.items()}
+    for output, spec in zip(outputs, specs, strict=True):
+        if spec.hidden is not None:
+            # A layer may be named twice.
+            encoded = {
+                layer: encode_row(next(left[layer]), spec.hidden.number_format)
+                for layer in dict.fromkeys(spec.hidden.layers)
+            }
+            output.hidden = [encoded[layer] for layer in spec.hidden.layers]
+            output.hidden_format = spec.hidden.number_format
+
+
+def encode_row(row: Tensor, number_format: LogitsFormat) -> bytes:
+    """One row ([N]) as little-endian numbers, rounded to nearest. F16 makes inf of 65520 and more."""
     dtype, same_size, little_endian = _ENCODINGS[number_format]
     bits = row.to(dtype).contiguous().view(same_size).cpu().numpy()
     return bits.astype(little_endian, copy=False).tobytes()

@@ -208,7 +208,8 @@ class RunAhead:
 def _goes_on(op: Forward) -> bool:
     """Whether a forward may be one of those that go on with what they chose.
 
-    Not where rows of logits are asked for: those who read them choose by themselves, and rows are large.
+    Not where rows of logits or hidden states are asked for: who reads them chooses by himself, and they are
+    large.
     """
     return (
         op.kind in (Kind.PREFILL, Kind.DECODE)

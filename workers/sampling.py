@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.counter_rng import GUMBEL_MAX, gumbel, mix_key
+from workers.counter_rng import gumbel_of, mix_key, uniform, uniform_of
 from workers.logit_settings import HistoryCounter, Ids, Masks, TokenCounts, in_vocabulary
 from workers.operations import DraftProbabilities, Sampling, TokenMask
 
@@ -39,7 +39,10 @@ _TOP_P_CUTS = (3.0, 6.0, 9.0, 12.0)
 
 # Racing fewer tokens than this, ruling some out beforehand costs more than it saves.
 _SMALL_RACE = 2048
+# Log-weights below the best token's of those that set the pace.
 _RACE_HEAD = 4.0
+# What rounding may do to a uniform number (float32) is far less.
+_RACE_SLACK = 1e-6
 
 # Logits that are worth a thread: a millisecond or so.
 _LEAST_OF_A_THREAD = 1 << 17
@@ -326,13 +329,14 @@ def _draw(row: Row, best: float, spec: Sampling, key: int) -> int:
 def _race(runners: _Candidates, key: int) -> tuple[int, float]:
     """The id and log-weight of the runner with the largest log-weight + gumbel.
 
-    Noise is bounded, so once the best of the likely tokens is known, most of the others need none drawn.
+    What takes time is the noise's logarithms. No log-weight is above 0: once some token has a score, only
+    those with at least as much noise can beat it, which their uniform numbers tell.
     """
+    uniforms = uniform(key, runners.ids)
     if len(runners.ids) > _SMALL_RACE:
-        head = runners.take(np.flatnonzero(runners.log_weights >= -_RACE_HEAD))
-        if len(head.ids) < len(runners.ids) // 2:
-            leader = (head.log_weights + gumbel(key, head.ids)).max()
-            # The rounding of a sum moves a score by far less than the slack.
-            runners = runners.take(np.flatnonzero(runners.log_weights >= leader - GUMBEL_MAX - 1e-6))
-    winner = (runners.log_weights + gumbel(key, runners.ids)).argmax()
+        head = np.flatnonzero(runners.log_weights >= -_RACE_HEAD)[:_SMALL_RACE]
+        leader = float((runners.log_weights[head] + gumbel_of(uniforms[head])).max(initial=_NEG_INF))
+        near = np.flatnonzero(uniforms <= uniform_of(leader) * (1 + _RACE_SLACK))
+        runners, uniforms = runners.take(near), uniforms[near]
+    winner = (runners.log_weights + gumbel_of(uniforms)).argmax()
     return int(runners.ids[winner]), float(runners.log_weights[winner])

@@ -83,7 +83,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._streams = 0
         self._executor: ModelExecutor | None = None
         self._scheduler: Scheduler | None = None
-        self._vocab_size = 0
+        self._vocab_size = self._num_layers = 0
         self._steps: StepLoop | None = None
         self._last_progress_s = 0.0
         self._process = psutil.Process(os.getpid())
@@ -219,7 +219,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                     self._send([self._snapshot(message.op_id)])
                     continue
                 try:
-                    commands.append(wire.to_command(message, self._vocab_size))
+                    commands.append(wire.to_command(message, self._vocab_size, self._num_layers))
                 except (KeyError, ValueError) as error:
                     self._send([_refusal(message.op_id, repr(error))])
             if commands:
@@ -257,7 +257,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _became_ready(self, executor: ModelExecutor, scheduler: Scheduler, steps: StepLoop) -> None:
         self._executor, self._scheduler, self._steps = executor, scheduler, steps
-        self._vocab_size = executor.info().vocab_size
+        self._vocab_size, self._num_layers = executor.info().vocab_size, executor.info().num_layers
         self._start_over()
 
     def _begin(self, stream: _Stream, holdings: Sequence[tuple[int, int]]) -> None:

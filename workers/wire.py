@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from workers.operations import (
     Fork,
     Forward,
     ForwardDone,
+    HiddenSpec,
     Kind,
     LogitsFormat,
     OutputSpec,
@@ -63,6 +65,9 @@ _DTYPES = {
     LogitsFormat.BF16: types_pb2.DATA_TYPE_BF16,
     LogitsFormat.F16: types_pb2.DATA_TYPE_F16,
 }
+_NUMBER_FORMATS = {dtype: number_format for number_format, dtype in _DTYPES.items()} | {
+    types_pb2.DATA_TYPE_UNSPECIFIED: LogitsFormat.F32
+}
 _REASONS = {
     reason: worker_pb2.WorkerErrorReason.Value(f"WORKER_ERROR_REASON_{reason.name}")
     for reason in FailureReason
@@ -70,16 +75,17 @@ _REASONS = {
 
 
 def to_command(  # noqa: PLR0911 - one for each command
-    message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY
+    message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY, num_layers: int = 0
 ) -> Command:
     """Decodes a command. Raises ValueError for one that is not known; snapshots are the server's own.
 
-    So it does for a mask of more tokens than `vocab_size`, before it reads them.
+    So it does for a mask of more tokens than `vocab_size`, before it reads them, and for hidden states behind
+    `num_layers`.
     """
     op_id = message.op_id
     match message.WhichOneof("command"):
         case "forward":
-            return _to_forward(op_id, message.forward, vocab_size)
+            return _to_forward(op_id, message.forward, vocab_size, num_layers)
         case "fork":
             return Fork(op_id, message.fork.sequence, tuple(message.fork.children))
         case "truncate":
@@ -97,7 +103,7 @@ def to_command(  # noqa: PLR0911 - one for each command
             raise ValueError(f"unknown command {kind}")
 
 
-def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int) -> Forward:
+def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int, num_layers: int) -> Forward:
     now_ns = time.monotonic_ns()
     return Forward(
         op_id=op_id,
@@ -105,7 +111,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int)
         position=message.position,
         token_ids=list(message.token_ids),
         rows=message.rows,
-        output=_to_output(message.output, vocab_size) if message.HasField("output") else GREEDY,
+        output=_to_output(message.output, vocab_size, num_layers) if message.HasField("output") else GREEDY,
         accept=Accept.CHOSEN if message.accept else Accept.ALL,
         kind=_KINDS[message.kind],
         caller=message.caller,
@@ -122,7 +128,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int)
     )
 
 
-def _to_output(message: types_pb2.OutputOptions, vocab_size: int) -> OutputSpec:
+def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: int) -> OutputSpec:
     return OutputSpec(
         logits=_FORMATS[message.logits],
         top_logprobs=message.top_logprobs,
@@ -131,7 +137,16 @@ def _to_output(message: types_pb2.OutputOptions, vocab_size: int) -> OutputSpec:
         sampled_logprob=message.sampled_logprob,
         sampling=_to_sampling(message.sampling) if message.HasField("sampling") else None,
         mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
+        hidden=_to_hidden(message.hidden, num_layers) if message.HasField("hidden") else None,
     )
+
+
+def _to_hidden(message: types_pb2.HiddenStates, num_layers: int) -> HiddenSpec:
+    """No layer means the last. Raises ValueError for one that is not there."""
+    layers = tuple(message.layers) or (num_layers,)
+    if max(layers) > num_layers:
+        raise ValueError(f"hidden states of layers {layers} of {num_layers}")
+    return HiddenSpec(layers, _NUMBER_FORMATS[message.dtype])
 
 
 def _to_sampling(message: types_pb2.SamplingParams) -> Sampling:
@@ -164,19 +179,36 @@ def _to_draft(message: types_pb2.DraftProbabilities) -> DraftProbabilities:
 
 
 def _to_mask(message: types_pb2.TokenMask, vocab_size: int) -> TokenMask:
-    """A list becomes bits here, once: what follows reads a mask for every row, in every step."""
-    if message.WhichOneof("kind") == "packed":
-        if len(message.packed) > (vocab_size + 31) // 32 * 4:
-            raise ValueError(f"a mask of {len(message.packed)} bytes for {vocab_size} tokens")
-        return TokenMask(packed=message.packed)
-    ids = message.allowed.ids
+    """Whatever it was sent as becomes bits here, once: they are read for every row, in every step.
+
+    The gateway has checked it. Raises ValueError for more than a vocabulary has.
+    """
+    kind, most = message.WhichOneof("kind"), (vocab_size + 31) // 32 * 4
+    if kind in ("packed", "deflated"):
+        packed = _inflated(message.deflated, most + 1) if kind == "deflated" else message.packed
+        if len(packed) > most:
+            raise ValueError(f"a mask of {len(packed)} bytes for {vocab_size} tokens")
+        return TokenMask(packed=packed)
+    ids = message.forbidden.ids if kind == "forbidden" else message.allowed.ids
     if len(ids) > vocab_size:
         raise ValueError(f"a mask of {len(ids)} tokens of {vocab_size}")
     listed = np.fromiter(ids, dtype=np.int64, count=len(ids))
     listed = listed[listed < vocab_size]
-    allowed = np.zeros(listed.max(initial=0) + 1, dtype=np.bool_)  # bits that are missing forbid
-    allowed[listed] = True
+    if kind == "forbidden":
+        allowed = np.ones(vocab_size, dtype=np.bool_)
+        allowed[listed] = False
+    else:
+        allowed = np.zeros(listed.max(initial=0) + 1, dtype=np.bool_)  # bits that are missing forbid
+        allowed[listed] = True
     return TokenMask(packed=np.packbits(allowed, bitorder="little").tobytes())
+
+
+def _inflated(deflated: bytes, most: int) -> bytes:
+    """So many bytes of a zlib stream at most. Raises ValueError."""
+    try:
+        return zlib.decompressobj().decompress(deflated, most)
+    except zlib.error as error:
+        raise ValueError(f"a mask that is no zlib stream: {error}") from None
 
 
 def to_event(result: ForwardDone | Done | Failed | Adopted) -> worker_pb2.WorkerEvent:
@@ -225,11 +257,17 @@ def _row(row: RowOutput) -> types_pb2.StepOutput:
     if row.chosen_logprobs:
         message.chosen_logprobs.extend(row.chosen_logprobs)
     if row.logits is not None and row.logits_format is not None:
-        width = 4 if row.logits_format is LogitsFormat.F32 else 2
-        message.logits.dtype = _DTYPES[row.logits_format]
-        message.logits.shape.append(len(row.logits) // width)
-        message.logits.data = row.logits
+        _write_row(row.logits, row.logits_format, message.logits)
+    if row.hidden_format is not None:
+        for states in row.hidden:
+            _write_row(states, row.hidden_format, message.hidden.add())
     return message
+
+
+def _write_row(data: bytes, number_format: LogitsFormat, into: types_pb2.Tensor) -> None:
+    into.dtype = _DTYPES[number_format]
+    into.shape.append(len(data) // (4 if number_format is LogitsFormat.F32 else 2))
+    into.data = data
 
 
 def to_ready(

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
+from service.api.masks import bytes_in_worker
 from service.api.token_trees import check_tree
 from service.api.validation import RequestLimits
 from service.api.verify_rows import check_verify_rows
@@ -118,6 +119,7 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
         timeout_s=timeout_s,
         priority=_priority(request),
         answer_bytes=answer_bytes,
+        mask_bytes=_mask_bytes(output, (), limits),
         weights=limits.weights,
     )
 
@@ -152,11 +154,22 @@ def _append(
         timeout_s=timeout_s,
         priority=_priority(request),
         answer_bytes=answer_bytes,
-        has_logits=output is not None and bool(output.logits),
+        mask_bytes=_mask_bytes(output, choices or (), limits),
+        has_logits=output is not None and (bool(output.logits) or output.HasField("hidden")),
         is_large=kept_bytes > MAX_KEPT_BYTES,
         weights=limits.weights,
         **rest,
     )
+
+
+def _mask_bytes(
+    output: types_pb2.OutputOptions | None, choices: Sequence[types_pb2.VerifyRow], limits: RequestLimits
+) -> int:
+    """What the masks of an append have in a worker beyond what was sent."""
+    if not choices and (output is None or not output.HasField("mask")):
+        return 0
+    of_rows = [row.mask for row in choices if row.HasField("mask")]
+    return bytes_in_worker(of_rows if output is None else [output.mask, *of_rows], limits)
 
 
 def _priority(request: _OnCache | executor_pb2.ForwardRequest) -> Priority:

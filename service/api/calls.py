@@ -40,7 +40,7 @@ class Plan:
 
     requests: Sequence[Request]
     answer: Callable[[Sequence[Outcome], str], Message]
-    # At most about how large the answer will be.
+    # At most about how large the answer will be, with what is held for the call beyond what was sent.
     answer_bytes: int = 0
     # How much work it is to start, in requests that touch one cache.
     weight: int = 1
@@ -72,7 +72,7 @@ def _single(method: str, check: _Check, write: _Write) -> Call:
     async def plan(request: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
         checked = check(request, limits, timeout_s)
         if isinstance(checked, Append):
-            return Plan((checked,), answer, checked.answer_bytes)
+            return Plan((checked,), answer, checked.answer_bytes + checked.mask_bytes)
         return Plan((checked,), answer, weight=1 + checked.count if isinstance(checked, Fork) else 1)
 
     return Call(method, plan)
@@ -122,7 +122,8 @@ def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
             return response  # type: ignore[no-any-return]
 
         requests = [c for c in checked if isinstance(c, Append)]
-        return Plan(requests, answer, answer_bytes, weight=len(checked))
+        held_bytes = answer_bytes + sum(append.mask_bytes for append in requests)
+        return Plan(requests, answer, held_bytes, weight=len(checked))
 
     return Call(method, plan)
 

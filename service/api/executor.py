@@ -96,6 +96,7 @@ class ExecutorApi:
             tokenizer_json=tokenizer_json,
             chat_template=chat_template,
             sampling_defaults=ready.sampling_defaults if ready.HasField("sampling_defaults") else None,
+            device=ready.executor.device,
         )
 
     async def GetCapabilities(

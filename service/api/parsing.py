@@ -16,6 +16,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
+from quire.v1 import types_pb2
 
 from service.api.breath import Breather
 from service.errors import InvalidArgument, QuireError, SequenceTooLong, too_many
@@ -107,6 +108,8 @@ class _Parser:
     def __init__(self, limits: MessageLimits) -> None:
         self._limits = limits
         self._fields = 0
+        # Which of the lists of a mask is read.
+        self._mask_kind = ""
 
     def merge(self, message: Message, data: bytes, *, is_whole: bool = False) -> Iterator[None]:
         """Merges `data` into `message`, and yields where others may run. Raises DecodeError and QuireError.
@@ -174,7 +177,7 @@ class _Parser:
         ids = yield from _count(data, place)
         if ids > limit:
             text = f"{ids} ids were sent, there are {limit} tokens"
-            raise InvalidArgument("BAD_MASK", "output.mask.allowed", text)
+            raise InvalidArgument("BAD_MASK", f"output.mask.{self._mask_kind}", text)
 
     def _merge_large(
         self, message: Message, field: FieldDescriptor | None, data: bytes, place: _Field
@@ -186,6 +189,8 @@ class _Parser:
         if field.message_type is not None and place.wire_type == _BYTES:
             if field.message_type.GetOptions().map_entry:
                 raise DecodeError
+            if field.message_type.name == types_pb2.TokenIds.DESCRIPTOR.name:
+                self._mask_kind = field.name
             part = getattr(message, field.name)
             part = part.add() if field.is_repeated else part
             yield from self.merge(part, data[place.body : place.end])

@@ -16,7 +16,7 @@ from service.api.budget import AnswerBudget
 from service.api.loop_watch import LoopWatch
 from service.api.reception import Reception
 from service.api.refusal_log import RefusalLog
-from service.api.validation import RequestLimits
+from service.api.validation import HiddenLimits, RequestLimits
 from service.config import Config
 from service.doors.guests import Guests
 from service.errors import NoWorker, QueueFull, WeightsChanged
@@ -62,6 +62,7 @@ class ServerState:
             self.config.max_response_bytes,
             max_seq_tokens=largest,
             max_items=self.config.max_items_per_call,
+            hidden=_hidden_limits(first),
             weights=weights,
             # Of the first weights there are no caches of others.
             of_others=self._limits_of if weights else None,
@@ -145,3 +146,9 @@ class ServerState:
         if any(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
             return executor_pb2.SERVER_STATE_SERVING
         return executor_pb2.SERVER_STATE_STARTING
+
+
+def _hidden_limits(ready: worker_pb2.WorkerReady) -> HiddenLimits | None:
+    if not ready.executor.supports_hidden_states:
+        return None
+    return HiddenLimits(ready.model.num_layers, ready.model.hidden_size)

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2, types_pb2
 
+from service.api.masks import check_choice
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many
 
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 1024
+MAX_HIDDEN_LAYERS = 8
 MAX_FORK_COUNT = 1024
 MAX_FORK_RELEASE = 4096
 MAX_REQUEST_ID_CHARS = 128
@@ -30,9 +32,17 @@ _ELEMENT_BYTES = {
     types_pb2.LOGITS_FORMAT_BF16: 2,
     types_pb2.LOGITS_FORMAT_F16: 2,
 }
+_HIDDEN_BYTES = {
+    types_pb2.DATA_TYPE_UNSPECIFIED: 4,
+    types_pb2.DATA_TYPE_F32: 4,
+    types_pb2.DATA_TYPE_BF16: 2,
+    types_pb2.DATA_TYPE_F16: 2,
+}
 _ACCEPTS = frozenset(types_pb2.VerifyAccept.values())
 # An id, a logprob and their share of tags, generously.
 _TOP_ENTRY_BYTES = 10
+# Dtype, shape and framing of a hidden state, generously.
+_TENSOR_BYTES = 32
 # A row's token id, log-probability and framing, generously.
 _ROW_BYTES = 80
 # A score: a log-probability, and whether it is the largest.
@@ -45,6 +55,14 @@ _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenLimits:
+    """The sizes of a model whose hidden states can be asked for."""
+
+    num_layers: int
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestLimits:
     """What requests are checked against."""
 
@@ -53,6 +71,8 @@ class RequestLimits:
     # The most tokens that a sequence can have in any worker. What is longer need not be looked at.
     max_seq_tokens: int = 1 << 32
     max_items: int = 1024
+    # Of the hidden states that can be asked for. None: there are none.
+    hidden: HiddenLimits | None = None
     # Of which weights they are. Where there are caches of others: the limits for a cache, if it is known.
     weights: int = 0
     of_others: Callable[[str], RequestLimits | None] | None = None
@@ -136,11 +156,28 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
         check_vocabulary(output.logprob_token_ids, limits, "output.logprob_token_ids")
     if output.HasField("sampling"):
         _check_sampling(output.sampling, limits)
-    if output.HasField("mask"):
-        check_mask(output.mask, limits)
-    check_choice_left(output, limits)
+    check_choice(output.mask if output.HasField("mask") else None, output.sampling, limits)
     row_bytes = limits.vocab_size * _ELEMENT_BYTES[output.logits]
+    if output.HasField("hidden"):
+        row_bytes += _check_hidden(output.hidden, limits.hidden)
     return row_bytes + _TOP_ENTRY_BYTES * output.top_logprobs + 4 * len(output.logprob_token_ids) + _ROW_BYTES
+
+
+def _check_hidden(hidden: types_pb2.HiddenStates, limits: HiddenLimits | None) -> int:
+    """These hidden states can be had. Returns the bytes of a position's."""
+    if hidden.dtype not in _HIDDEN_BYTES:
+        raise InvalidArgument("BAD_OUTPUT", "output.hidden.dtype", "the format is not known")
+    if len(hidden.layers) > MAX_HIDDEN_LAYERS:
+        text = f"at most {MAX_HIDDEN_LAYERS} are returned"
+        raise InvalidArgument("BAD_OUTPUT", "output.hidden.layers", text)
+    if limits is None:
+        raise Unsupported("this executor has no hidden states", metadata={"field": "output.hidden"})
+    for index, layer in enumerate(hidden.layers):
+        if layer > limits.num_layers:
+            text = f"{layer} is above {limits.num_layers}, the last one"
+            raise InvalidArgument("BAD_OUTPUT", f"output.hidden.layers[{index}]", text)
+    state_bytes = limits.hidden_size * _HIDDEN_BYTES[hidden.dtype] + _TENSOR_BYTES
+    return max(len(hidden.layers), 1) * state_bytes
 
 
 def check_response_size(size_bytes: int, limits: RequestLimits, field: str) -> None:
@@ -183,52 +220,6 @@ def _check_sampling(sampling: types_pb2.SamplingParams, limits: RequestLimits) -
             )
         if math.isnan(bias) or bias == math.inf:
             raise _bad_sampling("logit_bias", "finite, or -infinity")
-
-
-def check_mask(mask: types_pb2.TokenMask, limits: RequestLimits) -> None:
-    """A mask is one, of this vocabulary."""
-    match mask.WhichOneof("kind"):
-        case "packed":
-            # Grammars are compiled to words of 32 bits.
-            needed, words = (limits.vocab_size + 7) // 8, (limits.vocab_size + 31) // 32 * 4
-            if len(mask.packed) not in (needed, words):
-                raise InvalidArgument(
-                    "BAD_MASK",
-                    "output.mask.packed",
-                    f"{len(mask.packed)} bytes were sent, {needed} hold one bit for each token",
-                )
-        case "allowed":
-            if not mask.allowed.ids:
-                raise InvalidArgument("BAD_MASK", "output.mask.allowed", "no token is allowed")
-            if len(mask.allowed.ids) > limits.vocab_size:
-                raise InvalidArgument(
-                    "BAD_MASK",
-                    "output.mask.allowed",
-                    f"{len(mask.allowed.ids)} ids were sent, there are {limits.vocab_size} tokens",
-                )
-            check_vocabulary(mask.allowed.ids, limits, "output.mask.allowed.ids")
-        case None:
-            raise InvalidArgument("BAD_MASK", "output.mask", "one of packed and allowed is needed")
-
-
-def check_choice_left(output: types_pb2.OutputOptions, limits: RequestLimits) -> None:
-    """At least one token can still be chosen after the mask and the forbidding biases."""
-    biases = output.sampling.logit_bias.items()
-    # Whether all of them are tokens is looked at elsewhere, be it later.
-    forbidden = {t for t, bias in biases if bias == -math.inf and t < limits.vocab_size}
-    if not output.HasField("mask") and len(forbidden) < limits.vocab_size:
-        return
-    left = False
-    match output.mask.WhichOneof("kind"):
-        case "allowed":
-            left = any(token not in forbidden for token in output.mask.allowed.ids)
-        case "packed":
-            bits = int.from_bytes(output.mask.packed, "little") & ((1 << limits.vocab_size) - 1)
-            packed = output.mask.packed
-            left = bits.bit_count() > sum(packed[token >> 3] >> (token & 7) & 1 for token in forbidden)
-    if not left:
-        field = "output.mask" if output.HasField("mask") else "output.sampling.logit_bias"
-        raise InvalidArgument("BAD_MASK", field, "every token is forbidden")
 
 
 def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:

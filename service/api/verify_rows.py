@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
+from service.api.masks import check_choice
 from service.api.validation import RequestLimits
 from service.errors import InvalidArgument
 
@@ -31,10 +32,7 @@ def check_verify_rows(request: executor_pb2.ForwardVerifyRequest, limits: Reques
     for index, row in enumerate(request.rows):
         try:
             if row.HasField("mask"):
-                validation.check_mask(row.mask, limits)
-                validation.check_choice_left(
-                    types_pb2.OutputOptions(mask=row.mask, sampling=request.output.sampling), limits
-                )
+                check_choice(row.mask, request.output.sampling, limits)
         except InvalidArgument as error:
             field = f"rows[{index}]{error.field.removeprefix('output')}"
             raise InvalidArgument(error.reason, field, error.message) from None

@@ -53,7 +53,9 @@ class Append:
     priority: Priority = Priority.NORMAL
     # At most about how large its answer is.
     answer_bytes: int = 0
-    # Whether the answer holds rows of logits, which are computed again rather than kept for a repetition.
+    # What its masks have in a worker beyond what was sent.
+    mask_bytes: int = 0
+    # Whether the answer holds rows of logits or hidden states, which a repetition computes again.
     has_logits: bool = False
     # Whether the answer, or what it was asked for with, is too large to be kept for a repetition otherwise.
     is_large: bool = False

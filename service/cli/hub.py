@@ -1,9 +1,9 @@
 """Finds the files of a model that is named as on the Hugging Face hub: in the local cache, else on the hub.
 
 What is in the cache and whole is taken as it is: nobody is asked whether there is something newer. Of a model
-on the hub only what it is served from is fetched: settings, tokenizer, templates, and weights as safetensors.
-Never pickles, and never code. Environment variables of the hub's own library count: HF_HOME, HF_HUB_CACHE,
-HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT.
+on the hub only what it is served from is fetched: settings, tokenizer, templates, and weights as safetensors;
+and what names its licence. Never pickles, and never code. Environment variables of the hub's own library
+count: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ _SMALL = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
+# Told to callers; a model without is whole.
+_CARDS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")
+_MAX_CARD_BYTES = 1 << 20
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # An index needs about 100 bytes a tensor.
@@ -60,7 +63,8 @@ def find_model(
         return cached
     if not download or constants.is_offline_mode():
         why_not = "HF_HUB_OFFLINE is set" if download else "model_download is off"
-        raise HubError(f"{_named(hub_id, revision)} is no directory here and {matter}; {why_not}")
+        first = _download_command(hub_id, revision)
+        raise HubError(f"{_named(hub_id, revision)} is no directory here and {matter}; {why_not}: {first}")
     try:
         return _download(hub_id, revision, on_progress)
     except Exception as error:
@@ -128,8 +132,9 @@ def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], 
     directory = Path(hf_hub_download(hub_id, _CONFIG, revision=revision)).parent
     index = () if _WEIGHTS in sizes else (_INDEX,)
     wanted = (*_SMALL[1:], *index)
-    for name in sizes:
-        if any(fnmatchcase(name, pattern) for pattern in wanted):
+    for name, size_bytes in sizes.items():
+        is_card = name in _CARDS and size_bytes <= _MAX_CARD_BYTES
+        if is_card or any(fnmatchcase(name, pattern) for pattern in wanted):
             hf_hub_download(hub_id, name, revision=directory.name)
     weights = _shards(directory / _INDEX) if index else [_WEIGHTS]
     total_bytes = sum(sizes.get(name, 0) for name in weights)
@@ -185,12 +190,19 @@ def _explained(error: Exception, hub_id: str, revision: str | None) -> HubError:
             said = f"cannot be downloaded: {error.filename or ''} {why}"
         case _:
             why = escaped(str(error).partition("\n")[0])[:_MAX_REASON_CHARACTERS] or type(error).__name__
-            said = f"is not whole in the cache, and cannot be downloaded from {host}: {why}"
+            first = _download_command(hub_id, revision)
+            said = f"is not whole in the cache, and cannot be downloaded from {host}: {why}; {first}"
     return HubError(f"{named} {said}")
 
 
 def _named(hub_id: str, revision: str | None) -> str:
     return hub_id if revision is None else f"{hub_id} at {revision}"
+
+
+def _download_command(hub_id: str, revision: str | None) -> str:
+    """What to do where this process fetches nothing: the command comes with the hub's library."""
+    where = "" if revision is None else f" --revision {revision}"
+    return f"download it first (hf download {hub_id}{where}), or name a directory that holds it"
 
 
 def _host() -> str:

@@ -135,6 +135,9 @@ class _Version(argparse.Action):
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of one command. Exits with 2 and that command's usage if one is not known."""
     parser, commands = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and (told := _no_command(arguments[0], list(commands))):
+        parser.error(told)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         command = commands[parsed.command]
@@ -142,6 +145,18 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         close = difflib.get_close_matches(name, re.findall(r"--[\w-]+", command.format_usage()), n=1)
         command.error(f"{name} is not known" + (f"; did you mean {close[0]}?" if close else ""))
     return parsed
+
+
+def _no_command(first: str, commands: list[str]) -> str:
+    """What is wrong with the first argument; empty if nothing is."""
+    is_flag = first.startswith("-")
+    known = ["-h", "--help", "--version"] if is_flag else commands
+    # Flags may be shortened.
+    if first in known or (is_flag and any(flag.startswith(first) for flag in known)):
+        return ""
+    close = difflib.get_close_matches(first, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}"
+    return f"{first} is {'not known' if is_flag else 'no command'}; {hint}"
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

@@ -228,10 +228,10 @@ def unusable(path: Path) -> Iterator[None]:
         # In SQLite's own message about what it found.
         raise JournalUnusable(f"{path} is damaged. {_RESTORE}") from error
     except OSError as error:
-        raise JournalUnusable(
-            f"{error.filename or path}: {error.strerror}. "
-            "Make sure that it can be written to, and that there is room."
-        ) from error
+        advice = "Make sure that it can be written to, and that there is room."
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            advice = "A file is where a directory is to be: name another with --data-dir."
+        raise JournalUnusable(f"{error.filename or path}: {error.strerror}. {advice}") from error
 
 
 def checkpoint(db: sqlite3.Connection, mode: Literal["PASSIVE", "TRUNCATE"]) -> bool:

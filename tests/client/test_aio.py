@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
 
 import grpc
 import pytest
 from quire import (
     AsyncCache,
     AsyncClient,
+    AsyncSession,
     Cache,
     CacheNotFound,
     Client,
     DeadlineExceeded,
     PositionMismatch,
     QuireError,
+    Session,
 )
 
 from tests.fake_executor import FakeExecutor, rich_status
+
+GENERATOR = Path(__file__).resolve().parents[2] / "clients" / "python" / "generate_blocking.py"
 
 
 async def test_a_decoding_loop(target: str, executor: FakeExecutor) -> None:
@@ -92,16 +100,35 @@ async def test_time_limit_and_cancellation(target: str, executor: FakeExecutor) 
         assert len(executor.calls["ReleaseCache"]) == 1, "a cancelled block releases its cache"
 
 
-@pytest.mark.parametrize(("blocking", "awaiting"), [(Client, AsyncClient), (Cache, AsyncCache)])
+@pytest.mark.parametrize(
+    ("blocking", "awaiting"), [(Client, AsyncClient), (Session, AsyncSession), (Cache, AsyncCache)]
+)
 def test_both_clients_offer_the_same(blocking: type, awaiting: type) -> None:
-    def offered(kind: type) -> dict[str, list[str]]:
+    def offered(kind: type) -> dict[str, tuple[str, str]]:
         return {
-            name: list(inspect.signature(member).parameters)
+            name: (str(inspect.signature(member)).replace("Async", ""), inspect.getdoc(member) or "")
             for name, member in inspect.getmembers(kind, inspect.isfunction)
             if not name.startswith("_")
         }
 
-    assert offered(blocking) == offered(awaiting)
+    asynchronous = offered(awaiting)
+    assert {name: signature for name, (signature, _) in offered(blocking).items()} == {
+        name: signature for name, (signature, _) in asynchronous.items()
+    }
+    assert all(docstring for _, docstring in asynchronous.values())
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient, Session, AsyncSession, Cache, AsyncCache])
+def test_types_can_be_asked_for(kind: type) -> None:
+    """Programs do so, such as those that make tools of functions."""
+    for name, member in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_") or name == "__init__":
+            assert "return" in get_type_hints(member), name
+
+
+def test_the_blocking_client_is_the_asyncio_one_without_await() -> None:
+    done = subprocess.run([sys.executable, GENERATOR, "--check"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_a_token_goes_with_every_call(target: str, executor: FakeExecutor) -> None:

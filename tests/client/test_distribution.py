@@ -72,8 +72,10 @@ def test_it_depends_on_grpc_and_protobuf_only(wheel: Path) -> None:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["Name"] == "quire-client"
-    requirements = {line.split(">")[0] for line in metadata.get_all("Requires-Dist", [])}
+    lines = metadata.get_all("Requires-Dist", [])
+    requirements = {line.split(">")[0] for line in lines if "extra ==" not in line}
     assert requirements == {"grpcio", "protobuf", "googleapis-common-protos"}
+    assert [line.split(">")[0] for line in lines if 'extra == "text"' in line] == ["tokenizers"]
 
 
 def test_installed_alone_it_completes_calls(

@@ -311,8 +311,8 @@ class Harness:
         self._directory = directory
 
     def logprobs(self, tokens: list[int], begin: int) -> tuple[float, bool]:
-        """Of tokens[begin:]."""
-        logits = torch.log_softmax(hf_logits(self._directory, tokens), -1)[begin - 1 : -1]
+        """Of tokens[begin:]. Nothing follows the last one, so that it needs no room in the context."""
+        logits = torch.log_softmax(hf_logits(self._directory, tokens[:-1]), -1)[begin - 1 :]
         asked = tokens[begin:]
         return logits[range(len(asked)), asked].sum().item(), logits.argmax(-1).tolist() == asked
 
@@ -337,7 +337,7 @@ def test_the_harness_gets_the_numbers_of_transformers(
     pairs.append(("12+3", "".join("0123456789+="[token] for token in truth.greedy(ids("12+3"), 1))))
     found = model.loglikelihood([asked(*pair) for pair in pairs])
     for (context, continuation), (logprob, is_greedy) in zip(pairs, found, strict=True):
-        cut = ((ids(context) or [END]) + ids(continuation))[-ROOM:]
+        cut = ((ids(context) or [END]) + ids(continuation))[-ROOM - 1 :]
         told, greedy = truth.logprobs(cut, len(cut) - len(ids(continuation)))
         assert (logprob, is_greedy) == (pytest.approx(told, abs=TOLERANCE), greedy), context
     assert found[-1][1], "the last one is what a greedy loop says"
@@ -345,10 +345,10 @@ def test_the_harness_gets_the_numbers_of_transformers(
     long = "98+7=105" * 20
     rolled = model.loglikelihood_rolling([asked("12+34=46"), asked(long), asked("")])
     tokens = [END, *ids(long)]
-    parts = [truth.logprobs(tokens[:ROOM], 1)[0]]
-    for begin in range(ROOM, len(tokens), ROOM - 1):
-        end = min(begin + ROOM - 1, len(tokens))
-        parts.append(truth.logprobs(tokens[end - ROOM : end], ROOM - end + begin)[0])
+    parts = [truth.logprobs(tokens[: ROOM + 1], 1)[0]]
+    for begin in range(ROOM + 1, len(tokens), ROOM):
+        end = min(begin + ROOM, len(tokens))
+        parts.append(truth.logprobs(tokens[end - ROOM - 1 : end], ROOM + 1 - end + begin)[0])
     whole = [truth.logprobs([END, *ids("12+34=46")], 1)[0], math.fsum(parts), 0.0]
     assert rolled == pytest.approx(whole, abs=TOLERANCE)
 
@@ -415,8 +415,8 @@ def cli_evaluate():
 def test_the_adapter_registers_with_the_harness(adder: GatewayProcess, tmp_path: Path) -> None:
     """With a stand-in for it, which has the names that the adapter imports and its abstract class."""
     (tmp_path / "lm_eval" / "api").mkdir(parents=True)
-    for name in ("model", "registry"):
-        (tmp_path / "lm_eval" / "api" / f"{name}.py").write_text(_HARNESS)
+    for name in ("api/model", "api/registry", "models"):
+        (tmp_path / "lm_eval" / f"{name}.py").write_text(_HARNESS)
     (tmp_path / "lm_eval" / "__main__.py").write_text(_COMMAND)
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "lm_eval_adapter.py"), "quire", adder.address],

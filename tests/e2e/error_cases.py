@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,10 @@ def bad_output() -> Iterator[Bad]:
     yield "huge top_logprobs", options(top_logprobs=2**32 - 1), "BAD_OUTPUT", "output.top_logprobs"
     chosen = "output.logprob_token_ids"
     yield "many logprobs", options(logprob_token_ids=[1] * 4097), "BAD_OUTPUT", chosen
+    unknown_dtype = types.HiddenStates(dtype=unknown_format)
+    yield "hidden format", options(hidden=unknown_dtype), "BAD_OUTPUT", "output.hidden.dtype"
+    many = types.HiddenStates(layers=[0] * 9)
+    yield "many layers", options(hidden=many), "BAD_OUTPUT", "output.hidden.layers"
     yield "logprob", options(logprob_token_ids=[1, VOCAB]), "TOKEN_OUT_OF_VOCAB", f"{chosen}[1]"
 
 
@@ -97,6 +102,18 @@ def bad_masks() -> Iterator[Bad]:
     yield "nothing allowed", masked(allowed=types.TokenIds()), "BAD_MASK", "output.mask.allowed"
     outside = types.TokenIds(ids=[1, 2, VOCAB])
     yield "allowed", masked(allowed=outside), "TOKEN_OUT_OF_VOCAB", "output.mask.allowed.ids[2]"
+    for name, deflated in (
+        ("garbage", b"garbage"),
+        ("a bomb", zlib.compress(bytes(1 << 20))),
+        ("too short", zlib.compress(b"\xff" * (VOCAB // 8 - 1))),
+        ("half a stream", zlib.compress(b"\xff" * (VOCAB // 8))[:-1]),
+    ):
+        yield f"deflated {name}", masked(deflated=deflated), "BAD_MASK", "output.mask.deflated"
+    zeros = zlib.compress(bytes(VOCAB // 8))
+    yield "deflated zeros", masked(deflated=zeros), "BAD_MASK", "output.mask"
+    everything = types.TokenIds(ids=range(VOCAB))
+    yield "all listed as forbidden", masked(forbidden=everything), "BAD_MASK", "output.mask"
+    yield "forbidden", masked(forbidden=outside), "TOKEN_OUT_OF_VOCAB", "output.mask.forbidden.ids[2]"
     both = masked(allowed=types.TokenIds(ids=[1, 2]))
     both.sampling.logit_bias.update({1: -INF, 2: -INF})
     yield "allowed and forbidden", both, "BAD_MASK", "output.mask"
@@ -353,6 +370,15 @@ def state_cases() -> Iterator[Case]:
         "UNSUPPORTED_BY_EXECUTOR",
         metadata={"field": "adapter_id"},
     )
+    for rpc in ("Prefill", "Decode", "ForwardVerify", "Forward"):
+        yield Case(
+            f"{rpc} hidden",
+            rpc,
+            with_output(rpc, types.OutputOptions(hidden=types.HiddenStates())),
+            code_pb2.FAILED_PRECONDITION,
+            "UNSUPPORTED_BY_EXECUTOR",
+            metadata={"field": "output.hidden"},
+        )
 
 
 CASES: list[Case] = [

@@ -23,14 +23,17 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import hf_greedy, hf_logits
+from tests.model_factory import hf_greedy, hf_hidden_states, hf_logits
 from tests.token_trees import random_tree
 
 VOCAB = 97
 MAX_TOKENS = 160
 # float32 against float32, in another order of summation. The issue of exactness: under 1e-4.
 MAX_RELATIVE_ERROR = 1e-4
-WITH_LOGITS = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+LAYER = 1
+WITH_LOGITS = types_pb2.OutputOptions(
+    logits=types_pb2.LOGITS_FORMAT_F32, hidden=types_pb2.HiddenStates(layers=[LAYER])
+)
 
 tokens_of = st.integers(0, VOCAB - 1)
 # Prompts that start alike, so that pages are found again; and ones that do not.
@@ -77,13 +80,18 @@ class ParityMachine(RuleBasedStateMachine):
         return self.held[number % len(self.held)]
 
     def check_row(self, output: types_pb2.StepOutput, tokens: list[int]) -> None:
-        self.check_against(output, hf_logits(self.harness.model, tokens)[-1].numpy())
+        self.check_logits(output, hf_logits(self.harness.model, tokens)[-1].numpy())
+        self.check_hidden(output, hf_hidden_states(self.harness.model, tokens)[LAYER, -1].numpy())
 
-    def check_against(self, output: types_pb2.StepOutput, expected: NDArray[np.float32]) -> None:
+    def check_logits(self, output: types_pb2.StepOutput, expected: NDArray[np.float32]) -> None:
         actual = np.frombuffer(output.logits.data, dtype="<f4")
         error = np.abs(actual - expected).max() / np.abs(expected).max()
         assert error < MAX_RELATIVE_ERROR, f"logits differ by {error}"
         assert output.token_id == int(actual.argmax())
+
+    def check_hidden(self, output: types_pb2.StepOutput, expected: NDArray[np.float32]) -> None:
+        state = np.frombuffer(output.hidden[0].data, dtype="<f4")
+        assert np.abs(state - expected).max() < MAX_RELATIVE_ERROR * np.abs(expected).max()
 
     def check_step(self, held: Held, handle: types_pb2.KvCacheHandle) -> None:
         assert handle.cache_id == held.cache_id
@@ -281,8 +289,10 @@ class ParityMachine(RuleBasedStateMachine):
         for leaf in set(range(size)) - set(tree.parents):
             # Of all tokens on its path.
             logits = hf_logits(model, base + tree.path(leaf))[len(base) :]
-            for row, index in zip(logits, tree.indexes(leaf), strict=True):
-                self.check_against(answer.outputs[index], row.numpy())
+            hidden = hf_hidden_states(model, base + tree.path(leaf))[LAYER, len(base) :]
+            for row, state, index in zip(logits, hidden, tree.indexes(leaf), strict=True):
+                self.check_logits(answer.outputs[index], row.numpy())
+                self.check_hidden(answer.outputs[index], state.numpy())
             for row, index in zip(
                 logits.log_softmax(-1), tree.indexes(leaf)[1:] if score else (), strict=False
             ):

@@ -80,12 +80,14 @@ def test_a_model_that_cannot_be_served_ends_the_server(tmp_path: Path) -> None:
     done = serve_until_it_ends("--listen", "127.0.0.1:0", "--model", str(model))
     assert done.returncode == 1
     assert "model.safetensors" in done.stderr
+    assert done.stderr.count("worker started") == 1, "trying again cannot help"
 
 
 def test_a_pool_that_does_not_fit_ends_the_server() -> None:
     done = serve_until_it_ends("--listen", "127.0.0.1:0", "--kv-pages", "1000000000")
     assert done.returncode == 1
     assert "kv_pages" in done.stderr
+    assert done.stderr.count("worker started") == 1, "trying again cannot help"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -93,6 +95,7 @@ def test_a_device_that_is_not_there_ends_the_server() -> None:
     done = serve_until_it_ends("--listen", "127.0.0.1:0", "--device", "cuda")
     assert done.returncode == 1
     assert "no CUDA device" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("worker started") == 1, "trying again cannot help"
 
 
 def test_status_and_capabilities_say_what_runs(shipped_gateway: GatewayProcess) -> None:

@@ -22,6 +22,7 @@ from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
+from workers.models.taps import Taps
 from workers.operations import Sampling
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
@@ -142,8 +143,10 @@ class Uncapturable:
     def __init__(self, decoder: Decoder, fail: Callable[[], object], succeed: int) -> None:
         self._decoder, self._fail, self._succeed = decoder, fail, succeed
 
-    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
-        hidden = self._decoder.forward(inputs, kv)
+    has_hidden_states = True
+
+    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
+        hidden = self._decoder.forward(inputs, kv, taps)
         if torch.cuda.is_current_stream_capturing():
             self._succeed -= 1
             if self._succeed < 0:

@@ -338,6 +338,20 @@ def test_wrong_usage_is_told_in_a_sentence(
     assert error.startswith(f"usage: quire {command}"), "the usage of that command"
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("generat", "quire: error: generat is no command; did you mean generate?"),
+        ("--verson", "quire: error: --verson is not known; did you mean --version?"),
+        ("dance", "quire: error: dance is no command; the commands are serve, status, generate, load, token"),
+    ],
+)
+def test_a_mistyped_command_is_told(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "12+34="])
+    assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])

@@ -15,6 +15,7 @@ from tests.hub_server import COMMIT, Hub, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "org/model"
+FIRST = f"download it first (hf download {MODEL}), or name a directory that holds it"
 # Where nothing listens: who asks all the same is told in an instant.
 NOBODY = "http://127.0.0.1:1"
 
@@ -33,9 +34,12 @@ SHARDS = {
     "one.safetensors": b"1" * 1000,
     "two.safetensors": b"2" * 1000,
 }
+# What names a licence is fetched where there is any, and a cache without it is whole.
+CARDS = {"README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"MIT"}
 # What lies beside a model on the hub, and is not fetched.
 OTHERS = {
-    "README.md": b"#",
+    "LICENSE.txt": bytes((1 << 20) + 1),
+    "docs/README.md": b"#",
     "pytorch_model.bin": b"pickle",
     "modeling_custom.py": b"import os",
     "consolidated.safetensors": b"twice",
@@ -136,7 +140,7 @@ def test_what_is_not_there_and_may_not_be_fetched_is_told(
     found, said = find(download=download, **environment)
     assert (found, said) == (
         "",
-        f"quire: {MODEL} is no directory here and is not in the cache {cache}; {why}\n",
+        f"quire: {MODEL} is no directory here and is not in the cache {cache}; {why}: {FIRST}\n",
     )
     snapshot = make_cache(cache, SMALL | SHARDS)
     (snapshot / "two.safetensors").unlink()
@@ -188,6 +192,8 @@ def test_nobody_there(find: Find) -> None:
     assert said.startswith(
         f"quire: {MODEL} is not whole in the cache, and cannot be downloaded from 127.0.0.1:1"
     )
+    assert said.endswith(f"; {FIRST}\n")
+    assert f"(hf download {MODEL} --revision v1.0)" in find(revision="v1.0")[1]
 
 
 # Over the network.
@@ -195,11 +201,13 @@ def test_nobody_there(find: Find) -> None:
 
 @pytest.mark.parametrize("weights", [WEIGHTS, SHARDS])
 def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, bytes]) -> None:
-    hub = Hub(MODEL, SMALL | weights | OTHERS)
+    hub = Hub(MODEL, SMALL | CARDS | weights | OTHERS)
     with serving(hub) as endpoint:
         found, said = find(HF_ENDPOINT=endpoint)
-        assert {name: (Path(found) / name).read_bytes() for name in names_in(found)} == SMALL | weights
-        assert sorted(hub.fetched) == sorted(SMALL | weights), "each once"
+        assert {
+            name: (Path(found) / name).read_bytes() for name in names_in(found)
+        } == SMALL | CARDS | weights
+        assert sorted(hub.fetched) == sorted(SMALL | CARDS | weights), "each once"
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said
         told = [line for line in said.splitlines() if line.endswith(": 100%")]
         assert told == [f"quire: {name}: 100%" for name in weights if name.endswith(".safetensors")]

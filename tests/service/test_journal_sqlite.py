@@ -350,8 +350,9 @@ async def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
 
 async def test_a_place_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(JournalUnusable, match="file"):
-        open_journal(tmp_path / "file" / "journal")
+    for place in ("file", "file/journal"):
+        with pytest.raises(JournalUnusable, match=r"file.*A file is where a directory is to be"):
+            open_journal(tmp_path / place)
     (tmp_path / "journal" / "journal.db").mkdir(parents=True)
     with pytest.raises(JournalUnusable, match="not a regular file"):
         open_journal(tmp_path / "journal")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api.parsing import Large, Malformed, MessageLimits
@@ -11,9 +12,11 @@ VOCAB = 100_000
 LIMITS = MessageLimits(vocab_size=lambda: VOCAB)
 
 
-async def test_a_mask_with_more_ids_than_tokens_is_refused_unparsed() -> None:
+@pytest.mark.parametrize("kind", ["allowed", "forbidden"])
+async def test_a_mask_with_more_ids_than_tokens_is_refused_unparsed(kind: str) -> None:
     for ids, refused in ((VOCAB, False), (VOCAB + 1, True)):
-        mask = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[70_000] * ids))
+        mask = types_pb2.TokenMask()
+        getattr(mask, kind).ids.extend([70_000] * ids)
         request = executor_pb2.ForwardRequest(token_ids=[1], output=types_pb2.OutputOptions(mask=mask))
         message = executor_pb2.ForwardRequest()
         parsed = await Large(message, request.SerializeToString(), LIMITS).parsed()
@@ -21,5 +24,5 @@ async def test_a_mask_with_more_ids_than_tokens_is_refused_unparsed() -> None:
             assert parsed == request
             continue
         assert isinstance(parsed, Malformed) and isinstance(parsed.error, InvalidArgument)
-        assert (parsed.error.reason, parsed.error.field) == ("BAD_MASK", "output.mask.allowed")
-        assert not message.output.mask.allowed.ids
+        assert (parsed.error.reason, parsed.error.field) == ("BAD_MASK", f"output.mask.{kind}")
+        assert not getattr(message.output.mask, kind).ids

@@ -34,3 +34,4 @@ def test_a_path_that_is_taken_and_one_that_is_free(tmp_path: Path) -> None:
     assert not path.exists(), "it is not left behind"
     path.write_text("a file")
     assert why_not_listening(f"unix:{path}") == "something is at this path"
+    assert why_not_listening(f"unix:{tmp_path}") == "it is a directory: name a file in it"

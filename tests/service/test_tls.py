@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import structlog
-from quire import AsyncClient, QuireError
+from quire import AsyncClient, QuireError, Tls
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from service.api.interceptor import CallInterceptor
@@ -53,7 +53,7 @@ async def called_as(target: str, ca: Authority, who: Pair | None = None, token: 
     credentials = grpc.ssl_channel_credentials(ca.cert.read_bytes(), key, cert)
     # A new connection each time: gRPC shares those of equal options.
     async with AsyncClient(
-        target, credentials=credentials, token=token, timeout_s=PATIENCE_S, max_response_bytes=_unique()
+        target, tls=credentials, token=token, timeout_s=PATIENCE_S, max_response_bytes=_unique()
     ) as client:
         try:
             return (await client.model_info()).tokenizer_json.decode()
@@ -86,7 +86,7 @@ async def test_only_who_trusts_the_certificate_connects(ours: Authority, theirs:
         async with AsyncClient(target, timeout_s=PATIENCE_S) as in_plain_text:
             with pytest.raises(QuireError):
                 await in_plain_text.model_info()
-        async with AsyncClient(target, ca=ours.cert.read_bytes(), timeout_s=PATIENCE_S) as client:
+        async with AsyncClient(target, tls=Tls(ca=ours.cert), timeout_s=PATIENCE_S) as client:
             assert (await client.model_info()).tokenizer_json == b"-"
 
 
@@ -118,7 +118,7 @@ async def test_certificates_are_read_again(ours: Authority, theirs: Authority, t
     shutil.copy(first.key, used.key)
     async with serving(listening(used)) as target:
         assert await called_as(target, ours) == "-"
-        async with AsyncClient(target, ca=ours.cert.read_bytes(), timeout_s=PATIENCE_S) as open_before:
+        async with AsyncClient(target, tls=Tls(ca=ours.cert), timeout_s=PATIENCE_S) as open_before:
             await open_before.model_info()
             with structlog.testing.capture_logs() as records:
                 shutil.copy(second.cert, used.cert)  # its key is not there yet

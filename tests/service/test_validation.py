@@ -17,7 +17,7 @@ from quire.v1 import executor_pb2, types_pb2
 from service import errors
 from service.api import appends, validation
 from service.api.status import to_status
-from service.api.validation import RequestLimits
+from service.api.validation import HiddenLimits, RequestLimits
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)
@@ -204,6 +204,12 @@ FORMAT_BYTES = {
     types_pb2.LOGITS_FORMAT_BF16: 2,
     types_pb2.LOGITS_FORMAT_F16: 2,
 }
+DTYPE_BYTES = {
+    types_pb2.DATA_TYPE_UNSPECIFIED: 4,
+    types_pb2.DATA_TYPE_F32: 4,
+    types_pb2.DATA_TYPE_BF16: 2,
+    types_pb2.DATA_TYPE_F16: 2,
+}
 HANDLE = types_pb2.KvCacheHandle(
     cache_id="kv_" + "x" * 24,
     seq_len=BIG,
@@ -233,15 +239,30 @@ def largest_row(output: types_pb2.OutputOptions, vocab_size: int) -> types_pb2.S
     top=st.integers(0, 200),
     chosen=st.integers(0, 200),
     rows=st.integers(1, 20),
+    layers=st.none() | st.lists(st.integers(0, 3), max_size=8),
+    hidden_size=st.integers(1, 3000),
+    dtype=st.sampled_from(sorted(DTYPE_BYTES)),
 )
 def test_no_answer_is_larger_than_was_checked(
-    logits: types_pb2.LogitsFormat, vocab_size: int, top: int, chosen: int, rows: int
+    logits: types_pb2.LogitsFormat,
+    vocab_size: int,
+    top: int,
+    chosen: int,
+    rows: int,
+    layers: list[int] | None,
+    hidden_size: int,
+    dtype: types_pb2.DataType,
 ) -> None:
     output = types_pb2.OutputOptions(
         logits=logits, top_logprobs=min(top, vocab_size), logprob_token_ids=[0] * chosen, logprob=True
     )
-    limits = RequestLimits(vocab_size, 1 << 30)
+    limits = RequestLimits(vocab_size, 1 << 30, hidden=HiddenLimits(3, hidden_size))
     row = largest_row(output, vocab_size)
+    if layers is not None:
+        output.hidden.CopyFrom(types_pb2.HiddenStates(layers=layers, dtype=dtype))
+        for _ in layers or [3]:
+            data = b"\xff" * (DTYPE_BYTES[dtype] * hidden_size)
+            row.hidden.add(dtype=dtype or types_pb2.DATA_TYPE_F32, shape=[hidden_size], data=data)
 
     verify = executor_pb2.ForwardVerifyResponse(
         kv_cache=HANDLE, outputs=[row] * rows, accepted=BIG, timing=TIMING
@@ -257,6 +278,22 @@ def test_no_answer_is_larger_than_was_checked(
     assert verify.ByteSize() <= validation.check_output(output, limits, rows)
     assert forward.ByteSize() <= validation.check_output(output, limits, rows)
     assert batch.ByteSize() <= rows * validation.check_output(output, limits, 1)
+
+
+def test_hidden_states_are_checked_before_they_are_computed() -> None:
+    limits = RequestLimits(VOCAB, 100_000, hidden=HiddenLimits(28, 1024))
+
+    def refused(rows: int, *layers: int, of: RequestLimits = limits) -> tuple[str, str] | None:
+        output = types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(layers=layers))
+        return refusal(validation.check_output, output, of, rows)
+
+    assert refused(23) is None and refused(24) == ("OUTPUT_TOO_LARGE", "output")
+    assert refused(3, *range(8)) is None and refused(4, *range(8)) == ("OUTPUT_TOO_LARGE", "output")
+    assert refused(1, 0, 28) is None
+    assert refused(1, 0, 29) == ("BAD_OUTPUT", "output.hidden.layers[1]")
+    assert refused(1, *range(9)) == ("BAD_OUTPUT", "output.hidden.layers")
+    with pytest.raises(errors.Unsupported):
+        refused(1, of=RequestLimits(VOCAB, 100_000))
 
 
 def test_no_error_of_an_item_is_larger_than_was_checked() -> None:

@@ -30,6 +30,7 @@ from tests.token_trees import random_tree
 from workers import wire as worker_wire
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.models.inputs import ForwardInputs
+from workers.models.taps import Taps
 from workers.operations import Done, Failed, Forward, Result
 from workers.operations import ForwardDone as RealForwardDone
 from workers.runners.base import StepResult
@@ -109,8 +110,10 @@ class RealWorker:
         self._execute(chunks)
         self.ran += [(chunk.op.op_id, chunk.start + chunk.count) for chunk in chunks]
 
-    def _choose(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
-        result = self._step(inputs, rows)
+    def _choose(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], taps: Taps | None = None
+    ) -> StepResult:
+        result = self._step(inputs, rows, taps)
         chosen = [
             next_token(_before(chunk, chunk.start + index), None)
             for chunk in self._chunks

@@ -13,6 +13,7 @@ from tests.token_trees import random_tree
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import AttentionBatch, ForwardInputs, depths_and_ancestors
 from workers.models.model import Model
+from workers.models.taps import Taps
 
 
 @dataclass
@@ -136,6 +137,42 @@ def errors_of_trees(
         expected = truth([*text, *path])[len(text) :]
         errors.append(float((own - expected).abs().max() / expected.abs().max()))
     return errors
+
+
+def hidden_in_chunks(
+    model: Model,
+    texts: Sequence[list[int]],
+    kv: KvTensors,
+    packer: HandPacker,
+    dice: random.Random,
+    layers: int,
+) -> list[dict[tuple[int, int], torch.Tensor]]:
+    """As `logits_in_chunks`: hidden states of each text by (layer, position), of some picked at random."""
+    sequences = [HandSequence() for _ in texts]
+    found: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in texts]
+    while any(sequence.length < len(text) for sequence, text in zip(sequences, texts, strict=True)):
+        items, owners = [], []
+        for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
+            size = min(dice.choice((0, 1, 1, 3, 16, 29)), len(text) - sequence.length)
+            if size:
+                wanted = sorted(dice.sample(range(size), dice.randint(0, size)))
+                owners += [(index, sequence.length + row) for row in wanted]
+                tokens = text[sequence.length : sequence.length + size]
+                items.append(Item(sequence, tokens, wanted))
+        rows = {
+            layer: sorted(dice.sample(range(len(owners)), dice.randint(1, len(owners))))
+            for layer in range(layers + 1)
+            if owners and dice.random() < 0.7
+        }
+        if items:
+            taps = Taps(rows)
+            model.forward(packer.pack(items), kv, taps)
+            assert taps.found.keys() == rows.keys()
+            for layer, picked in rows.items():
+                for row, states in zip(picked, taps.found[layer], strict=True):
+                    index, position = owners[row]
+                    found[index][layer, position] = states
+    return found
 
 
 def greedy_tokens(

@@ -16,6 +16,7 @@ from workers.executors.errors import (
     ExecutorClosed,
     ExecutorError,
     KvMissing,
+    NoSuchLayer,
     RowsOutOfRange,
     SequenceTooLong,
     TokenOutOfVocabulary,
@@ -25,7 +26,7 @@ from workers.executors.llm import LlmExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.page_pool import OutOfPages
 from workers.kv.sizing import KvSizingError
-from workers.operations import GREEDY, Forward, LogitsFormat, OutputSpec
+from workers.operations import GREEDY, Forward, HiddenSpec, LogitsFormat, OutputSpec
 from workers.running import Chunk
 
 torch.set_num_threads(1)
@@ -60,6 +61,7 @@ REFUSED: list[tuple[Call, type[ExecutorError]]] = [
     (lambda e: e.decode(1, -1), TokenOutOfVocabulary),
     (lambda e: e.forward([VOCAB]), TokenOutOfVocabulary),
     (lambda e: e.decode(1, 4, OutputSpec(logprob_token_ids=[VOCAB])), TokenOutOfVocabulary),
+    (lambda e: e.decode(1, 4, OutputSpec(hidden=HiddenSpec([0]))), NoSuchLayer),
     (lambda e: e.unified_decode([(2, [4, 5], 3, GREEDY)]), RowsOutOfRange),
     (lambda e: e.unified_decode([(2, [4, 5], -1, GREEDY)]), RowsOutOfRange),
     (lambda e: e.prefill(2, [0] * (CAPACITY_TOKENS + 1)), SequenceTooLong),
@@ -148,9 +150,9 @@ def test_status_says_whether_a_step_runs(executor: ModelExecutor, monkeypatch: p
     runner, ages = executor.engine.runner, []
     step = runner.step
 
-    def look(inputs: object, rows: object) -> object:
+    def look(*arguments: object) -> object:
         ages.append(executor.status().step_age_ns)
-        return step(inputs, rows)  # type: ignore[arg-type]
+        return step(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner, "step", look)
     executor.decode(1, 4)

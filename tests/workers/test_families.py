@@ -14,13 +14,14 @@ from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneratio
 
 from kernels.paged_attention import CUDA_WIDTHS
 from tests.families import MODELS, settings_of
-from tests.model_factory import hf_greedy, hf_logits, make_family_model
+from tests.model_factory import hf_greedy, hf_hidden_states, hf_logits, make_family_model
 from tests.workers.packing import (
     HandPacker,
     HandSequence,
     Item,
     errors_of_trees,
     greedy_tokens,
+    hidden_in_chunks,
     logits_in_chunks,
     poison,
 )
@@ -97,6 +98,22 @@ def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> N
         decoder, new_kv(decoder.config), new_packer(6), lambda text: hf_logits(directory, text)
     )
     assert max(errors) < RELATIVE_ERROR
+
+
+def test_hidden_states_of_any_layer_are_those_of_transformers(made: tuple[str, Path]) -> None:
+    """By the library's own numbering, of rows and layers picked at random from shared batches."""
+    name, directory = made
+    decoder = load_model(directory).decoder
+    layers = decoder.config.num_hidden_layers
+    whole = texts(10, (1, 33, 70))
+    kv, packer, dice = new_kv(decoder.config), new_packer(6), random.Random(name)
+    found = hidden_in_chunks(decoder, whole, kv, packer, dice, layers)
+    assert {layer for states in found for layer, _ in states} == set(range(layers + 1))
+    for text, states in zip(whole, found, strict=True):
+        expected = hf_hidden_states(directory, text)
+        for (layer, position), state in states.items():
+            error = (state - expected[layer, position]).abs().max()
+            assert error < RELATIVE_ERROR * expected[layer].abs().max(), (layer, position)
 
 
 def test_64_greedy_tokens_are_identical(made: tuple[str, Path]) -> None:

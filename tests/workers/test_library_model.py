@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -16,7 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.workers.packing import HandPacker, errors_of_trees, logits_in_chunks, poison
+from tests.workers.packing import (
+    HandPacker,
+    errors_of_trees,
+    hidden_in_chunks,
+    logits_in_chunks,
+    poison,
+)
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
 from workers.models.library.gathered_model import GatheredModel
@@ -88,6 +95,8 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "gptj": {"head_dim": None, "rotary_dim": 8},
     # Its default of 1 multiplies scores that are not divided by anything: they are large, and so are errors.
+    "granite": {"attention_multiplier": 0.25},
+    "granite_swa": {"attention_multiplier": 0.25},
     "granitemoe": {"attention_multiplier": 0.25},
     "granitemoeshared": {"attention_multiplier": 0.25},
     "minicpm3": LATENT,
@@ -105,6 +114,10 @@ RUN = """
 
 # With attention of their own: these run text by text.
 GATHERED = "bloom codegen diffllama falcon gpt_neo gpt_neox_japanese gptj mpt xglm"
+# One of each kind of code that hands out hidden states: in every run.
+SAMPLE = (
+    "bloom codegen cohere deepseek_v3 falcon gemma3_text gpt2 gpt_oss llama4_text minicpm3 mpt opt phimoe"
+)
 
 
 def tiny_config(model_type: str, **more: Any) -> PreTrainedConfig:
@@ -177,6 +190,49 @@ def test_text_by_text(model_type: str) -> None:
 def test_a_packed_model_runs_text_by_text_as_well() -> None:
     """Two ways to the same logits."""
     assert worst_error(GatheredModel(tiny_model("gemma2"))) < RELATIVE_ERROR
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in SAMPLE.split() else pytest.mark.thorough)
+        for name in (RUN + GATHERED).split()
+    ],
+)
+def test_hidden_states_are_those_the_library_hands_out(model_type: str) -> None:
+    """From shared batches over NaN, of rows and layers picked at random."""
+    model = over_pages(tiny_model(model_type))
+    assert model.has_hidden_states
+    kv = KvTensors(model.layers, num_pages=PAGES, page_size=PAGE_SIZE, dtype=torch.float32)
+    poison(kv)
+    dice = random.Random(3)
+    packer = HandPacker(PAGE_SIZE, dice.sample(range(1, PAGES), PAGES - 1))
+    texts = [[dice.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 50)]
+    found = hidden_in_chunks(model, texts, kv, packer, dice, len(model.layers))
+    plain = tiny_model(model_type)
+    for text, states in zip(texts, found, strict=True):
+        with torch.inference_mode():
+            expected = plain(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
+        for (layer, position), state in states.items():
+            error = (state - expected[layer][0, position]).abs().max()
+            assert error < RELATIVE_ERROR * expected[layer].abs().max(), (layer, position)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bloom"])
+def test_a_model_that_hands_out_none_is_served_without(model_type: str) -> None:
+    """And it is known that it has none."""
+    module = tiny_model(model_type)
+    plain = module.forward
+
+    @functools.wraps(plain)
+    def forward(*inputs: Any, **asked: Any) -> Any:
+        if asked.pop("output_hidden_states", None):
+            raise TypeError("unexpected keyword argument")
+        return plain(*inputs, **asked)
+
+    module.forward = forward
+    model = over_pages(module)
+    assert not model.has_hidden_states and worst_error(model) < RELATIVE_ERROR
 
 
 def directory_of(model_type: str, directory: Path, **more: Any) -> Path:

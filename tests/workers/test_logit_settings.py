@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import types_pb2, worker_pb2
 
+from tests.masks import forms
 from workers import wire
 from workers.batch import sampling_rows
 from workers.kv.table import KvTable
@@ -106,14 +108,27 @@ def test_the_wire_makes_bits_of_a_list() -> None:
     assert not Masks(VOCAB).allowed(nothing.output.mask).any()
 
 
+@settings(max_examples=200)
+@given(allowed=st.sets(st.integers(0, VOCAB - 1)), stray_bits=st.integers(0, 255), words=st.booleans())
+def test_the_wire_makes_the_same_bits_of_any_form(allowed: set[int], stray_bits: int, *, words: bool) -> None:
+    for mask in forms(allowed, VOCAB, stray_bits, words=words):
+        command = wire.to_command(forward_with(mask), VOCAB)
+        assert isinstance(command, Forward) and command.output.mask is not None
+        found = np.flatnonzero(Masks(VOCAB).allowed(command.output.mask)).tolist()
+        assert found == sorted(allowed), mask.WhichOneof("kind")
+
+
 @pytest.mark.parametrize(
     "mask",
     [
         types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[1] * (VOCAB + 1))),
+        types_pb2.TokenMask(forbidden=types_pb2.TokenIds(ids=[1] * (VOCAB + 1))),
+        types_pb2.TokenMask(deflated=zlib.compress(bytes(1 << 20))),
+        types_pb2.TokenMask(deflated=b"garbage"),
         # More than fills the last word of 32 bits.
         types_pb2.TokenMask(packed=b"\xff" * 5),
     ],
 )
-def test_the_wire_refuses_more_than_a_vocabulary(mask: types_pb2.TokenMask) -> None:
-    with pytest.raises(ValueError, match="a mask of"):
+def test_the_wire_refuses_what_is_no_mask_of_the_vocabulary(mask: types_pb2.TokenMask) -> None:
+    with pytest.raises(ValueError, match=r"a mask (of|that)"):
         wire.to_command(forward_with(mask), VOCAB)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.operations import LogitsFormat, OutputSpec, RowOutput
-from workers.row_outputs import build_outputs, encode_logits, score_tokens
+from workers.row_outputs import build_outputs, encode_row, score_tokens
 from workers.sampling import BadLogitsError, SamplingRow, best_k, choose_tokens
 
 torch.set_num_threads(1)
@@ -78,7 +78,7 @@ def test_outputs_are_what_was_asked_for(case: tuple[torch.Tensor, list[OutputSpe
             assert_close(value, exact[t], row)
         assert list(output.top_logprobs) == sorted(output.top_logprobs, reverse=True)
         assert output.logits_format == spec.logits
-        assert output.logits == (encode_logits(row, spec.logits) if spec.logits else None)
+        assert output.logits == (encode_row(row, spec.logits) if spec.logits else None)
         # The same bits in any company.
         assert build_outputs(row.unsqueeze(0), torch.tensor([token]), [spec]) == [output]
 
@@ -123,20 +123,18 @@ def test_the_greedy_token_comes_first_even_where_logprobs_cannot_tell() -> None:
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20))
 def test_logits_are_encoded_little_endian_and_rounded_to_nearest(values: list[float]) -> None:
     row = torch.tensor(values)
-    assert encode_logits(row, LogitsFormat.F32) == struct.pack(f"<{len(values)}f", *values)
+    assert encode_row(row, LogitsFormat.F32) == struct.pack(f"<{len(values)}f", *values)
     with np.errstate(over="ignore"):
-        assert (
-            encode_logits(row, LogitsFormat.F16) == np.array(values, dtype=np.float32).astype("<f2").tobytes()
-        )
+        assert encode_row(row, LogitsFormat.F16) == np.array(values, dtype=np.float32).astype("<f2").tobytes()
     # bfloat16 is the upper half of a float32, rounded to even.
     bits = np.array(values, dtype="<f4").view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
-    assert encode_logits(row, LogitsFormat.BF16) == rounded.astype("<u2").tobytes()
+    assert encode_row(row, LogitsFormat.BF16) == rounded.astype("<u2").tobytes()
 
 
 def test_encoding_takes_rows_that_are_not_contiguous() -> None:
     columns = torch.arange(6.0).reshape(3, 2).T
-    assert encode_logits(columns[1], LogitsFormat.F32) == struct.pack("<3f", 1, 3, 5)
+    assert encode_row(columns[1], LogitsFormat.F32) == struct.pack("<3f", 1, 3, 5)
 
 
 def test_scores_are_the_targets_logprobs() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from workers import step_shares
 from workers.forward_queue import SHORT_TOKENS, QueuedForward, cost_of
 from workers.kv.table import KvSequence
-from workers.operations import Forward, LogitsFormat, OutputSpec
+from workers.operations import Forward, HiddenSpec, LogitsFormat, OutputSpec
 from workers.running import Chunk, RunningForward
 from workers.scheduler import Scheduler
 from workers.step_shares import LEAST_FREE_COST, StepShares
@@ -196,6 +196,8 @@ def test_who_asks_for_much_each_time_pays_for_it_the_next() -> None:
         (OutputSpec(), 1),
         (OutputSpec(logprob=True, top_logprobs=20, logprob_token_ids=tuple(range(100))), 1),
         (OutputSpec(logits=LogitsFormat.F32), 4),
+        (OutputSpec(hidden=HiddenSpec([28])), 2),
+        (OutputSpec(hidden=HiddenSpec(range(8))), 3),
         (OutputSpec(top_logprobs=1024, logprob_token_ids=tuple(range(4096))), 11),
     ],
 )

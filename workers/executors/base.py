@@ -20,6 +20,7 @@ from workers.executors.errors import (
     EmptyTokens,
     ExecutorClosed,
     KvMissing,
+    NoSuchLayer,
     RowsOutOfRange,
     SequenceTooLong,
     TokenOutOfVocabulary,
@@ -299,6 +300,11 @@ class ModelExecutor:
                 raise TokenOutOfVocabulary(
                     f"tokens from {min(tokens)} to {max(tokens)} of a vocabulary of {vocab_size}"
                 )
+        hidden, layers = op.output.hidden, self._model.num_layers
+        if hidden is not None and not (
+            self.engine.runner.has_hidden_states and all(0 <= layer <= layers for layer in hidden.layers)
+        ):
+            raise NoSuchLayer(f"hidden states of layers {list(hidden.layers)} of {layers}")
         most, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
         if end > most:
             raise SequenceTooLong(f"{end} tokens in sequence {op.sequence}, which can have {most}")
@@ -330,4 +336,5 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
         max_lora_adapters=0,
         supports_token_trees=engine.takes_trees,
+        supports_hidden_states=engine.runner.has_hidden_states,
     )

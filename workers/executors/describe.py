@@ -51,6 +51,7 @@ def describe(
     weight_bytes: int = 0,
     fingerprint: str = "",
     backend: str = "native",
+    licence: str = "",
 ) -> ModelDescription:
     """The model of a config."""
     return ModelDescription(
@@ -70,4 +71,5 @@ def describe(
         bos_token_id=config.bos_token_id,
         fingerprint=fingerprint,
         backend=backend,
+        license=licence,
     )

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.batch import output_specs, pack, sampling_rows, score_targets
+from workers.batch import output_specs, pack, sampling_rows, score_targets, taps_of
 from workers.distribution import sampled_logprobs, with_drafts
 from workers.executors.errors import DuplicateSequence, KvMissing, NoTrees, TruncateBeyondEnd
 from workers.executors.info import StepCounts
 from workers.kv.table import KvSequence, KvTable, PoolUsage
 from workers.kv.tensors import KvTensors
 from workers.operations import Accept, Forward, ForwardDone, Kind, RowOutput
-from workers.row_outputs import TokenScores, build_outputs, score_tokens
+from workers.row_outputs import TokenScores, add_hidden, build_outputs, score_tokens
 from workers.runners.base import Runner, device_errors
 from workers.running import Behind, Chunk, RunningForward
 from workers.token_trees import kept_path
@@ -124,9 +124,12 @@ class Engine:
         inputs = pack(chunks, self.kv.page_size)
         with device_errors():
             rows, specs = sampling_rows(chunks), output_specs(chunks)
-            result = self.runner.step(inputs, rows)
+            taps = taps_of(specs)
+            result = self.runner.step(inputs, rows, taps)
             chosen = with_drafts(result.logits, result.chosen, rows)
             outputs = build_outputs(result.logits, chosen, specs)
+            if taps is not None:
+                add_hidden(outputs, specs, taps.found)
             said = [output.token_id for output in outputs]
             for row, logprob in sampled_logprobs(result.logits, said, rows, specs).items():
                 outputs[row].sampled_logprob = logprob

@@ -7,6 +7,7 @@
     ├── TokenOutOfVocabulary
     ├── RowsOutOfRange        more rows than tokens
     ├── SequenceTooLong       past the model's context, or all of the pool
+    ├── NoSuchLayer           hidden states of a layer that is not there, or of a model that has none
     ├── TruncateBeyondEnd
     ├── BadTree               parents that are no tree, or one that is too large
     ├── NoTrees               a tree, of a model whose attention takes none
@@ -45,6 +46,10 @@ class RowsOutOfRange(ExecutorError):
 
 class SequenceTooLong(ExecutorError):
     """The tokens go past what one sequence can have."""
+
+
+class NoSuchLayer(ExecutorError):
+    """Hidden states are wanted that the model does not have."""
 
 
 class TruncateBeyondEnd(ExecutorError):

@@ -54,6 +54,7 @@ class ModelDescription:
     bos_token_id: int | None = None
     fingerprint: str = ""
     backend: str = "native"
+    license: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class Capabilities:
     # The most that one sequence can have: the model's context, or all of a smaller pool.
     kv_capacity_tokens: int
     max_lora_adapters: int
-    supports_token_trees: bool
+    supports_token_trees: bool = True
+    supports_hidden_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, ch
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
+from workers.models.licence import read_licence
 from workers.models.pickles import check_not_pickled
 from workers.models.text import read_text
 from workers.models.tokenizer import MAX_BYTES
@@ -99,6 +100,7 @@ class LlmExecutor(ModelExecutor):
             loaded.weight_bytes,
             loaded.fingerprint,
             loaded.backend,
+            read_licence(directory),
         )
         table = KvTable(kv.num_pages, kv.page_size)
         return cls(model, Engine(table, kv, runner, takes_trees=loaded.takes_trees), text)

@@ -20,6 +20,7 @@ from workers.models.config import ModelConfig
 from workers.models.inputs import ForwardInputs
 from workers.models.layers import Block, Norm, Step
 from workers.models.linear import Target
+from workers.models.taps import Taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Layer:
 
 class Decoder:
     """A decoder-only model, whose parameters `workers.models.weights` fills."""
+
+    has_hidden_states = True
 
     def __init__(
         self,
@@ -93,15 +96,16 @@ class Decoder:
             layer.mlp.body.pack()
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
         """Run the batch through all layers.
 
-        Mutates `kv`: writes the keys and values of the batch's tokens to their slots.
+        Mutates `kv`: writes the keys and values of the batch's tokens to their slots. Fills `taps`.
 
         Args:
             inputs: The batch. Positions must be below `max_position_embeddings` and the slots of `kv`, tokens
                 below `vocab_size`.
             kv: Pages of this model's shape and dtype.
+            taps: Hidden states that are wanted beside the last ones.
 
         Returns:
             [R, C] the final-normed hidden rows of `inputs.wanted_rows`, in that order.
@@ -112,6 +116,10 @@ class Decoder:
         step = Step(inputs, kv, self._rotations(inputs.positions, kv))
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
+            if taps is not None:
+                # What the layer before has left: x, which nobody has added yet, and the rest.
+                parts = (residual,) if x is None else (residual, x)
+                taps.tap(index, inputs.wanted_rows, *parts)
             x, residual = layer.attention(x, residual, step)
             if index == len(self.layers) - 1:
                 # Attention has kept the wanted rows only.
@@ -120,7 +128,10 @@ class Decoder:
                     return residual
             x, residual = layer.mlp(x, residual, step)
         assert x is not None
-        return self._final_norm.of_sum(x, residual)  # [R, C]
+        hidden = self._final_norm.of_sum(x, residual)  # [R, C]
+        if taps is not None:
+            taps.tap_last(len(self.layers), hidden)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

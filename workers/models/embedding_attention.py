@@ -28,6 +28,7 @@ from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
+from workers.models.taps import Taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ class EmbeddingConfig:
 class EmbeddingAttention:
     """The model of the module's docstring, with the interface of `Decoder`."""
 
+    # One layer without a norm or a stream between layers: there is nothing that heads could read.
+    has_hidden_states = False
+
     def __init__(
         self,
         config: EmbeddingConfig | None = None,
@@ -88,7 +92,7 @@ class EmbeddingAttention:
         self._head = self._embeddings.repeat_interleave(self._group_size, dim=1).flatten(1)  # [V, H * D]
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
         """Attend the batch.
 
         Mutates `kv`: writes the keys and values of the batch's tokens to their slots.
@@ -96,10 +100,12 @@ class EmbeddingAttention:
         Args:
             inputs: The batch. Tokens must be below `vocab_size`.
             kv: Pages of one layer, of this model's shape and dtype.
+            taps: None: it has no hidden states.
 
         Returns:
             [R, H * D] the attended rows of `inputs.wanted_rows`, in that order.
         """
+        assert taps is None, "asked for hidden states, which there are none of"
         embedded = self._embeddings.index_select(0, inputs.token_ids)  # [T, K, D]
         k_pages, v_pages = kv.layer(0)
         kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from workers.models.inputs import ForwardInputs
+from workers.models.taps import Taps
 from workers.sampling import SamplingRow
 
 # In errors of the device that are no AcceleratorError: those of libraries, and of Triton's launcher.
@@ -37,13 +38,18 @@ class Runner(Protocol):
     """Runs forwards on one device."""
 
     name: str
+    # Whether the model fills taps.
+    has_hidden_states: bool
 
-    def step(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
+    def step(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], taps: Taps | None = None
+    ) -> StepResult:
         """Runs the batch and chooses a token for each of its wanted rows.
 
         Args:
             inputs: The batch, on the host.
             rows: How to choose, one for each of `inputs.wanted_rows`.
+            taps: Filled with the hidden states that are wanted. None: nobody asks for any.
 
         Raises:
             SamplingError: A row has no usable logits, or nothing that it may choose; see `workers.sampling`.

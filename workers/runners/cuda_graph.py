@@ -5,8 +5,8 @@ from the embedding to the choice of the next tokens, and is launched at once. Ev
 steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `decode_buffers`.
 
 A batch runs in the smallest bucket that holds it; the rows beyond it are padded. Graphs are captured on the
-first decode. All else (prefills, mixed batches, verifies, larger batches) runs eagerly with the same kernels,
-and so does every decode if a capture fails: more slowly, but it runs.
+first decode. All else (prefills, mixed batches, verifies, larger batches, steps whose hidden states are read)
+runs eagerly with the same kernels, and so does every decode if a capture fails: more slowly, but it runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from workers.device_sampling import is_simple
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
+from workers.models.taps import Taps
 from workers.runners.base import DeviceLostError, StepResult, device_errors
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.eager import EagerRunner, choose_tokens
@@ -78,6 +79,7 @@ class CudaGraphRunner:
         """
         self._model, self._kv = model, kv
         self._eager = EagerRunner(model, kv)
+        self.has_hidden_states = model.has_hidden_states
         self._buckets = buckets_up_to(max_rows)
         max_pages = -(-max_seq_len // kv.page_size)
         self._max_rows, self._max_pages = self._buckets[-1], max_pages
@@ -86,15 +88,17 @@ class CudaGraphRunner:
         self._buffers: DecodeBuffers | None = None
         self._graphs: dict[int, _Graph] = {}
 
-    def step(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
+    def step(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], taps: Taps | None = None
+    ) -> StepResult:
         """See `Runner.step`."""
         with device_errors(), torch.inference_mode():
-            if self._is_decode(inputs, rows):
+            if taps is None and self._is_decode(inputs, rows):
                 if self._capture is not None:
                     self._capture_all(self._capture)
                 if self._buffers is not None:
                     return self._replay(self._buffers, inputs, rows)
-            return self._eager.step(inputs, rows)
+            return self._eager.step(inputs, rows, taps)
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""

@@ -10,6 +10,7 @@ from workers import device_sampling, sampling
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
+from workers.models.taps import Taps
 from workers.runners.base import StepResult
 from workers.sampling import SamplingRow
 
@@ -22,11 +23,14 @@ class EagerRunner:
     def __init__(self, model: Model, kv: KvTensors) -> None:
         self._model = model
         self._kv = kv
+        self.has_hidden_states = model.has_hidden_states
 
-    def step(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> StepResult:
+    def step(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], taps: Taps | None = None
+    ) -> StepResult:
         """See `Runner.step`. The logits are the caller's own."""
         with torch.inference_mode():
-            hidden = self._model.forward(inputs.to(self._kv.device), self._kv)  # [R, hidden]
+            hidden = self._model.forward(inputs.to(self._kv.device), self._kv, taps)  # [R, hidden]
             if hidden.is_cuda and not rows:
                 # Nothing is read back: a failure would show in somebody else's step, and the time as well.
                 torch.cuda.current_stream(hidden.device).synchronize()

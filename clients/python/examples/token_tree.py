@@ -25,7 +25,7 @@ WIDTHS = (4, 2, 1)
 
 def grow(helper: Cache, root: int) -> tuple[list[int], list[int]]:
     """A tree behind what `helper` holds: its tokens, and of each but the first the index of its parent."""
-    tokens, parents, leaves = [root], [], [0]
+    tokens, parents, leaves = [root], list[int](), [0]
     for width in WIDTHS:
         held, top = helper.seq_len, output_options(top_logprobs=width)
         said = helper.verify(tokens, parents=parents, accept=VERIFY_ACCEPT_GREEDY, output=top)

@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire._batches import PrefillItem, Scored, ScoreItem, checked
+    from quire._connection import Tls
     from quire._items import item
-    from quire._options import draft_from_top, draft_probabilities, output_options, token_mask, verify_rows
+    from quire._masks import token_mask
+    from quire._options import draft_from_top, draft_probabilities, output_options, verify_rows
+    from quire._tensors import floats
     from quire.aio import AsyncCache, AsyncClient, AsyncSession
     from quire.client import Cache, Client, Session
     from quire.errors import (
@@ -61,15 +64,12 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "quire._connection": ("Tls",),
     "quire._items": ("item",),
     "quire._batches": ("PrefillItem", "ScoreItem", "Scored", "checked"),
-    "quire._options": (
-        "draft_from_top",
-        "draft_probabilities",
-        "output_options",
-        "token_mask",
-        "verify_rows",
-    ),
+    "quire._masks": ("token_mask",),
+    "quire._options": ("draft_from_top", "draft_probabilities", "output_options", "verify_rows"),
+    "quire._tensors": ("floats",),
     "quire.executions": ("AsyncExecution", "Execution"),
     "quire.aio": ("AsyncCache", "AsyncClient", "AsyncSession"),
     "quire.client": ("Cache", "Client", "Session"),
@@ -146,6 +146,7 @@ __all__ = [
     "Session",
     "SessionEnded",
     "StepOutput",
+    "Tls",
     "TokenMask",
     "Unauthenticated",
     "Unavailable",
@@ -153,6 +154,7 @@ __all__ = [
     "checked",
     "draft_from_top",
     "draft_probabilities",
+    "floats",
     "item",
     "output_options",
     "token_mask",

@@ -1,8 +1,7 @@
-"""What the blocking and the asyncio client share: how channels are set up, and what requests hold."""
+"""What the blocking and the asyncio client share: what requests hold, and what answers mean for caches."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,35 +11,6 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from quire.errors import QuireError, from_status
 from quire.v1 import executor_pb2, types_pb2
-
-DEFAULT_TARGET = "127.0.0.1:50051"
-DEFAULT_MAX_REQUEST_BYTES = 16 << 20
-DEFAULT_MAX_RESPONSE_BYTES = 64 << 20
-
-# Calls that may be sent twice: readers, those that `position` or a request id fences, and those whose repeat
-# changes nothing. UnifiedForward is not among them, as a repeat would make caches anew.
-_RETRIED = (
-    "Prefill", "BatchPrefill", "Decode", "BatchDecode", "ForwardVerify", "Forward", "BatchForward",
-    "ForkCache", "TruncateKV", "ReleaseCache", "ListCaches", "RenewCache", "GetModelInfo", "GetCapabilities",
-    "GetStatus", "GetCacheMetrics", "GetLoraMetrics",
-)  # fmt: skip
-_SERVICE_CONFIG = json.dumps(
-    {
-        "methodConfig": [
-            {
-                "name": [{"service": "quire.v1.ModelExecutorService", "method": name} for name in _RETRIED],
-                "retryPolicy": {
-                    "maxAttempts": 4,
-                    "initialBackoff": "0.1s",
-                    "maxBackoff": "2s",
-                    "backoffMultiplier": 3,
-                    "retryableStatusCodes": ["UNAVAILABLE"],
-                },
-            }
-        ]
-    }
-)
-
 
 # Begins the request ids that were made here, so that no caller knows them.
 _OWN_REQUEST_ID = "auto-"
@@ -64,22 +34,6 @@ class Verified:
     token_logprobs: Sequence[float] = ()
     token_is_argmax: Sequence[bool] = ()
     path: Sequence[int] = ()
-
-
-def channel_options(max_request_bytes: int, max_response_bytes: int) -> list[tuple[str, int | str]]:
-    """Explicit message bounds, and retries of what may be sent twice."""
-    return [
-        ("grpc.max_send_message_length", max_request_bytes),
-        ("grpc.max_receive_message_length", max_response_bytes),
-        ("grpc.service_config", _SERVICE_CONFIG),
-    ]
-
-
-def bearer(token: str) -> tuple[tuple[str, str], ...] | None:
-    """The metadata of calls that carry a token. Raises ValueError for what can be none; does not show it."""
-    if not (token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError("a token has printable ASCII characters only")
-    return (("authorization", f"Bearer {token}"),) if token else None
 
 
 def duration(seconds: float | None) -> duration_pb2.Duration | None:

@@ -12,7 +12,7 @@ from quire._calls import duration
 from quire.v1 import runner_pb2
 
 # Token ids, a text, or messages such as {"role": "user", "content": "..."}.
-Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _ROLES = {
     "system": runner_pb2.CHAT_ROLE_SYSTEM,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, Unpack
 
+from quire._masks import Allowed, token_mask
 from quire.v1 import types_pb2
 
 _FORMATS = {
@@ -14,12 +15,15 @@ _FORMATS = {
     "bf16": types_pb2.LOGITS_FORMAT_BF16,
     "f16": types_pb2.LOGITS_FORMAT_F16,
 }
+_DTYPES = {
+    "f32": types_pb2.DATA_TYPE_F32,
+    "bf16": types_pb2.DATA_TYPE_BF16,
+    "f16": types_pb2.DATA_TYPE_F16,
+}
 
 # What a token was drawn from: a probability for each token that could have been drawn, by token or as pairs;
 # or a float32 row over the whole vocabulary, as bytes (little-endian) or as an array such as numpy's.
 Drawn: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]] | bytes | Any
-# A packed mask as TokenMask has it, or the ids that are allowed.
-Allowed: TypeAlias = bytes | Iterable[int]
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -36,13 +40,15 @@ class SamplingSettings(TypedDict, total=False):
     seed: int | None
 
 
-def output_options(
+def output_options(  # noqa: PLR0913 - the fields of OutputOptions
     *,
     logprob: bool = False,
     sampled_logprob: bool = False,
     top_logprobs: int = 0,
     logprob_token_ids: Iterable[int] = (),
     logits: str = "",
+    hidden: bool | Iterable[int] = False,
+    hidden_format: str = "f32",
     allowed: Allowed | None = None,
     sampling: types_pb2.SamplingParams | None = None,
     **settings: Unpack[SamplingSettings],
@@ -55,16 +61,22 @@ def output_options(
         top_logprobs: Say so many of the most likely tokens.
         logprob_token_ids: Say how likely these are.
         logits: "f32", "bf16" or "f16": return the row of logits, too. Empty: do not.
-        allowed: The tokens that may be chosen: their ids, or a packed mask. None: all.
+        hidden: Return hidden states: True for the last one, after the final norm, or the layers' numbers as
+            the transformers library counts them, 0 being the embedding. `hidden` of the answer has one for
+            each layer, in this order, which `floats` reads.
+        hidden_format: "f32", "bf16" or "f16".
+        allowed: The tokens that may be chosen: their ids, or a packed mask; see `token_mask`. None: all.
         sampling: Settings to begin with, such as `model_info().sampling_defaults`.
         settings: Fields of SamplingParams, such as temperature, top_k, top_p, seed. None: as in `sampling`.
 
     Raises:
-        ValueError: `logits` is none of these formats.
+        ValueError: `logits` or `hidden_format` is none of these formats.
         TypeError: A setting has a name or type that SamplingParams does not have.
     """
     if logits and logits not in _FORMATS:
         raise ValueError(f"logits are f32, bf16 or f16, not {logits!r}")
+    if hidden_format not in _DTYPES:
+        raise ValueError(f"hidden states are f32, bf16 or f16, not {hidden_format!r}")
     output = types_pb2.OutputOptions(
         logits=_FORMATS.get(logits),
         top_logprobs=top_logprobs,
@@ -73,18 +85,14 @@ def output_options(
         logprob=logprob,
         sampled_logprob=sampled_logprob,
     )
+    if hidden is not False:
+        output.hidden.layers.extend(() if hidden is True else hidden)
+        output.hidden.dtype = _DTYPES[hidden_format]
     chosen = types_pb2.SamplingParams(**settings)
     if sampling is not None or chosen.ByteSize():
         output.sampling.MergeFrom(sampling or types_pb2.SamplingParams())
         output.sampling.MergeFrom(chosen)
     return output
-
-
-def token_mask(allowed: Allowed) -> types_pb2.TokenMask:
-    """The tokens that may be chosen: a packed mask, one bit for each token, or their ids."""
-    if isinstance(allowed, bytes | bytearray | memoryview):
-        return types_pb2.TokenMask(packed=bytes(allowed))
-    return types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=allowed))
 
 
 def draft_probabilities(drawn: Drawn) -> types_pb2.DraftProbabilities:

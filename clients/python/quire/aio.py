@@ -1,7 +1,8 @@
-"""The asyncio client. `client.py` is the same without await; what they share is in `_calls.py`."""
+"""The asyncio client. The blocking one is generated from this file: see generate_blocking.py."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import weakref
 from abc import ABC, abstractmethod
@@ -12,14 +13,23 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 from quire import _batches, _calls, _methods
+from quire._attempts import Attempts
 from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
 from quire._calls import CacheState, Decodes, Verified
+from quire._connection import (
+    DEFAULT_MAX_REQUEST_BYTES,
+    DEFAULT_MAX_RESPONSE_BYTES,
+    DEFAULT_TARGET,
+    Tls,
+    connection,
+)
 from quire._executions import Progress
 from quire._items import Prompt, items_of
 from quire._methods import Method
 from quire.errors import QuireError, from_rpc_error
 from quire.executions import AsyncExecution
 from quire.session import DEFAULT_CLOSE_TIMEOUT_S, DEFAULT_MAX_IN_FLIGHT, AsyncSessionStream
+from quire.text import ModelTokenizer
 from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
 _Request = TypeVar("_Request", bound=Message)
@@ -79,8 +89,8 @@ class _AsyncCaller(ABC):
         Its lease begins anew. Its `output` is empty until the next append. Raises CacheNotFound.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
-        handle = (await self._call(_methods.RENEW_CACHE, request)).kv_cache
-        return AsyncCache(self._call, executor_pb2.PrefillResponse(kv_cache=handle))
+        renewed = await self._call(_methods.RENEW_CACHE, request)
+        return AsyncCache(self._call, executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache))
 
     async def batch_decode(
         self, decodes: Decodes[AsyncCache], *, output: types_pb2.OutputOptions | None = None
@@ -142,39 +152,51 @@ class AsyncClient(_AsyncCaller):
 
     def __init__(
         self,
-        target: str = _calls.DEFAULT_TARGET,
+        target: str = DEFAULT_TARGET,
         *,
         timeout_s: float | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        ca: bytes | None = None,
+        tls: Tls | grpc.ChannelCredentials | bool = False,
         token: str = "",
+        token_in_plain_view: bool = False,
         priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED,
-        max_request_bytes: int = _calls.DEFAULT_MAX_REQUEST_BYTES,
-        max_response_bytes: int = _calls.DEFAULT_MAX_RESPONSE_BYTES,
+        max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
+        max_response_bytes: int = DEFAULT_MAX_RESPONSE_BYTES,
     ) -> None:
-        """Connects when first used. `timeout_s` bounds each call, retries included; None: no bound.
+        """Connects when first used. Raises ValueError for settings that contradict themselves.
 
-        `ca` (PEM) turns TLS on, and so do `credentials`, for all else that TLS can do. `token` goes with
-        every call, without TLS in plain view.
-        `priority` says who goes first, and is refused last, where there is too much to do.
+        Args:
+            target: As gRPC has them, such as `host:port` and `unix:/path`.
+            timeout_s: Bounds each call, what is sent again included; None: no bound.
+            tls: True trusts public authorities; `Tls` says whom else, and who calls; gRPC's own credentials
+                are for all else.
+            token: Goes with every call. Without TLS only to this machine, as others could read it.
+            token_in_plain_view: It may go to others, too, where the network encrypts by itself.
+            priority: Who goes first, and is refused last, where there is too much to do.
+            max_request_bytes: What is larger is not sent.
+            max_response_bytes: What is larger is not taken.
         """
-        if ca is not None:
-            credentials = grpc.ssl_channel_credentials(ca)
-        options = _calls.channel_options(max_request_bytes, max_response_bytes)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=options)
+        link = connection(
+            target,
+            tls=tls,
+            token=token,
+            token_in_plain_view=token_in_plain_view,
+            max_request_bytes=max_request_bytes,
+            max_response_bytes=max_response_bytes,
+        )
+        if link.credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=link.options)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+            self._channel = grpc.aio.secure_channel(target, link.credentials, options=link.options)
+        self._is_closed = False
         self._timeout_s = timeout_s
         self._priority = priority
         self._max_request_bytes = max_request_bytes
-        # Every call for tokens and caches. These raise grpc.RpcError, and UNAVAILABLE is retried for them,
-        # too: an append without `position` could be applied twice.
+        # Every call for tokens and caches. These raise grpc.RpcError, and none is made again by itself.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
         # Every call for whole texts, likewise.
         self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
         # What goes with every call; those of `stub` have to be given it.
-        self.metadata = _calls.bearer(token)
+        self.metadata = link.metadata
 
     def session(
         self,
@@ -207,7 +229,21 @@ class AsyncClient(_AsyncCaller):
         timeout_s: float | None = None,
         **settings: Any,
     ) -> AsyncExecution:
-        """As `Client.execute`."""
+        """Generates whole texts on the server. Iterate over what is returned; leave its block to end it.
+
+        Raises TypeError or ValueError for what can be no item.
+
+        Args:
+            items: Items, see `quire.item`; or a prompt or several, with `settings` of theirs.
+                Several are the items "0", "1" and so on.
+            runtime: Its name; empty: the server chooses, as `policy` says.
+            policy: Such as `runner_pb2.ROUTING_POLICY_CHEAPEST`; unset: as the server is configured.
+            request_id: With which it can be asked for again. Empty: one is made.
+            keep_s: So long it survives the loss of its client or of the server, and goes on by itself here.
+            max_cost_usd: What all items may cost together; None: no bound.
+            timeout_s: Bounds the call; None: the client's.
+            settings: Fields of ExecuteItem, such as max_tokens, sampling, stop, n; for prompts only.
+        """
         progress = Progress(
             items_of(items, settings),
             runtime=runtime,
@@ -222,16 +258,13 @@ class AsyncClient(_AsyncCaller):
         return AsyncExecution(begin, progress, keep_s or 0.0, self.cancel_execution)
 
     async def cancel_execution(self, request_id: str) -> bool:
-        """As `Client.cancel_execution`."""
+        """Ends an execution that is kept (`keep_s`), whoever began it. Returns whether there was one.
+
+        One of before the server was started again is not known until it is asked for; its time runs out.
+        """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
-        try:
-            answer = await self.runner_stub.CancelExecution(
-                request, timeout=self._timeout_s, metadata=self.metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        cancelled: bool = answer.cancelled
-        return cancelled
+        answer = await self._call(_methods.CANCEL_EXECUTION, request)
+        return answer.cancelled
 
     async def model_info(
         self, *, include_tokenizer: bool = False, include_chat_template: bool = False
@@ -242,12 +275,20 @@ class AsyncClient(_AsyncCaller):
         )
         return await self._call(_methods.GET_MODEL_INFO, request)
 
+    async def tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer, which the server hands out. Needs the extra `quire-client[text]`.
+
+        Raises ImportError without it, and PreconditionFailed (NO_TOKENIZER) where the model has none.
+        """
+        return ModelTokenizer(await self.model_info(include_tokenizer=True))
+
     async def status(self) -> executor_pb2.GetStatusResponse:
         """How the gateway and its workers are."""
         return await self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest())
 
     async def close(self) -> None:
         """Ends the connection and every call on it. Caches stay until their leases run out."""
+        self._is_closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -260,13 +301,18 @@ class AsyncClient(_AsyncCaller):
 
     async def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         _calls.prioritise(request, self._priority)
-        try:
-            response: _Response = await getattr(self.stub, method.rpc)(
-                request, timeout=self._timeout_s, metadata=self.metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        return response
+        call = getattr(self.runner_stub if method.is_runners else self.stub, method.rpc)
+        attempts = Attempts(method, request, self._timeout_s)
+        while True:
+            try:
+                response: _Response = await call(request, timeout=attempts.left_s(), metadata=self.metadata)
+                return response
+            except grpc.aio.AioRpcError as error:
+                failed = from_rpc_error(error)
+            pause_s = attempts.pause_s(failed)
+            await asyncio.sleep(pause_s)
+            if self._is_closed:
+                raise failed
 
 
 class AsyncSession(_AsyncCaller):
@@ -384,7 +430,8 @@ class AsyncCache(CacheState):
     async def release(self) -> bool:
         """Forgets the cache. False if it was not there any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.cache_id)
-        return (await self._call(_methods.RELEASE_CACHE, request)).released
+        response = await self._call(_methods.RELEASE_CACHE, request)
+        return response.released
 
     async def __aenter__(self) -> Self:
         return self

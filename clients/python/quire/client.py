@@ -1,8 +1,9 @@
-"""The blocking client. `aio.py` is the same with await; what they share is in `_calls.py`."""
+"""The blocking client. Generated from aio.py by clients/python/generate_blocking.py: change that file."""
 
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -12,14 +13,23 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 from quire import _batches, _calls, _methods
+from quire._attempts import Attempts
 from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
 from quire._calls import CacheState, Decodes, Verified
+from quire._connection import (
+    DEFAULT_MAX_REQUEST_BYTES,
+    DEFAULT_MAX_RESPONSE_BYTES,
+    DEFAULT_TARGET,
+    Tls,
+    connection,
+)
 from quire._executions import Progress
 from quire._items import Prompt, items_of
 from quire._methods import Method
 from quire.errors import QuireError, from_rpc_error
 from quire.executions import Execution
 from quire.session import DEFAULT_CLOSE_TIMEOUT_S, DEFAULT_MAX_IN_FLIGHT, SessionStream
+from quire.text import ModelTokenizer
 from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
 _Request = TypeVar("_Request", bound=Message)
@@ -54,6 +64,8 @@ class _Caller(ABC):
 
         `score_from` scores the tokens from this index on, into its `token_logprobs` and `token_is_argmax`.
         With a `cache_salt` prefixes are shared only with caches of the same one.
+
+        With a block of its own: `with client.prefill(token_ids) as cache: ...`.
         """
         item = PrefillItem(token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from)
         request = _batches.prefill_request(item)
@@ -77,8 +89,8 @@ class _Caller(ABC):
         Its lease begins anew. Its `output` is empty until the next append. Raises CacheNotFound.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
-        handle = self._call(_methods.RENEW_CACHE, request).kv_cache
-        return Cache(self._call, executor_pb2.PrefillResponse(kv_cache=handle))
+        renewed = self._call(_methods.RENEW_CACHE, request)
+        return Cache(self._call, executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache))
 
     def batch_decode(
         self, decodes: Decodes[Cache], *, output: types_pb2.OutputOptions | None = None
@@ -140,39 +152,51 @@ class Client(_Caller):
 
     def __init__(
         self,
-        target: str = _calls.DEFAULT_TARGET,
+        target: str = DEFAULT_TARGET,
         *,
         timeout_s: float | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        ca: bytes | None = None,
+        tls: Tls | grpc.ChannelCredentials | bool = False,
         token: str = "",
+        token_in_plain_view: bool = False,
         priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED,
-        max_request_bytes: int = _calls.DEFAULT_MAX_REQUEST_BYTES,
-        max_response_bytes: int = _calls.DEFAULT_MAX_RESPONSE_BYTES,
+        max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
+        max_response_bytes: int = DEFAULT_MAX_RESPONSE_BYTES,
     ) -> None:
-        """Connects when first used. `timeout_s` bounds each call, retries included; None: no bound.
+        """Connects when first used. Raises ValueError for settings that contradict themselves.
 
-        `ca` (PEM) turns TLS on, and so do `credentials`, for all else that TLS can do. `token` goes with
-        every call, without TLS in plain view.
-        `priority` says who goes first, and is refused last, where there is too much to do.
+        Args:
+            target: As gRPC has them, such as `host:port` and `unix:/path`.
+            timeout_s: Bounds each call, what is sent again included; None: no bound.
+            tls: True trusts public authorities; `Tls` says whom else, and who calls; gRPC's own credentials
+                are for all else.
+            token: Goes with every call. Without TLS only to this machine, as others could read it.
+            token_in_plain_view: It may go to others, too, where the network encrypts by itself.
+            priority: Who goes first, and is refused last, where there is too much to do.
+            max_request_bytes: What is larger is not sent.
+            max_response_bytes: What is larger is not taken.
         """
-        if ca is not None:
-            credentials = grpc.ssl_channel_credentials(ca)
-        options = _calls.channel_options(max_request_bytes, max_response_bytes)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=options)
+        link = connection(
+            target,
+            tls=tls,
+            token=token,
+            token_in_plain_view=token_in_plain_view,
+            max_request_bytes=max_request_bytes,
+            max_response_bytes=max_response_bytes,
+        )
+        if link.credentials is None:
+            self._channel = grpc.insecure_channel(target, options=link.options)
         else:
-            self._channel = grpc.secure_channel(target, credentials, options=options)
+            self._channel = grpc.secure_channel(target, link.credentials, options=link.options)
+        self._is_closed = False
         self._timeout_s = timeout_s
         self._priority = priority
         self._max_request_bytes = max_request_bytes
-        # Every call for tokens and caches. These raise grpc.RpcError, and UNAVAILABLE is retried for them,
-        # too: an append without `position` could be applied twice.
+        # Every call for tokens and caches. These raise grpc.RpcError, and none is made again by itself.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
         # Every call for whole texts, likewise.
         self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
         # What goes with every call; those of `stub` have to be given it.
-        self.metadata = _calls.bearer(token)
+        self.metadata = link.metadata
 
     def session(
         self,
@@ -239,14 +263,8 @@ class Client(_Caller):
         One of before the server was started again is not known until it is asked for; its time runs out.
         """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
-        try:
-            answer = self.runner_stub.CancelExecution(
-                request, timeout=self._timeout_s, metadata=self.metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        cancelled: bool = answer.cancelled
-        return cancelled
+        answer = self._call(_methods.CANCEL_EXECUTION, request)
+        return answer.cancelled
 
     def model_info(
         self, *, include_tokenizer: bool = False, include_chat_template: bool = False
@@ -257,12 +275,20 @@ class Client(_Caller):
         )
         return self._call(_methods.GET_MODEL_INFO, request)
 
+    def tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer, which the server hands out. Needs the extra `quire-client[text]`.
+
+        Raises ImportError without it, and PreconditionFailed (NO_TOKENIZER) where the model has none.
+        """
+        return ModelTokenizer(self.model_info(include_tokenizer=True))
+
     def status(self) -> executor_pb2.GetStatusResponse:
         """How the gateway and its workers are."""
         return self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest())
 
     def close(self) -> None:
         """Ends the connection and every call on it. Caches stay until their leases run out."""
+        self._is_closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -275,13 +301,18 @@ class Client(_Caller):
 
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
         _calls.prioritise(request, self._priority)
-        try:
-            response: _Response = getattr(self.stub, method.rpc)(
-                request, timeout=self._timeout_s, metadata=self.metadata
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        return response
+        call = getattr(self.runner_stub if method.is_runners else self.stub, method.rpc)
+        attempts = Attempts(method, request, self._timeout_s)
+        while True:
+            try:
+                response: _Response = call(request, timeout=attempts.left_s(), metadata=self.metadata)
+                return response
+            except grpc.RpcError as error:
+                failed = from_rpc_error(error)
+            pause_s = attempts.pause_s(failed)
+            time.sleep(pause_s)
+            if self._is_closed:
+                raise failed
 
 
 class Session(_Caller):
@@ -289,8 +320,8 @@ class Session(_Caller):
 
     Caches that are made here make their calls here; `adopt` moves one to another session or back to the
     client. Calls raise what the client's raise, with three differences. None is retried. A stream that breaks
-    raises SessionEnded from every call of it. And a call that was given up (its time limit passed) may still
-    be applied: an append can be repeated, and `truncate` to `seq_len` undoes it.
+    raises SessionEnded from every call of it. And a call that was given up (its time limit passed)
+    may still be applied: an append can be repeated, and `truncate` to `seq_len` undoes it.
     """
 
     def __init__(self, stream: SessionStream, close_timeout_s: float, priority: types_pb2.Priority) -> None:
@@ -332,7 +363,8 @@ class Cache(CacheState):
     def decode(self, token_id: int, *, output: types_pb2.OutputOptions | None = None) -> types_pb2.StepOutput:
         """Appends a token; says what follows it."""
         request = _calls.decode_request(self, token_id, output)
-        return self._appended(self._call(_methods.DECODE, request))
+        response = self._call(_methods.DECODE, request)
+        return self._appended(response)
 
     def extend(
         self,
@@ -343,7 +375,8 @@ class Cache(CacheState):
     ) -> types_pb2.StepOutput:
         """Appends several tokens; says what follows the last one. `score_from` is as in `prefill`."""
         request = self._extend_request(token_ids, output, score_from)
-        return self._appended(self._call(_methods.PREFILL, request))
+        response = self._call(_methods.PREFILL, request)
+        return self._appended(response)
 
     def verify(
         self,
@@ -371,7 +404,8 @@ class Cache(CacheState):
         PositionMismatch if the cache has another length than is known here.
         """
         request = self._truncate_request(new_len)
-        self.seq_len = self._call(_methods.TRUNCATE_KV, request).kv_cache.seq_len
+        response = self._call(_methods.TRUNCATE_KV, request)
+        self.seq_len = response.kv_cache.seq_len
 
     def fork(self, count: int = 1, *, release: Iterable[Cache] = (), request_id: str = "") -> list[Cache]:
         """Makes copies that share pages with this cache. The caller releases them.
@@ -390,7 +424,8 @@ class Cache(CacheState):
     def release(self) -> bool:
         """Forgets the cache. False if it was not there any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.cache_id)
-        return self._call(_methods.RELEASE_CACHE, request).released
+        response = self._call(_methods.RELEASE_CACHE, request)
+        return response.released
 
     def __enter__(self) -> Self:
         return self

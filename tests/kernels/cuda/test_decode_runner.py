@@ -19,6 +19,7 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
+from workers.models.taps import Taps
 from workers.operations import Sampling, TokenMask
 from workers.runners.base import DeviceLostError
 from workers.runners.cuda_graph import Capture, CudaGraphRunner, buckets_up_to
@@ -248,6 +249,25 @@ def test_an_error_of_the_device_is_told_apart(
     inputs = twins.packer.pack([Item(HandSequence(), [1, 2])])
     with pytest.raises(DeviceLostError, match="CUDA"):
         twins.graph.step(inputs, [SamplingRow()])
+
+
+def test_hidden_states_are_read_beside_graphs(decoder: Decoder, device: str) -> None:
+    """A step of which somebody reads them runs eagerly, and the next ones are replayed as ever."""
+    twins = Twins(decoder, device)
+    sequences = [HandSequence(), HandSequence()]
+    tokens = twins.step([Item(sequence, [4, 5, 6]) for sequence in sequences])
+    for turn in range(6):
+        items = [Item(sequence, [token]) for sequence, token in zip(sequences, tokens, strict=True)]
+        if turn % 3 == 1:
+            inputs, rows = twins.packer.pack(items), [SamplingRow(), SamplingRow()]
+            ours, theirs = Taps({0: [1], 2: [0, 1]}), Taps({0: [1], 2: [0, 1]})
+            tokens = twins.graph.step(inputs, rows, ours).chosen.tolist()
+            assert twins.eager.step(inputs, rows, theirs).chosen.tolist() == tokens
+            assert ours.found.keys() == theirs.found.keys() == {0, 2}
+            for layer, states in ours.found.items():
+                torch.testing.assert_close(states, theirs.found[layer], rtol=1e-4, atol=1e-4)
+        else:
+            tokens = twins.step(items)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("planted")])

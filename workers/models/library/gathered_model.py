@@ -23,6 +23,7 @@ from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
 from workers.models.library.library_model import EAGER, LibraryModel
 from workers.models.library.page_writes import PageWrites
+from workers.models.taps import Taps
 
 Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """New keys and values [1, K, T, D] to those of the whole text [1, K, C, D]."""
@@ -71,24 +72,42 @@ class GatheredModel(LibraryModel):
         return self._layers
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
         """See `LibraryModel`."""
         wanted = inputs.wanted_rows.tolist()
         starts = list(accumulate(inputs.attention.query_lens, initial=0))
         found: dict[int, torch.Tensor] = {}
+        # By layer, [1, C] of each wanted row, in the order of the batch.
+        states: dict[int, list[torch.Tensor]] = {layer: [] for layer in (() if taps is None else taps.rows)}
         for item, (begin, end) in enumerate(pairwise(starts)):
             rows = [row for row in wanted if begin <= row < end]
             if end > begin:
-                found |= dict(zip(rows, self._run(inputs, kv, item, begin, end, rows), strict=True))
+                logits, left = self._run(inputs, kv, item, begin, end, rows, tuple(states))
+                found |= dict(zip(rows, logits, strict=True))
+                for layer, of_layer in left.items():
+                    states[layer].append(of_layer)
+        if taps is not None:
+            for layer, rows_of_layer in states.items():
+                taps.tap_last(layer, torch.cat(rows_of_layer))
         if not wanted:
             vocab_size = self.module.config.get_text_config(decoder=True).vocab_size
             return torch.empty((0, vocab_size), dtype=self.dtype, device=self.device)
         return torch.stack([found[row] for row in wanted])
 
     def _run(
-        self, inputs: ForwardInputs, kv: KvTensors, item: int, begin: int, end: int, rows: list[int]
-    ) -> torch.Tensor:
-        """The logits [len(rows), V] of rows of an item, which is rows `begin` to `end` of the batch."""
+        self,
+        inputs: ForwardInputs,
+        kv: KvTensors,
+        item: int,
+        begin: int,
+        end: int,
+        rows: list[int],
+        layers: tuple[int, ...],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The logits [len(rows), V] of rows of an item, which is rows `begin` to `end` of the batch.
+
+        Beside them the hidden states of these rows, [len(rows), C] for each of `layers`.
+        """
         length = inputs.attention.context_lens_host[item]  # C
         pages = inputs.attention.page_tables[item, : -(-length // kv.page_size)]
         writes = PageWrites(inputs.slots[begin:end])
@@ -109,14 +128,17 @@ class GatheredModel(LibraryModel):
         cache = Cache([_Layer(before, extend_layer(index)) for index in range(len(self._layers))])
         index = torch.tensor([row - begin for row in rows], dtype=torch.int64, device=self.device)
         positions = {"position_ids": inputs.positions[None, begin:end]} if self._takes_positions else {}
-        logits: torch.Tensor = self.module(
+        answer = self.module(
             input_ids=inputs.token_ids[None, begin:end],
             past_key_values=cache,
             use_cache=True,
             **positions,
             **({"logits_to_keep": index} if self._takes_rows else {}),
-        ).logits[0]
-        return logits if self._takes_rows else logits.index_select(0, index)
+            **({"output_hidden_states": True} if layers else {}),
+        )
+        logits: torch.Tensor = answer.logits[0]
+        states = {layer: answer.hidden_states[layer][0].index_select(0, index) for layer in layers}
+        return logits if self._takes_rows else logits.index_select(0, index), states
 
     @torch.inference_mode()
     def _ask(self) -> tuple[LayerKv, ...]:
@@ -136,6 +158,10 @@ class GatheredModel(LibraryModel):
         cache = Cache([_Layer(0, note(index)) for index in range(count)])
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         self.module(input_ids=token, past_key_values=cache, use_cache=True)
+        ignored = Cache([_Layer(0, lambda key, value: (key, value)) for _ in range(count)])
+        self.has_hidden_states = self._hands_out_hidden_states(
+            input_ids=token, past_key_values=ignored, use_cache=True
+        )
         if len(seen) != count:
             raise ModelError(f"{self.name} keeps keys and values of {len(seen)} layers of {count}")
         return tuple(seen[index] for index in range(count))

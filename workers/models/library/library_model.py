@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.inputs import ForwardInputs
 from workers.models.library.packed_linear import plain_products
+from workers.models.taps import Taps
 
 # The library's plainest attention.
 EAGER = "eager"
@@ -43,6 +44,8 @@ class LibraryModel(ABC):
         parameters = inspect.signature(module.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_rows = "logits_to_keep" in parameters
+        # Whether the library hands them out; found out while asking.
+        self.has_hidden_states = False
 
     @property
     @abstractmethod
@@ -50,14 +53,15 @@ class LibraryModel(ABC):
         """What each layer keeps of a token."""
 
     @abstractmethod
-    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
         """Run the batch through all layers.
 
-        Mutates `kv`: writes the keys and values of the batch's tokens to their slots.
+        Mutates `kv`: writes the keys and values of the batch's tokens to their slots. Fills `taps`.
 
         Args:
             inputs: The batch, on the model's device.
             kv: Pages of `layers`, in the model's dtype.
+            taps: Hidden states that are wanted. With any, the library keeps all of the forward's.
 
         Returns:
             [R, V] the logits of `inputs.wanted_rows`: what comes between hidden rows and logits (a cap, a
@@ -81,6 +85,16 @@ class LibraryModel(ABC):
         with self._attention(EAGER), plain_products(self.module):
             logits: torch.Tensor = self.module(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits
+
+    def _hands_out_hidden_states(self, **inputs: Any) -> bool:
+        """Whether a forward of one token comes with as many hidden states as the library's documents say."""
+        text = self.module.config.get_text_config(decoder=True)
+        try:
+            states = self.module(**inputs, output_hidden_states=True).hidden_states
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False
+        shapes = [tuple(layer.shape) for layer in states or ()]
+        return shapes == [(1, 1, text.hidden_size)] * (text.num_hidden_layers + 1)
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:

@@ -16,6 +16,7 @@ from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
 from workers.models.library.attention import ASKING, PAGED, STEP, AskingStep, LayerCall, PagedStep, Step
 from workers.models.library.library_model import LibraryModel
+from workers.models.taps import Taps
 
 
 class PackedModel(LibraryModel):
@@ -51,19 +52,24 @@ class PackedModel(LibraryModel):
         return tuple(call.sliding_window for call in self._calls)
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv: KvTensors) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
         """See `LibraryModel`."""
         step = PagedStep(inputs, kv, self._calls)
         rows = {"logits_to_keep": inputs.wanted_rows} if self._takes_rows else {}
         self._carry(step)
-        logits: torch.Tensor = self.module(
+        answer = self.module(
             input_ids=inputs.token_ids[None],
             position_ids=inputs.positions[None],
             use_cache=False,
             **rows,
-        ).logits[0]  # [R or T, V]
+            **({} if taps is None else {"output_hidden_states": True}),
+        )
+        logits: torch.Tensor = answer.logits[0]  # [R or T, V]
         if step.done != len(self._calls):
             raise RuntimeError(f"attention was called {step.done} times, {len(self._calls)} when asked")
+        if taps is not None:
+            for layer in taps.rows:
+                taps.tap(layer, inputs.wanted_rows, answer.hidden_states[layer][0])
         return logits if self._takes_rows else logits.index_select(0, inputs.wanted_rows)
 
     @torch.inference_mode()
@@ -73,12 +79,16 @@ class PackedModel(LibraryModel):
         with self._attention(ASKING):
             self._carry(step)
             self.module(input_ids=token, position_ids=token, use_cache=False)
-        if not step.calls:
+            calls = tuple(step.calls)
+            self.has_hidden_states = self._hands_out_hidden_states(
+                input_ids=token, position_ids=token, use_cache=False
+            )
+        if not calls:
             raise ModelError(f"{self.name} has attention code of its own")
         layers = self.module.config.get_text_config(decoder=True).num_hidden_layers
-        if len(step.calls) != layers:
-            raise ModelError(f"{self.name} calls attention {len(step.calls)} times in {layers} layers")
-        return tuple(step.calls)
+        if len(calls) != layers:
+            raise ModelError(f"{self.name} calls attention {len(calls)} times in {layers} layers")
+        return calls
 
     def _carry(self, step: Step) -> None:
         """Let a step answer the calls of the next forward."""

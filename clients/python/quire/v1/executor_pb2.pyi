@@ -445,16 +445,18 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self, include_tokenizer: _Optional[bool] = ..., include_chat_template: _Optional[bool] = ...) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "tokenizer_json", "chat_template", "sampling_defaults")
+    __slots__ = ("model", "tokenizer_json", "chat_template", "sampling_defaults", "device")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     model: _types_pb2.ModelDescription
     tokenizer_json: bytes
     chat_template: _types_pb2.ChatTemplate
     sampling_defaults: _types_pb2.SamplingParams
-    def __init__(self, model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[_Union[_types_pb2.ChatTemplate, _Mapping]] = ..., sampling_defaults: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    device: str
+    def __init__(self, model: _Optional[_Union[_types_pb2.ModelDescription, _Mapping]] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[_Union[_types_pb2.ChatTemplate, _Mapping]] = ..., sampling_defaults: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., device: _Optional[str] = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()

@@ -69,7 +69,7 @@ class KvCacheHandle(_message.Message):
     def __init__(self, cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob")
+    __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob", "hidden")
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class OutputOptions(_message.Message):
     MASK_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
     logits: LogitsFormat
     top_logprobs: int
     logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -84,7 +85,16 @@ class OutputOptions(_message.Message):
     mask: TokenMask
     logprob: bool
     sampled_logprob: bool
-    def __init__(self, logits: _Optional[_Union[LogitsFormat, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ...) -> None: ...
+    hidden: HiddenStates
+    def __init__(self, logits: _Optional[_Union[LogitsFormat, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ..., hidden: _Optional[_Union[HiddenStates, _Mapping]] = ...) -> None: ...
+
+class HiddenStates(_message.Message):
+    __slots__ = ("layers", "dtype")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    dtype: DataType
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DataType, str]] = ...) -> None: ...
 
 class DraftProbabilities(_message.Message):
     __slots__ = ("token_ids", "probabilities", "dense")
@@ -136,12 +146,16 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., penalty_from: _Optional[int] = ...) -> None: ...
 
 class TokenMask(_message.Message):
-    __slots__ = ("packed", "allowed")
+    __slots__ = ("packed", "allowed", "deflated", "forbidden")
     PACKED_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    DEFLATED_FIELD_NUMBER: _ClassVar[int]
+    FORBIDDEN_FIELD_NUMBER: _ClassVar[int]
     packed: bytes
     allowed: TokenIds
-    def __init__(self, packed: _Optional[bytes] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+    deflated: bytes
+    forbidden: TokenIds
+    def __init__(self, packed: _Optional[bytes] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ..., deflated: _Optional[bytes] = ..., forbidden: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -150,20 +164,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("token_id", "logprob", "top", "chosen_logprobs", "logits", "sampled_logprob")
+    __slots__ = ("token_id", "logprob", "top", "chosen_logprobs", "logits", "sampled_logprob", "hidden")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: float
     top: TopLogprobs
     chosen_logprobs: _containers.RepeatedScalarFieldContainer[float]
     logits: Tensor
     sampled_logprob: float
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[TopLogprobs, _Mapping]] = ..., chosen_logprobs: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., sampled_logprob: _Optional[float] = ...) -> None: ...
+    hidden: _containers.RepeatedCompositeFieldContainer[Tensor]
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[TopLogprobs, _Mapping]] = ..., chosen_logprobs: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., sampled_logprob: _Optional[float] = ..., hidden: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class TopLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs")
@@ -196,7 +212,7 @@ class StepTiming(_message.Message):
     def __init__(self, queue_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., steps: _Optional[int] = ..., batch_items: _Optional[int] = ...) -> None: ...
 
 class ModelDescription(_message.Message):
-    __slots__ = ("model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id", "fingerprint", "backend")
+    __slots__ = ("model_id", "architecture", "vocab_size", "max_seq_len", "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "dtype", "num_parameters", "weight_bytes", "eos_token_ids", "bos_token_id", "fingerprint", "backend", "license")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +229,7 @@ class ModelDescription(_message.Message):
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    LICENSE_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     architecture: str
     vocab_size: int
@@ -229,7 +246,8 @@ class ModelDescription(_message.Message):
     bos_token_id: int
     fingerprint: str
     backend: str
-    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., backend: _Optional[str] = ...) -> None: ...
+    license: str
+    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., backend: _Optional[str] = ..., license: _Optional[str] = ...) -> None: ...
 
 class ChatTemplate(_message.Message):
     __slots__ = ("sources", "special_tokens")
@@ -254,7 +272,7 @@ class ChatTemplate(_message.Message):
     def __init__(self, sources: _Optional[_Mapping[str, str]] = ..., special_tokens: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ExecutorCapabilities(_message.Message):
-    __slots__ = ("executor", "runner", "kernels", "device", "supports_native_unified_decode", "supports_verify", "supports_fork", "supports_sampling", "supports_prefix_reuse", "supports_lora", "page_size_tokens", "bytes_per_page", "kv_capacity_tokens", "max_lora_adapters", "max_batch_tokens", "max_batch_items", "supports_token_trees")
+    __slots__ = ("executor", "runner", "kernels", "device", "supports_native_unified_decode", "supports_verify", "supports_fork", "supports_sampling", "supports_prefix_reuse", "supports_lora", "page_size_tokens", "bytes_per_page", "kv_capacity_tokens", "max_lora_adapters", "max_batch_tokens", "max_batch_items", "supports_token_trees", "supports_hidden_states")
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     RUNNER_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +290,7 @@ class ExecutorCapabilities(_message.Message):
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_TOKEN_TREES_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     executor: str
     runner: str
     kernels: _containers.RepeatedScalarFieldContainer[str]
@@ -289,7 +308,8 @@ class ExecutorCapabilities(_message.Message):
     max_batch_tokens: int
     max_batch_items: int
     supports_token_trees: bool
-    def __init__(self, executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_verify: _Optional[bool] = ..., supports_fork: _Optional[bool] = ..., supports_sampling: _Optional[bool] = ..., supports_prefix_reuse: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., max_lora_adapters: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., supports_token_trees: _Optional[bool] = ...) -> None: ...
+    supports_hidden_states: bool
+    def __init__(self, executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_verify: _Optional[bool] = ..., supports_fork: _Optional[bool] = ..., supports_sampling: _Optional[bool] = ..., supports_prefix_reuse: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., max_lora_adapters: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., supports_token_trees: _Optional[bool] = ..., supports_hidden_states: _Optional[bool] = ...) -> None: ...
 
 class PoolUsage(_message.Message):
     __slots__ = ("sequences", "tokens", "pages_total", "pages_free", "pages_cached", "pages_referenced", "prefix_hit_tokens", "prefix_query_tokens", "evicted_pages", "copied_pages")

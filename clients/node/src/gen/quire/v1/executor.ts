@@ -450,7 +450,11 @@ export interface GetModelInfoResponse {
    * How the model's makers draw from it, by its generation_config.json; unset: they do not say. Never applied by the
    * server: a caller who wants it sends it as OutputOptions.sampling. Tokens that end a text are in `model`.
    */
-  samplingDefaults: SamplingParams | undefined;
+  samplingDefaults:
+    | SamplingParams
+    | undefined;
+  /** Where workers compute it, as torch names it, such as "cpu" or "cuda:0": ExecutorCapabilities.device of the first one. */
+  device: string;
 }
 
 export interface GetCapabilitiesRequest {
@@ -4190,7 +4194,13 @@ export const GetModelInfoRequest: MessageFns<GetModelInfoRequest> = {
 };
 
 function createBaseGetModelInfoResponse(): GetModelInfoResponse {
-  return { model: undefined, tokenizerJson: Buffer.alloc(0), chatTemplate: undefined, samplingDefaults: undefined };
+  return {
+    model: undefined,
+    tokenizerJson: Buffer.alloc(0),
+    chatTemplate: undefined,
+    samplingDefaults: undefined,
+    device: "",
+  };
 }
 
 export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
@@ -4206,6 +4216,9 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
     }
     if (message.samplingDefaults !== undefined) {
       SamplingParams.encode(message.samplingDefaults, writer.uint32(34).fork()).join();
+    }
+    if (message.device !== "") {
+      writer.uint32(42).string(message.device);
     }
     return writer;
   },
@@ -4255,6 +4268,14 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
             message.samplingDefaults = SamplingParams.decode(reader, reader.uint32());
             continue;
           }
+          case 5: {
+            if (tag !== 42) {
+              break;
+            }
+
+            message.device = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -4282,6 +4303,7 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
     message.samplingDefaults = (object.samplingDefaults !== undefined && object.samplingDefaults !== null)
       ? SamplingParams.fromPartial(object.samplingDefaults)
       : undefined;
+    message.device = object.device ?? "";
     return message;
   },
 };

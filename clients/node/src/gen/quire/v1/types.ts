@@ -107,6 +107,23 @@ export interface OutputOptions {
    * temperature and cuts. 0 where nothing is drawn.
    */
   sampledLogprob: boolean;
+  /**
+   * Return hidden states of the row's token: what heads, rewards, drafts and embeddings are computed from. Unset: none.
+   * Where ExecutorCapabilities.supports_hidden_states says so; else UNSUPPORTED_BY_EXECUTOR.
+   */
+  hidden: HiddenStates | undefined;
+}
+
+/** Which hidden states of a row are returned, and how they are written. */
+export interface HiddenStates {
+  /**
+   * By their index in what the transformers library calls `hidden_states` (output_hidden_states=True), of which there are
+   * num_layers + 1: 0 is the embedding that the first layer reads, i is what layer i (the first is 1) leaves, and
+   * num_layers is the last one, after the final norm: what the logits are computed from. Empty: the last. At most 8.
+   */
+  layers: number[];
+  /** Unset: DATA_TYPE_F32. The model computes in its own, ModelDescription.dtype. */
+  dtype: DataType;
 }
 
 /** What another model drew a token from: for speculative decoding that loses nothing. */
@@ -183,7 +200,7 @@ export interface SamplingParams_LogitBiasEntry {
   value: number;
 }
 
-/** The set of tokens that may be chosen. */
+/** The set of tokens that may be chosen. Every kind says the same of the same set: the smallest one is the best. */
 export interface TokenMask {
   kind:
     | //
@@ -193,8 +210,14 @@ export interface TokenMask {
      */
     { $case: "packed"; value: Buffer }
     | //
-    /** The allowed ids. */
+    /** The allowed ids. At least one. */
     { $case: "allowed"; value: TokenIds }
+    | //
+    /** `packed`, compressed: a zlib stream (RFC 1950), complete and with nothing behind it. */
+    { $case: "deflated"; value: Buffer }
+    | //
+    /** The ids that are not allowed; all others are. None: all are. */
+    { $case: "forbidden"; value: TokenIds }
     | undefined;
 }
 
@@ -221,7 +244,11 @@ export interface StepOutput {
     | Tensor
     | undefined;
   /** As OutputOptions.sampled_logprob. Set if asked for. */
-  sampledLogprob?: number | undefined;
+  sampledLogprob?:
+    | number
+    | undefined;
+  /** As OutputOptions.hidden, in the order of its layers, each of shape [hidden_size]. */
+  hidden: Tensor[];
 }
 
 export interface TopLogprobs {
@@ -278,6 +305,12 @@ export interface ModelDescription {
   fingerprint: string;
   /** Whose code computes it: "native", or "transformers" for that library's over Quire's pages. */
   backend: string;
+  /**
+   * Of the weights, as far as their directory says: what the front matter of its README.md names (such as "apache-2.0",
+   * or a name and a link), or the name of a licence file. At most 256 characters of printable ASCII. Empty: it does not
+   * say.
+   */
+  license: string;
 }
 
 /**
@@ -334,6 +367,8 @@ export interface ExecutorCapabilities {
   maxBatchItems: number;
   /** ForwardVerify takes trees of drafts. */
   supportsTokenTrees: boolean;
+  /** Whether OutputOptions.hidden can be answered. */
+  supportsHiddenStates: boolean;
 }
 
 /** How the pages of a KV pool are used. The last four count up from the start of the worker. */
@@ -503,6 +538,7 @@ function createBaseOutputOptions(): OutputOptions {
     mask: undefined,
     logprob: false,
     sampledLogprob: false,
+    hidden: undefined,
   };
 }
 
@@ -532,6 +568,9 @@ export const OutputOptions: MessageFns<OutputOptions> = {
     }
     if (message.sampledLogprob !== false) {
       writer.uint32(56).bool(message.sampledLogprob);
+    }
+    if (message.hidden !== undefined) {
+      HiddenStates.encode(message.hidden, writer.uint32(66).fork()).join();
     }
     return writer;
   },
@@ -615,6 +654,14 @@ export const OutputOptions: MessageFns<OutputOptions> = {
             message.sampledLogprob = reader.bool();
             continue;
           }
+          case 8: {
+            if (tag !== 66) {
+              break;
+            }
+
+            message.hidden = HiddenStates.decode(reader, reader.uint32());
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -641,6 +688,90 @@ export const OutputOptions: MessageFns<OutputOptions> = {
     message.mask = (object.mask !== undefined && object.mask !== null) ? TokenMask.fromPartial(object.mask) : undefined;
     message.logprob = object.logprob ?? false;
     message.sampledLogprob = object.sampledLogprob ?? false;
+    message.hidden = (object.hidden !== undefined && object.hidden !== null)
+      ? HiddenStates.fromPartial(object.hidden)
+      : undefined;
+    return message;
+  },
+};
+
+function createBaseHiddenStates(): HiddenStates {
+  return { layers: [], dtype: 0 };
+}
+
+export const HiddenStates: MessageFns<HiddenStates> = {
+  encode(message: HiddenStates, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.layers.length !== 0) {
+      writer.uint32(10).fork();
+      for (const v of message.layers) {
+        writer.uint32(v);
+      }
+      writer.join();
+    }
+    if (message.dtype !== 0) {
+      writer.uint32(16).int32(message.dtype);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): HiddenStates {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseHiddenStates();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag === 8) {
+              message.layers.push(reader.uint32());
+
+              continue;
+            }
+
+            if (tag === 10) {
+              const end2 = reader.uint32() + reader.pos;
+              while (reader.pos < end2) {
+                message.layers.push(reader.uint32());
+              }
+
+              continue;
+            }
+
+            break;
+          }
+          case 2: {
+            if (tag !== 16) {
+              break;
+            }
+
+            message.dtype = reader.int32() as any;
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<HiddenStates>): HiddenStates {
+    return HiddenStates.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<HiddenStates>): HiddenStates {
+    const message = createBaseHiddenStates();
+    message.layers = object.layers?.map((e) => e) || [];
+    message.dtype = object.dtype ?? 0;
     return message;
   },
 };
@@ -1089,6 +1220,12 @@ export const TokenMask: MessageFns<TokenMask> = {
       case "allowed":
         TokenIds.encode(message.kind.value, writer.uint32(18).fork()).join();
         break;
+      case "deflated":
+        writer.uint32(26).bytes(message.kind.value);
+        break;
+      case "forbidden":
+        TokenIds.encode(message.kind.value, writer.uint32(34).fork()).join();
+        break;
     }
     return writer;
   },
@@ -1122,6 +1259,22 @@ export const TokenMask: MessageFns<TokenMask> = {
             message.kind = { $case: "allowed", value: TokenIds.decode(reader, reader.uint32()) };
             continue;
           }
+          case 3: {
+            if (tag !== 26) {
+              break;
+            }
+
+            message.kind = { $case: "deflated", value: Buffer.from(reader.bytes()) };
+            continue;
+          }
+          case 4: {
+            if (tag !== 34) {
+              break;
+            }
+
+            message.kind = { $case: "forbidden", value: TokenIds.decode(reader, reader.uint32()) };
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1149,6 +1302,18 @@ export const TokenMask: MessageFns<TokenMask> = {
       case "allowed": {
         if (object.kind?.value !== undefined && object.kind?.value !== null) {
           message.kind = { $case: "allowed", value: TokenIds.fromPartial(object.kind.value) };
+        }
+        break;
+      }
+      case "deflated": {
+        if (object.kind?.value !== undefined && object.kind?.value !== null) {
+          message.kind = { $case: "deflated", value: object.kind.value };
+        }
+        break;
+      }
+      case "forbidden": {
+        if (object.kind?.value !== undefined && object.kind?.value !== null) {
+          message.kind = { $case: "forbidden", value: TokenIds.fromPartial(object.kind.value) };
         }
         break;
       }
@@ -1234,6 +1399,7 @@ function createBaseStepOutput(): StepOutput {
     chosenLogprobs: [],
     logits: undefined,
     sampledLogprob: undefined,
+    hidden: [],
   };
 }
 
@@ -1260,6 +1426,9 @@ export const StepOutput: MessageFns<StepOutput> = {
     }
     if (message.sampledLogprob !== undefined) {
       writer.uint32(53).float(message.sampledLogprob);
+    }
+    for (const v of message.hidden) {
+      Tensor.encode(v!, writer.uint32(58).fork()).join();
     }
     return writer;
   },
@@ -1335,6 +1504,14 @@ export const StepOutput: MessageFns<StepOutput> = {
             message.sampledLogprob = reader.float();
             continue;
           }
+          case 7: {
+            if (tag !== 58) {
+              break;
+            }
+
+            message.hidden.push(Tensor.decode(reader, reader.uint32()));
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1360,6 +1537,7 @@ export const StepOutput: MessageFns<StepOutput> = {
       ? Tensor.fromPartial(object.logits)
       : undefined;
     message.sampledLogprob = object.sampledLogprob ?? undefined;
+    message.hidden = object.hidden?.map((e) => Tensor.fromPartial(e)) || [];
     return message;
   },
 };
@@ -1667,6 +1845,7 @@ function createBaseModelDescription(): ModelDescription {
     bosTokenId: undefined,
     fingerprint: "",
     backend: "",
+    license: "",
   };
 }
 
@@ -1729,6 +1908,9 @@ export const ModelDescription: MessageFns<ModelDescription> = {
     }
     if (message.backend !== "") {
       writer.uint32(130).string(message.backend);
+    }
+    if (message.license !== "") {
+      writer.uint32(138).string(message.license);
     }
     return writer;
   },
@@ -1884,6 +2066,14 @@ export const ModelDescription: MessageFns<ModelDescription> = {
             message.backend = reader.string();
             continue;
           }
+          case 17: {
+            if (tag !== 138) {
+              break;
+            }
+
+            message.license = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1921,6 +2111,7 @@ export const ModelDescription: MessageFns<ModelDescription> = {
     message.bosTokenId = object.bosTokenId ?? undefined;
     message.fingerprint = object.fingerprint ?? "";
     message.backend = object.backend ?? "";
+    message.license = object.license ?? "";
     return message;
   },
 };
@@ -2167,6 +2358,7 @@ function createBaseExecutorCapabilities(): ExecutorCapabilities {
     maxBatchTokens: 0,
     maxBatchItems: 0,
     supportsTokenTrees: false,
+    supportsHiddenStates: false,
   };
 }
 
@@ -2225,6 +2417,9 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     }
     if (message.supportsTokenTrees !== false) {
       writer.uint32(136).bool(message.supportsTokenTrees);
+    }
+    if (message.supportsHiddenStates !== false) {
+      writer.uint32(144).bool(message.supportsHiddenStates);
     }
     return writer;
   },
@@ -2378,6 +2573,14 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
             message.supportsTokenTrees = reader.bool();
             continue;
           }
+          case 18: {
+            if (tag !== 144) {
+              break;
+            }
+
+            message.supportsHiddenStates = reader.bool();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2414,6 +2617,7 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     message.maxBatchTokens = object.maxBatchTokens ?? 0;
     message.maxBatchItems = object.maxBatchItems ?? 0;
     message.supportsTokenTrees = object.supportsTokenTrees ?? false;
+    message.supportsHiddenStates = object.supportsHiddenStates ?? false;
     return message;
   },
 };

@@ -1,0 +1,122 @@
+"""How a client connects: its channel's settings, TLS, and the token that goes with every call."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_MAX_REQUEST_BYTES = 16 << 20
+DEFAULT_MAX_RESPONSE_BYTES = 64 << 20
+
+# Certificates or a key, or the path of a file of them.
+Pem: TypeAlias = bytes | str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """What a connection is encrypted with. Files are read when a client is made.
+
+    Attributes:
+        ca: Whom to trust. None: the public authorities that gRPC comes with.
+        cert: This client's own certificate, for servers with `--tls-client-ca`; with its `key`.
+        key: The key of `cert`.
+        server_name: The name in the server's certificate, where it is not that of the target.
+    """
+
+    ca: Pem | None = None
+    cert: Pem | None = None
+    key: Pem | None = None
+    server_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What a channel is made of, and what goes with every call on it."""
+
+    # None: no TLS.
+    credentials: grpc.ChannelCredentials | None
+    options: list[tuple[str, int | str]]
+    metadata: tuple[tuple[str, str], ...] | None
+
+
+def connection(
+    target: str,
+    *,
+    tls: Tls | grpc.ChannelCredentials | bool,
+    token: str,
+    token_in_plain_view: bool,
+    max_request_bytes: int,
+    max_response_bytes: int,
+) -> Connection:
+    """As the arguments of a client say. Raises ValueError for what contradicts itself, OSError for files."""
+    # No retries: a channel does not see which request is fenced.
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_send_message_length", max_request_bytes),
+        ("grpc.max_receive_message_length", max_response_bytes),
+    ]
+    credentials = tls if isinstance(tls, grpc.ChannelCredentials) else None
+    if tls is True:
+        tls = Tls()
+    if isinstance(tls, Tls):
+        credentials = _credentials(tls)
+        if tls.server_name:
+            options.append(("grpc.ssl_target_name_override", tls.server_name))
+    if token and credentials is None and not (token_in_plain_view or _is_private(target)):
+        raise ValueError(
+            f"without TLS the token would go to {target} in plain view: give tls, or token_in_plain_view=True"
+        )
+    return Connection(credentials, options, _bearer(token))
+
+
+def _credentials(tls: Tls) -> grpc.ChannelCredentials:
+    if (tls.cert is None) != (tls.key is None):
+        raise ValueError("cert and key go together")
+    return grpc.ssl_channel_credentials(
+        _pem("ca", tls.ca), private_key=_pem("key", tls.key), certificate_chain=_pem("cert", tls.cert)
+    )
+
+
+def _pem(name: str, pem: Pem | None) -> bytes | None:
+    if pem is None:
+        return None
+    content = pem if isinstance(pem, bytes) else Path(pem).read_bytes()
+    if b"-----BEGIN " not in content:
+        # gRPC would only say that the connection failed, and say so at the first call.
+        raise ValueError(f"{name} is not in PEM" + ("" if isinstance(pem, bytes) else f": {pem}"))
+    return content
+
+
+def _bearer(token: str) -> tuple[tuple[str, str], ...] | None:
+    """The metadata of calls that carry a token. Raises ValueError for what can be none; does not show it."""
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError("a token has printable ASCII characters only")
+    return (("authorization", f"Bearer {token}"),) if token else None
+
+
+def _is_private(target: str) -> bool:
+    """Whether what is sent there stays on this machine. A name but localhost may be anywhere."""
+    scheme, colon, rest = target.partition(":")
+    if scheme in ("unix", "unix-abstract"):
+        return bool(colon)
+    if scheme in ("ipv4", "ipv6", "dns"):
+        # Such as ipv4:127.0.0.1:1,127.0.0.2:1 and dns://9.9.9.9/localhost:1
+        target = rest.rpartition("/")[2]
+    return all(map(_is_loopback, target.split(",")))
+
+
+def _is_loopback(address: str) -> bool:
+    """Of `host:port`, `[host]:port` or a host alone."""
+    if address.startswith("["):
+        host = address[1:].partition("]")[0]
+    else:
+        host = address.partition(":")[0] if address.count(":") == 1 else address
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,26 @@
+"""Calls the compiled random numbers of philox.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.cpu import library
+
+_ENTRY_POINT = "quire_philox_uniform"
+_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64)
+
+
+def can_uniform() -> bool:
+    """Whether the kernel is there."""
+    return library.has_function(_ENTRY_POINT)
+
+
+def uniform(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """See `workers.counter_rng.uniform`, bit by bit; `can_uniform` is true. Other threads can run."""
+    ids = np.ascontiguousarray(token_ids)
+    out = np.empty(len(ids), dtype=np.float32)
+    library.function(_ENTRY_POINT, _ARGUMENTS)(out.ctypes.data, ids.ctypes.data, len(ids), key)
+    return out

@@ -1,0 +1,87 @@
+"""Masks of every form through a real gateway: the same set is the same choice, wherever a mask can stand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
+
+from tests.gateway_process import GatewayProcess
+from tests.masks import forms
+
+PROMPT = [5, 9, 2, 40, 41, 7]
+VOCAB = 97
+TIMEOUT_S = 30
+
+
+@pytest.fixture
+def caches(tiny_gateway: GatewayProcess) -> Iterator[list[str]]:
+    """Four that hold PROMPT. Others look whether the gateway's pools are empty."""
+    stub = tiny_gateway.stub
+    first = stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S).kv_cache.cache_id
+    others = stub.ForkCache(pb.ForkCacheRequest(cache_id=first, count=3), timeout=TIMEOUT_S).kv_caches
+    made = [first, *(cache.cache_id for cache in others)]
+    yield made
+    for cache_id in made:
+        stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("count", [1, 3, 50, 96, 97])
+def test_each_item_has_a_mask_of_its_own(tiny_gateway: GatewayProcess, caches: list[str], count: int) -> None:
+    """In every call: decodes, prefills, a verify and its rows, mixed steps, scorings, executions."""
+    stub = tiny_gateway.stub
+    allowed = set(random.Random(count).sample(range(VOCAB), count))
+    masks = forms(allowed, VOCAB, words=count % 2 == 0)
+    sampling = types_pb2.SamplingParams(temperature=2.0, seed=count)
+    outputs = [types_pb2.OutputOptions(mask=mask, sampling=sampling) for mask in masks]
+    pairs = list(zip(caches, outputs, strict=True))
+
+    decodes = [pb.DecodeRequest(cache_id=cache, token_id=3, output=output) for cache, output in pairs]
+    decoded = stub.BatchDecode(pb.BatchDecodeRequest(items=decodes), timeout=TIMEOUT_S)
+    prefills = [pb.PrefillRequest(cache_id=cache, token_ids=[3, 4], output=output) for cache, output in pairs]
+    prefilled = stub.BatchPrefill(pb.BatchPrefillRequest(items=prefills), timeout=TIMEOUT_S)
+    items = [pb.UnifiedForwardItem(cache_id=cache, token_ids=[6], output=output) for cache, output in pairs]
+    unified = stub.UnifiedForward(pb.UnifiedForwardRequest(items=items), timeout=TIMEOUT_S)
+    scorings = [pb.ForwardRequest(token_ids=PROMPT, score_from=5, output=output) for output in outputs]
+    scored = stub.BatchForward(pb.BatchForwardRequest(items=scorings), timeout=TIMEOUT_S)
+    said = [
+        [result.response.output.token_id for result in answer.results]
+        for answer in (decoded, prefilled, unified)
+    ]
+    said += [[result.response.outputs[row].token_id for result in scored.results] for row in (0, 1)]
+    rows = [types_pb2.VerifyRow(), *(types_pb2.VerifyRow(mask=mask) for mask in masks)]
+    for row in range(5):
+        of_row = []
+        for cache, output in pairs:
+            verify = pb.ForwardVerifyRequest(
+                cache_id=cache, token_ids=[row], rows=rows[row : row + 1], output=output
+            )
+            answer = stub.ForwardVerify(verify, timeout=TIMEOUT_S)
+            of_row.append(answer.outputs[0].token_id)
+        said.append(of_row)
+    executed = runner_pb2.ExecuteRequest(
+        items=[
+            runner_pb2.ExecuteItem(
+                item_id=str(index),
+                tokens=runner_pb2.TokenPrompt(token_ids=PROMPT),
+                max_tokens=3,
+                ignore_eos=True,
+                tokens_only=True,
+                sampling=sampling,
+                constraint=runner_pb2.Constraint(mask=mask),
+            )
+            for index, mask in enumerate(masks)
+        ]
+    )
+    for tokens in said:
+        assert len(set(tokens)) == 1 and tokens[0] in allowed
+    texts: dict[str, list[int]] = {}
+    assert tiny_gateway.channel is not None
+    runner = runner_pb2_grpc.ModelRunnerServiceStub(tiny_gateway.channel)
+    for response in runner.Execute(executed, timeout=TIMEOUT_S):
+        for chunk in response.chunks:
+            texts.setdefault(chunk.item_id, []).extend(chunk.token_ids)
+    assert len(texts) == 4 and all(text == texts["0"] and set(text) <= allowed for text in texts.values())

@@ -1,0 +1,29 @@
+"""The compiled random numbers are those of their definition, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.cpu import philox
+from workers.counter_rng import uniform_reference
+
+pytestmark = pytest.mark.skipif(not philox.can_uniform(), reason="no compiled kernels here")
+
+KEYS = st.integers(0, 2**64 - 1)
+
+
+@given(KEYS, st.lists(st.integers(0, 2**32 - 1), max_size=200))
+def test_any_ids_under_any_key(key: int, ids: list[int]) -> None:
+    token_ids = np.array(ids, dtype=np.int64)
+    found = philox.uniform(key, token_ids)
+    assert found.dtype == np.float32
+    assert found.tobytes() == uniform_reference(key, token_ids).tobytes()
+
+
+@given(KEYS)
+def test_every_other_id_of_a_vocabulary(key: int) -> None:
+    token_ids = np.arange(100_000, dtype=np.int64)[::2]
+    assert philox.uniform(key, token_ids).tobytes() == uniform_reference(key, token_ids).tobytes()

@@ -1,0 +1,140 @@
+"""Hidden states in an executor of the caller's own process, and in a step loop that guesses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model_factory import TinyModel, hf_hidden_states, make_model
+from workers.executors.errors import NoSuchLayer
+from workers.executors.llm import LlmExecutor
+from workers.models.taps import Taps
+from workers.operations import (
+    Forward,
+    ForwardDone,
+    HiddenSpec,
+    Kind,
+    LogitsFormat,
+    OutputSpec,
+    Result,
+    RowOutput,
+)
+from workers.runners.base import StepResult
+from workers.scheduler import Scheduler
+from workers.step_loop import StepLoop
+
+torch.set_num_threads(1)
+
+PROMPT = [5, 9, 2, 40]
+RELATIVE_ERROR = 2e-5
+LAST = OutputSpec(hidden=HiddenSpec([2]))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"), TinyModel())
+
+
+@pytest.fixture
+def executor(directory: Path) -> LlmExecutor:
+    return LlmExecutor.load(directory, kv_pages=32, self_check=False)
+
+
+def assert_is(output: RowOutput, directory: Path, tokens: list[int], layers: list[int]) -> None:
+    """Of the last of these tokens."""
+    expected = hf_hidden_states(directory, tokens)[:, -1]
+    assert output.hidden_format is LogitsFormat.F32 and len(output.hidden) == len(layers)
+    for layer, data in zip(layers, output.hidden, strict=True):
+        state = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        assert (state - expected[layer]).abs().max() < RELATIVE_ERROR * expected[layer].abs().max()
+
+
+def test_items_of_a_step_ask_for_different_layers(executor: LlmExecutor, directory: Path) -> None:
+    asked = [[2, 0], None, [1, 1], [2]]
+    specs = [OutputSpec(hidden=None if layers is None else HiddenSpec(layers)) for layers in asked]
+    texts = [PROMPT, [1, 2, 3], [7], [8, 9]]
+    rows = [4, 1, 1, 2]
+    answers = executor.unified_decode(
+        [
+            (number, text, count, spec)
+            for number, (text, count, spec) in enumerate(zip(texts, rows, specs, strict=True))
+        ]
+    )
+    for text, layers, count, outputs in zip(texts, asked, rows, answers, strict=True):
+        assert len(outputs) == count
+        for end, output in enumerate(outputs, len(text) - count + 1):
+            if layers is None:
+                assert not output.hidden and output.hidden_format is None
+            else:
+                assert_is(output, directory, text[:end], layers)
+    executor.check_integrity()
+
+
+def test_who_does_not_ask_pays_nothing(executor: LlmExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Taps | None] = []
+    step = executor.engine.runner.step
+
+    def note(inputs: object, rows: object, taps: Taps | None = None) -> StepResult:
+        seen.append(taps)
+        return step(inputs, rows, taps)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executor.engine.runner, "step", note)
+    executor.prefill(1, PROMPT)
+    executor.prefill(2, PROMPT)
+    assert seen == [None, None]
+    executor.batch_decode([(1, 3, OutputSpec()), (2, 4, LAST)])
+    assert seen[-1] is not None and seen[-1].rows == {2: [1]}, "of the one row that is asked for"
+
+
+def test_layers_that_are_not_there(executor: LlmExecutor) -> None:
+    for layers in ([3], [0, -1]):
+        with pytest.raises(NoSuchLayer):
+            executor.prefill(1, PROMPT, OutputSpec(hidden=HiddenSpec(layers)))
+
+
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_a_worker_that_guesses_answers_equally(
+    executor: LlmExecutor, directory: Path, *, plain_first: bool
+) -> None:
+    """Also one that has guessed an append, and is asked for it with hidden states."""
+    results: list[Result] = []
+    loop = StepLoop(executor.engine, Scheduler(64, 8, max_rows=8), results.extend, 200, guesses_untold=True)
+
+    def ask(op: Forward) -> RowOutput:
+        loop.submit([op])
+        while not results:
+            loop.take()
+            loop.flush()
+            loop.step()
+            loop.flush()
+        done = results.pop()
+        assert isinstance(done, ForwardDone) and done.op_id == op.op_id
+        while loop.operations_in_flight:  # what is guessed is computed before it is asked for
+            loop.step()
+        return done.outputs[-1]
+
+    text = list(PROMPT)
+    told = Forward(1, 7, 0, text, kind=Kind.PREFILL, prompt_len=4, run_ahead=True)
+    text.append(ask(told).token_id)
+    for turn in range(8):
+        plain = plain_first and turn % 4 < 2
+        output = OutputSpec() if plain else LAST
+        op = Forward(
+            2 + turn,
+            7,
+            len(text) - 1,
+            text[-1:],
+            output=output,
+            kind=Kind.DECODE,
+            prompt_len=4,
+            run_ahead=True,
+        )
+        answer = ask(op)
+        if plain:
+            assert not answer.hidden
+        else:
+            assert_is(answer, directory, text, [2])
+        text.append(answer.token_id)
+    executor.check_integrity()
