@@ -222,7 +222,10 @@ class Callers:
     def _changed(self, append: Append) -> Append:
         """Often not quite what it was."""
         rng, change = self._rng, self._rng.random()
-        if change < 0.25:
+        if append.parents and rng.random() < 0.5:
+            parents = [rng.randint(0, index) for index in range(len(append.parents))]
+            append = dataclasses.replace(append, parents=parents)
+        elif change < 0.25:
             output, rows = rng.choice(PLAIN + SAMPLED), rng.choice((0, 1, len(append.token_ids)))
             append = dataclasses.replace(append, output=output, has_logits=has_logits(output), rows=rows)
         elif change < 0.35:
@@ -230,9 +233,6 @@ class Callers:
             append = dataclasses.replace(
                 append, token_ids=tokens, rows=min(append.rows, len(tokens)), parents=()
             )
-        elif change < 0.45 and append.parents:
-            parents = [rng.randint(0, index) for index in range(len(append.parents))]
-            append = dataclasses.replace(append, parents=parents)
         if append.accept:
             append = dataclasses.replace(append, rows=len(append.token_ids))
         return dataclasses.replace(append, timeout_s=self._timeout_s())
