@@ -45,7 +45,7 @@ _UNIFORM_SCALE = np.float32(4.6566127342e-10)
 # A uniform of 0 stands for [0, 2**-31): its middle is taken, and the logarithm stays finite.
 _SMALLEST_UNIFORM = 2.0**-32
 
-# No token's gumbel is larger: lets a caller rule tokens out without drawing for them.
+# No token's gumbel is larger.
 GUMBEL_MAX = -math.log(-math.log1p(-_SMALLEST_UNIFORM))
 
 # Elements worked on at a time: the temporaries of Philox then stay in a core's second-level cache.

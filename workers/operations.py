@@ -221,8 +221,11 @@ class Forward:
 
     @property
     def row_weight(self) -> int:
-        """How many plain rows one of its rows counts for. A draw is only a part of what a row takes."""
-        return self.output.row_weight + len(self.sample_seeds) // _DRAWS_PER_ROW
+        """How many plain rows one of its rows counts for. A draw is only a part of what a row takes.
+
+        All draws are from the last row, and what they take is shared out among the rows, which may be scored.
+        """
+        return self.output.row_weight + len(self.sample_seeds) // (_DRAWS_PER_ROW * max(1, self.wanted_rows))
 
     @property
     def wanted_rows(self) -> int:

@@ -20,7 +20,7 @@ def can_uniform() -> bool:
 
 def uniform(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """See `workers.counter_rng.uniform`, bit by bit; `can_uniform` is true. Other threads can run."""
-    ids = np.ascontiguousarray(token_ids)
+    ids = np.ascontiguousarray(token_ids, dtype=np.int64)
     out = np.empty(len(ids), dtype=np.float32)
     library.function(_ENTRY_POINT, _ARGUMENTS)(out.ctypes.data, ids.ctypes.data, len(ids), key)
     return out

@@ -39,7 +39,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
     limits = limits.of(request.cache_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_creation(request)
-    validation.check_sample_seeds(request.sample_seeds)
+    validation.check_sample_seeds(len(request.sample_seeds))
     scored = 0
     if request.HasField("score_from"):
         scored = validation.check_scored(request.score_from, len(request.token_ids))

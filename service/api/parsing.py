@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from quire.v1 import types_pb2
 
 from service.api.breath import Breather
+from service.api.validation import check_sample_seeds
 from service.errors import InvalidArgument, QuireError, SequenceTooLong, too_many, too_many_forks
 
 # A message of at most this size is parsed at once: 6 ms at worst, if it is nothing but empty items.
@@ -199,6 +200,9 @@ class _Parser:
         elif field.is_repeated and field.type in (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64):
             if field.name == "ids":
                 yield from self._check_mask(data, place)
+            if field.name == "sample_seeds":
+                # Parsed they would be eight times as large.
+                check_sample_seeds((yield from _count(data, place)))
             for numbers in _cut(data[place.body : place.end]):
                 key = data[place.start : _varint(data, place.start)[1]]
                 message.MergeFromString(key + _to_varint(len(numbers)) + numbers)

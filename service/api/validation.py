@@ -131,9 +131,9 @@ def check_scored(score_from: int, tokens: int) -> int:
     return tokens - max(score_from, 1)
 
 
-def check_sample_seeds(seeds: Sequence[int]) -> None:
+def check_sample_seeds(count: int) -> None:
     """Not too many."""
-    if len(seeds) > MAX_SAMPLE_SEEDS:
+    if count > MAX_SAMPLE_SEEDS:
         raise InvalidArgument("BAD_COUNT", "sample_seeds", f"at most {MAX_SAMPLE_SEEDS} tokens can be drawn")
 
 

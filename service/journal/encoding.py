@@ -9,8 +9,10 @@ all little-endian. The crc of a row is over what precedes it, and over the row's
 kept beside it; that of a frame over what precedes it in the frame. A frame is one record; or it is a run of
 appends of one token each, which is what a turn of decodes is: 20 bytes an append, decoded many at a time.
 
-The weights of a cache are at the end of what makes it, and only if they are not the first ones. So is what
-one of several caches that are forked together has in common with the others.
+The weights of a cache are at the end of what makes it, and only if they are not the first ones.
+
+A program that does not know a row's format refuses the journal. It must not take the row for a damaged one:
+the last of those is cut off.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from service.caches.records import (
     TokensAppended,
 )
 
-VERSION: Final = 1
+# Of rows that hold what the first format does not know. All others can be read by programs that know only it.
+VERSION: Final = 2
+_FIRST_VERSION: Final = 1
 _TOKEN_BYTES: Final = 4
 _ROW_HEAD = struct.Struct("<BBHI")
 _ROW_KEY = struct.Struct("<Qq")
@@ -50,6 +54,8 @@ _ROW_START: Final = _ROW_HEAD.size + _CRC.size
 FRAME_BYTES: Final = _FRAME_HEAD.size + _CRC.size
 
 _CREATED, _APPENDED, _TRUNCATED, _FORKED, _RENEWED, _RELEASED, _RESTATED, _SINGLES = range(1, 9)
+# Of one of several caches that are forked together. Not of the first format.
+_FORKED_TOGETHER = 9
 
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
@@ -126,8 +132,20 @@ def encode(records: Sequence[Record]) -> bytes:
 
 def seal(frames: Sequence[bytes], seq: int, wall_ns: int) -> bytes:
     """A row of what `encode` returned, once or more often; `seq` and `wall_ns` are kept beside it."""
-    head = _ROW_HEAD.pack(VERSION, 0, 0, sum(map(len, frames)))
+    version = VERSION if any(map(_has_newer, frames)) else _FIRST_VERSION
+    head = _ROW_HEAD.pack(version, 0, 0, sum(map(len, frames)))
     return b"".join((head, _CRC.pack(crc32(head, crc32(_ROW_KEY.pack(seq, wall_ns)))), *frames))
+
+
+def _has_newer(frames: bytes) -> bool:
+    """Whether a frame among these is not of the first format."""
+    at = 0
+    while at < len(frames):
+        length, kind = _FRAME_HEAD.unpack_from(frames, at)
+        if kind == _FORKED_TOGETHER:
+            return True
+        at += FRAME_BYTES + length
+    return False
 
 
 def decode(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
@@ -149,7 +167,7 @@ def decode_turn(row: bytes, seq: int, wall_ns: int) -> bytes | None:
     start, length, head_crc, size, kind = _TURN_HEAD.unpack_from(row)
     if (
         kind != _SINGLES
-        or start != VERSION
+        or start != _FIRST_VERSION
         or length != len(row) - _ROW_START
         or size != len(row) - _TURN_HEAD.size - _CRC.size
         or size % SINGLE_BYTES
@@ -191,7 +209,7 @@ def _check_head(row: bytes, seq: int, wall_ns: int) -> None:
         raise CorruptRecord(0, "the checksum of the row's head differs")
     if version > VERSION:
         raise NewerFormat(0, f"format {version}, and this program knows {VERSION} at most")
-    if version != VERSION or any(zeros) or length != len(row) - _ROW_START:
+    if not version or any(zeros) or length != len(row) - _ROW_START:
         raise CorruptRecord(0, f"{len(row) - _ROW_START} bytes follow the row's head instead of {length}")
 
 
@@ -243,9 +261,9 @@ def _encode_forked(record: CacheForked) -> bytes:
     parts.append(_LENGTH.pack(len(record.children)))
     for child in record.children:
         parts += (_CHILD_HEAD.pack(child.number, child.seed), _blob(child.cache_id.encode()))
-    if record.total:
-        parts.append(_FORK_PLACE.pack(record.total, record.first))
-    return _frame(_FORKED, *parts)
+    if not record.total:
+        return _frame(_FORKED, *parts)
+    return _frame(_FORKED_TOGETHER, *parts, _FORK_PLACE.pack(record.total, record.first))
 
 
 def _encode_renewed(record: LeaseRenewed) -> bytes:
@@ -349,10 +367,6 @@ class _Body:
         """What a record may have at its end."""
         return self.values(_NUMBER)[0] if self._at < self._end else 0
 
-    def fork_place(self) -> tuple[int, ...]:
-        """What a fork may have at its end: `total` and `first`."""
-        return self.values(_FORK_PLACE) if self._at < self._end else (0, 0)
-
     def end(self) -> None:
         if self._at != self._end:
             raise CorruptRecord(self._at, "a record goes on after its end")
@@ -395,7 +409,13 @@ def _decode_forked(body: _Body) -> CacheForked:
     for _ in range(count):
         number, seed = body.values(_CHILD_HEAD)
         children.append(Child(number, body.text(), seed))
-    return CacheForked(parent, children, request_id, *body.fork_place())
+    return CacheForked(parent, children, request_id)
+
+
+def _decode_forked_together(body: _Body) -> CacheForked:
+    fork = _decode_forked(body)
+    total, first = body.values(_FORK_PLACE)
+    return CacheForked(fork.parent, fork.children, fork.request_id, total, first)
 
 
 def _decode_restated(body: _Body) -> CacheRestated:
@@ -433,6 +453,7 @@ _DECODERS: Final[dict[int, Callable[[_Body], Record]]] = {
     _APPENDED: _decode_appended,
     _TRUNCATED: lambda body: CacheTruncated(*body.values(_TRUNCATED_BODY)),
     _FORKED: _decode_forked,
+    _FORKED_TOGETHER: _decode_forked_together,
     _RENEWED: lambda body: LeaseRenewed(*body.values(_RENEWED_BODY)),
     _RELEASED: lambda body: CacheReleased(*body.values(_NUMBER)),
     _RESTATED: _decode_restated,

@@ -23,6 +23,11 @@ def test_any_ids_under_any_key(key: int, ids: list[int]) -> None:
     assert found.tobytes() == uniform_reference(key, token_ids).tobytes()
 
 
+def test_ids_of_another_width_are_the_same_ids() -> None:
+    narrow = np.arange(1000, dtype=np.int32)
+    assert philox.uniform(5, narrow).tobytes() == uniform_reference(5, narrow).tobytes()  # type: ignore[arg-type]
+
+
 @given(KEYS)
 def test_every_other_id_of_a_vocabulary(key: int) -> None:
     token_ids = np.arange(100_000, dtype=np.int64)[::2]

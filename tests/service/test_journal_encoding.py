@@ -123,12 +123,19 @@ def test_whatever_becomes_of_a_body_nothing_but_the_error_is_raised(
         list(decode(seal([encoding._frame(kind, bytes(body))], 5, 6), 5, 6))
 
 
-def test_a_newer_format_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(encoding, "VERSION", 2)
-        row = seal([encode(turn(1))], 1, 1)
+def test_a_row_that_a_program_of_before_cannot_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would take the last one for damaged, and cut it off."""
+    together = CacheForked(1, (Child(2, "kv_2", 3),), "f", total=2, first=1)
+    row = seal([encode(turn(1)), encode([CacheReleased(9), together])], 1, 1)
+    assert plain(list(decode(row, 1, 1)))[-1:] == plain([together])
+    monkeypatch.setattr(encoding, "VERSION", 1)
     with pytest.raises(NewerFormat, match="format 2"):
         list(decode(row, 1, 1))
+
+
+@given(st.lists(RECORD.filter(lambda record: not getattr(record, "total", 0))))
+def test_rows_without_what_is_new_are_of_the_first_format(records: list[Record]) -> None:
+    assert seal([encode(records)], 5, 6)[0] == 1
 
 
 def test_a_turn_is_compact() -> None:

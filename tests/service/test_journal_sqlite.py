@@ -29,7 +29,7 @@ from service.caches.records import (
     Record,
     TokensAppended,
 )
-from service.journal import files, writer
+from service.journal import encoding, files, writer
 from service.journal.base import JournalUnusable
 from service.journal.compactor import Compactor
 from service.journal.sqlite import SqliteJournal, open_journal
@@ -340,6 +340,21 @@ async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     change(tmp_path, "PRAGMA user_version = 99")
     with pytest.raises(JournalUnusable, match="format 99"):
         open_journal(tmp_path)
+
+
+async def test_a_row_of_a_newer_format_is_refused_and_not_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a program of before forks of several would find it, at the end."""
+    with contextlib.closing(open_journal(tmp_path)) as journal:
+        assert await commit(journal, created(1))
+        assert await commit(journal, CacheForked(1, (Child(2, "kv_2", 3),), "f", total=2, first=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "VERSION", 1)
+        with pytest.raises(JournalUnusable, match=r"row 2: .*format 2.*the version"), reopened(tmp_path):
+            pass
+    with reopened(tmp_path) as (_, ledger):
+        assert len(ledger) == 2
 
 
 async def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:

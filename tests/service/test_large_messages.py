@@ -12,6 +12,17 @@ VOCAB = 100_000
 LIMITS = MessageLimits(vocab_size=lambda: VOCAB)
 
 
+async def test_more_seeds_than_draws_are_refused_unparsed() -> None:
+    """A byte of them would take eight."""
+    request = executor_pb2.PrefillRequest(token_ids=[1], sample_seeds=[5] * 100_000)
+    message = executor_pb2.BatchPrefillRequest()
+    data = executor_pb2.BatchPrefillRequest(items=[request]).SerializeToString()
+    parsed = await Large(message, data, LIMITS).parsed()
+    assert isinstance(parsed, Malformed) and isinstance(parsed.error, InvalidArgument)
+    assert (parsed.error.reason, parsed.error.field) == ("BAD_COUNT", "sample_seeds")
+    assert not any(item.sample_seeds for item in message.items)
+
+
 @pytest.mark.parametrize("kind", ["allowed", "forbidden"])
 async def test_a_mask_with_more_ids_than_tokens_is_refused_unparsed(kind: str) -> None:
     for ids, refused in ((VOCAB, False), (VOCAB + 1, True)):

@@ -40,6 +40,9 @@ def card(directory: Path, front: str, rest: str = "# A model\n\nlicense: not thi
         ("license: {a: b}", ""),
         ("license: &anchor mit\nlicense_name: *anchor", ""),
         ("license:", ""),
+        ("license: null", ""),
+        ("license: ~\nlicense_name: own", "own"),
+        ("license: 'null'", "null"),
         ("licenses: mit", ""),
     ],
 )

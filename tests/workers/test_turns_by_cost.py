@@ -251,6 +251,13 @@ def test_cost_is_tokens_and_rows_by_their_weight() -> None:
     assert cost_of(op, 6) == 6 + 6 * 4
 
 
+def test_draws_are_counted_once_and_not_for_each_row_that_is_scored() -> None:
+    seeds = range(1024)
+    assert cost_of(Forward(1, 1, 0, range(40), sample_seeds=seeds), 40) == 40 + 1 + 64
+    scored = cost_of(Forward(1, 1, 0, range(4000), scored=3999, sample_seeds=seeds), 4000)
+    assert 8000 <= scored <= 8000 + 64
+
+
 def test_a_batch_that_comes_again_and_again_alone_is_not_split() -> None:
     """Each call is a caller of its own: what was left of the last one is nobody whom this one could delay."""
     scheduler = Scheduler(512, 256, max_rows=256)

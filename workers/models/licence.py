@@ -20,6 +20,8 @@ _MAX_FRONT_BYTES = 1 << 16
 _FENCE = "---"
 # Names that say nothing themselves: `license_name` does.
 _NAMELESS = ("", "other", "unknown")
+# How YAML writes that there is none.
+_NULLS = ("~", "null", "Null", "NULL")
 # Of a directory so many names are looked at.
 _MAX_NAMES = 4096
 _FILES = ("license", "licence", "copying")
@@ -64,6 +66,8 @@ def _value(lines: list[str], name: str) -> str:
     for at, line in enumerate(lines):
         if line.startswith(f"{name}:"):
             value = line.removeprefix(f"{name}:").strip()
+            if value in _NULLS:
+                return ""
             if value.startswith("[") and value.endswith("]"):
                 return ", ".join(map(_plain, value[1:-1].split(",")))
             if value and value[0] not in "|>{&*!#":

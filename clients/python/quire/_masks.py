@@ -1,4 +1,4 @@
-"""Masks of tokens in the fewest bytes that are cheap to find."""
+"""Masks of tokens in few bytes that are cheap to find."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ _SMALL_BYTES = 64
 _MOST_LISTED = 128
 # Bits behind the vocabulary mean nothing. How large that is, nobody says here: they may be those of a word.
 _UNSURE_BYTES = 4
-_INVERTED = bytes(~byte & 0xFF for byte in range(256))
 _SOME_BITS = re.compile(rb"[^\0]")
 
 
 def token_mask(allowed: Allowed) -> types_pb2.TokenMask:
     """The tokens that may be chosen: a packed mask, one bit for each token, or their ids.
 
-    A packed mask is sent in the smallest form that is cheap to find: where few tokens are allowed, or few are
-    not, as a list of these; else deflated, if that is smaller. To send one as it is, pass
-    `TokenMask(packed=...)`.
+    A packed mask is sent in the smallest form that is cheap to find: where few tokens are allowed, as a list
+    of these; else deflated, if that is smaller. To send one as it is, pass `TokenMask(packed=...)`.
     """
     if isinstance(allowed, types_pb2.TokenMask):
         return allowed
@@ -42,9 +40,8 @@ def _smallest(packed: bytes) -> types_pb2.TokenMask:
     count = int.from_bytes(packed, "little").bit_count()
     if 0 < count <= _MOST_LISTED and not any(packed[-_UNSURE_BYTES:]):
         return types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=_set_bits(packed)))
-    if 8 * len(packed) - count <= _MOST_LISTED and all(byte == 0xFF for byte in packed[-_UNSURE_BYTES:]):
-        ids = _set_bits(packed.translate(_INVERTED))
-        return types_pb2.TokenMask(forbidden=types_pb2.TokenIds(ids=ids))
+    # Never as a list of what is forbidden. Of a mask that was made for fewer tokens than the model has, this
+    # would allow the others; deflated it is refused, as it is packed.
     deflated = zlib.compress(packed, 1)
     if len(deflated) < len(packed):
         return types_pb2.TokenMask(deflated=deflated)
