@@ -520,6 +520,7 @@ def test_a_token_and_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path
     grant = read_register(tmp_path / "tokens").grant_of(token)
     assert grant is not None and grant.tenant == "alice" and len(grant.roles) == 2
     assert main(["token", "alice", "--roles", "root"]) == 2
+    assert "no role 'root'; roles are call, observe, administer" in capsys.readouterr().err
     assert main(["token", "two words"]) == 2
     assert main(["status", "--ca", str(tmp_path / "nothing")]) == 2
     assert "No such file" in capsys.readouterr().err
