@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention_trees import TokenTrees
 from kernels.checks import INDEX_DTYPES, check_tensor
 
 
@@ -17,8 +18,8 @@ from kernels.checks import INDEX_DTYPES, check_tensor
 class AttentionBatch:
     """Which rows belong to which sequence, and where its pages are: the same for all layers of a forward.
 
-    Lengths are in tokens. The last two fields hold the numbers of the tensors on the host, so that no kernel
-    has to read a device tensor back.
+    Lengths are in tokens. `query_lens` and `context_lens_host` hold the numbers of the tensors on the host,
+    so that no kernel has to read a device tensor back.
 
     Attributes:
         page_tables: [N, P] int32, the pages of each sequence in order; unused entries hold any valid page.
@@ -27,6 +28,7 @@ class AttentionBatch:
             rows come out as zeros.
         query_lens: N numbers of new tokens, which add up to T.
         context_lens_host: The numbers of `context_lens`.
+        trees: Which items are trees; None: none is.
     """
 
     page_tables: torch.Tensor
@@ -34,6 +36,7 @@ class AttentionBatch:
     context_lens: torch.Tensor
     query_lens: Sequence[int]
     context_lens_host: Sequence[int]
+    trees: TokenTrees | None = None
 
     def __post_init__(self) -> None:
         """Check what does not depend on a layer.
@@ -56,3 +59,5 @@ class AttentionBatch:
                 raise ValueError(f"query_lens: must not be negative, item {item} has {query_len}")
             if context < query_len and context != 0:
                 raise ValueError(f"context_lens_host: item {item} has {context} for {query_len} new tokens")
+        if self.trees is not None:
+            self.trees.check(self.query_lens)

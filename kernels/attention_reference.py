@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
+from kernels.attention_trees import TokenTrees, distances
 
 # The copies of K and V that a group of several items may make. A single item may need more: its own context.
 GROUP_SCRATCH_BYTES = 64 << 20
@@ -58,6 +59,11 @@ def paged_attention_reference(
     query_lens = batch.query_lens
     if skipped is not None:
         query_lens = [0 if skip else length for skip, length in zip(skipped, query_lens, strict=True)]
+    if batch.trees is not None:
+        for item, rows in _tree_items(batch.trees, query_lens, starts):
+            out[rows] = _attend_tree(query[rows], k_pages, v_pages, batch, batch.trees, item, rows, scoring)
+        done = batch.trees.is_tree
+        query_lens = [0 if tree else length for tree, length in zip(done, query_lens, strict=True)]
     bytes_per_token = k_pages.shape[2] * (k_pages.shape[3] + width) * k_pages.element_size()
     max_tokens = GROUP_SCRATCH_BYTES // bytes_per_token
     for group in _groups(query_lens, batch.context_lens_host, max_tokens):
@@ -72,7 +78,8 @@ def paged_attention_reference(
         picked = query.index_select(0, indices).view(-1, group.query_len, *query.shape[1:])  # [B, Q, H, D]
         own = torch.tensor(lengths, device=query.device)[:, None] - group.query_len + offsets  # [B, Q]
         see_all = group.query_len == 1 and min(lengths) == max(lengths) and scoring.sliding_window is None
-        attended = _attend(picked, keys, values, own, scoring, masked=not see_all)
+        ahead = _ahead(own, keys.shape[1])
+        attended = _attend(picked, keys, values, ahead, scoring, masked=not see_all)
         out.index_copy_(0, indices, attended.flatten(0, 1))
     return out
 
@@ -165,14 +172,48 @@ def _attend_one(
         block = query[first:last][None]  # [1, Q, H, D]
         seen = slice(begin, end)
         masked = last - first > 1
-        out[first:last] = _attend(block, keys[:, seen], values[:, seen], own, scoring, masked=masked)[0]
+        ahead = _ahead(own, end - begin)
+        out[first:last] = _attend(block, keys[:, seen], values[:, seen], ahead, scoring, masked=masked)[0]
+
+
+def _tree_items(
+    trees: TokenTrees, query_lens: Sequence[int], starts: Sequence[int]
+) -> Iterator[tuple[int, slice]]:
+    """The trees that have rows, and which."""
+    for item, is_tree in enumerate(trees.is_tree):
+        if is_tree and query_lens[item]:
+            yield item, slice(starts[item], starts[item + 1])
+
+
+def _attend_tree(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+    trees: TokenTrees,
+    item: int,
+    rows: slice,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attend one tree, whose queries are `query` [Q, H, D]. Returns [Q, H, V]."""
+    context, root = batch.context_lens_host[item], int(trees.roots[item])
+    # As if the root was the first query: what is before the window of that no other sees.
+    group = _Group([item], context - root, [context])
+    keys, values, (length,) = _gather(group, k_pages, v_pages, batch.page_tables, scoring.sliding_window)
+    ahead = distances(trees.ancestors[rows], root, context - length, context)[None]  # [1, Q, L]
+    return _attend(query[None], keys, values, ahead, scoring, masked=True)[0]
+
+
+def _ahead(own: torch.Tensor, length: int) -> torch.Tensor:
+    """How far each of `length` positions is ahead of a query, [B, Q, L]. `own`: [B, Q], which is its own."""
+    return torch.arange(length, device=own.device) - own[..., None]
 
 
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    own: torch.Tensor,
+    ahead: torch.Tensor,
     scoring: Scoring,
     *,
     masked: bool,
@@ -186,7 +227,7 @@ def _attend(
         query: [B, Q, H, D].
         keys: [B, L, K, D].
         values: [B, L, K, V].
-        own: [B, Q] int64, which of the L positions is that of a query: the last one it sees.
+        ahead: [B, Q, L] int64, by how many positions a key is ahead of a query, which sees none that is.
         scoring: What becomes of scores.
         masked: Whether some query does not see all positions.
 
@@ -199,7 +240,7 @@ def _attend(
     by_group = query.reshape(batch, query_len, kv_heads, group_size, width)  # [B, Q, K, G, D]
     folded = by_group.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, width)  # [B, K, G * Q, D]
     by_head = keys.transpose(1, 2), values.transpose(1, 2)  # [B, K, L, D], [B, K, L, V]
-    mask = _visible(own, keys.shape[1], scoring.sliding_window) if masked else None  # [B, Q, L]
+    mask = _visible(ahead, scoring.sliding_window) if masked else None  # [B, Q, L]
     if scoring.is_plain:
         if mask is not None:
             mask = mask[:, None, None].expand(-1, 1, group_size, -1, -1).flatten(2, 3)  # [B, 1, G * Q, L]
@@ -207,23 +248,22 @@ def _attend(
             folded, *by_head, attn_mask=mask, scale=scoring.scale
         )  # [B, K, G * Q, V]
     else:
-        attended = _attend_in_steps(folded, *by_head, own, mask, scoring)
+        attended = _attend_in_steps(folded, *by_head, ahead, mask, scoring)
     unfolded = attended.reshape(batch, kv_heads, group_size, query_len, -1).permute(0, 3, 1, 2, 4)
     return unfolded.reshape(batch, query_len, heads, -1)
 
 
-def _visible(own: torch.Tensor, length: int, sliding_window: int | None) -> torch.Tensor:
-    """Which of `length` positions a query sees, [B, Q, L] bool; `own` is as in `_attend`."""
-    positions = torch.arange(length, device=own.device)
-    seen = positions <= own[..., None]
-    return seen if sliding_window is None else seen & (positions > own[..., None] - sliding_window)
+def _visible(ahead: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """Which positions a query sees, [B, Q, L] bool; `ahead` is as in `_attend`."""
+    seen = ahead <= 0
+    return seen if sliding_window is None else seen & (ahead > -sliding_window)
 
 
 def _attend_in_steps(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    own: torch.Tensor,
+    ahead: torch.Tensor,
     mask: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
@@ -233,7 +273,7 @@ def _attend_in_steps(
         query: [B, K, G * Q, D].
         keys: [B, K, L, D].
         values: [B, K, L, V].
-        own: [B, Q], as in `_attend`.
+        ahead: [B, Q, L], as in `_attend`.
         mask: [B, Q, L] bool, True where a query sees a key; None: everywhere.
         scoring: What becomes of scores.
 
@@ -241,14 +281,13 @@ def _attend_in_steps(
         [B, K, G * Q, V] with the dtype of query.
     """
     batch, kv_heads = query.shape[:2]
-    query_len, length = own.shape[1], keys.shape[2]
+    query_len, length = ahead.shape[1:]
     by_query = (batch, kv_heads, -1, query_len, length)  # [B, K, G, Q, L]
     scores = (query.float() @ keys.float().transpose(2, 3) * scoring.scale).view(by_query)
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if scoring.alibi_slopes is not None:
-        distances = torch.arange(length, device=own.device) - own[..., None]  # [B, Q, L]
-        scores += scoring.alibi_slopes.view(kv_heads, -1, 1, 1) * distances[:, None, None]
+        scores += scoring.alibi_slopes.view(kv_heads, -1, 1, 1) * ahead[:, None, None]
     if mask is not None:
         scores.masked_fill_(~mask[:, None, None], -torch.inf)
     if scoring.sinks is None:

@@ -1,7 +1,8 @@
 """Causal attention of a mixed batch over paged keys and values.
 
 An item is a run of new tokens of one sequence: one token when decoding, many when prefilling or verifying.
-Its last token is the last of its context. A token sees every position up to its own, or with a sliding window
+Its last token is the last of its context. Or its tokens are a tree, of which each sees its own path
+(kernels/attention_trees.py). A token sees every position up to its own, or with a sliding window
 of W only the last W of them. Keys and values of the new tokens are in the pages already. What else may become
 of a score is in kernels/attention_scoring.py.
 

@@ -38,7 +38,7 @@ WORKER_LAYERS = (
     {"models", "row_outputs", "device_sampling"},
     {"sampling", "counter_rng", "logit_settings"},
     {"kv"},
-    {"operations", "logging", "leash"},
+    {"operations", "logging", "leash", "token_trees"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
 WITHOUT_TORCH = (

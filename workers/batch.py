@@ -5,17 +5,24 @@ Dimension letters: T tokens of all chunks; N chunks; R wanted rows; P pages in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.models.inputs import AttentionBatch, ForwardInputs
+from workers.models.inputs import (
+    MAX_TREE_TOKENS,
+    AttentionBatch,
+    ForwardInputs,
+    TokenTrees,
+    depths_and_ancestors,
+)
 from workers.models.taps import Taps
 from workers.operations import GREEDY, Forward, OutputSpec, RowChoice
 from workers.running import Chunk
 from workers.sampling import Draft, SamplingRow
+from workers.token_trees import children_of, path_to
 
 _LIKE_ALL = RowChoice()
 
@@ -33,10 +40,10 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
     context_lens: list[int] = []
     for chunk in chunks:
         sequence, first_row = chunk.running.sequence, len(token_ids)
-        length = len(sequence)
+        length = _slots_before(chunk)
         end = length + chunk.count
         token_ids.extend(chunk.token_ids)
-        positions.extend(range(length, end))
+        positions.extend(_positions(chunk))
         slots.extend(sequence.pages[i // page_size] * page_size + i % page_size for i in range(length, end))
         wanted_rows.extend(first_row + index for index in chunk.wanted)
         query_starts.append(len(token_ids))
@@ -52,7 +59,46 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
             context_lens=torch.tensor(context_lens, dtype=torch.int32),  # [N]
             query_lens=[chunk.count for chunk in chunks],
             context_lens_host=context_lens,
+            trees=_trees(chunks, context_lens),
         ),
+    )
+
+
+def _slots_before(chunk: Chunk) -> int:
+    """How many slots of its sequence are filled. Of a tree nothing is in the sequence yet."""
+    return len(chunk.running.sequence) + (chunk.start if chunk.op.parents else 0)
+
+
+def _positions(chunk: Chunk) -> Sequence[int]:
+    """Those of its tokens: the index in the sequence, of a token of a tree if only its path is there."""
+    first = _slots_before(chunk)
+    if not chunk.op.parents:
+        return range(first, first + chunk.count)
+    depths, _ = depths_and_ancestors(chunk.op.parents)
+    return [chunk.op.position + depth for depth in depths[chunk.start : chunk.start + chunk.count]]
+
+
+def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int]) -> TokenTrees | None:
+    """Which of the chunks are of trees."""
+    if not any(chunk.op.parents for chunk in chunks):
+        return None
+    roots: list[int] = []
+    ancestors: list[int] = []
+    depths = torch.zeros((len(chunks), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
+    for item, (chunk, context) in enumerate(zip(chunks, context_lens, strict=True)):
+        if chunk.op.parents:
+            roots.append(chunk.op.position)
+            deep, seen = depths_and_ancestors(chunk.op.parents)
+            ancestors += seen[chunk.start : chunk.start + chunk.count]
+            depths[item, : len(deep)] = torch.tensor(deep)
+        else:
+            roots.append(context)
+            ancestors += [0] * chunk.count
+    return TokenTrees(
+        roots=torch.tensor(roots, dtype=torch.int32),  # [N]
+        ancestors=torch.tensor(ancestors, dtype=torch.int64),  # [T]
+        depths=depths,
+        is_tree=[bool(chunk.op.parents) for chunk in chunks],
     )
 
 
@@ -68,34 +114,65 @@ def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size
 
 def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:
     """How the token of each wanted row is chosen; R entries in the order of `ForwardInputs.wanted_rows`."""
-    rows = []
+    rows: list[SamplingRow] = []
     for chunk in chunks:
-        op, committed = chunk.op, len(chunk.running.sequence)
-        history: Sequence[int] | NDArray[np.int64] = ()
-        if chunk.told and op.output.sampling is not None and op.output.sampling.has_penalty:
-            # One for all rows of the chunk: each of them a history of its own would cost tokens x rows.
-            history = np.concatenate([chunk.running.sequence.token_ids.as_array(), chunk.token_ids])
         # The first ones only say how likely the next token was.
         rows += [SamplingRow()] * (chunk.rows - chunk.told)
-        for index in range(chunk.count - chunk.told, chunk.count):
-            # The chosen token would stand at this position; the tokens before it are its history.
-            position = committed + index + 1
-            choice = op.choices[chunk.start + index] if op.choices else _LIKE_ALL
-            draft = None
-            if choice.draft is not None:
-                draft = Draft(op.token_ids[chunk.start + index + 1], choice.draft)
-            rows.append(
-                SamplingRow(
-                    spec=op.output.sampling,
-                    mask=choice.mask or op.output.mask,
-                    draft=draft,
-                    position=position,
-                    history=history,
-                    history_len=min(position, len(history)),
-                    prompt_len=_counted_from(op),
-                )
-            )
+        rows += _rows_of_tree(chunk) if chunk.op.parents else _rows_of_chain(chunk)
     return rows
+
+
+def _rows_of_chain(chunk: Chunk) -> Iterator[SamplingRow]:
+    """Of tokens that follow each other."""
+    op, committed = chunk.op, len(chunk.running.sequence)
+    history: Sequence[int] | NDArray[np.int64] = ()
+    if chunk.told and _needs_history(op):
+        # One for all rows of the chunk: each of them a history of its own would cost tokens x rows.
+        history = np.concatenate([chunk.running.sequence.token_ids.as_array(), chunk.token_ids])
+    for index in range(chunk.count - chunk.told, chunk.count):
+        # The chosen token would stand at this position; the tokens before it are its history.
+        position = committed + index + 1
+        choice = op.choices[chunk.start + index] if op.choices else _LIKE_ALL
+        draft = None
+        if choice.draft is not None:
+            draft = Draft((op.token_ids[chunk.start + index + 1],), choice.draft)
+        yield SamplingRow(
+            spec=op.output.sampling,
+            mask=choice.mask or op.output.mask,
+            draft=draft,
+            position=position,
+            history=history,
+            history_len=min(position, len(history)),
+            prompt_len=_counted_from(op),
+        )
+
+
+def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
+    """Of a tree, each as if its path was all there is."""
+    op = chunk.op
+    children = children_of(op.parents)
+    history: Sequence[int] | NDArray[np.int64] = ()
+    if _needs_history(op):
+        history = chunk.running.sequence.token_ids.as_array().astype(np.int64)
+    for index, position in enumerate(_positions(chunk), start=chunk.start):
+        choice = op.choices[index] if op.choices else _LIKE_ALL
+        draft = None
+        if choice.draft is not None:
+            draft = Draft([op.token_ids[child] for child in children[index]], choice.draft)
+        yield SamplingRow(
+            spec=op.output.sampling,
+            mask=choice.mask or op.output.mask,
+            draft=draft,
+            position=position + 1,
+            history=history,
+            prompt_len=_counted_from(op),
+            path=[op.token_ids[at] for at in path_to(op.parents, index)] if _needs_history(op) else (),
+        )
+
+
+def _needs_history(op: Forward) -> bool:
+    """Whether it matters which tokens are before a row."""
+    return op.output.sampling is not None and op.output.sampling.has_penalty
 
 
 def _counted_from(op: Forward) -> int:
@@ -121,8 +198,19 @@ def taps_of(specs: Sequence[OutputSpec]) -> Taps | None:
     return Taps(rows) if rows else None
 
 
-def score_targets(chunk: Chunk) -> tuple[int, list[int]]:
-    """The scored tokens that follow wanted ones of a chunk, and how many of its wanted rows come before."""
+def score_targets(chunk: Chunk) -> tuple[list[int], list[int]]:
+    """What is scored by a chunk: the indexes of the request's tokens, and of each the wanted row for it.
+
+    Rows count from the chunk's first wanted one.
+    """
     op, first_row = chunk.op, chunk.start + chunk.wanted.start
-    first_scored = max(first_row + 1, len(op.token_ids) - op.scored)
-    return first_scored - first_row - 1, list(op.token_ids[first_scored : chunk.start + chunk.count + 1])
+    first_scored, end = len(op.token_ids) - op.scored, chunk.start + chunk.count
+    if op.parents:
+        scored = [
+            index
+            for index, parent in enumerate(op.parents, start=1)
+            if index >= first_scored and first_row <= parent < end
+        ]
+        return scored, [op.parents[index - 1] - first_row for index in scored]
+    scored = list(range(max(first_row + 1, first_scored), min(end + 1, len(op.token_ids))))
+    return scored, [index - 1 - first_row for index in scored]

@@ -7,7 +7,9 @@ nothing.
 A draft x, drawn from q, is kept with probability min(1, p(x) / q(x)); else the token is drawn from what p has
 more than q, max(0, p - q). So it is distributed as p, whatever q is (Leviathan et al., "Fast inference from
 transformers via speculative decoding", and Chen et al., "Accelerating large language model decoding with
-speculative sampling", both 2023). Both draws are pure functions of (seed, position), and of other streams
+speculative sampling", both 2023). Where several were drawn from q, each on its own, the next one is a draft
+of that rest (Miao et al., "SpecInfer: accelerating large language model serving with tree-based speculative
+inference and verification", 2024). All draws are pure functions of (seed, position), and of other streams
 than plain draws, which a draft may have been made with.
 """
 
@@ -48,6 +50,12 @@ class Distribution:
         at = int(np.searchsorted(self.ids, token_id))
         return float(self.probabilities[at]) if at < len(self.ids) and self.ids[at] == token_id else 0.0
 
+    def beyond(self, draft: Draft) -> Distribution | None:
+        """What is more likely here than in what a draft was drawn from; None: nothing, but for rounding."""
+        more = self.probabilities - draft.of(self.ids)
+        left = np.flatnonzero(more > 0)
+        return Distribution(self.ids[left], more[left] / more[left].sum()) if len(left) else None
+
 
 def distribution(logits: Row, row: SamplingRow, masks: Masks, counter: HistoryCounter) -> Distribution:
     """What the token of a row is drawn from.
@@ -84,25 +92,27 @@ def _smallest_set(weights: Reals, top_p: float) -> NDArray[np.bool_]:
 
 
 def choose_with_draft(target: Distribution, draft: Draft, seed: int, position: int) -> int:
-    """The draft's token, or another in its place: a draw from `target`.
+    """One of the draft's tokens, or another in their place: a draw from `target`.
 
     Args:
         target: What the model says.
-        draft: A token and what it was drawn from; the token's probability there is above 0.
+        draft: Tokens and what they were drawn from, each on its own; their probabilities there are above 0.
         seed: Of the stream.
         position: Where the token would stand.
     """
-    (proposed,) = draft.of(np.array([draft.token_id]))
-    keep = uniform(mix_key(seed ^ _KEEP_STREAM, position), np.zeros(1, dtype=np.int64))[0]
-    if keep * proposed < target.of(draft.token_id):
-        return draft.token_id
-    more = target.probabilities - draft.of(target.ids)
-    left = np.flatnonzero(more > 0)
-    if not len(left):
-        # They are the same but for rounding, which has to end somewhere.
-        return int(target.ids[target.probabilities.argmax()])
-    noise = gumbel(mix_key(seed ^ _RESIDUAL_STREAM, position), target.ids[left])
-    return int(target.ids[left[(np.log(more[left]) + noise).argmax()]])
+    proposed = draft.of(np.asarray(draft.token_ids))
+    numbers = np.arange(len(proposed), dtype=np.int64)
+    keep = uniform(mix_key(seed ^ _KEEP_STREAM, position), numbers)
+    for token, limit in zip(draft.token_ids, keep * proposed, strict=True):
+        if limit < target.of(token):
+            return token
+        left = target.beyond(draft)
+        if left is None:
+            # They are the same but for rounding, which has to end somewhere.
+            return int(target.ids[target.probabilities.argmax()])
+        target = left
+    noise = gumbel(mix_key(seed ^ _RESIDUAL_STREAM, position), target.ids)
+    return int(target.ids[(np.log(target.probabilities) + noise).argmax()])
 
 
 def with_drafts(logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -77,9 +77,13 @@ class HistoryCounter:
         self._end = 0
 
     def count(
-        self, history: Sequence[int] | NDArray[np.integer], prompt_len: int, end: int | None = None
+        self,
+        history: Sequence[int] | NDArray[np.integer],
+        prompt_len: int,
+        end: int | None = None,
+        path: Sequence[int] = (),
     ) -> TokenCounts:
-        """The tokens of history[:end]; `recent` counts those of history[prompt_len:end]."""
+        """The tokens of history[:end] and `path`; `recent` counts those of them from prompt_len on."""
         end = len(history) if end is None else end
         if history is not self._history or prompt_len != self._prompt_len or end < self._end:
             self._start(history, prompt_len, end)
@@ -89,7 +93,17 @@ class HistoryCounter:
             self._recent[place] += i >= prompt_len
         self._end = end
         came = self._came[: self._known]
-        return TokenCounts(self._ids[: self._known][came], self._recent[: self._known][came])
+        counts = TokenCounts(self._ids[: self._known][came], self._recent[: self._known][came])
+        return self._with_path(counts, path, max(0, prompt_len - end)) if path else counts
+
+    def _with_path(self, counts: TokenCounts, path: Sequence[int], prompt_len: int) -> TokenCounts:
+        """The same with tokens that follow, of which the first `prompt_len` are not recent."""
+        recent = in_vocabulary(path[prompt_len:], self._vocab)
+        ids = np.union1d(counts.ids, in_vocabulary(path, self._vocab))
+        came = np.zeros(len(ids), dtype=np.int64)
+        came[np.searchsorted(ids, counts.ids)] = counts.recent
+        np.add.at(came, np.searchsorted(ids, recent), 1)
+        return TokenCounts(ids, came)
 
     def _start(self, history: Sequence[int] | NDArray[np.integer], prompt_len: int, end: int) -> None:
         self._history, self._prompt_len, self._end = history, prompt_len, end

@@ -36,7 +36,10 @@ class Priority(enum.Enum):
 
 
 class Accept(enum.Enum):
-    """Which drafts a verify keeps: all of them, or those that equal the chosen token before them."""
+    """Which drafts a verify keeps: all of them, or those that equal the chosen token before them.
+
+    All of a tree cannot be kept: its root is.
+    """
 
     ALL = enum.auto()
     CHOSEN = enum.auto()
@@ -211,6 +214,8 @@ class Forward:
     scored: int = 0
     # One for each token, or empty.
     choices: Sequence[RowChoice] = ()
+    # The tokens are a tree (`token_trees`), all of whose rows are wanted; empty: they follow each other.
+    parents: Sequence[int] = ()
     # One more token is drawn for each from the last row, if that has an output.
     sample_seeds: Sequence[int] = ()
 
@@ -325,6 +330,8 @@ class ForwardDone:
     batch_items: int
     # For each of `sample_seeds`, without lists and logits.
     samples: Sequence[RowOutput] = ()
+    # Of a tree: the indexes of the tokens that stay.
+    kept_path: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

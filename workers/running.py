@@ -14,7 +14,7 @@ class RunningForward:
     """A forward from `begin` to `complete` or `roll_back`. Only the engine writes to it.
 
     `computed` counts the tokens of the request whose KV is in the cache, `reused` those of them that were
-    found there. `sequence` has pages reserved for the others.
+    found there. `sequence` has pages reserved for the others, and of a tree for all.
     """
 
     op: Forward
@@ -27,6 +27,18 @@ class RunningForward:
     token_logprobs: list[float] = field(default_factory=list)
     token_is_argmax: list[bool] = field(default_factory=list)
     samples: Sequence[RowOutput] = ()
+    # Of a tree, once all of it is computed. Nothing of it is in the sequence before.
+    kept_path: list[int] = field(default_factory=list)
+
+    def add_scores(
+        self, indexes: Sequence[int], logprobs: Sequence[float], is_argmax: Sequence[bool]
+    ) -> None:
+        """What was said of scored tokens, which are these of the request."""
+        if not self.token_logprobs:
+            self.token_logprobs, self.token_is_argmax = [0.0] * self.op.scored, [False] * self.op.scored
+        first = len(self.op.token_ids) - self.op.scored
+        for index, logprob, best in zip(indexes, logprobs, is_argmax, strict=True):
+            self.token_logprobs[index - first], self.token_is_argmax[index - first] = logprob, best
 
     @property
     def remaining(self) -> int:
@@ -54,6 +66,11 @@ class Chunk:
     def op(self) -> Forward:
         """The request."""
         return self.running.op
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing of the request is left to compute after it."""
+        return self.start + self.count == len(self.op.token_ids)
 
     @property
     def token_ids(self) -> Sequence[int]:

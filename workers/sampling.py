@@ -55,9 +55,9 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A token that another model drew, and what from."""
+    """Tokens that another model drew, each on its own, and what from. The first that can be kept is."""
 
-    token_id: int
+    token_ids: Sequence[int]
     drawn_from: DraftProbabilities
 
     def of(self, token_ids: Ids) -> Reals:
@@ -107,7 +107,8 @@ class SamplingRow:
         history: every token of the sequence before it; read only where a penalty is set. Rows of one
             forward share it, and it may go on beyond this one's.
         history_len: the tokens of `history` that are before it; None: all.
-        draft: the token that stands there already, and what it was drawn from; `distribution` chooses then.
+        draft: what stands there already, and what it was drawn from; `distribution` chooses then.
+        path: the tokens between those of `history` and this one, which rows of a tree do not share.
         prompt_len: the tokens of `history` that frequency and presence penalties do not count.
     """
 
@@ -118,10 +119,11 @@ class SamplingRow:
     prompt_len: int = 0
     history_len: int | None = None
     draft: Draft | None = None
+    path: Sequence[int] = ()
 
     def counts(self, counter: HistoryCounter) -> TokenCounts:
         """The tokens before it."""
-        return counter.count(self.history, self.prompt_len, self.history_len)
+        return counter.count(self.history, self.prompt_len, self.history_len, self.path)
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

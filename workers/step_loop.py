@@ -19,7 +19,7 @@ import structlog
 
 from workers.coalescing import CoalescingWindow
 from workers.executors.engine import Engine
-from workers.executors.errors import KvMissing
+from workers.executors.errors import KvMissing, NoTrees
 from workers.keeping import keep_claimed, take_stock
 from workers.kv.page_pool import OutOfPages
 from workers.operations import (
@@ -280,6 +280,8 @@ class StepLoop:
             )
         except KvMissing as error:
             failure = Failed(op.op_id, FailureReason.KV_MISSING, str(error))
+        except NoTrees as error:
+            failure = Failed(op.op_id, FailureReason.UNSUPPORTED, str(error))
         except Exception as error:
             _log.exception("an operation could not begin")
             failure = Failed(op.op_id, FailureReason.FAULT, repr(error))

@@ -31,8 +31,8 @@ class Underway:
     def goes_on(self, running: RunningForward) -> None:
         """A forward has begun, or some of it was computed."""
         self.ended(running)
-        if running.remaining < self._kv_table.page_size:
-            # Of single tokens nobody waits for a page.
+        if running.remaining < self._kv_table.page_size or running.op.parents:
+            # Of single tokens nobody waits for a page, nor of those that may go.
             return
         page_end = running.computed + self._kv_table.page_size
         digest = self._kv_table.next_digest(

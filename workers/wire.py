@@ -125,6 +125,7 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int,
         scored=message.scored,
         choices=[_to_choice(row, vocab_size) for row in message.verify_rows],
         sample_seeds=tuple(message.sample_seeds),
+        parents=tuple(message.parents),
     )
 
 
@@ -249,6 +250,7 @@ def _forward_done(result: ForwardDone) -> worker_pb2.ForwardDone:
             )
             for sample in result.samples
         ],
+        kept_path=result.kept_path,
     )
 
 

@@ -17,6 +17,8 @@ struct AttentionArguments {
   const int32_t* contexts;  // [N]
   const float* sinks;       // [H]; null: none
   const float* slopes;      // [H]; null: none
+  const int32_t* roots;       // [N]; null: no item is a tree
+  const uint64_t* ancestors;  // [T]; null: the same
   int64_t items, table_stride, query_stride, head_stride;
   int64_t heads, kv_heads, width, value_width, page_size;
   int64_t max_query;  // items of up to this many tokens are for one kernel, longer ones for the other
@@ -32,7 +34,8 @@ struct Item {
     start = a.starts[index];
     query_len = a.starts[index + 1] - start;
     context = a.contexts[index];
-    oldest = a.window ? std::max<int64_t>(0, context - query_len - a.window + 1) : 0;
+    const int64_t first = a.roots == nullptr ? context - query_len : std::min<int64_t>(context - query_len, a.roots[index]);
+    oldest = a.window ? std::max<int64_t>(0, first - a.window + 1) : 0;
   }
 };
 

@@ -44,16 +44,22 @@ struct Scores {
   // `products` of a query of this head with 16 keys, of which the first is `ahead` positions after the query.
   Floats operator()(Floats products, int64_t head, int64_t ahead) const {
     if constexpr (kShaping == Shaping::kNone) return products * scale;
-    return shaped(products, head, static_cast<int32_t>(ahead));
+    const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return shaped(products, head, lanes + static_cast<int32_t>(ahead));
+  }
+
+  // The same of keys that need not be neighbours.
+  Floats operator()(Floats products, int64_t head, Ints aheads) const {
+    if constexpr (kShaping == Shaping::kNone) return products * scale;
+    return shaped(products, head, aheads);
   }
 
  private:
   // Not inlined: the compiler may fuse a product and a sum, and bits must not depend on where it does.
-  __attribute__((noinline)) Floats shaped(Floats products, int64_t head, int32_t ahead) const {
+  __attribute__((noinline)) Floats shaped(Floats products, int64_t head, Ints aheads) const {
     if constexpr (kShaping == Shaping::kSoftcap) return hyperbolic_tangent(products * scale) * softcap;
-    const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const float slope = static_cast<float>(slopes[head] * kLog2E);
-    return products * scale + slope * __builtin_convertvector(lanes + ahead, Floats);
+    return products * scale + slope * __builtin_convertvector(aheads, Floats);
   }
 };
 

@@ -15,6 +15,7 @@
 
 #include "attention_arguments.h"
 #include "attention_scores.h"
+#include "attention_trees.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -61,7 +62,9 @@ struct Head {
   int64_t keys_size() const { return blocks * kBlockKeys * a.width / 2; }
   int64_t values_size() const { return blocks * kBlockKeys * a.value_width / 2; }
   int64_t rows() const { return item.query_len * group; }
+  // Of a row of a tree only its slot.
   int64_t position(int64_t row) const { return item.context - item.query_len + row / group; }
+  TreeRow tree_row(int64_t row) const { return TreeRow(a, index, item.start + row / group); }
 
   int64_t head_of(int64_t row) const { return kv_head * group + row % group; }
 
@@ -106,8 +109,8 @@ struct Sums {
   float maxima[kTaskRows], totals[kTaskRows];
 };
 
-// Scores of the block at `first` against some rows, in powers of two.
-template <int kRows, Shaping kShaping>
+// Scores of the block at `first` against some rows, in powers of two. What a row of a tree does not see is hidden.
+template <bool kTrees, int kRows, Shaping kShaping>
 void block_scores(Floats (&scores)[kRows][kKeyVectors], const Scores<kShaping>& shape, const Head& head, int64_t row,
                   const uint32_t* keys, int64_t first) {
   const Bf16* queries[kRows];
@@ -121,9 +124,21 @@ void block_scores(Floats (&scores)[kRows][kKeyVectors], const Scores<kShaping>& 
       for (int v = 0; v < kKeyVectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], block[v], both);
     }
   }
-  for (int r = 0; r < kRows; r++)
+  for (int r = 0; r < kRows; r++) {
+    if constexpr (kTrees) {
+      const TreeRow tree = head.tree_row(row + r);
+      if (tree.is_in_tree()) {
+        for (int v = 0; v < kKeyVectors; v++) {
+          const Ints ahead = tree.aheads(first + v * kLanes);
+          const Floats score = shape((Floats)sums[r][v], head.head_of(row + r), ahead);
+          scores[r][v] = seen_of(ahead, head.a.window) ? score : splat(kHidden);
+        }
+        continue;
+      }
+    }
     for (int v = 0; v < kKeyVectors; v++)
       scores[r][v] = shape((Floats)sums[r][v], head.head_of(row + r), first + v * kLanes - head.position(row + r));
+  }
 }
 
 // Hides what a row does not see of the block at `first`.
@@ -181,17 +196,18 @@ void add_values(float* sums, const float* shrink, const Bf16* weights, const uin
 }
 
 // One block of keys against rows row..row + kRows of the item, which are `into` and following of the task.
-template <int kRows, Shaping kShaping>
+template <bool kTrees, int kRows, Shaping kShaping>
 void attend_tile(const Head& head, const Scores<kShaping>& shape, int64_t row, const Packed& packed, int64_t block,
                  Sums& sums, int64_t into) {
   const int64_t width = head.a.value_width, first = head.begin + block * kBlockKeys;
   Floats scores[kRows][kKeyVectors];
-  block_scores<kRows>(scores, shape, head, row, packed.keys + block * kBlockKeys * head.a.width / 2, first);
+  block_scores<kTrees, kRows>(scores, shape, head, row, packed.keys + block * kBlockKeys * head.a.width / 2, first);
   Bf16 weights[kRows * kBlockKeys];
   float shrink[kRows];
   for (int r = 0; r < kRows; r++) {
     const int64_t own = head.position(row + r);
-    if (own < first + kBlockKeys - 1 || (head.a.window && own - head.a.window + 1 > first))
+    const bool is_hidden = kTrees && head.tree_row(row + r).is_in_tree();  // with the scores
+    if (!is_hidden && (own < first + kBlockKeys - 1 || (head.a.window && own - head.a.window + 1 > first)))
       hide(scores[r], head, row + r, first);
     shrink[r] = block_weights(weights + r * kBlockKeys, scores[r], sums, into + r);
   }
@@ -205,27 +221,28 @@ void attend_tile(const Head& head, const Scores<kShaping>& shape, int64_t row, c
 
 template <Shaping kShaping>
 using AttendTile = void (*)(const Head&, const Scores<kShaping>&, int64_t, const Packed&, int64_t, Sums&, int64_t);
-template <Shaping kShaping>
-constexpr AttendTile<kShaping> kAttendTile[kTileRows] = {attend_tile<1, kShaping>, attend_tile<2, kShaping>,
-                                                         attend_tile<3, kShaping>, attend_tile<4, kShaping>,
-                                                         attend_tile<5, kShaping>, attend_tile<6, kShaping>};
+template <bool kTrees, Shaping kShaping>
+constexpr AttendTile<kShaping> kAttendTile[kTileRows] = {
+    attend_tile<kTrees, 1, kShaping>, attend_tile<kTrees, 2, kShaping>, attend_tile<kTrees, 3, kShaping>,
+    attend_tile<kTrees, 4, kShaping>, attend_tile<kTrees, 5, kShaping>, attend_tile<kTrees, 6, kShaping>};
 
 // Rows first..last of a head, over all blocks that one of them sees; the result goes to `out`.
-template <Shaping kShaping>
+template <bool kTrees, Shaping kShaping>
 void attend_rows(const Head& head, int64_t first, int64_t last, const Packed& packed, Sums& sums) {
   const int64_t width = head.a.value_width;
   const Scores<kShaping> shape(head.a);
   std::fill(sums.values, sums.values + (last - first) * width, 0.0f);
   std::fill(sums.maxima, sums.maxima + kTaskRows, kHidden);
   std::fill(sums.totals, sums.totals + kTaskRows, 0.0f);
-  const int64_t oldest = head.a.window ? std::max<int64_t>(0, head.position(first) - head.a.window + 1) : 0;
+  int64_t oldest = head.a.window ? std::max<int64_t>(0, head.position(first) - head.a.window + 1) : 0;
+  if (kTrees && head.tree_row(first).is_in_tree()) oldest = head.item.oldest;  // rows are not in order of positions
   const int64_t begin = std::max<int64_t>(0, oldest - head.begin) / kBlockKeys;
   const int64_t end = (head.position(last - 1) - head.begin) / kBlockKeys + 1;
   for (int64_t block = begin; block < end; block++)
     for (int64_t row = first; row < last; row += kTileRows) {
       const int64_t count = std::min<int64_t>(kTileRows, last - row);
       if (head.position(row + count - 1) < head.begin + block * kBlockKeys) continue;  // all of it is later
-      kAttendTile<kShaping>[count - 1](head, shape, row, packed, block, sums, row - first);
+      kAttendTile<kTrees, kShaping>[count - 1](head, shape, row, packed, block, sums, row - first);
     }
   for (int64_t row = first; row < last; row++) {
     const int64_t token = head.item.start + row / head.group, q_head = head.head_of(row);
@@ -238,7 +255,7 @@ void attend_rows(const Head& head, int64_t first, int64_t last, const Packed& pa
 }
 
 // Attends some heads of one item: copies their keys and values, then shares out their rows.
-template <Shaping kShaping>
+template <bool kTrees, Shaping kShaping>
 void attend_heads(const AttentionArguments& a, int64_t index, int64_t first_head, int64_t num_heads,
                   uint32_t* scratch) {
   const Head any(a, index, first_head);
@@ -258,13 +275,13 @@ void attend_heads(const AttentionArguments& a, int64_t index, int64_t first_head
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = num_heads * tasks - 1; task >= 0; task--) {
       const int64_t head = task % num_heads, first = task / num_heads * kTaskRows;
-      attend_rows<kShaping>(Head(a, index, first_head + head), first, std::min(first + kTaskRows, any.rows()),
+      attend_rows<kTrees, kShaping>(Head(a, index, first_head + head), first, std::min(first + kTaskRows, any.rows()),
                             packed_of(head), sums);
     }
   }
 }
 
-template <Shaping kShaping>
+template <bool kTrees, Shaping kShaping>
 void attend_items(const AttentionArguments& a) {
   for (int64_t index = 0; index < a.items; index++) {
     const Head any(a, index, 0);
@@ -274,18 +291,23 @@ void attend_items(const AttentionArguments& a) {
     const int64_t heads = std::clamp<int64_t>(room / size, 1, a.kv_heads);
     const std::unique_ptr<uint32_t[]> scratch(new uint32_t[heads * size]);
     for (int64_t head = 0; head < a.kv_heads; head += heads)
-      attend_heads<kShaping>(a, index, head, std::min(heads, a.kv_heads - head), scratch.get());
+      attend_heads<kTrees, kShaping>(a, index, head, std::min(heads, a.kv_heads - head), scratch.get());
   }
+}
+
+template <bool kTrees>
+void attend_as_shaped(const AttentionArguments& a) {
+  if (a.softcap > 0) return attend_items<kTrees, Shaping::kSoftcap>(a);
+  if (a.slopes != nullptr) return attend_items<kTrees, Shaping::kAlibi>(a);
+  attend_items<kTrees, Shaping::kNone>(a);
 }
 
 }  // namespace
 }  // namespace quire
 
 extern "C" void quire_chunk_attention_bf16(const quire::AttentionArguments* a) {
-  using namespace quire;
-  if (a->softcap > 0) return attend_items<Shaping::kSoftcap>(*a);
-  if (a->slopes != nullptr) return attend_items<Shaping::kAlibi>(*a);
-  attend_items<Shaping::kNone>(*a);
+  if (a->ancestors != nullptr) return quire::attend_as_shaped<true>(*a);
+  quire::attend_as_shaped<false>(*a);
 }
 
 #endif

@@ -14,6 +14,7 @@
 #include "attention_arguments.h"
 #include "attention_block.h"
 #include "attention_scores.h"
+#include "attention_trees.h"
 #include "threads.h"
 
 namespace quire {
@@ -68,6 +69,7 @@ struct Source {
     return static_cast<const T*>(a.query) + token * a.query_stride + head_of(row) * a.head_stride;
   }
 
+  TreeRow tree_row(int64_t row) const { return TreeRow(a, task.item, item.start + row % item.query_len); }
   int64_t head_of(int64_t row) const { return kv_head * group + row / item.query_len; }
   int64_t position_of(int64_t row) const { return item.context - item.query_len + row % item.query_len; }
 
@@ -80,9 +82,31 @@ struct Source {
     const int32_t high = static_cast<int32_t>(std::min(own + 1, end) - position);
     return (lanes >= low) & (lanes < high) ? scores : splat(kHidden);
   }
+
+  // The same for a row of a tree, `ahead` of which the keys are.
+  Floats visible_in_tree(Floats scores, Ints ahead, int64_t position) const {
+    const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int32_t low = static_cast<int32_t>(begin - position), high = static_cast<int32_t>(end - position);
+    return seen_of(ahead, a.window) & (lanes >= low) & (lanes < high) ? scores : splat(kHidden);
+  }
 };
 
-template <int kRows, typename T, Shaping kShaping>
+// The products of a row with 16 keys as scores, kHidden where the row does not see the key.
+template <bool kTrees, typename T, Shaping kShaping>
+Floats scores_of(const Source<T>& source, const Scores<kShaping>& shape, Floats products, int64_t row,
+                 int64_t position) {
+  if constexpr (kTrees) {
+    const TreeRow tree = source.tree_row(row);
+    if (tree.is_in_tree()) {
+      const Ints ahead = tree.aheads(position);
+      return source.visible_in_tree(shape(products, source.head_of(row), ahead), ahead, position);
+    }
+  }
+  const Floats scores = shape(products, source.head_of(row), position - source.position_of(row));
+  return source.visible(scores, row, position);
+}
+
+template <bool kTrees, int kRows, typename T, Shaping kShaping>
 void attend_block(const Source<T>& source, const Scores<kShaping>& shape, const Rows& rows, int64_t row,
                   const Block<T>& block, int64_t position) {
   const T* queries[kRows];
@@ -91,14 +115,14 @@ void attend_block(const Source<T>& source, const Scores<kShaping>& shape, const 
   block_scores<kRows, T>(scores, queries, block, source.a.width);
   float weights[kRows * kBlockKeys];
   for (int r = 0; r < kRows; r++) {
-    const Floats score = shape(scores[r], source.head_of(row + r), position - source.position_of(row + r));
-    const Floats weight = block_weights(source.visible(score, row + r, position), rows, row + r);
+    const Floats seen = scores_of<kTrees>(source, shape, scores[r], row + r, position);
+    const Floats weight = block_weights(seen, rows, row + r);
     std::memcpy(weights + r * kBlockKeys, &weight, sizeof(weight));
   }
   add_values<kRows>(rows.sums + row * rows.padded, rows.padded, weights, block.values, source.a.value_width);
 }
 
-template <typename T, Shaping kShaping>
+template <bool kTrees, typename T, Shaping kShaping>
 void attend_chunk(const Arguments& a, const Task& task, float* memory, T* copies) {
   Source<T> source(a, task);
   const Scores<kShaping> shape(a);
@@ -116,8 +140,8 @@ void attend_chunk(const Arguments& a, const Task& task, float* memory, T* copies
       Block<T> block = source.block_at(at);
       if (num_rows > 2) block.copy_to(copies, a.width, a.value_width);
       int64_t row = 0;
-      for (; row + 2 <= num_rows; row += 2) attend_block<2>(source, shape, rows, row, block, at);
-      if (row < num_rows) attend_block<1>(source, shape, rows, row, block, at);
+      for (; row + 2 <= num_rows; row += 2) attend_block<kTrees, 2>(source, shape, rows, row, block, at);
+      if (row < num_rows) attend_block<kTrees, 1>(source, shape, rows, row, block, at);
     }
 }
 
@@ -166,7 +190,7 @@ struct Plan {
   }
 };
 
-template <typename T, Shaping kShaping>
+template <bool kTrees, typename T, Shaping kShaping>
 void attend(const Arguments& a) {
   const int64_t group = a.heads / a.kv_heads;
   Plan plan(a, a.kv_heads);
@@ -187,7 +211,7 @@ void attend(const Arguments& a) {
       const int64_t num_rows = group * Item(a, task.item).query_len, size = Rows::size(num_rows, a.value_width);
       const bool only = task.partial < 0;
       float* memory = only ? own.data() : partials.data() + task.partial;
-      attend_chunk<T, kShaping>(a, task, memory, copies.data());
+      attend_chunk<kTrees, T, kShaping>(a, task, memory, copies.data());
       for (int64_t head = 0; only && head < task.num_heads; head++)
         write_rows<T>(a, task, task.kv_head + head, Rows(memory + head * size, num_rows, a.value_width));
     }
@@ -208,15 +232,21 @@ void attend(const Arguments& a) {
   }
 }
 
-template <typename T>
+template <bool kTrees, typename T>
 void attend_as_shaped(const Arguments& a) {
-  if (a.softcap > 0) return attend<T, Shaping::kSoftcap>(a);
-  if (a.slopes != nullptr) return attend<T, Shaping::kAlibi>(a);
-  attend<T, Shaping::kNone>(a);
+  if (a.softcap > 0) return attend<kTrees, T, Shaping::kSoftcap>(a);
+  if (a.slopes != nullptr) return attend<kTrees, T, Shaping::kAlibi>(a);
+  attend<kTrees, T, Shaping::kNone>(a);
+}
+
+template <typename T>
+void attend_any(const Arguments& a) {
+  if (a.ancestors != nullptr) return attend_as_shaped<true, T>(a);
+  attend_as_shaped<false, T>(a);
 }
 
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_paged_attention_bf16(const quire::Arguments* a) { quire::attend_as_shaped<quire::Bf16>(*a); }
-extern "C" void quire_paged_attention_f32(const quire::Arguments* a) { quire::attend_as_shaped<float>(*a); }
+extern "C" void quire_paged_attention_bf16(const quire::Arguments* a) { quire::attend_any<quire::Bf16>(*a); }
+extern "C" void quire_paged_attention_f32(const quire::Arguments* a) { quire::attend_any<float>(*a); }

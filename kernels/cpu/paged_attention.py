@@ -33,7 +33,7 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("out", "query", "keys", "values", "tables", "starts", "contexts"),
-                *("sinks", "slopes"),
+                *("sinks", "slopes", "roots", "ancestors"),
             )
         ),
         *((name, ctypes.c_int64) for name in ("items", "table_stride", "query_stride", "head_stride")),
@@ -100,6 +100,8 @@ def attend(
     starts, contexts = (
         numbers.to(torch.int32).contiguous() for numbers in (batch.query_starts, batch.context_lens)
     )
+    trees = batch.trees
+    roots = None if trees is None else trees.roots.to(torch.int32).contiguous()
     arguments = _Arguments(
         out.data_ptr(),
         query.data_ptr(),
@@ -110,6 +112,8 @@ def attend(
         contexts.data_ptr(),
         None if scoring.sinks is None else scoring.sinks.data_ptr(),
         None if scoring.alibi_slopes is None else scoring.alibi_slopes.data_ptr(),
+        None if roots is None else roots.data_ptr(),
+        None if trees is None else trees.ancestors.data_ptr(),
         len(batch.query_lens),
         tables.stride(0),
         query.stride(0),

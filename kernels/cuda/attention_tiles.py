@@ -22,12 +22,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kernels import attention_trees
 from kernels.cuda.compile_spec import Variant
 
 # Where a running maximum begins. Finite, so that a row whose first keys are all hidden subtracts no
 # infinities. Scores of hidden keys are -inf, and their weights exact zeros.
 LOWEST = tl.constexpr(-3.0e38)
 LOG2_E = tl.constexpr(math.log2(math.e))
+MAX_TREE_TOKENS = tl.constexpr(attention_trees.MAX_TREE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,12 @@ def feature_types(feature: str) -> dict[str, str | None]:
     """The types of what only some models have, for a `CompileSpec` with this one of them or, if "", none."""
     types = {"softcap_log2": "fp32", "sinks": "*fp32", "alibi_slopes": "*fp32"}
     return {name: kind if name == feature else None for name, kind in types.items()}
+
+
+def tree_types(*, trees: bool) -> dict[str, str | None]:
+    """The types of what only batches with token trees have, for a `CompileSpec`."""
+    types = {"roots": "*i32", "ancestors": "*i64", "depths": "*i32"}
+    return {name: kind if trees else None for name, kind in types.items()}
 
 
 def widths_name(width: int, value_width: int) -> str:
@@ -174,6 +182,74 @@ def with_sinks(total, highest, sinks, heads, present):
 
 
 @triton.jit
+def tree_positions(keys, root, depths):
+    """The positions of the tokens in slots `keys` [L] of an item whose tree begins at `root`.
+
+    depths: pointer to those of the item's tree.
+    """
+    places = keys - root
+    among = (places >= 0) & (places < MAX_TREE_TOKENS)
+    return tl.where(among, root + tl.load(depths + places, mask=among, other=0), keys)
+
+
+@triton.jit
+def root_of(roots, item):
+    """The slot of an item's root, behind the last token if it is no tree; None if there are no trees."""
+    root = None
+    if roots is not None:
+        root = tl.load(roots + item).to(tl.int32)
+    return root
+
+
+@triton.jit
+def depths_of(depths, item):
+    """Pointer to the depths of an item's tree; None if there are none."""
+    pointer = None
+    if depths is not None:
+        pointer = depths + item.to(tl.int64) * MAX_TREE_TOKENS
+    return pointer
+
+
+@triton.jit
+def ancestors_of(ancestors, token_rows, present):
+    """Those of each row, [M]; None if there are none."""
+    found = None
+    if ancestors is not None:
+        found = tl.load(ancestors + token_rows, mask=present, other=0)
+    return found
+
+
+@triton.jit
+def positions_of(slots, root, depths):
+    """The positions of tokens in slots [M] of an item, which may be a tree if there are any."""
+    positions = slots
+    if root is not None:
+        positions = tree_positions(slots, root, depths)
+    return positions
+
+
+@triton.jit
+def not_behind(slot, root):
+    """The slot, or the root of its item's tree if that is before it."""
+    found = slot
+    if root is not None:
+        found = tl.minimum(slot, root)
+    return found
+
+
+@triton.jit
+def seen_in_tree(keys, root, ancestors):
+    """Which keys [L] rows see as far as a tree decides it, [M, L]. `ancestors`: [M] int64."""
+    places = keys - root
+    # Words of 32 bits: a number of 64 for each pair of tokens would take all registers.
+    low = (ancestors & 0xFFFFFFFF).to(tl.int32)
+    high = (ancestors >> 32).to(tl.int32)
+    words = tl.where((places < 32)[None, :], low[:, None], high[:, None])
+    is_ancestor = ((words >> (places & 31)[None, :]) & 1) != 0
+    return (places < 0)[None, :] | (is_ancestor & (places < MAX_TREE_TOKENS)[None, :])
+
+
+@triton.jit
 def attend_keys(
     attended,  # [M, F] float32, weighted sum of values so far
     total,  # [M] float32, sum of weights so far
@@ -188,6 +264,9 @@ def attend_keys(
     scale_log2,
     softcap_log2,  # or None
     row_slopes,  # [M] float32, to base 2, or None
+    root,  # slot of the first token of a tree; or None, and the next two: no item is a tree
+    ancestors,  # [M] int64, as in `TokenTrees`
+    depths,  # pointer to those of this item
     WINDOW: tl.constexpr,  # 0: none
     MASKED: tl.constexpr,  # False: every row sees every key, and end - begin is a multiple of TILE
     PAGE_SIZE: tl.constexpr,
@@ -209,11 +288,16 @@ def attend_keys(
 
         key = load_rows(k_head, slots, keys < end, KV_HEADS * D, D, E, MASKED)  # [L, E]
         products = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, L]
-        scores = scores_of(products, keys, row_positions, scale_log2, softcap_log2, row_slopes)
+        positions = keys
+        if ancestors is not None:
+            positions = tree_positions(keys, root, depths)
+        scores = scores_of(products, positions, row_positions, scale_log2, softcap_log2, row_slopes)
         if MASKED:
-            seen = keys[None, :] <= row_positions[:, None]  # [M, L]
+            seen = positions[None, :] <= row_positions[:, None]  # [M, L]
             if WINDOW > 0:
-                seen = seen & (keys[None, :] > row_positions[:, None] - WINDOW)
+                seen = seen & (positions[None, :] > row_positions[:, None] - WINDOW)
+            if ancestors is not None:
+                seen = seen & seen_in_tree(keys, root, ancestors) & (keys < end)[None, :]
             scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - raised[:, None])  # [M, L]

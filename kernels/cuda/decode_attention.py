@@ -153,6 +153,9 @@ def decode_kernel(
         scale_log2,
         softcap_log2,
         slopes_of(alibi_slopes, heads, present),
+        None,
+        None,
+        None,
         0,  # begin is the oldest key in the window: no further mask
         True,
         PAGE_SIZE,

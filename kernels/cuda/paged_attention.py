@@ -1,7 +1,7 @@
 """Attention of a mixed batch on the GPU: which kernel attends which items.
 
 Items of one token go to the kernel that splits their keys, as far as they come first, which is how the worker
-packs a batch. All others go to the kernel for many tokens, which attends single tokens too.
+packs a batch. All others go to the kernel for many tokens, which attends single tokens too, and trees.
 
 Nothing here depends on the lengths of contexts, neither on the device nor on the host: a CUDA graph that was
 captured with short ones is right for long ones.
@@ -19,6 +19,7 @@ import torch
 import triton
 
 from kernels.attention_batch import AttentionBatch
+from kernels.attention_trees import TokenTrees
 from kernels.cuda.compile_spec import SHARED_BYTES
 from kernels.cuda.decode_attention import decode_attention, num_splits_for
 from kernels.cuda.prefill_attention import prefill_attention
@@ -78,7 +79,11 @@ def paged_attention(
     limits = limits_of(query.device)
     items = len(batch.query_lens)
     page_size, kv_heads = k_pages.shape[1:3]
-    decodes = next((item for item, length in enumerate(batch.query_lens) if length != 1), items)
+    trees = batch.trees
+    others = (item for item, length in enumerate(batch.query_lens) if length != 1)
+    decodes = next(others, items)
+    if trees is not None:
+        decodes = min(decodes, next(item for item, is_tree in enumerate(trees.is_tree) if is_tree))
     if decodes:
         capacity = batch.page_tables.shape[1] * page_size
         decode_attention(
@@ -112,5 +117,13 @@ def paged_attention(
             softcap=softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            trees=None if trees is None else _behind(trees, decodes),
         )
     return out
+
+
+def _behind(trees: TokenTrees, decodes: int) -> TokenTrees:
+    """Those of a batch without its first items, of one token each, which are no trees."""
+    return TokenTrees(
+        trees.roots[decodes:], trees.ancestors[decodes:], trees.depths[decodes:], trees.is_tree[decodes:]
+    )

@@ -33,6 +33,10 @@ What some models have beside (kernels/attention_scoring.py) fits in the same til
 with a width of 256 takes 247 registers, ALiBi with 128 takes 196, sinks with 64 take 119. Keys of 192 and
 values of 128 take 140 registers and 136 KiB, with the tiles of 256.
 
+Where a batch has token trees, a variant of its own is launched. With bfloat16 none spills: 190 registers for
+a width of 128 on sm_90, 254 for soft-capping with 256. With float32 and less than 256, 8 or 16 bytes may be
+left on the stack.
+
 Dimension letters: T tokens; N items; H query heads; K key-value heads; G = H / K; D width of a key, E the
 power of two not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; M
 rows of a block; Q = M // G.
@@ -47,12 +51,19 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.attention_trees import TokenTrees
 from kernels.cuda.attention_tiles import (
     LOWEST,
     TileConfig,
+    ancestors_of,
     attend_keys,
+    depths_of,
     feature_types,
+    not_behind,
+    positions_of,
+    root_of,
     slopes_of,
+    tree_types,
     widths_name,
     with_sinks,
 )
@@ -102,7 +113,10 @@ def find_item(query_starts, first_row, block, num_items, BLOCK_Q: tl.constexpr):
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
     do_not_specialize=["table_stride", "num_items"],
-    do_not_specialize_on_alignment=["page_tables", "query_starts", "context_lens", "sinks", "alibi_slopes"],
+    do_not_specialize_on_alignment=[
+        *("page_tables", "query_starts", "context_lens", "sinks", "alibi_slopes"),
+        *("roots", "ancestors", "depths"),
+    ],
 )
 def prefill_kernel(
     out,  # [T, H, V]
@@ -114,6 +128,9 @@ def prefill_kernel(
     context_lens,  # [N]
     sinks,  # [H] float32, or None
     alibi_slopes,  # [H] float32, or None
+    roots,  # [N] or None, and the next two: no item is a tree
+    ancestors,  # [T] int64
+    depths,  # [N, MAX_TREE_TOKENS]
     query_stride,
     head_stride,
     table_stride,
@@ -158,11 +175,11 @@ def prefill_kernel(
     context = tl.load(context_lens + item).to(tl.int32)
     start_position = context - query_len  # of the first new token
     first_position = start_position + first_token
-    last_token = tl.minimum(first_token + BLOCK_Q, query_len) - 1
-    end = start_position + last_token + 1
+    end = start_position + tl.minimum(first_token + BLOCK_Q, query_len)
+    root = root_of(roots, item)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0)
+        begin = tl.maximum(not_behind(first_position, root) - WINDOW + 1, 0)
 
     query_tile = tl.load(
         query + token_rows[:, None] * query_stride + heads[:, None] * head_stride + columns[None, :],
@@ -172,14 +189,14 @@ def prefill_kernel(
     attended = tl.zeros([BLOCK_M, F], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
-    positions = start_position + tokens
+    positions = positions_of(start_position + tokens, root, depths_of(depths, item))
     k_head = k_pages + kv_head * D
     v_head = v_pages + kv_head * V
     slopes = slopes_of(alibi_slopes, heads, present)
     table = page_tables + item.to(tl.int64) * table_stride
     if WINDOW == 0:
-        # What the first token sees, every row does. A padded item begins at a negative position.
-        bulk_end = tl.maximum(first_position + 1, 0) // TILE * TILE
+        # What the first token sees, every row does, but in a tree. Padded items begin at a negative position.
+        bulk_end = tl.maximum(not_behind(first_position + 1, root), 0) // TILE * TILE
         attended, total, highest = attend_keys(
             attended,
             total,
@@ -194,6 +211,9 @@ def prefill_kernel(
             scale_log2,
             softcap_log2,
             slopes,
+            None,
+            None,
+            None,
             WINDOW,
             False,
             PAGE_SIZE,
@@ -219,6 +239,9 @@ def prefill_kernel(
         scale_log2,
         softcap_log2,
         slopes,
+        root,
+        ancestors_of(ancestors, token_rows, present),
+        depths_of(depths, item),
         WINDOW,
         True,
         PAGE_SIZE,
@@ -264,6 +287,7 @@ def prefill_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    trees: TokenTrees | None = None,
 ) -> None:
     """Attend the new tokens of each item to its own sequence, whose last tokens they are.
 
@@ -285,6 +309,7 @@ def prefill_attention(
         softcap: As in `kernels.paged_attention.paged_attention`, and so are the others.
         sinks: [H] float32 contiguous, or None.
         alibi_slopes: [H] float32 contiguous, or None.
+        trees: Which items are trees, contiguous, on the device of query; or None.
     """
     rows, heads, _ = query.shape
     kv_heads = k_pages.shape[2]
@@ -305,6 +330,9 @@ def prefill_attention(
         context_lens,
         sinks,
         alibi_slopes,
+        None if trees is None else trees.roots,
+        None if trees is None else trees.ancestors,
+        None if trees is None else trees.depths,
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
@@ -325,9 +353,20 @@ def compile_specs() -> list[CompileSpec]:
     shapes += [("bf16", 256, 256, 2, 4096, "softcap_log2")]
     shapes += [("bf16", 64, 64, 8, window, "sinks") for window in (None, 128)]
     shapes += [("bf16", width, width, 1, None, "alibi_slopes") for width in (64, 128)]
+    treelike: list[tuple[str, int, int, int, int | None, str]] = [
+        ("bf16", width, width, 4, None, "") for width in (64, 128, 256)
+    ]
+    treelike += [("bf16", 128, 128, 4, 4096, ""), ("bf16", 128, 128, 7, None, "")]
+    treelike += [("bf16", 128, 128, 1, None, "alibi_slopes"), ("bf16", 256, 256, 2, 4096, "softcap_log2")]
+    treelike += [("bf16", 64, 64, 8, 128, "sinks"), ("fp32", 256, 256, 4, None, "")]
     for dtype in ("bf16", "fp32"):
         shapes += [(dtype, 192, 128, 1, None, ""), (dtype, 256, 256, 2, None, "softcap_log2")]
-    return [_compile_spec(*shape, architecture) for shape in shapes for architecture in SHARED_BYTES]
+    specs = [(shape, False) for shape in shapes] + [(shape, True) for shape in treelike]
+    return [
+        _compile_spec(*shape, architecture, trees=trees)
+        for shape, trees in specs
+        for architecture in SHARED_BYTES
+    ]
 
 
 def _compile_spec(
@@ -338,6 +377,8 @@ def _compile_spec(
     window: int | None,
     feature: str,
     architecture: int,
+    *,
+    trees: bool,
 ) -> CompileSpec:
     element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
@@ -345,10 +386,11 @@ def _compile_spec(
     return CompileSpec(
         _variant(element, 8 * group, (1, 16, 8, width), value_width, window, shared_bytes),
         f"prefill_attention {dtype} {widths_name(width, value_width)} G={group}"
-        f" window={window} {feature}".rstrip(),
+        f" window={window} {feature}{' trees' if trees else ''}".rstrip(),
         {
             **pointers,
             **feature_types(feature),
+            **tree_types(trees=trees),
             **dict.fromkeys(("page_tables", "query_starts", "context_lens"), "*i32"),
             **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_items"), "i32"),
             "scale_log2": "fp32",

@@ -70,6 +70,7 @@ def verify(result: Appended, into: executor_pb2.ForwardVerifyResponse) -> None:
     _write_cache(result, into.kv_cache)
     into.outputs.extend(done.outputs)
     into.accepted = result.kept - 1
+    into.accepted_path.extend(result.path)
     _write_scores(done, into)
     into.timing.CopyFrom(done.timing)
     into.replayed_tokens = result.replayed_tokens

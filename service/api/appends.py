@@ -10,6 +10,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
 from service.api.masks import bytes_in_worker
+from service.api.token_trees import check_tree
 from service.api.validation import RequestLimits
 from service.api.verify_rows import check_verify_rows
 from service.caches.requests import Append, Kind, Priority
@@ -73,6 +74,7 @@ def verify(
     validation.check_cache_id(request.cache_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_accept(request)
+    check_tree(request)
     check_verify_rows(request, limits)
     token_ids = _packed(request.token_ids)
     return _append(
@@ -85,6 +87,7 @@ def verify(
         scored=len(token_ids) - 1 if request.score else 0,
         accept=request.accept,
         choices=_copied(request.rows),
+        parents=tuple(request.parents),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
@@ -18,6 +20,7 @@ _SUM_ERROR = 1e-3
 
 def check_verify_rows(request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits) -> None:
     """What single positions say can be met: masks leave a choice, and drafts could have been drawn."""
+    parents = request.parents or range(len(request.token_ids) - 1)
     is_speculative = request.accept == types_pb2.VERIFY_ACCEPT_SPECULATIVE
     if not request.rows and not (is_speculative and len(request.token_ids) > 1):
         return
@@ -33,18 +36,18 @@ def check_verify_rows(request: executor_pb2.ForwardVerifyRequest, limits: Reques
         except InvalidArgument as error:
             field = f"rows[{index}]{error.field.removeprefix('output')}"
             raise InvalidArgument(error.reason, field, error.message) from None
-        is_last = index == len(request.rows) - 1
-        if row.HasField("draft") != (is_speculative and not is_last):
-            text = "needed for each token but the last, and with VERIFY_ACCEPT_SPECULATIVE only"
+        drawn = [request.token_ids[at] for at, parent in enumerate(parents, start=1) if parent == index]
+        if row.HasField("draft") != (is_speculative and bool(drawn)):
+            text = "needed for each token that another follows, and with VERIFY_ACCEPT_SPECULATIVE only"
             raise InvalidArgument("BAD_DRAFT", f"rows[{index}].draft", text)
         if row.HasField("draft"):
-            _check_draft(row.draft, request.token_ids[index + 1], limits, f"rows[{index}].draft")
+            _check_draft(row.draft, drawn, limits, f"rows[{index}].draft")
 
 
 def _check_draft(
-    draft: types_pb2.DraftProbabilities, token_id: int, limits: RequestLimits, field: str
+    draft: types_pb2.DraftProbabilities, drawn: Sequence[int], limits: RequestLimits, field: str
 ) -> None:
-    """A distribution that this token can have been drawn from."""
+    """A distribution that these tokens can have been drawn from."""
     import numpy as np  # noqa: PLC0415 - most gateways never see a draft
 
     if draft.dense:
@@ -52,7 +55,7 @@ def _check_draft(
             text = f"{4 * limits.vocab_size} bytes hold a probability for each token, and replace the lists"
             raise InvalidArgument("BAD_DRAFT", f"{field}.dense", text)
         probabilities = np.frombuffer(draft.dense, dtype="<f4")
-        drawn = float(probabilities[token_id])
+        impossible = [token for token in drawn if not probabilities[token] > 0]
     else:
         ids = np.fromiter(draft.token_ids, dtype=np.int64, count=len(draft.token_ids))
         probabilities = np.fromiter(draft.probabilities, dtype=np.float32, count=len(draft.probabilities))
@@ -61,9 +64,9 @@ def _check_draft(
             text = f"1 to {MAX_DRAFT_TOKENS} different tokens are needed, with a probability each"
             raise InvalidArgument("BAD_DRAFT", f"{field}.token_ids", text)
         validation.check_vocabulary(draft.token_ids, limits, f"{field}.token_ids")
-        drawn = float(probabilities[ids == token_id].sum())
+        impossible = [token for token in drawn if not probabilities[ids == token].sum() > 0]
     # Written so that NaN fails.
     if not (probabilities.min() >= 0 and abs(float(probabilities.sum(dtype=np.float64)) - 1) <= _SUM_ERROR):
         raise InvalidArgument("BAD_DRAFT", field, "probabilities must not be below 0, and sum up to 1")
-    if not drawn > 0:
-        raise InvalidArgument("BAD_DRAFT", field, f"token {token_id} cannot have been drawn from it")
+    if impossible:
+        raise InvalidArgument("BAD_DRAFT", field, f"token {impossible[0]} cannot have been drawn from it")

@@ -115,11 +115,12 @@ Effect = Send | Write | Reply
 
 @plain
 class ForwardDone:
-    """A forward was computed; `kept` of its tokens stay. `answer` is opaque."""
+    """A forward was computed; `kept` of its tokens stay, of a tree those of `path`. `answer` is opaque."""
 
     op_id: int
     kept: int
     answer: object
+    path: Sequence[int] = ()
 
 
 @plain

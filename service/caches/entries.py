@@ -245,5 +245,7 @@ class CacheEntry:
 def is_repeated(last: LastAppend, append: Append, position: int) -> bool:
     """Whether `append` at `position` would do what the last one has done already."""
     return (
-        position == last.base and append.accept == last.accept and fingerprint(append.token_ids) == last.asked
+        position == last.base
+        and append.accept == last.accept
+        and fingerprint(append.token_ids, append.parents) == last.asked
     )

@@ -229,9 +229,12 @@ class Ledger:
         return state
 
 
-def fingerprint(token_ids: Sequence[int]) -> bytes:
-    """Equal for equal tokens only, and small: long prompts are not kept for it."""
+def fingerprint(token_ids: Sequence[int], parents: Sequence[int] = ()) -> bytes:
+    """Equal for equal tokens in equal trees only, and small: long prompts are not kept for it."""
     packed = array("I", token_ids).tobytes()
+    if parents:
+        tree = packed + array("I", parents).tobytes()
+        return b"/" + hashlib.blake2b(tree, digest_size=_DIGEST_BYTES).digest()
     if len(token_ids) <= _SHORT_TOKENS:
         return packed
     # Not of a length that packed tokens have.

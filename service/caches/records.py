@@ -38,7 +38,8 @@ class TokensAppended:
     prompt_len: int
     # Of the KV that they were computed on: grows whenever the cache's KV is placed anew.
     ownership: int
-    # How the append chose what to keep, and all its tokens if it did not keep them all: see `fingerprint`.
+    # How the append chose what to keep, and all its tokens if it did not keep them all, or if they were a
+    # tree: see `fingerprint`.
     accept: int = 0
     asked: bytes = b""
 

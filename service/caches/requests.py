@@ -69,6 +69,8 @@ class Append:
     choices: object = None
     # One more token is drawn for each behind the last token.
     sample_seeds: Sequence[int] = ()
+    # The tokens are a tree, of which one path is kept: of each but the first the index of its parent.
+    parents: Sequence[int] = ()
 
     @property
     def keeps_answer(self) -> bool:
@@ -174,6 +176,8 @@ class Appended:
     kept: int
     # Computed once more, because the KV was not there.
     replayed_tokens: int = 0
+    # Of a tree: the indexes of the tokens that the cache kept.
+    path: Sequence[int] = ()
 
 
 @plain

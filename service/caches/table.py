@@ -53,6 +53,7 @@ from service.caches.records import (
     CacheReleased,
     CacheTruncated,
     Child,
+    LastAppend,
     LeaseRenewed,
     Record,
     TokensAppended,
@@ -78,6 +79,7 @@ from service.caches.requests import (
 from service.caches.residence import Residence
 from service.caches.restoring import Restoring
 from service.caches.tenants import Tenant
+from service.caches.trees import path_of
 from service.errors import (
     CacheLimit,
     CacheNotFound,
@@ -657,7 +659,8 @@ class CacheTable:
         if last is not None and position is not None and is_repeated(last, append, position):
             if entry.answer is not None and entry.answer.answers(append):
                 # From memory: no worker is needed for it.
-                self._finish(operation, Appended(entry.handle, entry.answer.answer, last.kept))
+                path = self._kept_path(entry, append, last)
+                self._finish(operation, Appended(entry.handle, entry.answer.answer, last.kept, path=path))
                 return
             operation.base, operation.copy_number = last.base, self._number()
             self._computing.start(operation)
@@ -757,11 +760,12 @@ class CacheTable:
             assert entry.last is not None
             self._touch(entry)
             replayed = operation.replayed_tokens
-            self._finish(operation, Appended(entry.handle, done.answer, entry.last.kept, replayed))
+            path = self._kept_path(entry, append, entry.last)
+            self._finish(operation, Appended(entry.handle, done.answer, entry.last.kept, replayed, path))
         else:
             self._pace.completed(self._now_s)
             operation.done = done
-            self._commit(operation, self._records_of(operation, append, done.kept))
+            self._commit(operation, self._records_of(operation, append, done))
             return
         self._advance(entry)
 
@@ -770,8 +774,13 @@ class CacheTable:
         self._finish(operation, error)
         self._advance(operation.entry)
 
-    def _records_of(self, operation: Operation, append: Append, kept: int) -> Sequence[Record]:
-        """What an append writes that has been computed, and of which so many tokens stay."""
+    def _kept_path(self, entry: CacheEntry, append: Append, last: LastAppend) -> Sequence[int]:
+        """Of a tree, the last append, the indexes of what it kept: the journal has the tokens."""
+        kept = entry.state.tokens.between(last.base, last.base + last.kept)
+        return path_of(append.token_ids, append.parents, kept) if append.parents else ()
+
+    def _records_of(self, operation: Operation, append: Append, done: ForwardDone) -> Sequence[Record]:
+        """What an append writes that has been computed."""
         entry, state = operation.entry, operation.entry.state
         records: list[Record] = []
         if not entry.visible:
@@ -787,16 +796,22 @@ class CacheTable:
                     state.weights,
                 )
             )
-        kept_all = kept == len(append.token_ids)
+        if append.parents:
+            tokens: Sequence[int] = [append.token_ids[index] for index in done.path]
+            asked = fingerprint(append.token_ids, append.parents)
+        else:
+            kept_all = done.kept == len(append.token_ids)
+            tokens = append.token_ids if kept_all else append.token_ids[: done.kept]
+            asked = b"" if kept_all else fingerprint(append.token_ids)
         records.append(
             TokensAppended(
                 entry.number,
                 operation.base,
-                append.token_ids if kept_all else append.token_ids[:kept],
+                tokens,
                 entry.prompt_len_after(append),
                 entry.ownership,
                 append.accept,
-                b"" if kept_all else fingerprint(append.token_ids),
+                asked,
             )
         )
         return records
@@ -875,7 +890,8 @@ class CacheTable:
         if entry.home is not None:
             entry.kv_len = entry.length
         unseen = not (operation.is_answered or append.cache_id or append.request_id)
-        self._finish(operation, Appended(entry.handle, done.answer, done.kept, operation.replayed_tokens))
+        replayed = operation.replayed_tokens
+        self._finish(operation, Appended(entry.handle, done.answer, done.kept, replayed, done.path))
         entry.count()
         if unseen:
             self._release(entry)

@@ -61,6 +61,7 @@ def _fill_forward(body: worker_pb2.ForwardCommand, command: effects.ForwardSeque
     if isinstance(append.choices, tuple):
         body.verify_rows.extend(append.choices)
     body.sample_seeds.extend(append.sample_seeds)
+    body.parents.extend(append.parents)
     body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
     if command.timeout_s is not None:
         body.timeout_ns = max(1, int(command.timeout_s * 1e9))
@@ -71,7 +72,8 @@ def to_events(response: worker_pb2.ConnectResponse) -> Iterator[effects.Event]:
     for event in response.events:
         match event.WhichOneof("event"):
             case "forward":
-                yield effects.ForwardDone(event.op_id, event.forward.kept, event.forward)
+                done = event.forward
+                yield effects.ForwardDone(event.op_id, done.kept, done, tuple(done.kept_path))
             case "done":
                 yield effects.CommandDone(event.op_id)
             case "error":

@@ -147,6 +147,7 @@ def is_(*expected: str) -> Callable[[list[str]], bool]:
         ("beam_search", [], is_beams),
         ("speculative", [], is_(ANSWER, "3 tokens, 1 verifies")),
         ("ngram_drafts", [], is_(ANSWER, "3 tokens, 2 forwards")),
+        ("token_tree", [], is_(ANSWER, "3 tokens, 1 verifies")),
         ("json_schema", [], is_("4")),
         ("json_schema", ['{"enum": [13, 47, 99]}'], is_("47")),
         ("perplexity", ["FILE"], is_perplexity),
@@ -256,6 +257,16 @@ def test_drafts_that_are_looked_up_change_nothing(client: Client, models: list[P
     assert forwards < 50
     again, fewer = recipe("ngram_drafts").generate(client, [*PROMPT, *text[:20], *PROMPT], 10, [])
     assert again == hf_greedy(models[0], [*PROMPT, *text[:20], *PROMPT], 10) and fewer <= 10
+
+
+def test_trees_of_drafts_change_nothing(gateways: list[GatewayProcess], models: list[Path]) -> None:
+    with Client(gateways[0].address, timeout_s=120) as target, Client(gateways[1].address) as draft:
+        text, verifies = recipe("token_tree").generate(target, draft, PROMPT, 24, [])
+        assert text == hf_greedy(models[0], PROMPT, 24) and verifies < 24
+        own, fewer = recipe("token_tree").generate(target, target, PROMPT, 24, [])
+        assert own == text and fewer == 6, "each verify gives a token of every level and one more"
+        assert_released(target)
+        assert_released(draft)
 
 
 def test_perplexity_in_windows(client: Client, models: list[Path]) -> None:

@@ -278,3 +278,23 @@ async def test_a_batch_of_prefills_that_is_given_up_leaves_no_cache(gateway: Gat
                     given_up += 1
         assert given_up
         assert not (await client.stub.ListCaches(executor_pb2.ListCachesRequest())).kv_caches
+
+
+def test_trees_in_both_clients(gateway: GatewayProcess, client: Client) -> None:
+    """One path says 46; the other tokens are wrong."""
+    tokens, parents = [ANSWER[0], 7, ANSWER[1], 8, ANSWER[2]], [0, 0, 1, 2]
+    with client.prefill(PROMPT) as cache:
+        found = cache.verify(tokens, parents=parents)
+        assert (found.accepted, found.path, cache.seq_len) == (2, (0, 2, 4), len(PROMPT) + 3)
+        assert cache.output == found.outputs[4]
+
+    async def again() -> tuple[int, ...]:
+        async with AsyncClient(gateway.address, timeout_s=60) as other, other.session() as session:
+            made = await session.prefill(PROMPT)
+            path = tuple((await made.verify(tokens, parents=parents)).path)
+            await made.release()
+            return path
+
+    assert asyncio.run(again()) == (0, 2, 4)
+    with client.prefill(PROMPT) as cache:
+        assert cache.verify(ANSWER).path == (0, 1, 2), "of a chain it is all that was accepted"

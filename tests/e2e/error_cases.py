@@ -201,10 +201,12 @@ def cache_cases() -> Iterator[Case]:
 _NO_PRIORITY: Any = 7
 
 
-def field_cases() -> Iterator[Case]:
-    def case(rpc: str, request: Request, reason: str, at: str) -> Case:
-        return Case(f"{rpc} {reason} {at}", rpc, lambda _cache: request, INVALID, reason, at)
+def _field_case(rpc: str, request: Request, reason: str, at: str) -> Case:
+    return Case(f"{rpc} {reason} {at}", rpc, lambda _cache: request, INVALID, reason, at)
 
+
+def field_cases() -> Iterator[Case]:
+    case = _field_case
     for lease in (
         duration_pb2.Duration(),
         duration_pb2.Duration(seconds=-1),
@@ -261,10 +263,36 @@ def field_cases() -> Iterator[Case]:
     for rows, accept, reason, at in _verify_rows():
         verify = pb.ForwardVerifyRequest(cache_id=UNKNOWN, token_ids=[1, 2], accept=accept, rows=rows)
         yield case("ForwardVerify", verify, reason, at)
-    yield case("BatchForward", pb.BatchForwardRequest(), "EMPTY_BATCH", "items")
-    yield case("BatchPrefill", pb.BatchPrefillRequest(), "EMPTY_BATCH", "items")
-    yield case("BatchDecode", pb.BatchDecodeRequest(), "EMPTY_BATCH", "items")
-    yield case("UnifiedForward", pb.UnifiedForwardRequest(), "EMPTY_BATCH", "items")
+    for verify, reason, at in _trees():
+        yield case("ForwardVerify", verify, reason, at)
+
+
+def batch_cases() -> Iterator[Case]:
+    empty: dict[str, Request] = {
+        "BatchForward": pb.BatchForwardRequest(),
+        "BatchPrefill": pb.BatchPrefillRequest(),
+        "BatchDecode": pb.BatchDecodeRequest(),
+        "UnifiedForward": pb.UnifiedForwardRequest(),
+    }
+    for rpc, request in empty.items():
+        yield _field_case(rpc, request, "EMPTY_BATCH", "items")
+
+
+def _trees() -> Iterator[tuple[pb.ForwardVerifyRequest, str, str]]:
+    """Trees that are none, or cannot stay: the reason, and where."""
+    greedy = types.VERIFY_ACCEPT_GREEDY
+    for tokens, parents, accept, reason, at in (
+        (3, [0], greedy, "BAD_TREE", "parents"),
+        (1, [0], greedy, "BAD_TREE", "parents"),
+        (65, [0] * 64, greedy, "BAD_TREE", "parents"),
+        (3, [0, 2], greedy, "BAD_TREE", "parents[1]"),
+        (2, [2**32 - 1], greedy, "BAD_TREE", "parents[0]"),
+        (2, [0], types.VERIFY_ACCEPT_UNSPECIFIED, "BAD_ACCEPT", "accept"),
+    ):
+        tree = pb.ForwardVerifyRequest(
+            cache_id=UNKNOWN, token_ids=[1] * tokens, parents=parents, accept=accept
+        )
+        yield tree, reason, at
 
 
 def _forks() -> Iterator[tuple[pb.ForkCachesRequest, str, str]]:
@@ -401,6 +429,7 @@ CASES: list[Case] = [
     *token_cases(),
     *output_cases(),
     *field_cases(),
+    *batch_cases(),
     *cache_cases(),
     *size_cases(),
     *state_cases(),

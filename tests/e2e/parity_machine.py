@@ -7,6 +7,8 @@ computes from the tokens alone; at the end everything is released and every pool
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -16,11 +18,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from numpy.typing import NDArray
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy, hf_hidden_states, hf_logits
+from tests.token_trees import random_tree
 
 VOCAB = 97
 MAX_TOKENS = 160
@@ -76,13 +80,17 @@ class ParityMachine(RuleBasedStateMachine):
         return self.held[number % len(self.held)]
 
     def check_row(self, output: types_pb2.StepOutput, tokens: list[int]) -> None:
-        expected = hf_logits(self.harness.model, tokens)[-1].numpy()
+        self.check_logits(output, hf_logits(self.harness.model, tokens)[-1].numpy())
+        self.check_hidden(output, hf_hidden_states(self.harness.model, tokens)[LAYER, -1].numpy())
+
+    def check_logits(self, output: types_pb2.StepOutput, expected: NDArray[np.float32]) -> None:
         actual = np.frombuffer(output.logits.data, dtype="<f4")
         error = np.abs(actual - expected).max() / np.abs(expected).max()
-        assert error < MAX_RELATIVE_ERROR, f"logits differ by {error} after {len(tokens)} tokens"
+        assert error < MAX_RELATIVE_ERROR, f"logits differ by {error}"
         assert output.token_id == int(actual.argmax())
+
+    def check_hidden(self, output: types_pb2.StepOutput, expected: NDArray[np.float32]) -> None:
         state = np.frombuffer(output.hidden[0].data, dtype="<f4")
-        expected = hf_hidden_states(self.harness.model, tokens)[LAYER, -1].numpy()
         assert np.abs(state - expected).max() < MAX_RELATIVE_ERROR * np.abs(expected).max()
 
     def check_step(self, held: Held, handle: types_pb2.KvCacheHandle) -> None:
@@ -251,6 +259,50 @@ class ParityMachine(RuleBasedStateMachine):
         else:
             assert answer.accepted == len(fed) - 1
         held.tokens = base + fed[: answer.accepted + 1]
+        held.last = None
+        self.check_step(held, answer.kv_cache)
+
+    @precondition(lambda self: bool(self.held))
+    @rule(number=picks, seed=picks, size=st.integers(2, 12), score=st.booleans())
+    def verify_tree(self, number: int, seed: int, size: int, score: bool) -> None:
+        held = self.pick(number)
+        base, model, dice = list(held.tokens), self.harness.model, random.Random(seed)
+        if len(base) + size > MAX_TOKENS:
+            return
+        truth = hf_greedy(model, [*base, base[0]], 4)
+
+        def right(path: Sequence[int]) -> int:
+            depth = len(path) - 1
+            return truth[depth] if list(path[1:]) == truth[:depth] and depth < 4 else 0
+
+        tree = random_tree(dice, base[0], size, VOCAB, right)
+        request = pb.ForwardVerifyRequest(
+            cache_id=held.cache_id,
+            token_ids=tree.token_ids,
+            parents=tree.parents,
+            position=len(base),
+            accept=types_pb2.VERIFY_ACCEPT_GREEDY,
+            output=WITH_LOGITS,
+            score=score,
+        )
+        answer = self.stub.ForwardVerify(request, timeout=30)
+        for leaf in set(range(size)) - set(tree.parents):
+            # Of all tokens on its path.
+            logits = hf_logits(model, base + tree.path(leaf))[len(base) :]
+            hidden = hf_hidden_states(model, base + tree.path(leaf))[LAYER, len(base) :]
+            for row, state, index in zip(logits, hidden, tree.indexes(leaf), strict=True):
+                self.check_logits(answer.outputs[index], row.numpy())
+                self.check_hidden(answer.outputs[index], state.numpy())
+            for row, index in zip(
+                logits.log_softmax(-1), tree.indexes(leaf)[1:] if score else (), strict=False
+            ):
+                assert abs(answer.token_logprobs[index - 1] - row[tree.token_ids[index]].item()) < 1e-4
+        path = list(answer.accepted_path)
+        held.tokens = base + [tree.token_ids[index] for index in path]
+        assert tree.indexes(path[-1]) == path
+        assert held.tokens[len(base) + 1 :] == truth[: len(path) - 1]
+        said = answer.outputs[path[-1]].token_id
+        assert all(tree.parents[at - 1] != path[-1] or tree.token_ids[at] != said for at in range(1, size))
         held.last = None
         self.check_step(held, answer.kv_cache)
 

@@ -21,6 +21,10 @@ MISTAKES = {
     "alibi_slopes": ("products * scale + slope", "products * scale - slope"),
 }
 SOURCE = "kernels/cpu/attention_scores.h"
+# What is wrong with trees, whose tests the others do not reach.
+TREES = "tests/kernels/test_tree_attention.py::test_random_trees_beside_chains"
+TREE_SOURCE = "kernels/cpu/attention_trees.h"
+TREE_MISTAKE = ("ahead[i] = later & 1 ? 1 -", "ahead[i] = later ? 1 -")
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +33,13 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("mistaken")
     ignored = shutil.ignore_patterns("__pycache__", "build")
     shutil.copytree(ROOT / "kernels", root / "kernels", ignore=ignored)
-    source = root / SOURCE
-    text = source.read_text(encoding="utf-8")
-    for old, new in MISTAKES.values():
-        assert text.count(old) == 1, "the text to replace must occur exactly once"
-        text = text.replace(old, new)
-    source.write_text(text, encoding="utf-8")
+    for name, mistakes in ((SOURCE, MISTAKES.values()), (TREE_SOURCE, [TREE_MISTAKE])):
+        source = root / name
+        text = source.read_text(encoding="utf-8")
+        for old, new in mistakes:
+            assert text.count(old) == 1, "the text to replace must occur exactly once"
+            text = text.replace(old, new)
+        source.write_text(text, encoding="utf-8")
     return root
 
 
@@ -50,3 +55,6 @@ def test_each_is_noticed_and_nothing_else_is(mistaken: Path) -> None:
             outcome = forked.run(mistaken, f"{TESTS}::test_features[dtype0-{feature}-None]")
             assert outcome.returncode in NOTICED, f"{feature}: {outcome.output}"
             assert "not computed by the kernel" not in outcome.output
+        for dtype in range(2):  # the kernel for few tokens, and both
+            outcome = forked.run(mistaken, f"{TREES}[compiled-dtype{dtype}-None-]")
+            assert outcome.returncode in NOTICED, outcome.output

@@ -13,7 +13,7 @@ from service.caches.requests import Append, Fork, Kind, Release, Renew, Request,
 from service.caches.tenants import Tenant
 from tests.sim.model_worker import POISON
 from tests.sim.oracle import Oracle
-from tests.sim.toy_model import VOCAB, next_token
+from tests.sim.toy_model import VOCAB, line_to, next_token
 from tests.sim.truth import Cache
 
 PLAIN = (
@@ -167,14 +167,15 @@ class Callers:
         rng = self._rng
         kind = rng.choice((Kind.DECODE, Kind.DECODE, Kind.DECODE, Kind.PREFILL, Kind.VERIFY, Kind.VERIFY))
         output, accept = self._output(), types_pb2.VERIFY_ACCEPT_UNSPECIFIED
+        parents: list[int] = []
         if kind is Kind.DECODE:
             tokens = self._tokens(1, 1)
         elif kind is Kind.PREFILL:
             tokens = self._tokens(1, 4)
         else:
             sampled = output in SAMPLED
-            tokens = self._drafts(cache, sampled=sampled)
-            if rng.random() < 0.7:
+            tokens, parents = self._drafts(cache, sampled=sampled)
+            if parents or rng.random() < 0.7:
                 accept = types_pb2.VERIFY_ACCEPT_SAMPLED if sampled else types_pb2.VERIFY_ACCEPT_GREEDY
         length = len(cache.tokens)
         wrong = max(0, length + rng.choice((-3, -1, 1)))
@@ -187,17 +188,22 @@ class Callers:
             output=output,
             has_logits=has_logits(output),
             accept=accept,
+            parents=parents,
             timeout_s=self._timeout_s(),
         )
 
-    def _drafts(self, cache: Cache, *, sampled: bool) -> list[int]:
-        """Drafts that are right for a while."""
+    def _drafts(self, cache: Cache, *, sampled: bool) -> tuple[list[int], list[int]]:
+        """Drafts that are right for a while; half of them a tree, with the parents of all but the first."""
+        rng, drafts, parents = self._rng, self._tokens(1, 1), list[int]()
         tokens, salt = list(cache.tokens), (cache.seed, cache.prompt_len) if sampled else None
-        drafts = self._tokens(1, 1)
-        for _ in range(self._rng.randint(0, 4)):
-            right = next_token(tokens + drafts, salt, cache.weights)
-            drafts.append(right if self._rng.random() < 0.75 else (right + 1) % VOCAB)
-        return drafts
+        is_tree = rng.random() < 0.5
+        for index in range(rng.randint(0, 7 if is_tree else 4)):
+            if is_tree:
+                parents.append(rng.randint(max(0, index - 2), index))
+            line = line_to(drafts, parents, parents[-1]) if is_tree else drafts
+            right = next_token(tokens + line, salt, cache.weights)
+            drafts.append(right if rng.random() < (0.5 if is_tree else 0.75) else (right + 1) % VOCAB)
+        return drafts, parents
 
     def _again(self, cache: Cache, tenant: Tenant) -> Request | None:
         """A request once more: of those under way or long done, or the last append of a cache."""
@@ -216,12 +222,17 @@ class Callers:
     def _changed(self, append: Append) -> Append:
         """Often not quite what it was."""
         rng, change = self._rng, self._rng.random()
-        if change < 0.25:
+        if append.parents and rng.random() < 0.5:
+            parents = [rng.randint(0, index) for index in range(len(append.parents))]
+            append = dataclasses.replace(append, parents=parents)
+        elif change < 0.25:
             output, rows = rng.choice(PLAIN + SAMPLED), rng.choice((0, 1, len(append.token_ids)))
             append = dataclasses.replace(append, output=output, has_logits=has_logits(output), rows=rows)
         elif change < 0.35:
             tokens = self._tokens(1, 3)
-            append = dataclasses.replace(append, token_ids=tokens, rows=min(append.rows, len(tokens)))
+            append = dataclasses.replace(
+                append, token_ids=tokens, rows=min(append.rows, len(tokens)), parents=()
+            )
         if append.accept:
             append = dataclasses.replace(append, rows=len(append.token_ids))
         return dataclasses.replace(append, timeout_s=self._timeout_s())

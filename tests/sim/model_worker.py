@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from quire.v1 import worker_pb2
 
 from service.caches.effects import Claim
-from tests.sim.toy_model import accepted_length, next_token, output_of
+from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
 
 FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT
 KV_MISSING = worker_pb2.WORKER_ERROR_REASON_KV_MISSING
@@ -61,6 +61,7 @@ class _Job:
     body: worker_pb2.ForwardCommand
     tokens: list[int]
     begun: bool = False
+    computed: int = 0
 
     @property
     def end(self) -> int:
@@ -161,11 +162,13 @@ class ModelWorker:
         """Computes a forward that has begun up to this many of its tokens; None: some or all of them."""
         job = self._jobs[op_id]
         tokens = self.sequences[job.body.sequence]
-        computed, count = len(tokens) - job.body.position, len(job.tokens)
+        count = len(job.tokens)
         if until is None:
-            until = count if self._rng.random() < 0.7 else self._rng.randint(computed + 1, count)
-        tokens.extend(job.tokens[computed:until])
-        if len(tokens) == job.end:
+            until = count if self._rng.random() < 0.7 else self._rng.randint(job.computed + 1, count)
+        if not job.body.parents:
+            tokens.extend(job.tokens[job.computed : until])
+        job.computed = until
+        if until == count:
             self._complete(job)
 
     def fail(self, op_id: int) -> None:
@@ -311,14 +314,17 @@ class ModelWorker:
         body, tokens = job.body, self.sequences[job.body.sequence]
         sampled = body.output.HasField("sampling")
         salt = (body.output.sampling.seed, body.prompt_len) if sampled else None
-        ends = range(body.position + 1, len(tokens) + 1)
-        chosen = [next_token(tokens[:end], salt, self.weights) for end in ends]
-        kept = accepted_length(job.tokens, chosen) if body.accept else len(job.tokens)
-        del tokens[body.position + kept :]
+        before, parents = tokens[: body.position], list(body.parents)
+        lines = (line_to(job.tokens, parents, index) for index in range(len(job.tokens)))
+        chosen = [next_token(before + line, salt, self.weights) for line in lines]
+        path = list(range(1 if parents else len(job.tokens)))
+        if body.accept:
+            path = accepted_path(job.tokens, parents, chosen)
+        tokens[:] = [*before, *(job.tokens[index] for index in path)]
         if body.ephemeral:
             del self.sequences[body.sequence]
         del self._jobs[job.op_id]
-        done = worker_pb2.ForwardDone(kept=kept)
+        done = worker_pb2.ForwardDone(kept=len(path), kept_path=path if parents else ())
         for token in chosen[len(chosen) - body.rows :]:
             done.outputs.append(output_of(token, body.output))
         self.outbox.append(worker_pb2.WorkerEvent(op_id=job.op_id, forward=done))

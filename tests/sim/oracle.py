@@ -42,7 +42,7 @@ from service.errors import QuireError
 from tests.sim.journal_bytes import JournalBudget
 from tests.sim.model_worker import POISON
 from tests.sim.refusals import check_refusal
-from tests.sim.toy_model import accepted_length, next_token, output_of
+from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
 from tests.sim.truth import Applied, Asked, Cache, Done, Forked, copied, is_remembered
 
 
@@ -293,7 +293,8 @@ class Oracle:
         assert append.position in (None, base), "an append is applied where it says"
         assert append.weights in (None, cache.weights), "with the weights it was checked for"
         assert base + len(tokens) <= self.capacity_tokens
-        assert list(record.token_ids) == tokens[:kept]
+        if not append.parents:
+            assert list(record.token_ids) == tokens[:kept]
         if append.cache_id:
             assert self.cache_of(asked) is cache
         else:
@@ -301,10 +302,10 @@ class Oracle:
         prompt_len = base + len(tokens) if append.kind is Kind.PREFILL else cache.prompt_len
         assert record.prompt_len == prompt_len, "what a prefill leaves is prompt, and only that"
         before = cache.tokens[:]
-        cache.tokens += tokens[:kept]
+        cache.tokens += record.token_ids
         cache.prompt_len, cache.last = prompt_len, Applied(base, append, kept, self.gateway_epoch)
         self._recorded(cache)
-        asked.done = Done(cache, len(cache.tokens), before + tokens, prompt_len)
+        asked.done = Done(cache, len(cache.tokens), before + tokens, prompt_len, list(record.token_ids))
         self.seen[f"applied {append.kind.name.lower()}"] += 1
 
     def _truncate(self, cache: Cache, new_len: int, asked: Asked) -> None:
@@ -416,9 +417,14 @@ class Oracle:
             chosen = self._check_outputs(
                 append, result, done.tokens, done.cache, done.prompt_len, done.cache.weights
             )
-            kept = accepted_length(append.token_ids, chosen) if append.accept else len(append.token_ids)
-            assert result.kept == kept == _done(result).kept
-            assert done.seq_len == len(done.tokens) - len(append.token_ids) + kept
+            base, path = len(done.tokens) - len(append.token_ids), list(range(len(append.token_ids)))
+            if append.accept:
+                path = accepted_path(append.token_ids, append.parents, chosen)
+            assert result.kept == len(path) == _done(result).kept
+            assert list(result.path) == (path if append.parents else [])
+            assert done.seq_len == base + len(path)
+            assert done.kept == [append.token_ids[index] for index in path], "what it was told is there"
+            self.seen["a path of a tree"] += len(path) > 1 and path != list(range(len(path)))
             self._check_handle(result.handle, done.cache, done.seq_len, fresh=True)
         else:
             self._check_repeated(asked, append, result)
@@ -433,6 +439,11 @@ class Oracle:
         assert result.kept == last.kept
         tokens = cache.tokens[: last.base] + list(append.token_ids)
         self._check_outputs(append, result, tokens, cache, cache.prompt_len, cache.weights)
+        if append.parents:
+            kept = list(result.path)
+            assert line_to(append.token_ids, append.parents, kept[-1]) == cache.tokens[last.base :]
+            assert kept == sorted(kept) and len(kept) == last.kept
+            self.seen["repeated tree"] += 1
         self._check_handle(result.handle, cache, len(cache.tokens), fresh=False)
         where = "from memory" if not asked.sequence and is_remembered(append, last) else "computed again"
         self.seen[f"repetition answered {where}"] += 1
@@ -454,10 +465,13 @@ class Oracle:
         if options.HasField("sampling"):
             assert cache is not None
             salt = (cache.seed, prompt_len)
-        first = len(tokens) - len(append.token_ids) + 1
-        if not append.accept:
-            first = len(tokens) - append.rows + 1
-        chosen = [next_token(tokens[:end], salt, weights) for end in range(first, len(tokens) + 1)]
+        own = list(append.token_ids)
+        before = list(tokens[: len(tokens) - len(own)])
+        lines = (
+            line_to(own, append.parents, index)
+            for index in range(0 if append.accept else len(own) - append.rows, len(own))
+        )
+        chosen = [next_token(before + line, salt, weights) for line in lines]
         wanted = chosen[len(chosen) - append.rows :]
         outputs = list(_done(result).outputs)
         assert outputs == [output_of(token, options) for token in wanted], "what the model says of the tokens"

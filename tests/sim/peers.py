@@ -193,6 +193,7 @@ def _write_append(append: Append, call: executor_pb2.SessionCall) -> None:
     elif append.kind is Kind.VERIFY:
         body = call.forward_verify
         body.accept = cast(types_pb2.VerifyAccept, append.accept)
+        body.parents.extend(append.parents)
     elif append.kind is Kind.DECODE and len(append.token_ids) == 1:
         body = call.decode
     else:

@@ -25,12 +25,17 @@ from service.errors import KvExhausted
 from service.pool import wire as gateway_wire
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 from tests.sim.schedules import quietly
-from tests.sim.toy_model import next_token
+from tests.sim.toy_model import line_to, next_token
+from tests.token_trees import random_tree
 from workers import wire as worker_wire
 from workers.executors.weightless import PagedAttentionExecutor
+from workers.models.inputs import ForwardInputs
+from workers.models.taps import Taps
 from workers.operations import Done, Failed, Forward, Result
 from workers.operations import ForwardDone as RealForwardDone
+from workers.runners.base import StepResult
 from workers.running import Chunk, RunningForward
+from workers.sampling import SamplingRow
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
@@ -44,7 +49,8 @@ SMALL, LARGE = Pool(12), Pool(500)
 FAULTLESS = Faults(step=0.0, control=0.0, timeout=0.0)
 OUT_OF_TIME = Faults(step=0.0, control=0.0, timeout=1.0)
 MUST_HAPPEN = (
-    "decode", "prefill", "verify", "draft refused", "score", "chunked", "cut", "fork", "truncate", "release",
+    "decode", "prefill", "verify", "draft refused", "tree", "tree of which nothing is accepted",
+    "score", "chunked", "cut", "fork", "truncate", "release",
     "abort of a queued forward", "abort of a begun forward", "abort came too late",
     "KV_EXHAUSTED", "WORKER_FAULT", "DEADLINE_PASSED", "kv missing",
 )  # fmt: skip
@@ -68,6 +74,9 @@ class RealWorker:
         self._begin, self._execute = self.engine.begin, self.engine.execute
         self.engine.begin = self._note_begin  # type: ignore[method-assign]
         self.engine.execute = self._execute_and_choose  # type: ignore[method-assign]
+        self._chunks: Sequence[Chunk] = ()
+        self._step = self.engine.runner.step
+        self.engine.runner.step = self._choose  # type: ignore[method-assign]
 
     def round(self, messages: Sequence[worker_pb2.WorkerCommand]) -> list[worker_pb2.WorkerEvent]:
         """Takes commands and runs a step. Returns the answers."""
@@ -97,14 +106,26 @@ class RealWorker:
             if len(chunks) == 1:
                 self.ran.append((chunks[0].op.op_id, 0))
             raise RuntimeError("planted")
+        self._chunks = chunks
         self._execute(chunks)
-        for chunk in chunks:
-            running, op = chunk.running, chunk.op
-            self.ran.append((op.op_id, chunk.start + chunk.count))
-            tokens = running.sequence.token_ids
-            for row, index in enumerate(reversed(chunk.wanted), start=1):
-                chosen = next_token(tokens[: op.position + chunk.start + index + 1], None)
-                running.outputs[-row] = dataclasses.replace(running.outputs[-row], token_id=chosen)
+        self.ran += [(chunk.op.op_id, chunk.start + chunk.count) for chunk in chunks]
+
+    def _choose(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], taps: Taps | None = None
+    ) -> StepResult:
+        result = self._step(inputs, rows, taps)
+        chosen = [
+            next_token(_before(chunk, chunk.start + index), None)
+            for chunk in self._chunks
+            for index in chunk.wanted
+        ]
+        return StepResult(result.logits, torch.tensor(chosen, dtype=torch.int64))
+
+
+def _before(chunk: Chunk, index: int) -> list[int]:
+    """The tokens of its sequence up to one of a request."""
+    tokens = chunk.running.sequence.token_ids[: chunk.op.position]
+    return [*tokens, *line_to(chunk.op.token_ids, chunk.op.parents, index)]
 
 
 class Pair:
@@ -232,6 +253,8 @@ class Pair:
         rows = {Kind.PREFILL: rng.choice((0, 1)), Kind.DECODE: 1}.get(kind, len(tokens))
         accept = types_pb2.VERIFY_ACCEPT_GREEDY if kind is Kind.VERIFY and rng.random() < 0.8 else 0
         append = Append(kind, "", tokens, rows=rows, accept=accept)
+        if kind is Kind.VERIFY and rng.random() < 0.5:
+            append = self._as_tree(append, before[:position])
         return effects.ForwardSequence(
             op_id=op_id,
             number=number,
@@ -244,6 +267,20 @@ class Pair:
             ephemeral=ephemeral or kind is Kind.SCORE,
             timeout_s=timeout_s,
         )
+
+    def _as_tree(self, append: Append, before: list[int]) -> Append:
+        """A tree in its place, which a repetition that is computed again accepts nothing of."""
+        tree = random_tree(
+            self.rng,
+            append.token_ids[0],
+            self.rng.randint(2, 20),
+            256,
+            lambda path: next_token([*before, *path], None),
+        )
+        self.seen["tree"] += 1
+        self.seen["tree of which nothing is accepted"] += not append.accept
+        rows = len(tree.token_ids)
+        return dataclasses.replace(append, token_ids=tree.token_ids, parents=tree.parents, rows=rows)
 
     def _tokens(self, kind: Kind, before: list[int]) -> list[int]:
         rng = self.rng
@@ -286,7 +323,8 @@ def answers(events: Sequence[worker_pb2.WorkerEvent]) -> dict[int, object]:
         assert event.op_id not in found, "answered twice"
         match event:
             case ForwardDone(answer=worker_pb2.ForwardDone() as answer):
-                found[event.op_id] = (event.kept, [output.token_id for output in answer.outputs])
+                said = [output.token_id for output in answer.outputs]
+                found[event.op_id] = (event.kept, list(event.path), said)
             case CommandFailed(error=KvExhausted() as error):
                 found[event.op_id] = (error.reason, error.metadata)
             case CommandFailed(error=error):

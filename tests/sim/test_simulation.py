@@ -19,13 +19,14 @@ from service.caches.effects import (
     AbortForward,
     Effect,
     Event,
+    ForwardDone,
     ForwardSequence,
     ReleaseSequences,
     Send,
     Write,
 )
 from service.caches.entries import CacheEntry, Operation, Phase
-from service.caches.ledger import CacheState, Ledger
+from service.caches.ledger import CacheState, Ledger, fingerprint
 from service.caches.placement import Placement
 from service.caches.records import CacheForked, Record
 from service.caches.requests import Append, Fork, Release, Request, Truncate
@@ -46,6 +47,8 @@ MUST_HAPPEN = (
     "applied prefill",
     "applied decode",
     "applied verify",
+    "a path of a tree",
+    "repeated tree",
     "fork",
     "fork repeated",
     "forks of several",
@@ -233,6 +236,23 @@ def tokens_lost_after_verify(patch: pytest.MonkeyPatch) -> None:
         return ForwardSequence(**{**fields, "keep_all": True})
 
     patch.setattr("service.caches.computing.ForwardSequence", all_kept)
+
+
+def a_tree_taken_for_its_first_tokens(patch: pytest.MonkeyPatch) -> None:
+    """As many tokens as the path has are written down, but in the order of the request."""
+    records_of = CacheTable._records_of
+
+    def of_a_chain(
+        table: CacheTable, operation: Operation, append: Append, done: ForwardDone
+    ) -> Sequence[Record]:
+        return records_of(table, operation, append, dataclasses.replace(done, path=range(done.kept)))
+
+    patch.setattr(CacheTable, "_records_of", of_a_chain)
+
+
+def trees_of_the_same_tokens_taken_for_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("service.caches.entries.fingerprint", lambda tokens, _: fingerprint(tokens))
+    patch.setattr("service.caches.table.fingerprint", lambda tokens, _=(): fingerprint(tokens))
 
 
 # Workers.
@@ -527,6 +547,8 @@ def tenants_keep_what_they_had(patch: pytest.MonkeyPatch) -> None:
         torn_rows_accepted,
         checksums_not_looked_at,
         tokens_lost_after_verify,
+        a_tree_taken_for_its_first_tokens,
+        trees_of_the_same_tokens_taken_for_one,
         late_answers_accepted,
         nothing_replayed,
         replayed_without_the_tail,

@@ -18,12 +18,21 @@ def next_token(tokens: Sequence[int], salt: tuple[int, int] | None, weights: int
     return digest % VOCAB
 
 
-def accepted_length(tokens: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many tokens of a verify are kept: the first, and drafts while they are what was chosen."""
-    kept = 1
-    while kept < len(tokens) and tokens[kept] == chosen[kept - 1]:
-        kept += 1
-    return kept
+def line_to(tokens: Sequence[int], parents: Sequence[int], index: int) -> list[int]:
+    """The tokens of a request up to one of them: all before it, or in a tree those of its path."""
+    if not parents:
+        return list(tokens[: index + 1])
+    return [*(line_to(tokens, parents, parents[index - 1]) if index else ()), tokens[index]]
+
+
+def accepted_path(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """Which tokens of a verify are kept, by index: the first, and drafts while they are what was chosen."""
+    path = [0]
+    for index in range(1, len(tokens)):
+        parent = parents[index - 1] if parents else index - 1
+        if parent == path[-1] and tokens[index] == chosen[parent]:
+            path.append(index)
+    return path
 
 
 def output_of(token: int, options: types_pb2.OutputOptions) -> types_pb2.StepOutput:

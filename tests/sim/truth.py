@@ -53,6 +53,7 @@ class Cache:
             last is not None
             and position == last.base
             and list(append.token_ids) == list(last.append.token_ids)
+            and list(append.parents) == list(last.append.parents)
             and append.accept == last.append.accept
         )
 
@@ -82,6 +83,8 @@ class Done:
     # Of an append: the tokens it was computed on, all of its own, and the prompt's boundary.
     tokens: Sequence[int] = ()
     prompt_len: int = 0
+    # Of an append: those of its own that stay.
+    kept: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)

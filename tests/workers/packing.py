@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from tests.kernels.tree_batches import Tree, with_trees
+from tests.token_trees import random_tree
 from workers.kv.tensors import KvTensors
-from workers.models.inputs import AttentionBatch, ForwardInputs
+from workers.models.inputs import AttentionBatch, ForwardInputs, depths_and_ancestors
 from workers.models.model import Model
 from workers.models.taps import Taps
 
@@ -29,6 +31,8 @@ class Item:
     sequence: HandSequence
     tokens: Sequence[int]
     wanted: Sequence[int] = (-1,)
+    # Of a tree.
+    parents: Sequence[int] = ()
 
 
 class HandPacker:
@@ -52,7 +56,8 @@ class HandPacker:
             while len(sequence.pages) * self.page_size < sequence.length:
                 sequence.pages.append(self.free_pages.pop(0))
             tokens += item.tokens
-            positions += range(begin, sequence.length)
+            depths = depths_and_ancestors(item.parents)[0] if item.parents else range(len(item.tokens))
+            positions += [begin + depth for depth in depths]
             for position in range(begin, sequence.length):
                 page = sequence.pages[position // self.page_size]
                 slots.append(page * self.page_size + position % self.page_size)
@@ -61,18 +66,20 @@ class HandPacker:
         lengths = [item.sequence.length for item in items]
         widest = max(len(item.sequence.pages) for item in items)
         tables = [item.sequence.pages + [0] * (widest - len(item.sequence.pages)) for item in items]
+        attention = AttentionBatch(
+            page_tables=torch.tensor(tables, dtype=torch.int32),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            context_lens=torch.tensor(lengths, dtype=torch.int32),
+            query_lens=[len(item.tokens) for item in items],
+            context_lens_host=lengths,
+        )
+        trees = [Tree(tuple(item.parents)) if item.parents else None for item in items]
         return ForwardInputs(
             token_ids=torch.tensor(tokens),
             positions=torch.tensor(positions),
             slots=torch.tensor(slots),
             wanted_rows=torch.tensor(wanted, dtype=torch.int64),
-            attention=AttentionBatch(
-                page_tables=torch.tensor(tables, dtype=torch.int32),
-                query_starts=torch.tensor(starts, dtype=torch.int32),
-                context_lens=torch.tensor(lengths, dtype=torch.int32),
-                query_lens=[len(item.tokens) for item in items],
-                context_lens_host=lengths,
-            ),
+            attention=with_trees(attention, trees) if any(trees) else attention,
         )
 
 
@@ -101,6 +108,35 @@ def logits_in_chunks(
             for owner, row in zip(owners, logits, strict=True):
                 rows[owner].append(row)
     return [torch.stack(found) for found in rows]
+
+
+def errors_of_trees(
+    model: Model, kv: KvTensors, packer: HandPacker, truth: Callable[[list[int]], torch.Tensor]
+) -> list[float]:
+    """How far off the logits of trees are that follow texts, beside a text that goes on.
+
+    truth: the logits of every position of a text.
+    """
+    dice, errors = random.Random(5), []
+    texts = [[dice.randrange(97) for _ in range(length)] for length in (3, 31, 40)]
+    sequences = [HandSequence() for _ in texts]
+    model.forward(packer.pack([Item(*pair) for pair in zip(sequences, texts, strict=True)]), kv)
+    trees = [random_tree(dice, 5, size, 97) for size in (9, 40)]
+    items = [Item(sequences[2], [1, 2, 3], range(3))]
+    items += [
+        Item(sequence, tree.token_ids, range(len(tree.token_ids)), tree.parents)
+        for sequence, tree in zip(sequences, trees, strict=False)
+    ]
+    found = model.logits(model.forward(packer.pack(items), kv))
+    rows = torch.split(found, [len(item.tokens) for item in items])
+    paths = [(texts[2], [1, 2, 3], rows[0])]
+    for text, tree, own in zip(texts, trees, rows[1:], strict=False):
+        leaves = set(range(len(tree.token_ids))) - set(tree.parents)
+        paths += [(text, tree.path(leaf), own[tree.indexes(leaf)]) for leaf in leaves]
+    for text, path, own in paths:
+        expected = truth([*text, *path])[len(text) :]
+        errors.append(float((own - expected).abs().max() / expected.abs().max()))
+    return errors
 
 
 def hidden_in_chunks(

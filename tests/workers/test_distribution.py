@@ -15,6 +15,7 @@ from workers.distribution import Distribution, choose_with_draft, distribution, 
 from workers.logit_settings import HistoryCounter, Masks
 from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
 from workers.sampling import Draft, SamplingRow, choose_tokens
+from workers.token_trees import kept_path
 
 VOCAB = 24
 FEW_DRAWS, MANY_DRAWS = 8_000, 100_000
@@ -97,7 +98,7 @@ def spoken(
     ids = np.arange(VOCAB) if drafts.ids is None else drafts.ids
     proposed = np.random.default_rng(seed).choice(ids, size=draws, p=probabilities)
     tokens = [
-        choose_with_draft(target, Draft(int(token), drafts), seed, position)
+        choose_with_draft(target, Draft([int(token)], drafts), seed, position)
         for position, token in enumerate(proposed.tolist())
     ]
     return np.bincount(tokens, minlength=VOCAB)
@@ -142,6 +143,68 @@ def test_a_planted_bias_is_found(bias: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert chi_square(spoken(target, DraftProbabilities(None, proposed)), dense(target)) > TOO_MUCH
 
 
+def of_siblings(
+    target: Distribution, proposed: NDArray[np.float64], siblings: int, draws: int = FEW_DRAWS
+) -> tuple[NDArray[np.int64], int]:
+    """How often each token comes where several drafts are proposed, and how often it is one of them."""
+    drafts = DraftProbabilities(None, proposed)
+    rows = np.random.default_rng(3).choice(VOCAB, size=(draws, siblings), p=proposed).tolist()
+    tokens = [choose_with_draft(target, Draft(row, drafts), 3, position) for position, row in enumerate(rows)]
+    kept = sum(token in row for token, row in zip(tokens, rows, strict=True))
+    return np.bincount(tokens, minlength=VOCAB), kept
+
+
+@pytest.mark.parametrize("siblings", [2, 3])
+def test_of_several_drafts_tokens_are_distributed_as_the_targets_own(siblings: int) -> None:
+    """Also where the same one comes twice; and more of them are kept than of one."""
+    rng = np.random.default_rng(5)
+    target = row_of((rng.normal(size=VOCAB) * 2).astype(np.float32), SamplingRow(Sampling(temperature=0.9)))
+    proposed = softmax(rng.normal(size=VOCAB))
+    counts, kept = of_siblings(target, proposed, siblings, MANY_DRAWS if siblings == 3 else FEW_DRAWS)
+    assert chi_square(counts, dense(target)) < TOO_MUCH
+    _, kept_of_one = of_siblings(target, proposed, 1)
+    assert kept / counts.sum() > 1.2 * kept_of_one / FEW_DRAWS
+
+
+@pytest.mark.parametrize("bias", ["tried against the whole", "kept too often"])
+def test_a_planted_bias_among_siblings_is_found(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    target = row_of((rng.normal(size=VOCAB) * 2).astype(np.float32), SamplingRow(Sampling(temperature=0.9)))
+    proposed = softmax(rng.normal(size=VOCAB))
+    if bias == "tried against the whole":
+        monkeypatch.setattr(Distribution, "beyond", lambda self, _: self)
+    else:
+        monkeypatch.setattr(room, "uniform", lambda key, ids: uniform(key, ids) * np.float32(0.8))
+    counts, _ = of_siblings(target, proposed, 3)
+    assert chi_square(counts, dense(target)) > TOO_MUCH
+
+
+def test_a_path_of_a_tree_is_distributed_as_the_targets_own() -> None:
+    """Two levels, each token with two drafts: the first two tokens are as likely as they should be."""
+    rng = np.random.default_rng(11)
+    few = 4
+    rows = (rng.normal(size=(1 + few, few)) * 1.5).astype(np.float32)
+    spec = SamplingRow(Sampling(temperature=1.0))
+    targets = [distribution(row, spec, Masks(few), HistoryCounter(few)) for row in rows]
+    proposed = softmax(rng.normal(size=few))
+    drafts, pairs = DraftProbabilities(None, proposed), np.zeros((few, few), dtype=np.int64)
+    trees = rng.choice(few, size=(FEW_DRAWS, 6), p=proposed).tolist()
+    parents = [0, 0, 1, 1, 2, 2]
+    for draw, drawn in enumerate(trees):
+        tokens = [few, *drawn]
+        said = [choose_with_draft(targets[0], Draft(tokens[1:3], drafts), 3, 2 * draw)]
+        for node in (1, 2):
+            ours = Draft(tokens[2 * node + 1 : 2 * node + 3], drafts)
+            said.append(choose_with_draft(targets[1 + tokens[node]], ours, 3, 2 * draw + 1))
+        path = kept_path(tokens, parents, [*said, *[few] * 4])
+        first = said[0]
+        # What was not kept is followed by a plain draw.
+        second = said[path[1]] if len(path) > 1 else int(rng.choice(few, p=targets[1 + first].probabilities))
+        pairs[first, second] += 1
+    joint = np.array([targets[0].probabilities[a] * targets[1 + a].probabilities for a in range(few)])
+    assert chi_square(pairs.ravel(), joint.ravel()) < TOO_MUCH
+
+
 def test_a_step_keeps_drafts_and_leaves_other_rows() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 4] = 50.0
@@ -150,8 +213,8 @@ def test_a_step_keeps_drafts_and_leaves_other_rows() -> None:
     spec = Sampling(temperature=1.0)
     rows = [
         SamplingRow(spec),
-        SamplingRow(spec, draft=Draft(4, certain), position=1),
-        SamplingRow(spec, draft=Draft(5, wrong), position=2),
+        SamplingRow(spec, draft=Draft([4], certain), position=1),
+        SamplingRow(spec, draft=Draft([5], wrong), position=2),
     ]
     chosen = torch.tensor([9, 9, 9])
     assert with_drafts(logits, chosen, rows).tolist() == [9, 4, 4] and chosen.tolist() == [9, 9, 9]

@@ -19,6 +19,7 @@ from tests.workers.packing import (
     HandPacker,
     HandSequence,
     Item,
+    errors_of_trees,
     greedy_tokens,
     hidden_in_chunks,
     logits_in_chunks,
@@ -88,6 +89,15 @@ def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
         expected = hf_logits(directory, text)
         error = (found - expected).abs().max() / expected.abs().max()
         assert error < RELATIVE_ERROR
+
+
+def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
+    _, directory = made
+    decoder = load_model(directory).decoder
+    errors = errors_of_trees(
+        decoder, new_kv(decoder.config), new_packer(6), lambda text: hf_logits(directory, text)
+    )
+    assert max(errors) < RELATIVE_ERROR
 
 
 def test_hidden_states_of_any_layer_are_those_of_transformers(made: tuple[str, Path]) -> None:

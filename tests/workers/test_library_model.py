@@ -17,7 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.workers.packing import HandPacker, hidden_in_chunks, logits_in_chunks, poison
+from tests.workers.packing import (
+    HandPacker,
+    errors_of_trees,
+    hidden_in_chunks,
+    logits_in_chunks,
+    poison,
+)
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
 from workers.models.library.gathered_model import GatheredModel
@@ -162,6 +168,16 @@ def worst_error(model: LibraryModel, seed: int = 0) -> float:
 def test_mixed_batches_of_random_chunks(model_type: str) -> None:
     """Four texts grow by random chunks in shared batches over NaN; every row's logits are compared."""
     assert worst_error(PackedModel(tiny_model(model_type))) < RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("model_type", RUN.split())
+def test_each_token_of_a_tree_is_as_on_its_own_path(model_type: str) -> None:
+    model = PackedModel(tiny_model(model_type))
+    kv = KvTensors(model.layers, num_pages=PAGES, page_size=PAGE_SIZE, dtype=torch.float32)
+    poison(kv)
+    packer = HandPacker(PAGE_SIZE, range(1, PAGES))
+    errors = errors_of_trees(model, kv, packer, lambda text: model.plain_logits(torch.tensor(text)))
+    assert max(errors) < RELATIVE_ERROR
 
 
 @pytest.mark.parametrize("model_type", GATHERED.split())

@@ -15,6 +15,7 @@ import torch
 
 from workers.executors.engine import Engine
 from workers.executors.errors import (
+    BadTree,
     DuplicateSequence,
     EmptyTokens,
     ExecutorClosed,
@@ -33,6 +34,7 @@ from workers.executors.info import (
 )
 from workers.kv.table import PoolUsage
 from workers.models.active_kernels import active_kernels
+from workers.models.inputs import MAX_TREE_TOKENS
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
@@ -112,6 +114,23 @@ class ModelExecutor:
         (done,) = self._run([op])
         return done.outputs, done.kept - 1
 
+    def verify_tree(
+        self,
+        sequence: int,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        output: OutputSpec = GREEDY,
+    ) -> tuple[Sequence[RowOutput], Sequence[int]]:
+        """Appends the path of a tree that the model chooses; what follows each token, and the path's indexes.
+
+        See `workers.token_trees` for `parents`.
+        """
+        self._check_known([sequence])
+        plain = self._operation(sequence, token_ids, len(token_ids), output, Kind.VERIFY, Accept.CHOSEN)
+        op = dataclasses.replace(plain, parents=parents)
+        (done,) = self._run([op])
+        return done.outputs, done.kept_path if parents else range(done.kept)
+
     def forward(self, token_ids: Sequence[int], output: OutputSpec = GREEDY) -> Sequence[RowOutput]:
         """Scores tokens without keeping a cache; what follows each."""
         (done,) = self._run([self._operation(_SCORED, token_ids, len(token_ids), output, Kind.SCORE)])
@@ -143,6 +162,11 @@ class ModelExecutor:
         drawn = OutputSpec(sampling=Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1))
         for output in (GREEDY, masked, drawn):
             self.decode(_WARM, 0, output)
+            self.truncate_kv(_WARM, length)
+        if self.engine.takes_trees and length + 2 <= self._capabilities.kv_capacity_tokens:
+            # Of which the first token stays: with two the page might be full, and found again.
+            tree = self._operation(_WARM, [0, 0], 2, GREEDY, Kind.VERIFY)
+            self._run([dataclasses.replace(tree, parents=(0,))])
             self.truncate_kv(_WARM, length)
         if self.kv_capacity().available:  # else no two sequences ever meet
             self.unified_decode([(_WARM, [0], 1, drawn), (_WARM_TOO, [0, 0], 1, masked)])
@@ -268,6 +292,8 @@ class ModelExecutor:
             raise EmptyTokens(f"nothing to append to sequence {op.sequence}")
         if not 0 <= op.wanted_rows <= len(op.token_ids):
             raise RowsOutOfRange(f"{op.wanted_rows} rows of {len(op.token_ids)} tokens")
+        if op.parents:
+            _check_tree(op)
         vocab_size = self._model.vocab_size
         for tokens in (op.token_ids, op.output.logprob_token_ids):
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
@@ -282,6 +308,14 @@ class ModelExecutor:
         most, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
         if end > most:
             raise SequenceTooLong(f"{end} tokens in sequence {op.sequence}, which can have {most}")
+
+
+def _check_tree(op: Forward) -> None:
+    """Raises BadTree."""
+    if len(op.parents) != len(op.token_ids) - 1 or len(op.token_ids) > MAX_TREE_TOKENS:
+        raise BadTree(f"{len(op.parents)} parents of {len(op.token_ids)} tokens")
+    if any(not 0 <= parent <= index for index, parent in enumerate(op.parents)):
+        raise BadTree(f"a token follows one behind it: {list(op.parents)}")
 
 
 def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabilities:
@@ -301,5 +335,6 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         bytes_per_page=kv.bytes_per_page,
         kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
         max_lora_adapters=0,
+        supports_token_trees=engine.takes_trees,
         supports_hidden_states=engine.runner.has_hidden_states,
     )

@@ -21,7 +21,7 @@ import torch
 
 from workers.batch import output_specs, pack, sampling_rows, score_targets, taps_of
 from workers.distribution import sampled_logprobs, with_drafts
-from workers.executors.errors import DuplicateSequence, KvMissing, TruncateBeyondEnd
+from workers.executors.errors import DuplicateSequence, KvMissing, NoTrees, TruncateBeyondEnd
 from workers.executors.info import StepCounts
 from workers.kv.table import KvSequence, KvTable, PoolUsage
 from workers.kv.tensors import KvTensors
@@ -31,6 +31,7 @@ from workers.row_outputs import TokenScores, add_hidden, build_outputs, score_to
 from workers.runners.base import Runner, device_errors
 from workers.running import Behind, Chunk, RunningForward
 from workers.sampling import SamplingRow
+from workers.token_trees import kept_path
 from workers.underway import Underway
 
 
@@ -48,8 +49,10 @@ class EngineMetrics:
 class Engine:
     """Owns the pages, the sequences, the runner and the counts."""
 
-    def __init__(self, kv_table: KvTable, kv: KvTensors, runner: Runner) -> None:
+    def __init__(self, kv_table: KvTable, kv: KvTensors, runner: Runner, *, takes_trees: bool = True) -> None:
+        """`takes_trees`: the model attends token trees."""
         self.kv = kv
+        self.takes_trees = takes_trees
         self.runner = runner
         self._kv_table = kv_table
         self._underway = Underway(kv_table)
@@ -65,8 +68,10 @@ class Engine:
         """Finds what of the operation is computed already and reserves pages for the rest.
 
         Cuts a sequence that is longer than the operation's position. A sequence unknown at position 0 is
-        created. Raises KvMissing or OutOfPages; then nothing is left of it but the cut.
+        created. Raises KvMissing, OutOfPages or NoTrees; then nothing is left of it but the cut.
         """
+        if op.parents and not self.takes_trees:
+            raise NoTrees("the model attends no token trees")
         table = self._kv_table
         sequence = table.get(op.sequence)
         if sequence is None and op.position == 0:
@@ -132,27 +137,57 @@ class Engine:
                 outputs[row].sampled_logprob = logprob
             scores = _scores(chunks, result.logits)
             samples = _samples(chunks, result.logits, rows)
+            # The last that may fail: what it overwrites, another attempt would need.
+            paths = self._keep_paths(chunks, outputs)
         first = 0
         for chunk, chunk_scores, drawn in zip(chunks, scores, samples, strict=True):
             running, last = chunk.running, first + chunk.rows
-            self._kv_table.append(running.sequence, chunk.token_ids)
+            if not chunk.op.parents:
+                self._kv_table.append(running.sequence, chunk.token_ids)
+            elif chunk.is_last:
+                running.kept_path = paths[running]
+                self._kv_table.append(running.sequence, [chunk.op.token_ids[i] for i in running.kept_path])
             running.computed += chunk.count
             running.steps += 1
             self._underway.goes_on(running)
             running.outputs += outputs[last - chunk.told : last]
-            running.token_logprobs += chunk_scores.logprobs
-            running.token_is_argmax += chunk_scores.is_argmax
+            running.add_scores(
+                chunk_scores.indexes, chunk_scores.scores.logprobs, chunk_scores.scores.is_argmax
+            )
             running.samples = drawn
             first = last
         self._counts.steps += 1
         self._counts.batch_items += len(chunks)
         self._counts.step_tokens += len(inputs.token_ids)
 
+    def _keep_paths(
+        self, chunks: Sequence[Chunk], outputs: Sequence[RowOutput]
+    ) -> dict[RunningForward, list[int]]:
+        """The paths that stay of trees that are computed now. Moves their KV to where it belongs."""
+        paths: dict[RunningForward, list[int]] = {}
+        moves: list[tuple[int, int]] = []
+        first = 0
+        for chunk in chunks:
+            running, op, last = chunk.running, chunk.op, first + chunk.rows
+            if op.parents and chunk.is_last:
+                said = [output.token_id for output in (*running.outputs, *outputs[first:last])]
+                path = kept_path(op.token_ids, op.parents, said) if op.accept is not Accept.ALL else [0]
+                paths[running] = path
+                slots = [self._kv_table.slot(running.sequence, op.position + index) for index in path]
+                places = (self._kv_table.slot(running.sequence, op.position + k) for k in range(len(path)))
+                moves += [(slot, place) for slot, place in zip(slots, places, strict=True) if slot != place]
+            first = last
+        self.kv.move_slots(moves)
+        return paths
+
     def complete(self, running: RunningForward, batch_items: int) -> ForwardDone:
         """Settles an operation whose tokens are all in the cache, and returns its answer."""
         op = running.op
         self._underway.ended(running)
-        kept = len(op.token_ids) if op.accept is Accept.ALL else 1 + _accepted_drafts(running)
+        if op.parents:
+            kept = len(running.kept_path)
+        else:
+            kept = len(op.token_ids) if op.accept is Accept.ALL else 1 + _accepted_drafts(running)
         self._kv_table.truncate(running.sequence, op.position + kept)
         if op.ephemeral:
             self._kv_table.release(op.sequence)
@@ -171,6 +206,7 @@ class Engine:
             steps=running.steps,
             batch_items=batch_items,
             samples=running.samples,
+            kept_path=running.kept_path,
         )
 
     def roll_back(self, running: RunningForward) -> None:
@@ -255,15 +291,31 @@ class Engine:
         return known
 
 
-def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[TokenScores]:
+@dataclass(frozen=True, slots=True)
+class _ChunkScores:
+    """What a chunk says of scored tokens, which are these of its request."""
+
+    indexes: list[int]
+    scores: TokenScores
+
+
+def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[_ChunkScores]:
     """For each chunk what its rows say of the scored tokens that follow them."""
-    scores, first = [], 0
+    found, first = [], 0
     for chunk in chunks:
-        skipped, targets = score_targets(chunk)
-        rows = logits[first + skipped : first + skipped + len(targets)]
-        scores.append(score_tokens(rows, torch.tensor(targets)) if targets else TokenScores([], []))
+        indexes, rows = score_targets(chunk)
+        scores = TokenScores([], [])
+        if indexes:
+            targets = torch.tensor([chunk.op.token_ids[index] for index in indexes])
+            # The usual case is all rows of a part: a slice of them is not copied.
+            in_line = rows[-1] - rows[0] + 1 == len(rows) and not chunk.op.parents
+            picked = slice(first + rows[0], first + rows[-1] + 1)
+            scores = score_tokens(
+                logits[picked] if in_line else logits[[first + row for row in rows]], targets
+            )
+        found.append(_ChunkScores(indexes, scores))
         first += chunk.rows
-    return scores
+    return found
 
 
 def _samples(

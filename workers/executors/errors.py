@@ -9,6 +9,8 @@
     ├── SequenceTooLong       past the model's context, or all of the pool
     ├── NoSuchLayer           hidden states of a layer that is not there, or of a model that has none
     ├── TruncateBeyondEnd
+    ├── BadTree               parents that are no tree, or one that is too large
+    ├── NoTrees               a tree, of a model whose attention takes none
     └── ExecutorClosed        work after `shutdown`
 
 Beside them an executor raises OutOfPages (`workers.kv.page_pool`), which waiting helps, SamplingError
@@ -52,6 +54,14 @@ class NoSuchLayer(ExecutorError):
 
 class TruncateBeyondEnd(ExecutorError):
     """A sequence cannot be cut to more tokens than it has."""
+
+
+class BadTree(ExecutorError):
+    """A token does not follow one before it, or there are too many of them."""
+
+
+class NoTrees(ExecutorError):
+    """The model computes attention in a way that knows no token trees."""
 
 
 class ExecutorClosed(ExecutorError):

@@ -76,6 +76,7 @@ class Capabilities:
     # The most that one sequence can have: the model's context, or all of a smaller pool.
     kv_capacity_tokens: int
     max_lora_adapters: int
+    supports_token_trees: bool = True
     supports_hidden_states: bool = False
 
 

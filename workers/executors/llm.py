@@ -102,7 +102,8 @@ class LlmExecutor(ModelExecutor):
             loaded.backend,
             read_licence(directory),
         )
-        return cls(model, Engine(KvTable(kv.num_pages, kv.page_size), kv, runner), text)
+        table = KvTable(kv.num_pages, kv.page_size)
+        return cls(model, Engine(table, kv, runner, takes_trees=loaded.takes_trees), text)
 
 
 def _on_cpu(loaded: ServedModel, kv_pages: int | None) -> tuple[KvTensors, Runner]:

@@ -42,6 +42,7 @@ class ServedModel:
         layers: The shape of its pages.
         rotation_bytes: What it keeps for each position that fits into pages, made with the first step.
         graphable: Its decodes may be captured as CUDA graphs.
+        takes_trees: It attends token trees.
     """
 
     model: Model
@@ -55,6 +56,7 @@ class ServedModel:
     num_parameters: int
     weight_bytes: int
     graphable: bool
+    takes_trees: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ def _load_native(
         num_parameters=loaded.num_parameters,
         weight_bytes=loaded.weight_bytes,
         graphable=True,
+        takes_trees=True,
     )
 
 
@@ -229,4 +232,5 @@ def _load_library(
         num_parameters=loaded.num_parameters,
         weight_bytes=loaded.weight_bytes,
         graphable=False,
+        takes_trees=loaded.model.takes_trees,
     )

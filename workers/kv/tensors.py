@@ -142,6 +142,23 @@ class KvTensors:
             for piece in self._pieces.values():
                 piece.index_copy_(1, destination, piece.index_select(1, source))
 
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy what single tokens have, in every layer.
+
+        Mutates the destination slots, at once: none is written before all are read.
+
+        Args:
+            pairs: (source, destination) slots, page * page_size + offset. A destination occurs once.
+        """
+        if not pairs:
+            return
+        source = torch.tensor([pair[0] for pair in pairs], device=self.device)
+        destination = torch.tensor([pair[1] for pair in pairs], device=self.device)
+        slots = [piece.flatten(1, 2) for piece in self._pieces.values()]  # [N, P * S, K, D] each
+        read = [piece.index_select(1, source) for piece in slots]
+        for piece, tokens in zip(slots, read, strict=True):
+            piece.index_copy_(1, destination, tokens)
+
 
 def _check_size(name: str, size: int) -> None:
     """Raises ValueError for a size below 1."""

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from kernels.attention_batch import AttentionBatch
+from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ancestors
 
-__all__ = ["AttentionBatch", "ForwardInputs"]
+__all__ = ["MAX_TREE_TOKENS", "AttentionBatch", "ForwardInputs", "TokenTrees", "depths_and_ancestors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class ForwardInputs:
     """
 
     token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64, index of the token in its sequence
+    positions: torch.Tensor  # [T] int64, index of the token in its sequence, on its own path
     slots: torch.Tensor  # [T] int64, page * page_size + offset where the token's K and V are written
     wanted_rows: torch.Tensor  # [R] int64, rows of T whose logits are wanted
     attention: AttentionBatch  # of N items
@@ -36,10 +37,13 @@ class ForwardInputs:
         if self.token_ids.device == device:
             return self
         attention = dataclasses.replace(self.attention, **_moved(self.attention, device))
+        if attention.trees is not None:
+            trees = dataclasses.replace(attention.trees, **_moved(attention.trees, device))
+            attention = dataclasses.replace(attention, trees=trees)
         return dataclasses.replace(self, **_moved(self, device), attention=attention)
 
 
-def _moved(record: AttentionBatch | ForwardInputs, device: torch.device) -> dict[str, Any]:
+def _moved(record: AttentionBatch | ForwardInputs | TokenTrees, device: torch.device) -> dict[str, Any]:
     """A record's own tensors, by name, on a device."""
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     return {

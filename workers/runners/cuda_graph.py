@@ -106,6 +106,7 @@ class CudaGraphRunner:
         return (
             len(inputs.token_ids) == items == len(rows) <= self._max_rows
             and max(inputs.attention.query_lens) == 1
+            and inputs.attention.trees is None
             and inputs.attention.page_tables.shape[1] <= self._max_pages
         )
 

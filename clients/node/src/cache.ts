@@ -112,16 +112,20 @@ export class Cache {
     return this.#appended(await this.caller.call("prefill", request, options));
   }
 
-  /** Appends the last accepted token and drafts in one forward; keeps what `accept` accepts. */
+  /**
+   * Appends the last accepted token and drafts in one forward; keeps what `accept` accepts. With `parents` the tokens
+   * are a tree, of which one path is kept: of each but the first the index of the one that it follows.
+   */
   async verify(
     tokenIds: readonly number[],
-    settings: { output?: DeepPartial<OutputOptions>; accept?: VerifyAccept } = {},
+    settings: { output?: DeepPartial<OutputOptions>; accept?: VerifyAccept; parents?: number[] } = {},
     options?: CallOptions,
   ): Promise<ForwardVerifyResponse> {
     const accept = settings.accept ?? VerifyAccept.VERIFY_ACCEPT_GREEDY;
     const request = { cacheId: this.cacheId, position: this.seqLen, tokenIds: [...tokenIds], ...settings, accept };
     const verified = await this.caller.call("forwardVerify", request, options);
-    this.#appended({ kvCache: verified.kvCache, output: verified.outputs[verified.accepted] });
+    const last = verified.acceptedPath.at(-1) ?? verified.accepted;
+    this.#appended({ kvCache: verified.kvCache, output: verified.outputs[last] });
     return verified;
   }
 

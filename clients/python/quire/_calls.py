@@ -22,7 +22,10 @@ _State = TypeVar("_State", bound="CacheState")
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What `verify` found: `accepted` drafts are kept, `outputs[accepted]` says what follows them.
+    """What `verify` found: `accepted` drafts are kept, `outputs[path[-1]]` says what follows them.
+
+    `path` has the indexes of the tokens that were kept, the first one's included: of a tree one of its paths,
+    else 0 to `accepted`.
 
     With `score`, `token_logprobs` says of each draft how likely it was under the model's own distribution,
     and `token_is_argmax` whether no other token was more likely.
@@ -32,6 +35,7 @@ class Verified:
     accepted: int
     token_logprobs: Sequence[float] = ()
     token_is_argmax: Sequence[bool] = ()
+    path: Sequence[int] = ()
 
 
 def duration(seconds: float | None) -> duration_pb2.Duration | None:
@@ -127,6 +131,7 @@ class CacheState:
         accept: types_pb2.VerifyAccept,
         score: bool,
         rows: Sequence[types_pb2.VerifyRow],
+        parents: Sequence[int],
     ) -> executor_pb2.ForwardVerifyRequest:
         return executor_pb2.ForwardVerifyRequest(
             cache_id=self.cache_id,
@@ -136,6 +141,7 @@ class CacheState:
             accept=accept,
             score=score,
             rows=rows,
+            parents=parents,
         )
 
     def _truncate_request(self, new_len: int) -> executor_pb2.TruncateKVRequest:
@@ -170,13 +176,15 @@ class CacheState:
     def _verified(self, response: executor_pb2.ForwardVerifyResponse) -> Verified:
         self.seq_len = response.kv_cache.seq_len
         self.replayed_tokens = response.replayed_tokens
-        self.output = response.outputs[response.accepted]
+        path = tuple(response.accepted_path) or tuple(range(response.accepted + 1))
+        self.output = response.outputs[path[-1]]
         self.token_logprobs = self.token_is_argmax = self.samples = ()
         return Verified(
             tuple(response.outputs),
             response.accepted,
             tuple(response.token_logprobs),
             tuple(response.token_is_argmax),
+            path,
         )
 
     def _forked(

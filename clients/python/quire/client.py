@@ -405,13 +405,15 @@ class Cache(CacheState):
         accept: types_pb2.VerifyAccept = types_pb2.VERIFY_ACCEPT_GREEDY,
         score: bool = False,
         rows: Sequence[types_pb2.VerifyRow] = (),
+        parents: Sequence[int] = (),
     ) -> Verified:
         """Appends the last accepted token and drafts in one forward; keeps what `accept` accepts.
 
         `score` says how likely each draft was; `rows`, which `quire.verify_rows` writes, has one for each
-        token: which tokens may follow it, and what the draft behind it was drawn from.
+        token: which tokens may follow it, and what the draft behind it was drawn from. With `parents` the
+        tokens are a tree, of which one path is kept: of each but the first the index of the one it follows.
         """
-        request = self._verify_request(token_ids, output, accept, score, rows)
+        request = self._verify_request(token_ids, output, accept, score, rows, parents)
         return self._verified(self._call(_methods.FORWARD_VERIFY, request))
 
     def truncate(self, new_len: int) -> None:

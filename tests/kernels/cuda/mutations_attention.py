@@ -8,6 +8,7 @@ TESTS = "tests/kernels/cuda"
 DECODE = f"{TESTS}/test_decode_attention_cuda.py"
 PREFILL = f"{TESTS}/test_prefill_attention_cuda.py"
 MIXED = f"{TESTS}/test_paged_attention_cuda.py"
+TREES = f"{TESTS}/test_tree_attention_cuda.py"
 # Of these widths torch attends, with compiled kernels for the CPU or without.
 REFERENCE = "tests/kernels/test_paged_attention.py::test_keys_and_values_of_different_widths"
 
@@ -22,15 +23,15 @@ MUTATIONS = [
     Mutation(
         "a token does not see itself",
         "kernels.cuda.attention_tiles",
-        "keys[None, :] <= row_positions[:, None]",
-        "keys[None, :] < row_positions[:, None]",
+        "positions[None, :] <= row_positions[:, None]",
+        "positions[None, :] < row_positions[:, None]",
         f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-None]",
     ),
     Mutation(
         "a window is one key too long in prefill",
         "kernels.cuda.attention_tiles",
-        "keys[None, :] > row_positions[:, None] - WINDOW",
-        "keys[None, :] >= row_positions[:, None] - WINDOW",
+        "positions[None, :] > row_positions[:, None] - WINDOW",
+        "positions[None, :] >= row_positions[:, None] - WINDOW",
         f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-5]",
     ),
     Mutation(
@@ -78,8 +79,8 @@ MUTATIONS = [
     Mutation(
         "future keys are in the part without masks",
         "kernels.cuda.prefill_attention",
-        "tl.maximum(first_position + 1, 0) // TILE * TILE",
-        "tl.cdiv(tl.maximum(first_position + 1, 0), TILE) * TILE",
+        "tl.maximum(not_behind(first_position + 1, root), 0) // TILE * TILE",
+        "tl.cdiv(tl.maximum(not_behind(first_position + 1, root), 0), TILE) * TILE",
         f"{PREFILL}::test_chunks_that_start_anywhere[bf16-17-None]",
     ),
     Mutation(
@@ -181,6 +182,48 @@ MUTATIONS = [
         f"{PREFILL}::test_keys_and_values_of_different_widths[bf16-24-16]",
     ),
     Mutation(
+        "tokens of a tree see their siblings",
+        "kernels.cuda.attention_tiles",
+        "(is_ancestor & (places < MAX_TREE_TOKENS)[None, :])",
+        "(places < MAX_TREE_TOKENS)[None, :]",
+        f"{TREES}::test_trees_that_start_anywhere[bf16-17-None]",
+    ),
+    Mutation(
+        "of a tree only the first words are looked at",
+        "kernels.cuda.attention_tiles",
+        "tl.where((places < 32)[None, :], low[:, None], high[:, None])",
+        "tl.where((places < 64)[None, :], low[:, None], high[:, None])",
+        f"{TREES}::test_trees_that_start_anywhere[bf16-17-None]",
+    ),
+    Mutation(
+        "a window over a tree goes by slots",
+        "kernels.cuda.attention_tiles",
+        "tl.where(among, root + tl.load(depths + places, mask=among, other=0), keys)",
+        "keys",
+        f"{TREES}::test_trees_that_start_anywhere[bf16-17-5]",
+    ),
+    Mutation(
+        "siblings are in the part without masks",
+        "kernels.cuda.prefill_attention",
+        "not_behind(first_position + 1, root), 0)",
+        "first_position + 64, 0)",
+        f"{TREES}::test_trees_that_start_anywhere[bf16-63-None]",
+    ),
+    Mutation(
+        "a window of a block of a tree begins with its first token's",
+        "kernels.cuda.prefill_attention",
+        "not_behind(first_position, root) - WINDOW",
+        "first_position - WINDOW",
+        f"{TREES}::test_trees_that_start_anywhere[fp32-17-5]",
+    ),
+    Mutation(
+        "a part of a tree is attended as a decode",
+        "kernels.cuda.paged_attention",
+        "decodes = min(decodes, next(item for item, is_tree in enumerate(trees.is_tree) if is_tree))",
+        "pass",
+        f"{TREES}::test_trees_in_parts_beside_decodes_and_chunks[fp32]",
+    ),
+    Mutation(
         "the reference does not cap scores",
         "kernels.attention_reference",
         "if scoring.softcap is not None:",
@@ -190,8 +233,8 @@ MUTATIONS = [
     Mutation(
         "keys that are far away count more in the reference",
         "kernels.attention_reference",
-        "torch.arange(length, device=own.device) - own[..., None]  # [B, Q, L]",
-        "own[..., None] - torch.arange(length, device=own.device)",
+        "view(kv_heads, -1, 1, 1) * ahead[:, None, None]",
+        "view(kv_heads, -1, 1, 1) * -ahead[:, None, None]",
         f"{REFERENCE}[dtype0-24-16-alibi_slopes]",
     ),
     Mutation(

@@ -6,12 +6,14 @@ there, and graphs are real.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from tests.kernels.tree_batches import Tree, with_trees
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
@@ -301,3 +303,14 @@ def test_a_batch_that_could_not_be_sent_is_sent_when_tried_again(
         sequence.length -= 1
     twins.step([Item(first, [token])])
     twins.step([Item(second, [3])])
+
+
+def test_a_part_of_a_tree_is_no_decode(decoder: Decoder, device: str, sent: list[bool]) -> None:
+    """Though it may be a single token whose row is wanted."""
+    twins = Twins(decoder, device)
+    sequence = HandSequence()
+    twins.step([Item(sequence, [5, 6])])
+    inputs = twins.packer.pack([Item(sequence, [7])])
+    tree = dataclasses.replace(inputs, attention=with_trees(inputs.attention, [Tree(())]))
+    chosen = [runner.step(tree, [SamplingRow()]).chosen.tolist() for runner in (twins.graph, twins.eager)]
+    assert chosen[0] == chosen[1] and sent == []

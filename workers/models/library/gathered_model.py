@@ -53,6 +53,9 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 class GatheredModel(LibraryModel):
     """A model that keeps nothing but keys and values, through the library's cache."""
 
+    # Its attention is code of its own, which knows texts only.
+    takes_trees = False
+
     def __init__(self, module: PreTrainedModel) -> None:
         """Take over a loaded model, and see what its layers keep, with a forward of one token.
 

@@ -25,7 +25,12 @@ EAGER = "eager"
 
 
 class LibraryModel(ABC):
-    """What `workers.models.model.Model` asks for, by a model of the library. One forward at a time."""
+    """What `workers.models.model.Model` asks for, by a model of the library. One forward at a time.
+
+    takes_trees: it attends token trees, as `AttentionBatch` says.
+    """
+
+    takes_trees = True
 
     def __init__(self, module: PreTrainedModel) -> None:
         """Take over a loaded model whose config no other model shares."""

@@ -149,7 +149,7 @@ class BatchDecodeResult(_message.Message):
     def __init__(self, response: _Optional[_Union[DecodeResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class ForwardVerifyRequest(_message.Message):
-    __slots__ = ("cache_id", "token_ids", "position", "output", "accept", "priority", "score", "rows")
+    __slots__ = ("cache_id", "token_ids", "position", "output", "accept", "priority", "score", "rows", "parents")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class ForwardVerifyRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     position: int
@@ -166,10 +167,11 @@ class ForwardVerifyRequest(_message.Message):
     priority: _types_pb2.Priority
     score: bool
     rows: _containers.RepeatedCompositeFieldContainer[_types_pb2.VerifyRow]
-    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score: _Optional[bool] = ..., rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ...) -> None: ...
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score: _Optional[bool] = ..., rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ForwardVerifyResponse(_message.Message):
-    __slots__ = ("kv_cache", "outputs", "accepted", "timing", "replayed_tokens", "token_logprobs", "token_is_argmax")
+    __slots__ = ("kv_cache", "outputs", "accepted", "timing", "replayed_tokens", "token_logprobs", "token_is_argmax", "accepted_path")
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +179,7 @@ class ForwardVerifyResponse(_message.Message):
     REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IS_ARGMAX_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PATH_FIELD_NUMBER: _ClassVar[int]
     kv_cache: _types_pb2.KvCacheHandle
     outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
     accepted: int
@@ -184,7 +187,8 @@ class ForwardVerifyResponse(_message.Message):
     replayed_tokens: int
     token_logprobs: _containers.RepeatedScalarFieldContainer[float]
     token_is_argmax: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., accepted: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ...) -> None: ...
+    accepted_path: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., accepted: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., replayed_tokens: _Optional[int] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., accepted_path: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class UnifiedForwardRequest(_message.Message):
     __slots__ = ("items",)

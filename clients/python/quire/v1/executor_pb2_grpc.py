@@ -182,7 +182,8 @@ class ModelExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ForwardVerify(self, request, context):
-        """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each.
+        """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
+        be a tree of continuations, of which one path is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

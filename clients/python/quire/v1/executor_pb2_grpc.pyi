@@ -49,7 +49,9 @@ class ModelExecutorServiceStub:
     BatchDecode: _grpc.UnaryUnaryMultiCallable[_executor_pb2.BatchDecodeRequest, _executor_pb2.BatchDecodeResponse]
     """One Decode for each of several caches, run together. Items fail on their own."""
     ForwardVerify: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForwardVerifyRequest, _executor_pb2.ForwardVerifyResponse]
-    """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each."""
+    """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
+    be a tree of continuations, of which one path is kept.
+    """
     UnifiedForward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.UnifiedForwardRequest, _executor_pb2.UnifiedForwardResponse]
     """A mixed batch: decodes, prefills and chunks of prefills in one forward. Items fail on their own."""
     Forward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]
@@ -102,7 +104,9 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     BatchDecode: _aio.UnaryUnaryMultiCallable[_executor_pb2.BatchDecodeRequest, _executor_pb2.BatchDecodeResponse]  # type: ignore[assignment]
     """One Decode for each of several caches, run together. Items fail on their own."""
     ForwardVerify: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForwardVerifyRequest, _executor_pb2.ForwardVerifyResponse]  # type: ignore[assignment]
-    """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each."""
+    """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
+    be a tree of continuations, of which one path is kept.
+    """
     UnifiedForward: _aio.UnaryUnaryMultiCallable[_executor_pb2.UnifiedForwardRequest, _executor_pb2.UnifiedForwardResponse]  # type: ignore[assignment]
     """A mixed batch: decodes, prefills and chunks of prefills in one forward. Items fail on their own."""
     Forward: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]  # type: ignore[assignment]
@@ -182,7 +186,9 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.ForwardVerifyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ForwardVerifyResponse, _abc.Awaitable[_executor_pb2.ForwardVerifyResponse]]:
-        """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each."""
+        """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
+        be a tree of continuations, of which one path is kept.
+        """
 
     @_abc_1.abstractmethod
     def UnifiedForward(

@@ -181,6 +181,13 @@ export interface ForwardVerifyRequest {
   score: boolean;
   /** Empty, or one for each token, about what follows it. At most 64. */
   rows: VerifyRow[];
+  /**
+   * Empty: the tokens follow each other. Else they are a tree, of at most 64 tokens: parents[i] is the index in
+   * token_ids, at most i, of the token that token_ids[i + 1] follows. Each token sees the cache and the path to itself,
+   * and has the position of its depth, and so the draw, that it would have alone. Needs an `accept` that keeps a path: a
+   * cache is a sequence. All tokens, also those that are not kept, have to fit into the cache.
+   */
+  parents: number[];
 }
 
 export interface ForwardVerifyResponse {
@@ -189,7 +196,10 @@ export interface ForwardVerifyResponse {
     | undefined;
   /** One for each token: what follows it. */
   outputs: StepOutput[];
-  /** Drafts kept. The cache now holds 1 + accepted more tokens; outputs[accepted] says what follows them. */
+  /**
+   * Drafts kept. The cache now holds 1 + accepted more tokens; outputs[accepted] says what follows them, of a tree
+   * outputs[accepted_path[accepted]].
+   */
   accepted: number;
   timing:
     | StepTiming
@@ -202,6 +212,11 @@ export interface ForwardVerifyResponse {
    */
   tokenLogprobs: number[];
   tokenIsArgmax: boolean[];
+  /**
+   * With `parents`: the indexes of the tokens that were kept, from 0 on, ascending: 1 + accepted of them. Where siblings
+   * are the same token, it is the first of them.
+   */
+  acceptedPath: number[];
 }
 
 export interface UnifiedForwardRequest {
@@ -1622,6 +1637,7 @@ function createBaseForwardVerifyRequest(): ForwardVerifyRequest {
     priority: 0,
     score: false,
     rows: [],
+    parents: [],
   };
 }
 
@@ -1654,6 +1670,13 @@ export const ForwardVerifyRequest: MessageFns<ForwardVerifyRequest> = {
     }
     for (const v of message.rows) {
       VerifyRow.encode(v!, writer.uint32(66).fork()).join();
+    }
+    if (message.parents.length !== 0) {
+      writer.uint32(74).fork();
+      for (const v of message.parents) {
+        writer.uint32(v);
+      }
+      writer.join();
     }
     return writer;
   },
@@ -1745,6 +1768,24 @@ export const ForwardVerifyRequest: MessageFns<ForwardVerifyRequest> = {
             message.rows.push(VerifyRow.decode(reader, reader.uint32()));
             continue;
           }
+          case 9: {
+            if (tag === 72) {
+              message.parents.push(reader.uint32());
+
+              continue;
+            }
+
+            if (tag === 74) {
+              const end2 = reader.uint32() + reader.pos;
+              while (reader.pos < end2) {
+                message.parents.push(reader.uint32());
+              }
+
+              continue;
+            }
+
+            break;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1772,6 +1813,7 @@ export const ForwardVerifyRequest: MessageFns<ForwardVerifyRequest> = {
     message.priority = object.priority ?? 0;
     message.score = object.score ?? false;
     message.rows = object.rows?.map((e) => VerifyRow.fromPartial(e)) || [];
+    message.parents = object.parents?.map((e) => e) || [];
     return message;
   },
 };
@@ -1785,6 +1827,7 @@ function createBaseForwardVerifyResponse(): ForwardVerifyResponse {
     replayedTokens: 0,
     tokenLogprobs: [],
     tokenIsArgmax: [],
+    acceptedPath: [],
   };
 }
 
@@ -1816,6 +1859,13 @@ export const ForwardVerifyResponse: MessageFns<ForwardVerifyResponse> = {
       writer.uint32(58).fork();
       for (const v of message.tokenIsArgmax) {
         writer.bool(v);
+      }
+      writer.join();
+    }
+    if (message.acceptedPath.length !== 0) {
+      writer.uint32(66).fork();
+      for (const v of message.acceptedPath) {
+        writer.uint32(v);
       }
       writer.join();
     }
@@ -1911,6 +1961,24 @@ export const ForwardVerifyResponse: MessageFns<ForwardVerifyResponse> = {
 
             break;
           }
+          case 8: {
+            if (tag === 64) {
+              message.acceptedPath.push(reader.uint32());
+
+              continue;
+            }
+
+            if (tag === 66) {
+              const end2 = reader.uint32() + reader.pos;
+              while (reader.pos < end2) {
+                message.acceptedPath.push(reader.uint32());
+              }
+
+              continue;
+            }
+
+            break;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1939,6 +2007,7 @@ export const ForwardVerifyResponse: MessageFns<ForwardVerifyResponse> = {
     message.replayedTokens = object.replayedTokens ?? 0;
     message.tokenLogprobs = object.tokenLogprobs?.map((e) => e) || [];
     message.tokenIsArgmax = object.tokenIsArgmax?.map((e) => e) || [];
+    message.acceptedPath = object.acceptedPath?.map((e) => e) || [];
     return message;
   },
 };
@@ -6083,7 +6152,10 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. */
+    /**
+     * Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
+     * be a tree of continuations, of which one path is kept.
+     */
     forwardVerify: {
       name: "ForwardVerify",
       requestType: ForwardVerifyRequest as typeof ForwardVerifyRequest,

@@ -141,7 +141,11 @@ export interface VerifyRow {
   mask:
     | TokenMask
     | undefined;
-  /** What the next token of the request was drawn from. Not with the last one, which nothing follows. */
+  /**
+   * What the next token of the request was drawn from. Not with the last one, which nothing follows. In a tree: what all
+   * that follow this token were drawn from, each on its own, so that the same one may come twice; and not with a token
+   * that none follows. They are tried in their order.
+   */
   draft: DraftProbabilities | undefined;
 }
 
@@ -369,6 +373,8 @@ export interface ExecutorCapabilities {
   /** Tokens that one step takes at most; longer calls are run in chunks. */
   maxBatchTokens: number;
   maxBatchItems: number;
+  /** ForwardVerify takes trees of drafts. */
+  supportsTokenTrees: boolean;
   /** Whether OutputOptions.hidden can be answered. */
   supportsHiddenStates: boolean;
 }
@@ -2438,6 +2444,7 @@ function createBaseExecutorCapabilities(): ExecutorCapabilities {
     maxLoraAdapters: 0,
     maxBatchTokens: 0,
     maxBatchItems: 0,
+    supportsTokenTrees: false,
     supportsHiddenStates: false,
   };
 }
@@ -2494,6 +2501,9 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     }
     if (message.maxBatchItems !== 0) {
       writer.uint32(128).uint32(message.maxBatchItems);
+    }
+    if (message.supportsTokenTrees !== false) {
+      writer.uint32(136).bool(message.supportsTokenTrees);
     }
     if (message.supportsHiddenStates !== false) {
       writer.uint32(144).bool(message.supportsHiddenStates);
@@ -2642,6 +2652,14 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
             message.maxBatchItems = reader.uint32();
             continue;
           }
+          case 17: {
+            if (tag !== 136) {
+              break;
+            }
+
+            message.supportsTokenTrees = reader.bool();
+            continue;
+          }
           case 18: {
             if (tag !== 144) {
               break;
@@ -2685,6 +2703,7 @@ export const ExecutorCapabilities: MessageFns<ExecutorCapabilities> = {
     message.maxLoraAdapters = object.maxLoraAdapters ?? 0;
     message.maxBatchTokens = object.maxBatchTokens ?? 0;
     message.maxBatchItems = object.maxBatchItems ?? 0;
+    message.supportsTokenTrees = object.supportsTokenTrees ?? false;
     message.supportsHiddenStates = object.supportsHiddenStates ?? false;
     return message;
   },

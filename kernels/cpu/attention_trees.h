@@ -1,0 +1,45 @@
+// What a row of a token tree sees, and how far away: kernels/attention_trees.py says what a tree is.
+//
+// Whether a batch has trees is a template parameter of the kernels, so that batches without pay nothing.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention_arguments.h"
+#include "vectors.h"
+
+namespace quire {
+
+constexpr int64_t kTreeTokens = 64;
+
+// A row of a tree; of any other row `ancestors` is 0.
+struct TreeRow {
+  uint64_t ancestors;
+  int64_t root;
+
+  TreeRow(const AttentionArguments& a, int64_t item, int64_t token) : ancestors(a.ancestors[token]), root(a.roots[item]) {}
+
+  bool is_in_tree() const { return ancestors != 0; }
+  int64_t position() const { return root + __builtin_popcountll(ancestors) - 1; }
+
+  // By how many positions the 16 keys in slots from `first` on are ahead of it; 1 where it does not see one.
+  Ints aheads(int64_t first) const {
+    const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Ints ahead = lanes + static_cast<int32_t>(first - position());
+    for (int i = static_cast<int>(std::max<int64_t>(0, root - first)); i < kLanes; i++) {
+      const int64_t place = first + i - root;
+      const uint64_t later = place < kTreeTokens ? ancestors >> place : 0;
+      ahead[i] = later & 1 ? 1 - __builtin_popcountll(later) : 1;
+    }
+    return ahead;
+  }
+};
+
+// Which of these keys a row sees through a window; 0: unlimited.
+inline Ints seen_of(Ints ahead, int64_t window) {
+  const Ints seen = ahead <= 0;
+  return window == 0 ? seen : seen & (ahead > static_cast<int32_t>(-window));
+}
+
+}  // namespace quire

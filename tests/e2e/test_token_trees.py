@@ -1,0 +1,259 @@
+"""Verifies of token trees: each token as on its own path, and a cache as if that alone had been decoded.
+
+The gateway's steps have 48 tokens, so that trees of more are computed in parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from quire.v1 import executor_pb2 as pb
+from quire.v1 import types_pb2
+
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import hf_greedy, hf_logits
+from tests.token_trees import Tree, random_tree
+
+VOCAB = 97
+TIMEOUT_S = 30
+GREEDY, SAMPLED = types_pb2.VERIFY_ACCEPT_GREEDY, types_pb2.VERIFY_ACCEPT_SAMPLED
+SPECULATIVE = types_pb2.VERIFY_ACCEPT_SPECULATIVE
+NewCache = Callable[[Sequence[int]], str]
+
+
+@pytest.fixture
+def new_cache(tiny_gateway: GatewayProcess) -> Iterator[NewCache]:
+    """Makes caches of prompts, with seed 0 of draws. Others look whether the gateway's pools are empty."""
+    made = []
+
+    def make(prompt: Sequence[int]) -> str:
+        answer = tiny_gateway.stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=TIMEOUT_S)
+        made.append(answer.kv_cache.cache_id)
+        return made[-1]
+
+    yield make
+    for cache_id in made:
+        tiny_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
+
+
+def verify(gateway: GatewayProcess, cache_id: str, tree: Tree, **fields: Any) -> pb.ForwardVerifyResponse:
+    request = pb.ForwardVerifyRequest(
+        cache_id=cache_id, token_ids=tree.token_ids, parents=tree.parents, **({"accept": GREEDY} | fields)
+    )
+    answer: pb.ForwardVerifyResponse = gateway.stub.ForwardVerify(request, timeout=TIMEOUT_S)
+    return answer
+
+
+def decode(
+    gateway: GatewayProcess, cache_id: str, token: int, output: types_pb2.OutputOptions
+) -> pb.DecodeResponse:
+    request = pb.DecodeRequest(cache_id=cache_id, token_id=token, output=output)
+    answer: pb.DecodeResponse = gateway.stub.Decode(request, timeout=TIMEOUT_S)
+    return answer
+
+
+@pytest.mark.parametrize("size", [2, 17, 64])
+@pytest.mark.parametrize("prompt_len", [4, 16, 37])
+def test_each_token_is_as_on_its_own_path(
+    tiny_gateway: GatewayProcess, tiny_model: Path, new_cache: NewCache, prompt_len: int, size: int
+) -> None:
+    dice = random.Random(f"{prompt_len} {size}")
+    prompt = [dice.randrange(VOCAB) for _ in range(prompt_len)]
+    tree = random_tree(dice, dice.randrange(VOCAB), size, VOCAB)
+    output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+    answer = verify(tiny_gateway, new_cache(prompt), tree, output=output, score=True)
+    for leaf in set(range(size)) - set(tree.parents):
+        path = tree.indexes(leaf)
+        exact = hf_logits(tiny_model, [*prompt, *tree.path(leaf)])[len(prompt) :]
+        rows = [answer.outputs[index] for index in path]
+        said = torch.stack(
+            [torch.frombuffer(bytearray(row.logits.data), dtype=torch.float32) for row in rows]
+        )
+        assert torch.allclose(said, exact, atol=1e-4, rtol=1e-4)
+        assert [row.token_id for row in rows] == exact.argmax(-1).tolist()
+        for row, index in zip(exact, path[1:], strict=False):
+            token = tree.token_ids[index]
+            logprob = torch.log_softmax(row, -1)[token].item()
+            assert answer.token_logprobs[index - 1] == pytest.approx(logprob, abs=1e-4)
+            assert answer.token_is_argmax[index - 1] == (token == int(row.argmax()))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_loop_over_trees_makes_the_tokens_of_a_plain_one(
+    tiny_gateway: GatewayProcess, tiny_model: Path, new_cache: NewCache, seed: int
+) -> None:
+    """Whatever is drafted; and the cache holds them, as one that was decoded does."""
+    dice = random.Random(seed)
+    prompt = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 40))]
+    cache_id, texts, accepted = new_cache(prompt), [*prompt], 0
+    truth = hf_greedy(tiny_model, prompt, 60)
+    said = truth[0]
+    while len(texts) < len(prompt) + 40:
+        whole = [*texts]
+
+        def right(path: Sequence[int], whole: list[int] = whole) -> int:
+            at = len(whole) + len(path) - len(prompt)
+            return truth[at] if [*whole, *path][len(prompt) :] == truth[:at] else 0
+
+        tree = random_tree(dice, said, dice.choice([2, 7, 20]), VOCAB, right)
+        answer = verify(tiny_gateway, cache_id, tree, position=len(texts))
+        path = list(answer.accepted_path)
+        assert path[0] == 0 and len(path) == 1 + answer.accepted
+        assert all(tree.parents[child - 1] == parent for parent, child in itertools.pairwise(path))
+        texts += [tree.token_ids[index] for index in path]
+        assert answer.kv_cache.seq_len == len(texts)
+        said = answer.outputs[path[-1]].token_id
+        accepted += answer.accepted
+        assert [*texts[len(prompt) :], said] == truth[: len(texts) - len(prompt) + 1]
+    assert accepted > 5
+    output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+    row = decode(tiny_gateway, cache_id, said, output).output.logits.data
+    exact = hf_logits(tiny_model, [*texts, said])[-1]
+    assert torch.allclose(torch.frombuffer(bytearray(row), dtype=torch.float32), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sampled_acceptance_makes_the_draws_of_a_plain_loop(
+    tiny_gateway: GatewayProcess, new_cache: NewCache, seed: int
+) -> None:
+    """With penalties, whose counts are of each token's own path."""
+    dice = random.Random(seed)
+    prompt = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 40))]
+    sampling = types_pb2.SamplingParams(
+        temperature=1.2,
+        top_p=0.95,
+        seed=seed,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        penalty_from=max(0, len(prompt) - 3),
+    )
+    output = types_pb2.OutputOptions(sampling=sampling, sampled_logprob=True)
+    plain, tokens, likely = new_cache(prompt), [dice.randrange(VOCAB)], []
+    for _ in range(30):
+        drawn = decode(tiny_gateway, plain, tokens[-1], output).output
+        tokens.append(drawn.token_id)
+        likely.append(drawn.sampled_logprob)
+    cache_id, at = new_cache(prompt), 0
+
+    def right(path: Sequence[int]) -> int:
+        end = at + len(path)
+        return tokens[end] if list(path) == tokens[at:end] and end < len(tokens) else 3
+
+    while at < 20:
+        tree = random_tree(dice, tokens[at], dice.choice([3, 10, 20]), VOCAB, right)
+        answer = verify(tiny_gateway, cache_id, tree, accept=SAMPLED, output=output)
+        for index in answer.accepted_path:
+            assert tree.token_ids[index] == tokens[at]
+            assert answer.outputs[index].token_id == tokens[at + 1]
+            assert answer.outputs[index].sampled_logprob == pytest.approx(likely[at], abs=1e-3)
+            at += 1
+            if at == 30:
+                return
+
+
+def test_a_chain_may_be_said_as_a_tree(tiny_gateway: GatewayProcess, new_cache: NewCache) -> None:
+    """Also speculatively: draws and answers are those of a request without parents."""
+    flat = types_pb2.VerifyRow(
+        draft=types_pb2.DraftProbabilities(token_ids=range(VOCAB), probabilities=[1 / VOCAB] * VOCAB)
+    )
+    for seed in range(10):
+        sampling = types_pb2.SamplingParams(temperature=3.0, seed=seed)
+        tokens = [random.Random(f"{seed} {at}").randrange(VOCAB) for at in range(5)]
+        said = []
+        for parents in (list[int](), [0, 1, 2, 3]):
+            request = pb.ForwardVerifyRequest(
+                cache_id=new_cache([1, 2, 3]),
+                token_ids=tokens,
+                parents=parents,
+                accept=SPECULATIVE,
+                rows=[flat] * 4 + [types_pb2.VerifyRow()],
+                output=types_pb2.OutputOptions(sampling=sampling),
+            )
+            answer = tiny_gateway.stub.ForwardVerify(request, timeout=TIMEOUT_S)
+            assert list(answer.accepted_path) == list(range(1 + answer.accepted) if parents else [])
+            said.append((answer.accepted, [row.token_id for row in answer.outputs]))
+        assert said[0] == said[1]
+
+
+def test_siblings_are_tried_in_turn(
+    tiny_gateway: GatewayProcess, tiny_model: Path, new_cache: NewCache
+) -> None:
+    """Without a temperature the model's token is certain: whichever sibling it is, it is kept."""
+    prompt = [5, 9, 2, 40]
+    truth = hf_greedy(tiny_model, prompt, 4)
+    wrong = [(token + 1) % VOCAB for token in truth]
+    # The second sibling of each level is right; one wrong token comes twice, which is as good as once.
+    tree = Tree([truth[0], wrong[1], wrong[1], truth[1], wrong[2], truth[2]], [0, 0, 0, 3, 3])
+    drawn = [
+        types_pb2.DraftProbabilities(token_ids=[bad, good], probabilities=[0.7, 0.3])
+        for bad, good in zip(wrong, truth, strict=True)
+    ]
+    rows = [types_pb2.VerifyRow() for _ in tree.token_ids]
+    rows[0].draft.CopyFrom(drawn[1])
+    rows[3].draft.CopyFrom(drawn[2])
+    answer = verify(tiny_gateway, new_cache(prompt), tree, accept=SPECULATIVE, rows=rows)
+    assert list(answer.accepted_path) == [0, 3, 5] and answer.outputs[5].token_id == truth[3]
+    for at, row in ((1, drawn[1]), (3, None), (3, drawn[1])):
+        bad_rows = [types_pb2.VerifyRow.FromString(one.SerializeToString()) for one in rows]
+        bad_rows[at].ClearField("draft")
+        if row is not None:
+            bad_rows[at].draft.CopyFrom(row)
+        with pytest.raises(grpc.RpcError, match=r"needed for each token that|cannot have been drawn"):
+            verify(tiny_gateway, new_cache(prompt), tree, accept=SPECULATIVE, rows=bad_rows)
+
+
+@pytest.mark.parametrize("with_logits", [False, True], ids=["from memory", "computed again"])
+def test_a_repeated_tree_has_the_same_answer(
+    tiny_gateway: GatewayProcess, tiny_model: Path, new_cache: NewCache, *, with_logits: bool
+) -> None:
+    prompt = [5, 9, 2, 40]
+    cache_id, truth = new_cache(prompt), hf_greedy(tiny_model, prompt, 3)
+    tree = Tree([truth[0], 11, truth[1], 12, truth[2]], [0, 0, 2, 2])
+    fields: dict[str, Any] = {"position": 4}
+    if with_logits:
+        fields["output"] = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+    first, again = (verify(tiny_gateway, cache_id, tree, **fields) for _ in range(2))
+    assert list(first.accepted_path) == list(again.accepted_path) == [0, 2, 4]
+    assert first.kv_cache.seq_len == again.kv_cache.seq_len == 7
+    assert [row.token_id for row in first.outputs] == [row.token_id for row in again.outputs]
+    # With other parents it is another request, which is late.
+    with pytest.raises(grpc.RpcError, match="position 4 was stated, the cache has 7 tokens"):
+        verify(tiny_gateway, cache_id, Tree(tree.token_ids, [0, 1, 2, 3]), **fields)
+
+
+def test_what_is_cut_is_not_found_by_others(
+    tiny_gateway: GatewayProcess, tiny_model: Path, new_cache: NewCache
+) -> None:
+    """Full pages of a tree in its own order, and of the path that is kept: only those are shared."""
+    prompt = [7] * 8
+    truth = hf_greedy(tiny_model, prompt, 30)
+    token_ids, parents, at = [truth[0]], [], 0
+    for token in truth[1:25]:
+        token_ids += [(token + 1) % VOCAB, token]
+        parents += [at, at]
+        at = len(token_ids) - 1
+    answer = verify(tiny_gateway, new_cache(prompt), Tree(token_ids, parents))
+    assert answer.accepted == 24
+    kept = [*prompt, *truth[:25]]
+    for tokens in (kept, [*prompt, *token_ids]):
+        request = pb.PrefillRequest(
+            token_ids=[*tokens, 1], output=types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+        )
+        found = tiny_gateway.stub.Prefill(request, timeout=TIMEOUT_S)
+        exact = hf_logits(tiny_model, [*tokens, 1])[-1]
+        said = torch.frombuffer(bytearray(found.output.logits.data), dtype=torch.float32)
+        assert torch.allclose(said, exact, atol=1e-4, rtol=1e-4)
+        release = pb.ReleaseCacheRequest(cache_id=found.kv_cache.cache_id)
+        tiny_gateway.stub.ReleaseCache(release, timeout=TIMEOUT_S)
+
+
+def test_the_executor_says_that_it_takes_trees(tiny_gateway: GatewayProcess) -> None:
+    able = tiny_gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=TIMEOUT_S).executor
+    assert able.supports_token_trees
