@@ -10,6 +10,10 @@ from service.doors.tokens import Role, new_token
 
 def make_token(tenant: str, roles: Sequence[str]) -> int:
     """Prints the token, and on standard error what to do with the line after it. Returns the exit status."""
+    known = [role.value for role in Role]
+    if unknown := next((role for role in roles if role not in known), None):
+        print(f"quire: there is no role {unknown!r}; roles are {', '.join(known)}", file=sys.stderr)
+        return 2
     try:
         token, line = new_token(tenant, [Role(role) for role in roles])
     except ValueError as error:

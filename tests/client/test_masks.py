@@ -8,6 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire import floats, output_options, token_mask
@@ -97,6 +98,20 @@ def test_a_mask_for_fewer_tokens_does_not_allow_the_others(words: bool) -> None:
         allowed_in(token_mask(most), VOCAB)
     few = packed_of({5, 99}, made_for, 0, words=words)
     assert allowed_in(token_mask(few), VOCAB) == {5, 99}
+
+
+def test_an_array_that_may_be_a_mask_is_not_taken_for_ids() -> None:
+    """Grammar libraries fill int32 words; most of them are 0, which as ids would allow token 0 alone."""
+    packed = packed_of({5, 40}, 96, 0, words=True)
+    words = np.frombuffer(packed, np.int32)
+    bits = np.ones(96, np.bool_)
+    for array in (words, words[None], np.frombuffer(packed, np.uint8), bits, torch.tensor(words)):
+        with pytest.raises(TypeError, match=r"row\.tobytes\(\), or ids\.tolist\(\)"):
+            output_options(allowed=array)
+    for mask in (words.tobytes(), words.data, torch.tensor(words).numpy().tobytes()):
+        assert token_mask(mask) == types_pb2.TokenMask(packed=packed)
+    for ids in ([5, 40], {5, 40}, range(5, 41, 35), np.array([5, 40]), torch.tensor([5, 40])):
+        assert sorted(token_mask(ids).allowed.ids) == [5, 40]
 
 
 def test_how_hidden_states_are_asked_for() -> None:

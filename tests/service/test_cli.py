@@ -252,7 +252,8 @@ def test_serve_of_a_model_that_is_nowhere_ends_with_a_line(tmp_path: Path) -> No
         _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     where = f"is no directory here and is not in the cache {tmp_path / 'hub'}; HF_HUB_OFFLINE is set"
-    assert error == f"quire: org/name {where}\n"
+    hint = "download it first (hf download org/name), or name a directory that holds it"
+    assert error == f"quire: org/name {where}: {hint}\n"
 
 
 def test_a_failure_is_told_in_a_line(
@@ -520,6 +521,7 @@ def test_a_token_and_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path
     grant = read_register(tmp_path / "tokens").grant_of(token)
     assert grant is not None and grant.tenant == "alice" and len(grant.roles) == 2
     assert main(["token", "alice", "--roles", "root"]) == 2
+    assert "no role 'root'; roles are call, observe, administer" in capsys.readouterr().err
     assert main(["token", "two words"]) == 2
     assert main(["status", "--ca", str(tmp_path / "nothing")]) == 2
     assert "No such file" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import {
   type SessionCall,
   type SessionResult,
 } from "./gen/quire/v1/executor.js";
-import { type KvCacheHandle, type OutputOptions, type StepOutput, VerifyAccept } from "./gen/quire/v1/types.js";
+import { type KvCacheHandle, type OutputOptions, type SampledToken, type StepOutput, VerifyAccept } from "./gen/quire/v1/types.js";
 
 type AnyCall = NonNullable<SessionCall["call"]>;
 type AnyResult = NonNullable<SessionResult["result"]>;
@@ -41,7 +41,9 @@ export abstract class Caller {
     // Always with a request id, so that a repeat finds the cache that it made before.
     const requestId = settings.requestId || OWN_REQUEST_ID + randomUUID();
     const made = await this.call("prefill", { ...settings, requestId, tokenIds: [...tokenIds] }, options);
-    return new Cache(this, made.kvCache!, made.output);
+    const cache = new Cache(this, made.kvCache!, made.output);
+    cache.samples = made.samples;
+    return cache;
   }
 
   /** A cache that was made before, perhaps by another process. Its lease begins anew. */
@@ -49,6 +51,29 @@ export abstract class Caller {
     const found = await this.call("renewCache", { cacheId }, options);
     return new Cache(this, found.kvCache!, undefined);
   }
+
+  /**
+   * Copies several caches, each as often as the number beside it says, and releases others: all of it, or nothing where one
+   * is gone or has another length than is known here. A step of a beam search. `release` may name caches that are copied.
+   * Returns the copies of each, which the caller releases.
+   */
+  async forkCaches(
+    forks: readonly (readonly [Cache, number])[],
+    settings: { release?: readonly Cache[]; requestId?: string } = {},
+    options?: CallOptions,
+  ): Promise<Cache[][]> {
+    const request = {
+      forks: forks.map(([{ cacheId, seqLen: position }, count]) => ({ cacheId, count, position })),
+      release: idsOf(settings.release),
+      requestId: settings.requestId || OWN_REQUEST_ID + randomUUID(),
+    };
+    const { results } = await this.call("forkCaches", request, options);
+    return forks.map(([{ output }], at) => results[at]!.kvCaches.map((handle) => new Cache(this, handle, output)));
+  }
+}
+
+function idsOf(caches: readonly Cache[] = []): string[] {
+  return caches.map(({ cacheId }) => cacheId);
 }
 
 /** A sequence that the server remembers. Make one call at a time on it; release it. */
@@ -58,6 +83,8 @@ export class Cache {
   seqLen: number;
   /** What the last append said; undefined before one. */
   output: StepOutput | undefined;
+  /** The tokens that `prefill` drew for its `sampleSeeds`, in their order. None is in the cache: fork it, and decode them. */
+  samples: SampledToken[] = [];
   /** Where its calls go. Set it to move the cache to another session, or back to the client. */
   caller: Caller;
 
@@ -112,10 +139,18 @@ export class Cache {
     this.seqLen = cut.kvCache!.seqLen;
   }
 
-  /** Makes copies that share pages with this cache. The caller releases them. */
-  async fork(count = 1, settings: { requestId?: string } = {}, options?: CallOptions): Promise<Cache[]> {
+  /**
+   * Makes copies that share pages with this cache. The caller releases them. `release` is forgotten behind that, in the
+   * same call; this cache itself may be among it.
+   */
+  async fork(
+    count = 1,
+    settings: { release?: readonly Cache[]; requestId?: string } = {},
+    options?: CallOptions,
+  ): Promise<Cache[]> {
     const requestId = settings.requestId || OWN_REQUEST_ID + randomUUID();
-    const forked = await this.caller.call("forkCache", { cacheId: this.cacheId, count, requestId }, options);
+    const request = { cacheId: this.cacheId, count, release: idsOf(settings.release), requestId };
+    const forked = await this.caller.call("forkCache", request, options);
     return forked.kvCaches.map((handle) => new Cache(this.caller, handle, this.output));
   }
 

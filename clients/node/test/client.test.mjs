@@ -39,21 +39,29 @@ test("a cache lives through every call on it", async () => {
   assert.equal(await cache.release(), true);
 });
 
-test("several caches are forked in one call, and seeds drawn for", async () => {
-  const output = { sampling: { temperature: 1 } };
-  const drawn = await client.executor.prefill({ tokenIds: [1, 2, 3], output, sampleSeeds: [7n, 2n ** 64n - 1n] });
-  assert.equal(drawn.samples.length, 2);
-  const left = drawn.kvCache.cacheId;
-  const right = (await client.prefill([4])).cacheId;
-  const forks = [
-    { cacheId: left, count: 2, position: 3 },
-    { cacheId: right, count: 1 },
-  ];
-  const forked = await client.executor.forkCaches({ forks, release: [left, right] });
-  const copies = forked.results.map((each) => each.kvCaches);
-  assert.deepEqual(copies.map((each) => each.map((handle) => handle.seqLen)), [[3, 3], [1]]);
-  await refused(client.cache(left));
-  await Promise.all(copies.flat().map(({ cacheId }) => client.executor.releaseCache({ cacheId })));
+test("several caches are forked in one call, and seeds drawn for", async (t) => {
+  const output = { sampling: { temperature: 1, seed: 7n } };
+  const session = client.session();
+  t.after(() => session.cancel());
+  for (const caller of [client, session]) {
+    const left = await caller.prefill([1, 2, 3], { output, sampleSeeds: [7n, 2n ** 64n - 1n] });
+    assert.equal(left.samples.length, 2);
+    assert.equal(left.samples[0].tokenId, left.output.tokenId); // by the same seed
+    const right = await caller.prefill([4]);
+    const copies = await caller.forkCaches([[left, 2], [right, 1]], { release: [left, right] });
+    assert.deepEqual(copies.map((each) => each.map((copy) => copy.seqLen)), [[3, 3], [1]]);
+    assert.deepEqual(copies[0][1].output, left.output);
+    await refused(client.cache(left.cacheId));
+
+    const [[first, second], [third]] = copies;
+    await (await client.cache(third.cacheId)).decode(1);
+    const error = await refused(caller.forkCaches([[first, 1], [third, 1]], { release: [first] }));
+    assert.equal(error.reason, "POSITION_MISMATCH"); // and nothing was released
+    assert.deepEqual(await first.fork(0, { release: [first, second] }), []);
+    await refused(client.cache(first.cacheId));
+    await refused(client.cache(second.cacheId));
+    assert.equal(await third.release(), true);
+  }
 });
 
 test("the calls of each service answer", async () => {

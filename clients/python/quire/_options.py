@@ -65,7 +65,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
             the transformers library counts them, 0 being the embedding. `hidden` of the answer has one for
             each layer, in this order, which `floats` reads.
         hidden_format: "f32", "bf16" or "f16".
-        allowed: The tokens that may be chosen: their ids, or a packed mask; see `token_mask`. None: all.
+        allowed: The tokens that may be chosen: ids, or a packed mask in bytes; see `token_mask`. None: all.
         sampling: Settings to begin with, such as `model_info().sampling_defaults`.
         settings: Fields of SamplingParams, such as temperature, top_k, top_p, seed. None: as in `sampling`.
 

@@ -111,7 +111,8 @@ class _AsyncCaller(ABC):
     ) -> list[list[AsyncCache]]:
         """Copies several caches and releases others, all of it or nothing: a step of a beam search.
 
-        A fork is (cache, count); a cache may occur once. `release` may name caches that are copied. Returns
+        A fork is (cache, count); a cache may occur once. At least one is needed, if only with a count of 0:
+        `[(caches[0], 0)], release=caches` releases all. `release` may name caches that are copied. Returns
         the copies of each, which the caller releases. Raises PositionMismatch if one has another length than
         is known here, and CacheNotFound if one is gone.
         """

@@ -316,7 +316,7 @@ export interface ForkCacheRequest {
   count: number;
   /**
    * Caches to release in the same call, after the copies are made. May name cache_id itself. They are released at
-   * once: what runs or waits on them ends with CACHE_NOT_FOUND.
+   * once: what runs or waits on them ends with CACHE_NOT_FOUND. At most 4096; one that is not there is passed over.
    */
   release: string[];
   /**
@@ -336,7 +336,7 @@ export interface ForkCacheResponse {
  * and no cache is released. It waits for what was asked before of any of the caches that it copies.
  */
 export interface ForkCachesRequest {
-  /** A cache may occur once, and as many may be named as a batch has items. 1024 copies in all. */
+  /** At least one, if only with a count of 0; as many as a batch has items, each cache once. At most 1024 copies in all. */
   forks: ForkSource[];
   /** As ForkCacheRequest has it. May name caches that are copied. */
   release: string[];
