@@ -134,7 +134,7 @@ async def test_the_work_of_a_call_is_what_it_touches(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["fork_cache", "fork_caches"])
-async def test_a_fork_touches_what_it_releases(kind: str) -> None:
+async def test_a_fork_touches_what_it_releases(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of releases in each call of a message: one call is a slice."""
     harness = Harness(Config())
     begun = 0
@@ -145,7 +145,7 @@ async def test_a_fork_touches_what_it_releases(kind: str) -> None:
         begun = max(begun, len(requests))
         return start(requests, *others)
 
-    harness.dispatcher.start = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(harness.dispatcher, "start", counted)
     fields: dict[str, Any] = {"release": [f"kv_{index}" for index in range(1000)]}
     if kind == "fork_cache":
         call = pb.SessionCall(fork_cache=pb.ForkCacheRequest(cache_id="kv", **fields))
