@@ -39,6 +39,11 @@ _GREEDY = Sampling()
 # Log-weights below the best token's at which a superset of the top_p set is looked for, nearest first.
 _TOP_P_CUTS = (3.0, 6.0, 9.0, 12.0)
 
+# With so many draws from one row its tokens are sorted once: each race is then of the top_p set only.
+_MANY_DRAWS = 16
+# What sums in another order may differ by, relative to them, is far less.
+_SUM_SLACK = 1e-9
+
 # Racing fewer tokens than this, ruling some out beforehand costs more than it saves.
 _SMALL_RACE = 2048
 # Log-weights below the best token's of those that set the pace.
@@ -325,11 +330,23 @@ def draw(row: Row, best: float, spec: Sampling, keys: Sequence[int]) -> list[int
                 break
     if spec.min_p > 0.0:
         runners = runners.take(np.flatnonzero(np.exp(runners.log_weights) >= spec.min_p))
+    if len(keys) >= _MANY_DRAWS:
+        runners = _that_can_win(runners, limit)
 
     def drawn(part: Sequence[int]) -> list[int]:
         return [_winner(runners, limit, key) for key in part]
 
     return _in_threads(drawn, keys, len(runners.ids))
+
+
+def _that_can_win(runners: _Candidates, limit: float) -> _Candidates:
+    """Those that are not forbidden and, but for rounding, among the most likely that reach `limit`."""
+    order = np.argsort(-runners.log_weights, kind="stable")  # stable: ids ascend, and stay so among equals
+    order = order[: np.count_nonzero(runners.log_weights > _NEG_INF)]
+    # [n] what a token and all before it weigh; in the set are those before which less than `limit` is.
+    reached = np.cumsum(np.exp(runners.log_weights[order]))
+    count = 1 + int(np.searchsorted(reached[:-1], limit * (1 + _SUM_SLACK)))
+    return runners.take(np.sort(order[:count]))
 
 
 def _winner(runners: _Candidates, limit: float, key: int) -> int:

@@ -138,7 +138,7 @@ async def _plan_fork(request: Any, limits: RequestLimits, _timeout_s: float | No
     answer_bytes = validation.check_fork(request, limits)
     fork = Fork.of(request.cache_id, request.count, tuple(request.release), request.request_id)
     answer = _answered_by(executor_pb2.ForkCacheResponse, answers.caches)
-    return Plan((fork,), answer, answer_bytes, weight=1 + fork.count)
+    return Plan((fork,), answer, answer_bytes, _weight_of(fork))
 
 
 async def _plan_forks(request: Any, limits: RequestLimits, _timeout_s: float | None) -> Plan:
@@ -150,7 +150,12 @@ async def _plan_forks(request: Any, limits: RequestLimits, _timeout_s: float | N
     fork = Fork(sources, tuple(request.release), request.request_id)
     write = functools.partial(answers.forked_caches, [source.count for source in sources])
     answer = _answered_by(executor_pb2.ForkCachesResponse, write)
-    return Plan((fork,), answer, answer_bytes, weight=len(sources) + fork.count)
+    return Plan((fork,), answer, answer_bytes, _weight_of(fork))
+
+
+def _weight_of(fork: Fork) -> int:
+    """The caches that a fork touches: a release ends whatever is asked of one, and frees it."""
+    return len(fork.sources) + fork.count + len(fork.release)
 
 
 def _truncate(request: executor_pb2.TruncateKVRequest, *_: object) -> Truncate:

@@ -10,8 +10,9 @@ Knows the wire format, and the names of what is bounded: calls, items, tokens, i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -28,6 +29,9 @@ _SMALL_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 14
 # Fields of one large message that are looked at. Tokens are packed: a prompt is one field.
 _MAX_FIELDS = 1 << 16
+# Large messages that are parsed at once. A number of one byte becomes eight: what is refused once it is whole
+# may be hundreds of megabytes until then. More of them at once would not be done any sooner.
+_AT_ONCE = 2
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _COUNTED_BYTES = 1 << 19
 # Bytes of a varint but its last.
@@ -44,6 +48,8 @@ class MessageLimits:
     max_seq_tokens: Callable[[], int | None] = lambda: None
     # How many ids a mask can name. None: not known yet.
     vocab_size: Callable[[], int | None] = lambda: None
+    # Of one server: held while a large one is parsed.
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE), compare=False)
 
 
 class Malformed:
@@ -62,7 +68,11 @@ class Large:
         self._limits = limits
 
     async def parsed(self) -> Message | Malformed:
-        """The message. Once: the bytes are gone afterwards."""
+        """The message. Once: the bytes are gone afterwards. Others may have to be parsed first."""
+        async with self._limits.turns:
+            return await self._parsed_in_slices()
+
+    async def _parsed_in_slices(self) -> Message | Malformed:
         breather = Breather()
         data, self._data = self._data, b""
         parser = _Parser(self._limits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from quire.v1 import executor_pb2, types_pb2
 
@@ -37,3 +39,18 @@ async def test_a_mask_with_more_ids_than_tokens_is_refused_unparsed(kind: str) -
         assert isinstance(parsed, Malformed) and isinstance(parsed.error, InvalidArgument)
         assert (parsed.error.reason, parsed.error.field) == ("BAD_MASK", f"output.mask.{kind}")
         assert not getattr(message.output.mask, kind).ids
+
+
+async def test_few_are_parsed_at_once() -> None:
+    """Parsed, a number of one byte takes eight: of many that are sent at once, few are that large."""
+    data = executor_pb2.PrefillRequest(token_ids=[1], sample_seeds=[1] * 300_000).SerializeToString()
+    limits = MessageLimits()
+    requests = [executor_pb2.PrefillRequest() for _ in range(6)]
+    parsing = [asyncio.create_task(Large(each, data, limits).parsed()) for each in requests]
+    most = 0
+    while not all(task.done() for task in parsing):
+        await asyncio.sleep(0)
+        begun = [bool(each.sample_seeds) for each in requests]
+        most = max(most, sum(b and not t.done() for b, t in zip(begun, parsing, strict=True)))
+    assert 0 < most <= 2
+    assert [len(each.sample_seeds) for each in requests] == [300_000] * 6

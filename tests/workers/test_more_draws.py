@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from workers import sampling
+from workers.counter_rng import uniform
 from workers.distribution import sampled_logprobs
 from workers.more_draws import draw_more
 from workers.operations import OutputSpec, Sampling, TokenMask
@@ -71,3 +73,27 @@ def test_rows_in_half_precision_are_drawn_from_as_they_are() -> None:
     drawn = draw_more(logits, row, SEEDS, OutputSpec())
     assert drawn == draw_more(logits.float(), row, SEEDS, OutputSpec())
     assert len({sample.token_id for sample in drawn}) > 5
+
+
+@pytest.mark.parametrize(
+    ("spec", "can_win"),
+    [
+        (Sampling(temperature=100.0, top_p=0.1), 0.11),
+        (Sampling(temperature=100.0, top_p=1e-30), 0.0),
+        (Sampling(temperature=1.0, logit_bias=dict.fromkeys(range(100, 20_000), -np.inf)), 0.01),
+    ],
+)
+def test_tokens_that_no_draw_can_choose_are_raced_by_none(
+    spec: Sampling, can_win: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a flat distribution over a large vocabulary a part is left: no draw costs all of it."""
+    vocab, raced = 20_000, []
+    logits = torch.from_numpy(np.random.default_rng(1).normal(size=vocab).astype(np.float32))
+
+    def counted(key: int, token_ids: np.ndarray) -> np.ndarray:
+        raced.append(len(token_ids))
+        return uniform(key, token_ids)
+
+    monkeypatch.setattr(sampling, "uniform", counted)
+    draw_more(logits, SamplingRow(spec), SEEDS, OutputSpec())
+    assert sum(raced) <= len(SEEDS) * max(1, can_win * vocab)
