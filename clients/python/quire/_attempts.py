@@ -12,6 +12,8 @@ from quire.errors import QuireError, Unavailable
 MOST_ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
+# A server that asks for a longer one is not waited for.
+_LONGEST_TOLD_PAUSE_S = 60.0
 _PAUSE_GROWS_BY = 3
 
 
@@ -36,9 +38,10 @@ class Attempts:
         if not self._left or not isinstance(error, Unavailable):
             raise error
         # Not all come again at once, and none before the server says.
-        pause_s = max(self._pause_s * random.uniform(0.5, 1.0), error.retry_delay_s or 0.0)
+        told_s = error.retry_delay_s or 0.0
+        pause_s = max(self._pause_s * random.uniform(0.5, 1.0), told_s)
         left_s = self.left_s()
-        if left_s is not None and pause_s >= left_s:
+        if told_s > _LONGEST_TOLD_PAUSE_S or (left_s is not None and pause_s >= left_s):
             raise error
         self._pause_s = min(self._pause_s * _PAUSE_GROWS_BY, _LONGEST_PAUSE_S)
         return pause_s
