@@ -216,7 +216,7 @@ export interface TokenMask {
     /** `packed`, compressed: a zlib stream (RFC 1950), complete and with nothing behind it. */
     { $case: "deflated"; value: Buffer }
     | //
-    /** The ids that are not allowed; all others are. None: all are. */
+    /** The ids that are not allowed; all others are. Without ids every token is allowed. */
     { $case: "forbidden"; value: TokenIds }
     | undefined;
 }
@@ -251,7 +251,7 @@ export interface StepOutput {
   hidden: Tensor[];
 }
 
-/** A token that was drawn behind a position beside others. */
+/** One more token that was drawn from a row, beside that of its StepOutput. */
 export interface SampledToken {
   tokenId: number;
   /** As StepOutput has them. Set if `output` asks for them. */
