@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -25,9 +26,10 @@ def said(tmp_path: Path) -> str:
     for name in ("Makefile", "constraints.txt", "pyproject.toml", "clients/python/pyproject.toml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    done = subprocess.run(
-        ["make", "--dry-run", "serve"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    # Tests that a make runs have its flags.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "--no-print-directory", "--dry-run", "serve"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -41,16 +41,22 @@ async def test_a_mask_with_more_ids_than_tokens_is_refused_unparsed(kind: str) -
         assert not getattr(message.output.mask, kind).ids
 
 
-async def test_few_are_parsed_at_once() -> None:
+async def test_few_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsed, a number of one byte takes eight: of many that are sent at once, few are that large."""
-    data = executor_pb2.PrefillRequest(token_ids=[1], sample_seeds=[1] * 300_000).SerializeToString()
+    parse, under_way, counts = Large._parsed_in_slices, set[Large](), list[int]()
+
+    async def watched(large: Large) -> object:
+        under_way.add(large)
+        counts.append(len(under_way))
+        await asyncio.sleep(0)
+        parsed = await parse(large)
+        under_way.discard(large)
+        return parsed
+
+    monkeypatch.setattr(Large, "_parsed_in_slices", watched)
+    data = executor_pb2.PrefillRequest(token_ids=[1] * 100_000).SerializeToString()
     limits = MessageLimits()
     requests = [executor_pb2.PrefillRequest() for _ in range(6)]
-    parsing = [asyncio.create_task(Large(each, data, limits).parsed()) for each in requests]
-    most = 0
-    while not all(task.done() for task in parsing):
-        await asyncio.sleep(0)
-        begun = [bool(each.sample_seeds) for each in requests]
-        most = max(most, sum(b and not t.done() for b, t in zip(begun, parsing, strict=True)))
-    assert 0 < most <= 2
-    assert [len(each.sample_seeds) for each in requests] == [300_000] * 6
+    await asyncio.gather(*(Large(each, data, limits).parsed() for each in requests))
+    assert len(counts) == 6 and max(counts) == 2
+    assert [len(each.token_ids) for each in requests] == [100_000] * 6

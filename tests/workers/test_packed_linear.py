@@ -130,6 +130,8 @@ from workers.models.library.loading import load_library_model, plan_library_mode
 torch.set_num_threads(1)
 def resident(what):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(what))
+# What the first load and forward import is not a model's.
+load_library_model(plan_library_model(sys.argv[2]))
 plan = plan_library_model(sys.argv[1])
 before = resident("VmHWM")
 loaded = load_library_model(plan)
@@ -140,9 +142,11 @@ print(before, resident("VmHWM"), resident("VmRSS"), loaded.weight_bytes)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads VmHWM from /proc")
 def test_peak_memory_of_a_load(tmp_path: Path) -> None:
     """The weights once and the largest of them, not the weights twice."""
-    _llama(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=2000)
+    large, small = tmp_path / "large", tmp_path / "small"
+    _llama(large, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=2000)
+    _llama(small, hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=100)
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)],
+        [sys.executable, "-c", MEASURE, str(large), str(small)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -151,6 +155,6 @@ def test_peak_memory_of_a_load(tmp_path: Path) -> None:
     )
     before, peak, after, weights = map(int, done.stdout.split())
     assert weights > 120 << 20
-    # The library's code that the first forward imports, and what allocators round up: a quarter of them.
-    assert peak - before <= weights + (8 << 20) + weights // 4
-    assert after - before <= weights + weights // 4
+    # What allocators round up: an eighth of them.
+    assert peak - before <= weights + (8 << 20) + weights // 8
+    assert after - before <= weights + weights // 8
