@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import types_pb2
 
+from service.api.vocabulary import check_vocabulary
 from service.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -102,13 +103,7 @@ def _check_ids(ids: Sequence[int], kind: str, limits: RequestLimits) -> None:
     if len(ids) > limits.vocab_size:
         text = f"{len(ids)} ids were sent, there are {limits.vocab_size} tokens"
         raise _bad(text, f"output.mask.{kind}")
-    if max(ids) >= limits.vocab_size:
-        index = next(i for i, token in enumerate(ids) if token >= limits.vocab_size)
-        raise InvalidArgument(
-            "TOKEN_OUT_OF_VOCAB",
-            f"output.mask.{kind}.ids[{index}]",
-            f"token {ids[index]} is not below the vocabulary size {limits.vocab_size}",
-        )
+    check_vocabulary(ids, limits, f"output.mask.{kind}.ids")
 
 
 def _choices_in_bits(packed: bytes, forbidden: set[int], limits: RequestLimits) -> bool:

@@ -14,6 +14,7 @@ from google.protobuf import duration_pb2
 from quire.v1 import executor_pb2, types_pb2
 
 from service.api.masks import check_choice
+from service.api.vocabulary import check_vocabulary
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many, too_many_forks
 
 MAX_TOP_LOGPROBS = 1024
@@ -94,17 +95,6 @@ def check_tokens(token_ids: Sequence[int], limits: RequestLimits) -> None:
     if len(token_ids) > limits.max_seq_tokens:
         raise SequenceTooLong(len(token_ids), limits.max_seq_tokens)
     check_vocabulary(token_ids, limits, "token_ids")
-
-
-def check_vocabulary(token_ids: Sequence[int], limits: RequestLimits, field: str) -> None:
-    """All tokens are in the vocabulary; there is at least one."""
-    if max(token_ids) >= limits.vocab_size:
-        index = next(i for i, token in enumerate(token_ids) if token >= limits.vocab_size)
-        raise InvalidArgument(
-            "TOKEN_OUT_OF_VOCAB",
-            f"{field}[{index}]",
-            f"token {token_ids[index]} is not below the vocabulary size {limits.vocab_size}",
-        )
 
 
 def check_token(token_id: int, limits: RequestLimits) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from quire.v1 import executor_pb2, types_pb2
 
-from service.api import validation
 from service.api.masks import check_choice
 from service.api.validation import RequestLimits
+from service.api.vocabulary import check_vocabulary
 from service.errors import InvalidArgument
 
 # Tokens of a verify that can have rows of their own, and tokens in a draft's list: looked at in one go.
@@ -63,7 +63,7 @@ def _check_draft(
         if not fits or len(np.unique(ids)) < len(ids):
             text = f"1 to {MAX_DRAFT_TOKENS} different tokens are needed, with a probability each"
             raise InvalidArgument("BAD_DRAFT", f"{field}.token_ids", text)
-        validation.check_vocabulary(draft.token_ids, limits, f"{field}.token_ids")
+        check_vocabulary(draft.token_ids, limits, f"{field}.token_ids")
         impossible = [token for token in drawn if not probabilities[ids == token].sum() > 0]
     # Written so that NaN fails.
     if not (probabilities.min() >= 0 and abs(float(probabilities.sum(dtype=np.float64)) - 1) <= _SUM_ERROR):

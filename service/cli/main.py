@@ -16,13 +16,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from service.cli.load.options import add_load_flags
+from service.cli.option_type import option_type
 from service.config import ConfigError, add_flags, is_hub_id, load_config
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-_Value = TypeVar("_Value")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -275,28 +274,11 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _option(
-    convert: Callable[[str], _Value], allowed: str, accepts: Callable[[_Value], bool] = lambda _: True
-) -> Callable[[str], _Value]:
-    """A type for argparse, which says in words what can be given."""
-
-    def parse(text: str) -> _Value:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if value is None or not accepts(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is refused: must be {allowed}")
-        return value
-
-    return parse
-
-
-_number = _option(float, "a number")
-_whole_number = _option(int, "a whole number")
-_seconds = _option(float, "a number of seconds above 0", lambda value: 0 < value < math.inf)
-_count = _option(int, "a whole number from 1", lambda value: value >= 1)
-_token_ids = _option(
+_number = option_type(float, "a number")
+_whole_number = option_type(int, "a whole number")
+_seconds = option_type(float, "a number of seconds above 0", lambda value: 0 < value < math.inf)
+_count = option_type(int, "a whole number from 1", lambda value: value >= 1)
+_token_ids = option_type(
     lambda text: [int(part) for part in text.split(",")],
     "whole numbers of 32 bits with commas between them",
     lambda ids: all(0 <= token_id < 1 << 32 for token_id in ids),

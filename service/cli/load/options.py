@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from typing import TypeVar
 
-_Value = TypeVar("_Value")
+from service.cli.option_type import option_type
+
 MODES = ("unary", "batch", "session", "execute")
 
 
@@ -149,32 +148,15 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _option(
-    convert: Callable[[str], _Value], allowed: str, accepts: Callable[[_Value], bool]
-) -> Callable[[str], _Value]:
-    """A type for argparse, which says in words what can be given."""
-
-    def parse(text: str) -> _Value:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if value is None or not accepts(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is refused: must be {allowed}")
-        return value
-
-    return parse
-
-
-_seconds = _option(float, "a number of seconds", lambda value: 0 <= value < math.inf)
-_above_zero = _option(float, "a number above 0", lambda value: 0 < value < math.inf)
-_count = _option(int, "a whole number from 1", lambda value: value >= 1)
-_numbers = _option(
+_seconds = option_type(float, "a number of seconds", lambda value: 0 <= value < math.inf)
+_above_zero = option_type(float, "a number above 0", lambda value: 0 < value < math.inf)
+_count = option_type(int, "a whole number from 1", lambda value: value >= 1)
+_numbers = option_type(
     lambda text: [float(part) for part in text.split(",")],
     "numbers above 0 with commas between them",
     lambda values: all(0 < value < math.inf for value in values),
 )
-_counts = _option(
+_counts = option_type(
     lambda text: [int(part) for part in text.split(",")],
     "whole numbers from 1 with commas between them",
     lambda values: all(value >= 1 for value in values),
