@@ -13,8 +13,8 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -152,6 +152,8 @@ class AsyncSessionStream:
         )
         self._loop = asyncio.get_running_loop()
         self._stream = open_stream(self._outgoing(), metadata=metadata)
+        self._first_status: grpc.aio.AioRpcError | None = None
+        self._stream.add_done_callback(self._keep_first_status)
         self._reader = self._loop.create_task(self._read(), name="quire-session")
 
     async def call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
@@ -214,12 +216,33 @@ class AsyncSessionStream:
             async for message in self._stream:
                 self._ledger.answered(message)
         except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.INTERNAL and self._first_status is not None:
+                error = self._first_status
             cause = from_rpc_error(error)
         except asyncio.CancelledError:
             # The stream was, or the loop is coming to its end; either way this task ends here.
             cause = _cut_off()
         finally:
             self._ledger.end(cause)
+
+    def _keep_first_status(self, stream: Any) -> None:
+        """Keeps what the server said when it ended the stream.
+
+        If a message was being sent at that moment, grpcio may replace the status by INTERNAL "Internal error
+        from Core" right after it came (grpc/grpc issue 36066).
+        """
+        code, details = _result_of(stream.code()), _result_of(stream.details())
+        trailing = _result_of(stream.trailing_metadata())
+        self._first_status = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)
+
+
+def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns that has nothing to wait for: a callback cannot await it."""
+    try:
+        coroutine.send(None)
+    except StopIteration as finished:
+        return finished.value
+    raise AssertionError("the status of a call that is done is known")
 
 
 def _at_least_one(max_in_flight: int) -> int:
