@@ -1,16 +1,23 @@
 """Compiles kernels for GPUs that are not there, and says what is wrong with the result.
 
-    python -m tests.kernels.cuda.compile_gate [MODULE_OR_PACKAGE]
+    python -m tests.kernels.cuda.compile_gate [--anew | --record] [MODULE_OR_PACKAGE]
 
 Every `CompileSpec` of the module, or of the modules of the package (`kernels.cuda` if none is named), is
 compiled for each of its architectures, by two processes. Prints one JSON object a line, a `Report`. Must run
-without TRITON_INTERPRET. What has been compiled before is taken from Triton's cache in TRITON_CACHE_DIR.
+without TRITON_INTERPRET.
+
+Compiling everything takes minutes, so what the compiler made of unchanged input is read from compiled.json
+beside this file, by a digest of that input. --anew compiles it nevertheless. --record writes compiled.json after
+a change of a kernel, of its configurations or of Triton; its diff shows what the change did to registers and
+memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -22,25 +29,35 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kernels.cuda.compile_spec import SHARED_BYTES, CompileSpec
 
 PROCESSES = 2
+RECORD = Path(__file__).with_name("compiled.json")
 
 
 @dataclass(frozen=True)
-class Report:
-    """What came of one configuration on one architecture; `faults` is empty if all is well."""
+class Compiled:
+    """What the compiler made of one configuration for one architecture."""
 
-    name: str
-    architecture: int
-    faults: list[str]
     registers: int = 0
     stack_bytes: int = 0
     shared_bytes: int = 0
     buffers: int = 0  # the fewest of any tile that a matrix product reads in a loop; 0 without such tiles
     wgmma: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """One configuration on one architecture; `faults` is empty if all is well."""
+
+    name: str
+    architecture: int
+    digest: str  # of all that the compiler reads; empty if it is not known
+    faults: list[str]
+    compiled: Compiled
 
 
 @functools.cache
@@ -70,6 +87,23 @@ def signature_faults(spec: CompileSpec) -> list[str]:
     if not set(spec.divisible_by_16) <= set(spec.types):
         faults.append(f"divisible_by_16 names {sorted(set(spec.divisible_by_16) - set(spec.types))}")
     return faults
+
+
+def digest_of(spec: CompileSpec, architecture: int) -> str:
+    """A digest of all that the compiler reads: the kernel, what it calls, its configuration, and Triton."""
+    import triton
+
+    variant = spec.variant
+    options = (spec.signature, spec.constexprs, spec.divisible_by_16, variant.num_warps, variant.num_stages)
+    inputs = repr((triton.__version__, variant.kernel.cache_key, options, architecture))
+    return hashlib.sha256(inputs.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def recorded() -> dict[str, Compiled]:
+    """What was compiled before, by digest."""
+    lines = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
+    return {line["digest"]: Compiled(**line["compiled"]) for line in lines}
 
 
 def compile_for(spec: CompileSpec, architecture: int) -> Any:
@@ -117,44 +151,93 @@ def fewest_buffers(ttgir: str) -> int:
     return min(map(int, tiles)) if len(tiles) >= products else 1
 
 
-def examine(where: str, index: int, architecture: int) -> Report:
-    """Compile one spec for one architecture, and hold the result to what the spec expects."""
-    spec = discover(where)[index]
-    faults = signature_faults(spec)
-    if faults:
-        return Report(spec.name, architecture, faults)
-    try:
-        compiled = compile_for(spec, architecture)
-    except Exception as error:  # Whatever the compiler raises is what there is to report.
-        return Report(spec.name, architecture, [f"does not compile: {error}"])
+def compile_and_read(spec: CompileSpec, architecture: int) -> Compiled:
+    """Compile a spec, and read what is asserted of the result. Raises whatever the compiler raises."""
+    compiled = compile_for(spec, architecture)
     registers, stack = resources(compiled.asm["cubin"])
-    shared = compiled.metadata.shared
-    buffers = fewest_buffers(compiled.asm["ttgir"])
-    wgmma = "wgmma.mma_async" in compiled.asm["ptx"]
+    return Compiled(
+        registers=registers,
+        stack_bytes=stack,
+        shared_bytes=compiled.metadata.shared,
+        buffers=fewest_buffers(compiled.asm["ttgir"]),
+        wgmma="wgmma.mma_async" in compiled.asm["ptx"],
+    )
+
+
+def unexpected(spec: CompileSpec, architecture: int, compiled: Compiled) -> list[str]:
+    """What is not as the spec expects."""
+    faults = []
     limit = min(spec.expects.max_shared_bytes, SHARED_BYTES[architecture])
-    if stack:
-        faults.append(f"spills {stack} bytes a thread")
-    if shared > limit:
-        faults.append(f"uses {shared} bytes of shared memory of {limit}")
-    if spec.expects.wgmma and architecture == 90 and not wgmma:
+    if compiled.stack_bytes:
+        faults.append(f"spills {compiled.stack_bytes} bytes a thread")
+    if compiled.shared_bytes > limit:
+        faults.append(f"uses {compiled.shared_bytes} bytes of shared memory of {limit}")
+    if spec.expects.wgmma and architecture == 90 and not compiled.wgmma:
         faults.append("does not use wgmma")
-    if spec.expects.kv_buffers is not None and buffers < spec.expects.kv_buffers:
-        faults.append(f"has a tile with {buffers} of {spec.expects.kv_buffers} buffers")
-    return Report(spec.name, architecture, faults, registers, stack, shared, buffers, wgmma)
+    if spec.expects.kv_buffers is not None and compiled.buffers < spec.expects.kv_buffers:
+        faults.append(f"has a tile with {compiled.buffers} of {spec.expects.kv_buffers} buffers")
+    return faults
 
 
-def main(where: str) -> None:
-    """Print a report for each spec of `where` and each of its architectures."""
-    assert os.environ.get("TRITON_INTERPRET") != "1", "interpreted kernels cannot be compiled"
+def attempt(where: str, job: tuple[int, int]) -> Compiled | str:
+    """Compile a spec of `where`, by its index, for an architecture. Returns the message if that fails."""
+    index, architecture = job
+    try:
+        return compile_and_read(discover(where)[index], architecture)
+    except Exception as error:  # Whatever the compiler raises is what there is to report.
+        return str(error)
+
+
+def report_on(spec: CompileSpec, architecture: int, outcome: Compiled | str | None) -> Report:
+    """Hold what was compiled to what the spec expects. None: it describes no kernel."""
+    if outcome is None:
+        return Report(spec.name, architecture, "", signature_faults(spec), Compiled())
+    digest = digest_of(spec, architecture)
+    if isinstance(outcome, str):
+        return Report(spec.name, architecture, digest, [f"does not compile: {outcome}"], Compiled())
+    return Report(spec.name, architecture, digest, unexpected(spec, architecture, outcome), outcome)
+
+
+def reports_of(where: str, *, anew: bool) -> list[Report]:
+    """A report for each spec of `where` and each of its architectures."""
     specs = discover(where)
     jobs = [(index, architecture) for index, spec in enumerate(specs) for architecture in spec.architectures]
-    # Spawned, not forked: torch may have started threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
-        reports = [pool.submit(examine, where, *job) for job in jobs]
-        for report in reports:
-            sys.stdout.write(json.dumps(dataclasses.asdict(report.result())) + "\n")
+    outcomes: dict[tuple[int, int], Compiled | str | None] = dict.fromkeys(jobs)
+    compilable = [job for job in jobs if not signature_faults(specs[job[0]])]
+    if not anew:
+        outcomes |= {job: recorded().get(digest_of(specs[job[0]], job[1])) for job in compilable}
+    missing = [job for job in compilable if outcomes[job] is None]
+    if missing:
+        # Spawned, not forked: torch may have started threads.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
+            outcomes |= zip(missing, pool.map(functools.partial(attempt, where), missing), strict=True)
+    return [report_on(specs[job[0]], job[1], outcome) for job, outcome in outcomes.items()]
+
+
+def write_record(reports: list[Report]) -> None:
+    """Write compiled.json, a line for each report."""
+    lines = [
+        json.dumps({key: value for key, value in dataclasses.asdict(each).items() if key != "faults"})
+        for each in sorted(reports, key=lambda each: (each.name, -each.architecture))
+    ]
+    RECORD.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def main() -> None:
+    """See the module's docstring."""
+    assert os.environ.get("TRITON_INTERPRET") != "1", "interpreted kernels cannot be compiled"
+    parser = argparse.ArgumentParser()
+    parser.add_argument("where", nargs="?", default="kernels.cuda")
+    parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--record", action="store_true")
+    arguments = parser.parse_args()
+    reports = reports_of(arguments.where, anew=arguments.anew)
+    for report in reports:
+        sys.stdout.write(json.dumps(dataclasses.asdict(report)) + "\n")
+    if arguments.record:
+        write_record(reports)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "kernels.cuda")
+    main()

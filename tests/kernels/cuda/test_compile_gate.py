@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,38 +15,45 @@ from kernels.cuda import advance, decode_attention, prefill_attention
 from kernels.cuda.compile_spec import SHARED_BYTES, Variant
 from kernels.cuda.prefill_attention import config_for
 from kernels.paged_attention import CUDA_WIDTH_PAIRS, CUDA_WIDTHS
-from tests.kernels.cuda.compile_gate import Report
+from tests.kernels.cuda.compile_gate import Compiled, Report, recorded
 
 ROOT = Path(__file__).parents[3]
 
 
-def compile_gate(where: str) -> list[Report]:
+def compile_gate(where: str, *options: str) -> list[Report]:
     """The reports of the gate, run in a process without TRITON_INTERPRET."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
-    # Kept between runs: Triton takes from it only what the same compiler made of the same source.
-    cache = Path(tempfile.gettempdir()) / f"quire-compile-gate-{os.getuid()}"
-    environment.setdefault("TRITON_CACHE_DIR", str(cache))
-    command = [sys.executable, "-m", "tests.kernels.cuda.compile_gate", where]
+    command = [sys.executable, "-m", "tests.kernels.cuda.compile_gate", *options, where]
     outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     assert outcome.returncode == 0, outcome.stderr
-    return [Report(**json.loads(line)) for line in outcome.stdout.splitlines()]
+    lines = [json.loads(line) for line in outcome.stdout.splitlines()]
+    return [Report(**(line | {"compiled": Compiled(**line["compiled"])})) for line in lines]
 
 
 def table(reports: list[Report]) -> str:
     """What was compiled to what, for people."""
     lines = [f"{'configuration':56} sm  registers  stack  shared  buffers  wgmma"]
     lines += [
-        f"{report.name:56} {report.architecture} {report.registers:10} {report.stack_bytes:6} "
-        f"{report.shared_bytes:7} {report.buffers:8}  {'yes' if report.wgmma else ''}"
+        f"{report.name:56} {report.architecture} {made.registers:10} {made.stack_bytes:6} "
+        f"{made.shared_bytes:7} {made.buffers:8}  {'yes' if made.wgmma else ''}"
         for report in reports
+        for made in [report.compiled]
     ]
     return "\n".join(lines)
 
 
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    """Of all shipped kernels; with --thorough all are compiled, else those that have changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Of this run alone: Triton's own cache of the user says nothing of what a compiler does.
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        return compile_gate("kernels.cuda", *["--anew"] * bool(request.config.getoption("--thorough")))
+
+
 @pytest.mark.timeout(600)
-def test_kernels_compile_as_intended() -> None:
-    reports = compile_gate("kernels.cuda")
+def test_kernels_compile_as_intended(reports: list[Report]) -> None:
     sys.stdout.write(table(reports) + "\n")
     assert len({(report.name, report.architecture) for report in reports}) == len(reports), "names repeat"
     faulty = [
@@ -56,6 +62,13 @@ def test_kernels_compile_as_intended() -> None:
         if report.faults
     ]
     assert not faulty, "\n".join(faulty)
+
+
+@pytest.mark.timeout(600)
+def test_what_was_compiled_is_recorded(reports: list[Report]) -> None:
+    """Else each run compiles it again."""
+    compiled = {report.digest: report.compiled for report in reports}
+    assert compiled == recorded(), "run: python -m tests.kernels.cuda.compile_gate --record"
 
 
 def test_faults_are_found() -> None:
