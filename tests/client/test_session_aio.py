@@ -329,7 +329,7 @@ async def test_a_session_that_ends_while_it_sends_says_what_the_server_said() ->
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "enough")
             yield b""
 
-    handlers = {"Session": grpc.stream_stream_rpc_method_handler(refuse)}
+    handlers: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(refuse)}
     server = grpc.aio.server()
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("quire.v1.ModelExecutorService", handlers),)

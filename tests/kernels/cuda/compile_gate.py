@@ -7,7 +7,7 @@ compiled for each of its architectures, by two processes. Prints one JSON object
 without TRITON_INTERPRET.
 
 Compiling everything takes minutes, so what the compiler made of unchanged input is read from compiled.json
-beside this file, by a digest of that input. --anew compiles it nevertheless. --record writes compiled.json after
+beside this file, by a digest of that input. --anew compiles it nevertheless. --record writes it after
 a change of a kernel, of its configurations or of Triton; its diff shows what the change did to registers and
 memory.
 """
