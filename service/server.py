@@ -177,7 +177,7 @@ class Gateway:
         try:
             from service.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries are an extra
         except ModuleNotFoundError as error:
-            allowed = f"needs {error.name}: pip install 'quire-server[openai]'"
+            allowed = f"needs {error.name}, of the extra openai: `make setup` installs it"
             raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
         return OpenAiFront(self.executions, self.router, self.state, self.text, self.doors)
 
