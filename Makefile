@@ -4,13 +4,15 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+# Quiet but for what goes wrong: each target says what it installs.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 # Changes with what has to be installed, so that an unchanged environment costs nothing.
 REQUIREMENTS := constraints.txt pyproject.toml clients/python/pyproject.toml
 STATE := $(shell cat $(REQUIREMENTS) | cksum | tr ' ' '-')
 # What serving needs, and beside it what tests and checks need.
 SERVING := .venv/serving-$(STATE)
 INSTALLED := .venv/installed-$(STATE)
+BENCH_INSTALLED := .venv/bench-$(notdir $(INSTALLED))
 PROTO_IMAGE := build/protos.binpb
 # The first two are a pair; Triton has wheels for Linux on x86_64 only.
 TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),triton==3.7.1)
@@ -25,23 +27,40 @@ help: ## Show this list
 setup: $(INSTALLED) kernels ## Install everything into .venv (the other targets do it themselves)
 	@:
 
+# Two makes at once would clear each other's .venv: the second one waits, and then finds it done.
+ifndef VENV_LOCKED
+$(SERVING) $(INSTALLED) $(BENCH_INSTALLED):
+	@$(PYTHON) .ci/lock_venv.py $(MAKE) --silent --no-print-directory VENV_LOCKED=yes $@
+else
+
 # An environment without its mark was interrupted half-way: it is made anew. One with an older mark is updated.
 $(SERVING):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'Python 3.11 or later is needed: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@ls .venv/serving-* >/dev/null 2>&1 || { echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; }
 	@rm -f .venv/serving-* .venv/installed-*
-	$(PIP) setuptools $(TORCH)
-	$(PIP) --no-build-isolation --editable clients/python --editable .
+	@echo 'Installing torch, most of about 2 GB'
+	@$(PIP) setuptools $(TORCH)
+	@echo 'Installing Quire and what else it needs'
+	@$(PIP) --no-build-isolation --editable clients/python --editable .
 	@touch $@
+
+$(INSTALLED): $(SERVING)
+	@echo 'Installing what tests and checks need'
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# llama.cpp takes minutes to build, and is one competitor of several: without it its rows say so.
+$(BENCH_INSTALLED): $(INSTALLED)
+	@echo 'Building llama.cpp, which takes minutes'
+	@CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PIP) --editable '.[bench]' && touch $@ \
+	  || echo 'llama.cpp could not be built' >&2
+
+endif
 
 # Quick where they are compiled already; a compiler may have come since.
 kernels: $(SERVING)
 	@$(BIN)/python -m kernels.cpu.library
-
-$(INSTALLED): $(SERVING)
-	$(PIP) --no-build-isolation --editable '.[dev]'
-	@touch $@
 
 serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)
@@ -49,12 +68,6 @@ serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="-
 # A process for each core, up to four (one with ARGS="-n 0"); who has nothing left takes from another.
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
-
-# llama.cpp takes minutes to build, and is one competitor of several: without it its rows say so.
-BENCH_INSTALLED := .venv/bench-$(notdir $(INSTALLED))
-$(BENCH_INSTALLED): $(INSTALLED)
-	@CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PIP) --editable '.[bench]' && touch $@ \
-	  || echo 'llama.cpp could not be built' >&2
 
 bench: $(BENCH_INSTALLED) ## Measure against transformers and llama.cpp, 15 minutes (ARGS="--rows decode-32 --minutes 5")
 	@$(BIN)/python -m benchmarks.run $(ARGS)

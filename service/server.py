@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -145,6 +147,8 @@ class Gateway:
             options=server_options(config),
         )
         self._guests: GuestWatch | None = None
+        # What the log says once, when the first worker is ready.
+        self._when_ready: dict[str, str] = {}
         self._background: list[asyncio.Task[None]] = []
 
     def _new_router(self) -> Router:
@@ -177,7 +181,7 @@ class Gateway:
         try:
             from service.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries are an extra
         except ModuleNotFoundError as error:
-            allowed = f"needs {error.name}: pip install 'quire-server[openai]'"
+            allowed = f"needs {error.name}, of the extra openai: `make setup` installs it"
             raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
         return OpenAiFront(self.executions, self.router, self.state, self.text, self.doors)
 
@@ -229,6 +233,8 @@ class Gateway:
             port = self.server.add_insecure_port(self.config.listen)
         else:
             port = self.server.add_secure_port(self.config.listen, self.credentials)
+        listen = _listen(self.config.listen, port)
+        self._when_ready = {"listen": listen} | _first_command(self.config, listen)
         self._guests = GuestWatch(self.state.guests, self.config.listen, port)
         await self.server.start()
         return port
@@ -293,6 +299,9 @@ class Gateway:
         view = _view_of(slot.worker_id, slot.epoch, slot.ready, slot.weights)
         self.dispatcher.worker_ready(view, kept)
         self._publish_health()
+        if self._when_ready:
+            _log.info("ready", **self._when_ready)
+            self._when_ready = {}
 
     def _on_switch(self, crew: Crew) -> None:
         """These weights are served from now on."""
@@ -358,6 +367,20 @@ def _model_argument(model: str) -> str:
     if model == WEIGHTLESS_MODEL:
         return model
     return str(_SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model).resolve())
+
+
+def _first_command(config: Config, listen: str) -> dict[str, str]:
+    """A command to try next, as one types it; none where callers need certificates or tokens."""
+    if config.tls_cert or config.tokens:
+        return {}
+    program = sys.argv[0] if Path(sys.argv[0]).name == "quire" else "quire"
+    command = [program, "status"]
+    if config.model != WEIGHTLESS_MODEL:
+        # The shipped model adds numbers.
+        command = [program, "generate", "12+34=" if config.model == SHIPPED_MODEL else "Hello"]
+    if listen != Config().listen:
+        command += ["--target", listen]
+    return {"try_next": shlex.join(command)}
 
 
 async def serve(config: Config, find_model: FindModel | None = None) -> int:

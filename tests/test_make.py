@@ -1,4 +1,4 @@
-"""What `make serve` asks for in an empty directory: to serve, and nothing to test or check with."""
+"""What a first `make` sets up: for serving nothing to test or check with, and only once for two of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -19,19 +20,37 @@ def name_of(requirement: str) -> str:
 
 
 @pytest.fixture
-def said(tmp_path: Path) -> str:
-    """The commands of a first `make serve`, which are not run."""
+def checkout(tmp_path: Path) -> Path:
+    """A directory with what a make needs to set up .venv."""
     if shutil.which("make") is None:
         pytest.skip("there is no make")
-    for name in ("Makefile", "constraints.txt", "pyproject.toml", "clients/python/pyproject.toml"):
+    for name in (
+        "Makefile",
+        ".ci/lock_venv.py",
+        "constraints.txt",
+        "pyproject.toml",
+        "clients/python/pyproject.toml",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
     # Tests that a make runs have its flags.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    command = ["make", "--no-print-directory", "--dry-run", "serve"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = ["make", "--no-print-directory", *arguments]
+    output = subprocess.PIPE
+    return subprocess.Popen(command, cwd=checkout, env=environment, stdout=output, stderr=output, text=True)
+
+
+@pytest.fixture
+def said(checkout: Path) -> str:
+    """The commands of a first `make serve`, which are not run."""
+    with make(checkout, "--dry-run", "serve") as dry_run:
+        output, errors = dry_run.communicate(timeout=60)
+    assert dry_run.returncode == 0, errors
+    return output
 
 
 def test_serving_installs_no_extra(said: str) -> None:
@@ -45,3 +64,41 @@ def test_what_it_installs_has_nothing_of_tests_and_checks() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {name_of(line) for line in project["dependencies"]}
     assert not needed & {name_of(line) for line in project["optional-dependencies"]["dev"]}
+
+
+# Stands in for Python: writes down which modules it is to run, and makes a .venv when the test says so.
+_PYTHON = """
+import os, pathlib, shutil, sys
+if sys.argv[1] != "-m":
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+with open("modules", "a") as modules:
+    print(sys.argv[2], file=modules)
+if sys.argv[2] == "venv":
+    pathlib.Path(".venv/bin").mkdir(parents=True)
+    shutil.copy(__file__, ".venv/bin/python")
+    if os.path.exists("begun"):
+        # Named pipes: to open them waits for the test. A second one would go on.
+        with open("begun", "w"):
+            os.unlink("begun")
+        open("go").close()
+"""
+
+
+def test_of_two_makes_at_once_one_sets_up(checkout: Path) -> None:
+    python = checkout / "python"
+    python.write_text(f"#!{sys.executable}{_PYTHON}")
+    python.chmod(0o755)
+    os.mkfifo(checkout / "begun")
+    os.mkfifo(checkout / "go")
+    with make(checkout, f"PYTHON={python}", "setup") as first:
+        (checkout / "begun").read_text()
+        with make(checkout, f"PYTHON={python}", "setup") as second:
+            try:
+                assert second.stdout is not None
+                said = second.stdout.readline()
+                assert said == "Waiting for another make, which sets up .venv\n"
+            finally:
+                (checkout / "go").write_text("")
+            assert [first.wait(60), second.wait(60)] == [0, 0]
+    run = (checkout / "modules").read_text().split()
+    assert (run.count("venv"), run.count("pip"), run.count("kernels.cpu.library")) == (1, 3, 2)

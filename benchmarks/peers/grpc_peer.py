@@ -32,7 +32,7 @@ class GrpcPeer(Peer):
         self.runner_stub: drivers.RunnerStub = runner_pb2_grpc.ModelRunnerServiceStub(self._channels[-1])
 
     def versions(self) -> dict[str, str]:
-        return {name: version(name) for name in ("quire-server", "grpcio", "protobuf", "uvloop")}
+        return {name: version(name) for name in ("quire-llm-server", "grpcio", "protobuf", "uvloop")}
 
     def memory(self) -> dict[str, int]:
         pids = {"gateway": self.gateway.process.pid, "worker": self._worker_pid}

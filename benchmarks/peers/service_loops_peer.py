@@ -40,7 +40,7 @@ class ServiceLoopsPeer(Peer):
         self._turns = 0
 
     def versions(self) -> dict[str, str]:
-        return {name: version(name) for name in ("quire-server", "grpcio", "protobuf")}
+        return {name: version(name) for name in ("quire-llm-server", "grpcio", "protobuf")}
 
     def memory(self) -> dict[str, int]:
         pids = {"gateway": self._gateway.process.pid, "worker": self._worker_pid}

@@ -38,7 +38,7 @@ class ExecutorApi:
         self._state = state
         self._pool = pool
         self._sessions: set[Session] = set()
-        self._version = metadata.version("quire-server")
+        self._version = metadata.version("quire-llm-server")
 
     async def run(self, call: Call, request: Message, context: Context) -> Message:
         """Runs one call of the table."""

@@ -127,7 +127,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
 
-        print(f"quire {metadata.version('quire-server')}")
+        print(f"quire {metadata.version('quire-llm-server')}")
         parser.exit()
 
 

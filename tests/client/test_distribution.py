@@ -1,11 +1,19 @@
-"""The client as a distribution of its own: it installs, and completes calls, without the server's parts."""
+"""The client as a distribution of its own: it installs, and completes calls, without the server's parts.
+
+Also what documents and messages tell people to install.
+"""
 
 from __future__ import annotations
 
+import ast
 import email
+import functools
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -13,7 +21,10 @@ import pytest
 
 from tests.fake_executor import FakeExecutor
 
-CLIENT = Path(__file__).resolve().parents[2] / "clients" / "python"
+ROOT = Path(__file__).resolve().parents[2]
+CLIENT = ROOT / "clients" / "python"
+# What documents and messages may have installed from a registry.
+_OF_OTHERS = ("lm-eval", "tokenizers")
 
 # Run by an interpreter that finds the installed wheel first, and has none of the server's parts.
 _SCRIPT = """
@@ -71,7 +82,7 @@ def test_it_depends_on_grpc_and_protobuf_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
-    assert metadata["Name"] == "quire-client"
+    assert metadata["Name"] == "quire-llm"
     lines = metadata.get_all("Requires-Dist", [])
     requirements = {line.split(">")[0] for line in lines if "extra ==" not in line}
     assert requirements == {"grpcio", "protobuf", "googleapis-common-protos"}
@@ -90,3 +101,54 @@ def test_installed_alone_it_completes_calls(
     )
     assert (done.returncode, done.stdout.strip()) == (0, "10"), done.stderr
     assert executor.caches == {}
+
+
+def test_a_checkout_beside_a_script_does_not_hide_the_client(tmp_path: Path) -> None:
+    """`git clone` makes a directory `quire`, which a script beside it could import as a namespace package."""
+    (tmp_path / "quire" / "clients").mkdir(parents=True)
+    script = tmp_path / "script.py"
+    script.write_text("from quire import Client; print(Client.__module__)")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "quire.client"), done.stderr
+
+
+@functools.cache
+def texts() -> tuple[tuple[str, str], ...]:
+    """What a user reads, with the file that it stands in: the documents, and the strings of the programs."""
+    found = []
+    for part in ("service", "workers", "kernels", "benchmarks", "clients/python"):
+        for path in ROOT.glob(f"{part}/**/*.py"):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            found += [(path, str(node.value)) for node in nodes if isinstance(node, ast.Constant)]
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "clients/*/*.md", "clients/node/src/*.ts"):
+        found += [(path, path.read_text(encoding="utf-8")) for path in ROOT.glob(pattern)]
+    return tuple((path.relative_to(ROOT).as_posix(), text) for path, text in found)
+
+
+def installs(program: str) -> list[tuple[str, str]]:
+    """Each file and what it says to install; the command ends where its line or its code span does."""
+    return [
+        (path, word)
+        for path, text in texts()
+        for command in re.findall(rf"\b{program} (?:install|i) ([^`\n]+)", text)
+        for word in shlex.split(command, comments=True)
+        if not word.startswith("-")
+    ]
+
+
+def test_what_people_are_told_to_install_exists() -> None:
+    told = installs("pip")
+    named = {path for path, _ in told}
+    assert {"README.md", "docs/openai.md", "docs/recipes.md", "clients/python/quire/text.py"} <= named
+    for path, word in told:
+        name, _, extra = word.removesuffix("]").partition("[")
+        if name in _OF_OTHERS:
+            continue
+        assert name.startswith("."), f"{path}: nothing of ours is on a registry, so {word} is not ours"
+        project = tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
+        assert not extra or extra in project["optional-dependencies"], (path, word)
+    assert installs("npm") == [("clients/node/README.md", "PATH/TO/clients/node")]
+
+
+def test_no_text_names_packages_of_others_as_ours() -> None:
+    assert not [path for path, text in texts() if re.search(r"\bquire-(client|server)\b", text)]

@@ -1,10 +1,14 @@
-"""What importing the client loads: a program pays for it before its first line."""
+"""What importing the client loads, before a program's first line, and what the package shows of itself."""
 
 from __future__ import annotations
 
 import json
+import pydoc
 import subprocess
 import sys
+from pathlib import Path
+
+import quire
 
 # What the interpreter may load by itself, such as for packages that are installed in place, does not count.
 _COUNTED = """
@@ -44,3 +48,26 @@ def test_a_client_loads_grpc_and_protobuf() -> None:
 def test_everything_that_it_offers_loads_no_more() -> None:
     everything = loaded_by("import quire; [getattr(quire, name) for name in quire.__all__]")
     assert others(everything) == {"google", "typing_extensions"}
+
+
+def test_it_shows_what_it_offers() -> None:
+    assert set(quire.__all__) <= set(dir(quire))
+    shown = pydoc.plain(pydoc.render_doc(quire))
+    assert all(f"class {name}(" in shown for name in ("Client", "AsyncClient", "Session", "CacheNotFound"))
+
+
+def test_type_checkers_know_its_names(tmp_path: Path) -> None:
+    """As in a project of somebody else, which has the client installed."""
+    code = "import quire\nfrom quire import Client\nreveal_type(Client('x').prefill([1]))\nquire.Clinet\n"
+    (tmp_path / "program.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", "cache", "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    first, second, last = done.stdout.splitlines()
+    assert 'Revealed type is "quire.client.Cache"' in first
+    assert second.startswith("program.py:4: error:") and '"Clinet"' in second
+    assert last.startswith("Found 1 error"), done.stdout

@@ -16,16 +16,21 @@ from quire import Client
 from quire.v1 import executor_pb2
 
 from benchmarks import checkout
-from tests.gateway_process import GatewayProcess
+from tests.gateway_process import ROOT, GatewayProcess
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def gateway() -> Iterator[GatewayProcess]:
     with GatewayProcess(model="adder") as gateway:
-        yield gateway.address
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def address(gateway: GatewayProcess) -> str:
+    return gateway.address
 
 
 def blocks(language: str) -> list[str]:
@@ -85,9 +90,17 @@ def test_the_python_code(address: str, tmp_path: Path) -> None:
 def test_the_commands(address: str) -> None:
     generate, status, *_ = commands("quire")
     quire = (sys.executable, "-m", "service.cli.main")
-    root = Path(__file__).resolve().parents[2]
-    assert run(*quire, *generate, "--target", address, cwd=root).strip() == "46"
-    assert "worker-0" in run(*quire, *status, "--target", address, cwd=root)
+    assert run(*quire, *generate, "--target", address, cwd=ROOT).strip() == "46"
+    assert "worker-0" in run(*quire, *status, "--target", address, cwd=ROOT)
+
+
+def test_a_server_that_is_ready_says_what_to_try_next(gateway: GatewayProcess) -> None:
+    gateway.wait_until(lambda: any(record["event"] == "ready" for record in gateway.records()))
+    (ready,) = (record for record in gateway.records() if record["event"] == "ready")
+    assert ready["listen"] == gateway.address
+    program, *arguments = shlex.split(str(ready["try_next"]))
+    assert program == "quire"
+    assert run(sys.executable, "-m", "service.cli.main", *arguments, cwd=ROOT).strip() == "46"
 
 
 def test_buf_curl_through_reflection(address: str) -> None:

@@ -357,7 +357,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
-    assert capsys.readouterr().out == f"quire {metadata.version('quire-server')}\n"
+    assert capsys.readouterr().out == f"quire {metadata.version('quire-llm-server')}\n"
 
 
 def test_what_only_the_server_can_tell_exits_with_2_too(

@@ -1,5 +1,5 @@
 // Whole texts as a stream, which goes on where a connection is lost: node examples/execute.mjs [TARGET]
-import { errorFromStatus, item, QuireClient } from "quire-client";
+import { errorFromStatus, item, QuireClient } from "quire-llm";
 
 const client = new QuireClient(process.argv[2]);
 try {

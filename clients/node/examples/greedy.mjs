@@ -1,7 +1,7 @@
 // A greedy loop, one call for each token: node examples/greedy.mjs [TARGET]
 // For other models read tokens with a tokenizer library from GetModelInfo's tokenizer.json; the shipped model writes
 // each character as a token, so that its vocabulary is enough here.
-import { QuireClient } from "quire-client";
+import { QuireClient } from "quire-llm";
 
 const client = new QuireClient(process.argv[2], { timeoutMs: 60_000 });
 try {

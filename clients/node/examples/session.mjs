@@ -1,5 +1,5 @@
 // Many sequences at once on one stream, each with a loop of its own: node examples/session.mjs [TARGET]
-import { QuireClient, QuireError } from "quire-client";
+import { QuireClient, QuireError } from "quire-llm";
 
 const PROMPTS = [
   [1, 2, 3],

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { after, test } from "node:test";
 
-import { QuireClient, QuireError, status, types } from "quire-client";
+import { QuireClient, QuireError, status, types } from "quire-llm";
 
 import { breakingWay, GUARDED, silentServer, TARGET, TIMEOUT_MS } from "./servers.mjs";
 

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
 
-import { errorFromStatus, item, QuireClient, QuireError, runner, status } from "quire-client";
+import { errorFromStatus, item, QuireClient, QuireError, runner, status } from "quire-llm";
 
 import { breakingWay, TARGET, TIMEOUT_MS } from "./servers.mjs";
 

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
 
-import { QuireClient, QuireError, SessionEnded, status } from "quire-client";
+import { QuireClient, QuireError, SessionEnded, status } from "quire-llm";
 
 import { breakingWay, silentServer, TARGET, TIMEOUT_MS } from "./servers.mjs";
 

@@ -165,8 +165,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+def __dir__() -> list[str]:
+    return __all__
+
+
+# To type checkers it would say that every name exists.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        module = _MODULE_OF.get(name)
+        if module is None:
+            raise AttributeError(f"module 'quire' has no attribute {name!r}")
+        return getattr(importlib.import_module(module), name)

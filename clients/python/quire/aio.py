@@ -294,7 +294,7 @@ class AsyncClient(_AsyncCaller):
         return await self._call(_methods.GET_MODEL_INFO, request)
 
     async def tokenizer(self) -> ModelTokenizer:
-        """The model's tokenizer, which the server hands out. Needs the extra `quire-client[text]`.
+        """The model's tokenizer, which the server hands out. Needs the package `tokenizers` (extra `text`).
 
         Raises ImportError without it, and PreconditionFailed (NO_TOKENIZER) where the model has none.
         """

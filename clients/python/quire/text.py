@@ -90,7 +90,7 @@ def _loaded(tokenizer_json: bytes) -> Tokenizer:
     try:
         from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ImportError("texts need the package tokenizers: pip install 'quire-client[text]'") from error
+        raise ImportError("texts need the package tokenizers: pip install tokenizers") from error
     if not tokenizer_json:
         raise PreconditionFailed(
             grpc.StatusCode.FAILED_PRECONDITION,

@@ -498,7 +498,7 @@ async def test_listening_needs_libraries(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in [name for name in sys.modules if name.startswith("service.openai")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ConfigError, match=r"needs uvicorn: pip install 'quire-server\[openai\]'"):
+    with pytest.raises(ConfigError, match=r"needs uvicorn, .*`make setup`"):
         Gateway(Config(listen="127.0.0.1:0", openai_listen="127.0.0.1:0"))
 
 
