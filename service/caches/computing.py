@@ -181,7 +181,9 @@ class Computing:
         for operation in under_way:
             self._leave(operation, Leaving.TAKEN_BACK)
         for operation in under_way:
-            self._try_again(operation, WorkerLost())
+            # The end of one before it may have let a fork begin that releases its cache: it waits for that.
+            if operation.has_turn:
+                self._try_again(operation, WorkerLost())
         self._changed = True
         return lost
 

@@ -9,7 +9,8 @@ all little-endian. The crc of a row is over what precedes it, and over the row's
 kept beside it; that of a frame over what precedes it in the frame. A frame is one record; or it is a run of
 appends of one token each, which is what a turn of decodes is: 20 bytes an append, decoded many at a time.
 
-The weights of a cache are at the end of what makes it, and only if they are not the first ones.
+The weights of a cache are at the end of what makes it, and only if they are not the first ones. Such a record
+has a kind of its own; earlier versions wrote it with the kind of one without weights, which is still read.
 
 A program that does not know a row's format refuses the journal. It must not take the row for a damaged one:
 the last of those is cut off.
@@ -38,8 +39,8 @@ from service.caches.records import (
     TokensAppended,
 )
 
-# Of rows that hold what the first format does not know. All others can be read by programs that know only it.
-VERSION: Final = 2
+# The newest format. A row has the oldest one that knows all its records, for programs that know only that.
+VERSION: Final = 3
 _FIRST_VERSION: Final = 1
 _TOKEN_BYTES: Final = 4
 _ROW_HEAD = struct.Struct("<BBHI")
@@ -54,8 +55,10 @@ _ROW_START: Final = _ROW_HEAD.size + _CRC.size
 FRAME_BYTES: Final = _FRAME_HEAD.size + _CRC.size
 
 _CREATED, _APPENDED, _TRUNCATED, _FORKED, _RENEWED, _RELEASED, _RESTATED, _SINGLES = range(1, 9)
-# Of one of several caches that are forked together. Not of the first format.
-_FORKED_TOGETHER = 9
+# Of one of several caches that are forked together; and of caches that are not of the first weights.
+_FORKED_TOGETHER, _CREATED_WITH_WEIGHTS, _RESTATED_WITH_WEIGHTS = range(9, 12)
+# The format that a kind came with, if that is not the first.
+_FORMATS: Final = {_FORKED_TOGETHER: 2, _CREATED_WITH_WEIGHTS: 3, _RESTATED_WITH_WEIGHTS: 3}
 
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
@@ -132,20 +135,19 @@ def encode(records: Sequence[Record]) -> bytes:
 
 def seal(frames: Sequence[bytes], seq: int, wall_ns: int) -> bytes:
     """A row of what `encode` returned, once or more often; `seq` and `wall_ns` are kept beside it."""
-    version = VERSION if any(map(_has_newer, frames)) else _FIRST_VERSION
+    version = max(map(_format_of, frames), default=_FIRST_VERSION)
     head = _ROW_HEAD.pack(version, 0, 0, sum(map(len, frames)))
     return b"".join((head, _CRC.pack(crc32(head, crc32(_ROW_KEY.pack(seq, wall_ns)))), *frames))
 
 
-def _has_newer(frames: bytes) -> bool:
-    """Whether a frame among these is not of the first format."""
-    at = 0
+def _format_of(frames: bytes) -> int:
+    """The oldest format that knows all these frames."""
+    at, version = 0, _FIRST_VERSION
     while at < len(frames):
         length, kind = _FRAME_HEAD.unpack_from(frames, at)
-        if kind == _FORKED_TOGETHER:
-            return True
+        version = max(version, _FORMATS.get(kind, _FIRST_VERSION))
         at += FRAME_BYTES + length
-    return False
+    return version
 
 
 def decode(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
@@ -235,7 +237,7 @@ def _encode_one(record: Record) -> bytes:
 
 def _encode_created(record: CacheCreated) -> bytes:
     return _frame(
-        _CREATED,
+        _CREATED_WITH_WEIGHTS if record.weights else _CREATED,
         _CREATED_HEAD.pack(record.number, record.seed, record.lease_s),
         _blob(record.cache_id.encode()),
         _blob(record.tenant.encode()),
@@ -293,7 +295,8 @@ def _encode_restated(record: CacheRestated) -> bytes:
         parts += (_LAST_HEAD.pack(last.base, last.kept, last.accept), _blob(last.asked))
     if fork is not None:
         parts += (_FORK_HEAD.pack(fork.parent, fork.index, fork.count), _blob(fork.request_id.encode()))
-    return _frame(_RESTATED, *parts, _tokens(record.token_ids), _weights(record.weights))
+    kind = _RESTATED_WITH_WEIGHTS if record.weights else _RESTATED
+    return _frame(kind, *parts, _tokens(record.token_ids), _weights(record.weights))
 
 
 _ENCODERS: Final[dict[type, Callable[..., bytes]]] = {
@@ -450,6 +453,7 @@ def _decode_restated(body: _Body) -> CacheRestated:
 
 _DECODERS: Final[dict[int, Callable[[_Body], Record]]] = {
     _CREATED: _decode_created,
+    _CREATED_WITH_WEIGHTS: _decode_created,
     _APPENDED: _decode_appended,
     _TRUNCATED: lambda body: CacheTruncated(*body.values(_TRUNCATED_BODY)),
     _FORKED: _decode_forked,
@@ -457,4 +461,5 @@ _DECODERS: Final[dict[int, Callable[[_Body], Record]]] = {
     _RENEWED: lambda body: LeaseRenewed(*body.values(_RENEWED_BODY)),
     _RELEASED: lambda body: CacheReleased(*body.values(_NUMBER)),
     _RESTATED: _decode_restated,
+    _RESTATED_WITH_WEIGHTS: _decode_restated,
 }

@@ -59,7 +59,7 @@ class Rotation:
     async def replace(self, worker_id: str, grace_s: float) -> list[Replaced]:
         """Replaces a worker, or all with an empty id. Raises InvalidArgument or NoWorker.
 
-        If it is cancelled while it waits, what was begun goes on: the new process comes all the same.
+        If it is cancelled while it waits, the worker whose turn it is is replaced at once.
         """
         wanted = [slot for slot in self._pool.slots if worker_id in ("", slot.worker_id)]
         if not wanted:
@@ -91,10 +91,13 @@ class Rotation:
         _log.info("replacing a worker", worker_id=slot.worker_id, epoch=epoch)
         self._drains.worker_draining(slot.worker_id, epoch)
         until_s = self._clock_s() + grace_s
-        # Polled: events for it would cost each answer something, for the sake of one moment.
-        while not self._drains.is_drained(slot.worker_id, epoch) and self._clock_s() < until_s:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
-        self._pool.retire(slot.worker_id, epoch)
+        try:
+            # Polled: events for it would cost each answer something, for the sake of one moment.
+            while not self._drains.is_drained(slot.worker_id, epoch) and self._clock_s() < until_s:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+        finally:
+            # Also if the caller has gone: a worker that is draining takes no work, so it must not stay.
+            self._pool.retire(slot.worker_id, epoch)
         until_s = self._clock_s() + self._pool.start_timeout_s
         while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:
             if self._clock_s() > until_s:

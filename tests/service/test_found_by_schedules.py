@@ -5,12 +5,15 @@ Each of these went wrong in a schedule of `tests/sim`.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
 from service.caches.placement import WorkerView
-from service.caches.requests import Appended, Fork, Truncate
+from service.caches.records import CacheForked, CacheReleased
+from service.caches.requests import Appended, Fork, Handles, Truncate
 from service.errors import InvalidArgument, QuireError
+from tests.service.failing_journal import FailingJournal
 from tests.sim.disk import Disk, DiskJournal
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import Faults, ModelWorker, Pool
@@ -66,6 +69,26 @@ def test_forks_of_two_caches_do_not_share_a_request_id() -> None:
     assert not isinstance(gateway.replies[first], QuireError)
     assert isinstance(gateway.replies[second], InvalidArgument)
     gateway.table.check_invariants()
+
+
+def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> None:
+    """Its release may be durable before what was computed: the journal would have an append to no cache."""
+    journal = FailingJournal()
+    gateway = Gateway(journal=journal)
+    kept, released = gateway.create(1), gateway.create(2)
+    gateway.start_worker("worker-1")
+    late = dataclasses.replace(decode(kept, 3), timeout_s=1.0)
+    refused, append, fork = gateway.submit(late, decode(released, 4), Fork.of(kept, 1, release=(released,)))
+    journal.is_slow = True
+    # The worker's death ends the first, whose end lets the fork begin while the second is placed anew.
+    gateway.now_s = 2.0
+    gateway.lose_worker("worker-0")
+    gateway.work()
+    journal.settle()
+    gateway.table.check_invariants()
+    assert gateway.reason(refused) == "DEADLINE_PASSED" and isinstance(gateway.replies[fork], Handles)
+    assert gateway.reason(append) == "CACHE_NOT_FOUND"
+    assert [type(record) for record in journal.written[-2:]] == [CacheForked, CacheReleased]
 
 
 def test_who_waits_for_room_without_a_place_takes_that_of_idle_caches() -> None:

@@ -123,17 +123,35 @@ def test_whatever_becomes_of_a_body_nothing_but_the_error_is_raised(
         list(decode(seal([encoding._frame(kind, bytes(body))], 5, 6), 5, 6))
 
 
-def test_a_row_that_a_program_of_before_cannot_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+TOGETHER = CacheForked(1, (Child(2, "kv_2", 3),), "f", total=2, first=1)
+CREATED = CacheCreated(2, "kv_2", "", b"", 3, 60.0, "", weights=1)
+RESTATED = CacheRestated(2, "kv_2", "", b"", 3, 60.0, "", 0, 0, None, None, 0, 0, [7], weights=1)
+
+
+@pytest.mark.parametrize(("record", "format_"), [(TOGETHER, 2), (CREATED, 3), (RESTATED, 3)])
+def test_a_row_that_a_program_of_before_cannot_read_says_so(
+    record: Record, format_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it would take the last one for damaged, and cut it off."""
-    together = CacheForked(1, (Child(2, "kv_2", 3),), "f", total=2, first=1)
-    row = seal([encode(turn(1)), encode([CacheReleased(9), together])], 1, 1)
-    assert plain(list(decode(row, 1, 1)))[-1:] == plain([together])
-    monkeypatch.setattr(encoding, "VERSION", 1)
-    with pytest.raises(NewerFormat, match="format 2"):
+    row = seal([encode(turn(1)), encode([CacheReleased(9), record, *turn(1)])], 1, 1)
+    assert plain([record]) == plain(list(decode(row, 1, 1)))[2:3]
+    monkeypatch.setattr(encoding, "VERSION", format_ - 1)
+    with pytest.raises(NewerFormat, match=f"format {format_}"):
         list(decode(row, 1, 1))
 
 
-@given(st.lists(RECORD.filter(lambda record: not getattr(record, "total", 0))))
+@pytest.mark.parametrize(("record", "kind"), [(CREATED, 1), (RESTATED, 7)])
+def test_weights_that_an_earlier_version_wrote_are_read(record: Record, kind: int) -> None:
+    """It wrote them into records of the first format."""
+    row = seal([encoding._frame(kind, encode([record])[5:-4])], 1, 1)
+    assert row[0] == 1 and plain(list(decode(row, 1, 1))) == plain([record])
+
+
+def is_of_the_first_format(record: Record) -> bool:
+    return not (getattr(record, "total", 0) or getattr(record, "weights", 0))
+
+
+@given(st.lists(RECORD.filter(is_of_the_first_format)))
 def test_rows_without_what_is_new_are_of_the_first_format(records: list[Record]) -> None:
     assert seal([encode(records)], 5, 6)[0] == 1
 

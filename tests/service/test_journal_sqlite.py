@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
 import shutil
@@ -342,16 +343,24 @@ async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         open_journal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("record", "format_"),
+    [
+        (CacheForked(1, (Child(2, "kv_2", 3),), "f", total=2, first=1), 2),
+        (dataclasses.replace(created(2), weights=1), 3),
+    ],
+)
 async def test_a_row_of_a_newer_format_is_refused_and_not_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, record: Record, format_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a program of before forks of several would find it, at the end."""
+    """As a program of before it would find it, at the end."""
     with contextlib.closing(open_journal(tmp_path)) as journal:
         assert await commit(journal, created(1))
-        assert await commit(journal, CacheForked(1, (Child(2, "kv_2", 3),), "f", total=2, first=1))
+        assert await commit(journal, record)
     with monkeypatch.context() as patch:
-        patch.setattr(encoding, "VERSION", 1)
-        with pytest.raises(JournalUnusable, match=r"row 2: .*format 2.*the version"), reopened(tmp_path):
+        patch.setattr(encoding, "VERSION", format_ - 1)
+        refused = pytest.raises(JournalUnusable, match=rf"row 2: .*format {format_}.*the version")
+        with refused, reopened(tmp_path):
             pass
     with reopened(tmp_path) as (_, ledger):
         assert len(ledger) == 2

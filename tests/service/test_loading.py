@@ -281,3 +281,22 @@ async def test_a_replacement_and_a_switch_do_not_get_in_each_others_way(
         ended = await asyncio.gather(renewing, replacing, return_exceptions=True)
         assert [type(error) for error in ended] == [NoWorker, NoWorker]
         assert (await loading)[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
+
+
+async def test_a_worker_is_replaced_though_the_caller_went_while_it_was_draining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be ready, and take no work, until somebody replaces it."""
+    bench = Loads(tmp_path, monkeypatch, works)
+    draining = asyncio.Event()
+    monkeypatch.setattr(bench.gateway.dispatcher, "worker_draining", lambda *_: draining.set())
+    monkeypatch.setattr(bench.gateway.dispatcher, "is_drained", lambda *_: False)
+    async with serving(bench):
+        replacing = asyncio.create_task(bench.rotation.replace("", grace_s=600.0))
+        await draining.wait()
+        replacing.cancel()
+        await asyncio.wait({replacing})
+        (slot,) = bench.supervisor.slots
+        while slot.epoch == 1 or slot.ready is None:
+            await asyncio.sleep(0)
+        assert replacing.cancelled() and len(bench.launcher.started) == 2
