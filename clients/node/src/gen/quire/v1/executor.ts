@@ -133,8 +133,10 @@ export interface BatchPrefillResult {
 
 export interface DecodeRequest {
   cacheId: string;
-  /** The token to append. Unset is token 0. */
-  tokenId: number;
+  /** The token to append. Unset: EMPTY_TOKENS. */
+  tokenId?:
+    | number
+    | undefined;
   /** The length the caller believes the cache has. */
   position?: number | undefined;
   output: OutputOptions | undefined;
@@ -363,8 +365,10 @@ export interface ForkedCaches {
 
 export interface TruncateKVRequest {
   cacheId: string;
-  /** The length to keep. At most the cache's length. */
-  newLen: number;
+  /** The length to keep. At most the cache's length. Unset: BAD_FIELD. */
+  newLen?:
+    | number
+    | undefined;
   /** The length the caller believes the cache has. A cache that is `new_len` long already is left as it is. */
   position?: number | undefined;
 }
@@ -1235,7 +1239,7 @@ export const BatchPrefillResult: MessageFns<BatchPrefillResult> = {
 };
 
 function createBaseDecodeRequest(): DecodeRequest {
-  return { cacheId: "", tokenId: 0, position: undefined, output: undefined, priority: 0 };
+  return { cacheId: "", tokenId: undefined, position: undefined, output: undefined, priority: 0 };
 }
 
 export const DecodeRequest: MessageFns<DecodeRequest> = {
@@ -1243,7 +1247,7 @@ export const DecodeRequest: MessageFns<DecodeRequest> = {
     if (message.cacheId !== "") {
       writer.uint32(10).string(message.cacheId);
     }
-    if (message.tokenId !== 0) {
+    if (message.tokenId !== undefined) {
       writer.uint32(16).uint32(message.tokenId);
     }
     if (message.position !== undefined) {
@@ -1329,7 +1333,7 @@ export const DecodeRequest: MessageFns<DecodeRequest> = {
   fromPartial(object: DeepPartial<DecodeRequest>): DecodeRequest {
     const message = createBaseDecodeRequest();
     message.cacheId = object.cacheId ?? "";
-    message.tokenId = object.tokenId ?? 0;
+    message.tokenId = object.tokenId ?? undefined;
     message.position = object.position ?? undefined;
     message.output = (object.output !== undefined && object.output !== null)
       ? OutputOptions.fromPartial(object.output)
@@ -3301,7 +3305,7 @@ export const ForkedCaches: MessageFns<ForkedCaches> = {
 };
 
 function createBaseTruncateKVRequest(): TruncateKVRequest {
-  return { cacheId: "", newLen: 0, position: undefined };
+  return { cacheId: "", newLen: undefined, position: undefined };
 }
 
 export const TruncateKVRequest: MessageFns<TruncateKVRequest> = {
@@ -3309,7 +3313,7 @@ export const TruncateKVRequest: MessageFns<TruncateKVRequest> = {
     if (message.cacheId !== "") {
       writer.uint32(10).string(message.cacheId);
     }
-    if (message.newLen !== 0) {
+    if (message.newLen !== undefined) {
       writer.uint32(16).uint32(message.newLen);
     }
     if (message.position !== undefined) {
@@ -3373,7 +3377,7 @@ export const TruncateKVRequest: MessageFns<TruncateKVRequest> = {
   fromPartial(object: DeepPartial<TruncateKVRequest>): TruncateKVRequest {
     const message = createBaseTruncateKVRequest();
     message.cacheId = object.cacheId ?? "";
-    message.newLen = object.newLen ?? 0;
+    message.newLen = object.newLen ?? undefined;
     message.position = object.position ?? undefined;
     return message;
   },
