@@ -501,6 +501,16 @@ export interface GetModelInfoResponse {
     | undefined;
   /** Where workers compute it, as torch names it, such as "cpu" or "cuda:0": ExecutorCapabilities.device of the first one. */
   device: string;
+  /**
+   * As ChatTemplate has them, also of a model without a template: the tokenizer's own, of which bos_token may be another
+   * than ModelDescription.bos_token_id, which is the config's.
+   */
+  specialTokens: { [key: string]: string };
+}
+
+export interface GetModelInfoResponse_SpecialTokensEntry {
+  key: string;
+  value: string;
 }
 
 export interface GetCapabilitiesRequest {
@@ -4591,6 +4601,7 @@ function createBaseGetModelInfoResponse(): GetModelInfoResponse {
     chatTemplate: undefined,
     samplingDefaults: undefined,
     device: "",
+    specialTokens: {},
   };
 }
 
@@ -4611,6 +4622,9 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
     if (message.device !== "") {
       writer.uint32(42).string(message.device);
     }
+    globalThis.Object.entries(message.specialTokens).forEach(([key, value]: [string, string]) => {
+      GetModelInfoResponse_SpecialTokensEntry.encode({ key: key as any, value }, writer.uint32(50).fork()).join();
+    });
     return writer;
   },
 
@@ -4667,6 +4681,17 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
             message.device = reader.string();
             continue;
           }
+          case 6: {
+            if (tag !== 50) {
+              break;
+            }
+
+            const entry6 = GetModelInfoResponse_SpecialTokensEntry.decode(reader, reader.uint32());
+            if (entry6.value !== undefined) {
+              message.specialTokens[entry6.key] = entry6.value;
+            }
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -4695,6 +4720,82 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
       ? SamplingParams.fromPartial(object.samplingDefaults)
       : undefined;
     message.device = object.device ?? "";
+    message.specialTokens = (globalThis.Object.entries(object.specialTokens ?? {}) as [string, string][]).reduce(
+      (acc: { [key: string]: string }, [key, value]: [string, string]) => {
+        if (value !== undefined) {
+          acc[key] = globalThis.String(value);
+        }
+        return acc;
+      },
+      {},
+    );
+    return message;
+  },
+};
+
+function createBaseGetModelInfoResponse_SpecialTokensEntry(): GetModelInfoResponse_SpecialTokensEntry {
+  return { key: "", value: "" };
+}
+
+export const GetModelInfoResponse_SpecialTokensEntry: MessageFns<GetModelInfoResponse_SpecialTokensEntry> = {
+  encode(message: GetModelInfoResponse_SpecialTokensEntry, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.key !== "") {
+      writer.uint32(10).string(message.key);
+    }
+    if (message.value !== "") {
+      writer.uint32(18).string(message.value);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): GetModelInfoResponse_SpecialTokensEntry {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseGetModelInfoResponse_SpecialTokensEntry();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.key = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.value = reader.string();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<GetModelInfoResponse_SpecialTokensEntry>): GetModelInfoResponse_SpecialTokensEntry {
+    return GetModelInfoResponse_SpecialTokensEntry.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<GetModelInfoResponse_SpecialTokensEntry>): GetModelInfoResponse_SpecialTokensEntry {
+    const message = createBaseGetModelInfoResponse_SpecialTokensEntry();
+    message.key = object.key ?? "";
+    message.value = object.value ?? "";
     return message;
   },
 };
