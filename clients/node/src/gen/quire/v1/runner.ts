@@ -190,6 +190,7 @@ export interface Chat {
   /**
    * Tools that the model may call, as JSON: a list of {"type": "function", "function": {...}}, as the OpenAI API has it.
    * At most 2 MiB and 262,144 values (a text, list or object counts as 8), with all `arguments_json` of the messages.
+   * Refused where the model's chat template does not write them.
    */
   toolsJson: string;
 }
