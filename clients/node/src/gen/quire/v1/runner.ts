@@ -338,7 +338,12 @@ export interface Runtime {
   modelId: string;
   /** Of the weights, as ModelDescription has it. Empty: not known. */
   fingerprint: string;
-  /** Computing keeps the interpreter of this server's process from other work. */
+  /**
+   * Computing holds the interpreter lock of this server's process. Always false, and so of no use: workers are processes
+   * of their own, and providers are elsewhere.
+   *
+   * @deprecated
+   */
   gilPinned: boolean;
   rateLimits:
     | RateLimits
