@@ -289,13 +289,13 @@ def to_ready(
     holdings: Sequence[tuple[int, int]],
 ) -> worker_pb2.WorkerReady:
     """Describes a worker that can serve; `holdings` are the sequences it has kept, with their lengths."""
-    template, defaults = text.chat_template, text.sampling_defaults
+    defaults = text.sampling_defaults
     says_how = defaults != SamplingDefaults()
     return worker_pb2.WorkerReady(
         pid=pid,
         model=types_pb2.ModelDescription(**_fields(model)),
         tokenizer_json=text.tokenizer_json,
-        chat_template=types_pb2.ChatTemplate(**_fields(template)) if template is not None else None,
+        chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
         sampling_defaults=types_pb2.SamplingParams(**_fields(defaults)) if says_how else None,
         executor=types_pb2.ExecutorCapabilities(
             **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items

@@ -62,6 +62,8 @@ def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s
     """A Decode. Raises InvalidArgument."""
     limits = limits.of(request.cache_id)
     validation.check_cache_id(request.cache_id)
+    if not request.HasField("token_id"):
+        raise InvalidArgument("EMPTY_TOKENS", "token_id", "a token is needed")
     validation.check_token(request.token_id, limits)
     return _append(request, limits, timeout_s, kind=Kind.DECODE, token_ids=(request.token_id,), rows=1)
 

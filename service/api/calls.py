@@ -160,6 +160,9 @@ def _weight_of(fork: Fork) -> int:
 
 def _truncate(request: executor_pb2.TruncateKVRequest, *_: object) -> Truncate:
     validation.check_cache_id(request.cache_id)
+    if not request.HasField("new_len"):
+        # It would be 0, and the cache empty.
+        raise InvalidArgument("BAD_FIELD", "new_len", "a new_len is needed")
     position = request.position if request.HasField("position") else None
     return Truncate(request.cache_id, request.new_len, position)
 

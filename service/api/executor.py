@@ -87,9 +87,10 @@ class ExecutorApi:
     ) -> executor_pb2.GetModelInfoResponse:
         ready = self._state.first_ready
         tokenizer_json = ready.tokenizer_json if request.include_tokenizer else b""
-        wants_template = request.include_chat_template and ready.HasField("chat_template")
+        wants_template = request.include_chat_template and ready.chat_template.sources
         chat_template = ready.chat_template if wants_template else None
-        template_bytes = 0 if chat_template is None else chat_template.ByteSize()
+        # At most: special tokens are sent in any case, and with a template twice.
+        template_bytes = ready.chat_template.ByteSize() * (2 if wants_template else 1)
         self._state.answers.take_until_done(len(tokenizer_json) + template_bytes, context)
         return executor_pb2.GetModelInfoResponse(
             model=ready.model,
@@ -97,6 +98,7 @@ class ExecutorApi:
             chat_template=chat_template,
             sampling_defaults=ready.sampling_defaults if ready.HasField("sampling_defaults") else None,
             device=ready.executor.device,
+            special_tokens=ready.chat_template.special_tokens,
         )
 
     async def GetCapabilities(

@@ -7,6 +7,7 @@ long runs in threads or processes, so many at a time: the event loop goes on mea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -102,8 +103,19 @@ class TextModel:
             text = await self._templates.write(template.sources[name], task)
         except TemplateError as error:
             raise InvalidArgument("BAD_CHAT", "chat", str(error)) from None
+        if tools:
+            plain = make_task(template, messages, name=name)
+            await self._check_tools(template.sources[name], plain, text)
         # A template writes special tokens itself.
         return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False)
+
+    async def _check_tools(self, source: str, plain: bytes, text: str) -> None:
+        """Raises InvalidArgument if `plain`, the task without tools, gives the same text."""
+        # A template that fails without tools reads them.
+        with contextlib.suppress(TemplateError):
+            if await self._templates.write(source, plain) == text:
+                message = "the model's chat template does not write tools"
+                raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
 
     async def constraint(
         self, constraint: runner_pb2.Constraint, end_ids: frozenset[int], vocab_size: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -145,6 +146,19 @@ def test_a_cache_that_moved_on_is_told(client: Client, executor: FakeExecutor) -
     with pytest.raises(PositionMismatch) as caught:
         cache.decode(9)
     assert caught.value.seq_len == 5
+
+
+def test_no_token_and_no_length_are_no_zero(client: Client, executor: FakeExecutor) -> None:
+    cache = client.prefill([1, 2, 3])
+    nothing: Any = None
+    for call in (
+        lambda: cache.decode(nothing),
+        lambda: client.batch_decode([(cache, nothing)]),
+        lambda: cache.truncate(nothing),
+    ):
+        with pytest.raises(TypeError, match="not None"):
+            call()
+    assert executor.caches[cache.cache_id] == [1, 2, 3]
 
 
 def test_batch_decode_returns_each_item(client: Client, executor: FakeExecutor) -> None:

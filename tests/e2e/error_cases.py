@@ -158,6 +158,11 @@ def token_cases() -> Iterator[Case]:
 
     yield Case("Decode token", "Decode", decode, INVALID, "TOKEN_OUT_OF_VOCAB", "token_id")
 
+    def decode_nothing(cache: str) -> Request:
+        return pb.DecodeRequest(cache_id=cache)
+
+    yield Case("Decode no token", "Decode", decode_nothing, INVALID, "EMPTY_TOKENS", "token_id")
+
 
 def by_cache_id(cache: str, position: int | None = None) -> dict[str, Request]:
     """A request of each kind about one cache."""
@@ -221,6 +226,7 @@ def field_cases() -> Iterator[Case]:
         ("Forward", pb.ForwardRequest(token_ids=[1], priority=_NO_PRIORITY)),
     ):
         yield case(rpc, request, "BAD_PRIORITY", "priority")
+    yield case("TruncateKV", pb.TruncateKVRequest(cache_id=UNKNOWN), "BAD_FIELD", "new_len")
     new_at_3 = pb.PrefillRequest(token_ids=[1], position=3)
     yield case("Prefill", new_at_3, "BAD_POSITION", "position")
     for text in ("r" * 129, "\x1b[31m", "a\n", "\u009b", "é"):

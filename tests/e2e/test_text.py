@@ -67,7 +67,10 @@ def test_it_is_called_as_on_the_hub_and_hands_out_what_callers_need(
     with Client(gateway.address) as client:
         info = client.model_info(include_tokenizer=True, include_chat_template=True)
         assert client.model_info() == executor_pb2.GetModelInfoResponse(
-            model=info.model, sampling_defaults=info.sampling_defaults, device="cpu"
+            model=info.model,
+            sampling_defaults=info.sampling_defaults,
+            device="cpu",
+            special_tokens={"eos_token": "<|im_end|>"},
         )
     assert info.model.model_id == MODEL
     assert info.tokenizer_json == (snapshot / "tokenizer.json").read_bytes()

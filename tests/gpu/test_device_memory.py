@@ -39,14 +39,14 @@ def test_the_share_is_taken_and_not_exceeded(directory: Path, device: torch.devi
         executor.prefill(key, [key])
     executor.batch_decode([(key, 1, GREEDY) for key in range(64)])  # captures the graphs
     executor.shutdown()
-    assert executor.kv_capacity().available == executor.kv_capacity().total
+    assert executor.cache_metrics_snapshot().pages_referenced == 0
     assert taken_share() <= UTILIZATION
 
 
 def test_pages_that_do_not_fit_are_refused(directory: Path, device: torch.device) -> None:
     _, total_bytes = torch.cuda.mem_get_info()
     small = LlmExecutor.load(directory, device=device, kv_pages=4)
-    too_many = total_bytes // small.kv_capacity().bytes_per_page
+    too_many = total_bytes // small.capabilities().bytes_per_page
     with pytest.raises(KvSizingError, match=f"kv_pages = {too_many} needs"):
         LlmExecutor.load(directory, device=device, kv_pages=too_many)
 

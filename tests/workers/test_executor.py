@@ -91,6 +91,7 @@ def test_past_the_context_of_the_model_is_refused(tmp_path: Path) -> None:
     model = make_model(tmp_path, TinyModel(max_positions=20))
     executor = LlmExecutor.load(model, kv_pages=PAGES)
     assert executor.capabilities().kv_capacity_tokens == 20
+    assert executor.kv_capacity() == 16 * PAGES
     executor.prefill(1, [3] * 20)
     with pytest.raises(SequenceTooLong, match="21 tokens in sequence 1, which can have 20"):
         executor.decode(1, 3)
@@ -106,7 +107,7 @@ def test_a_batch_runs_whole_or_not_at_all(executor: ModelExecutor) -> None:
     with pytest.raises(OutOfPages):
         executor.batch_prefill([(key, [key] * 95, GREEDY) for key in (2, 3)])
     assert executor.cache_metrics_snapshot().sequences == 1
-    assert executor.kv_capacity().available == PAGES - 1
+    assert executor.cache_metrics_snapshot().pages_referenced == 1
     executor.check_integrity()
 
 
@@ -122,7 +123,7 @@ def test_rows_between_one_and_all(executor: ModelExecutor) -> None:
 def test_after_shutdown_reads_answer_and_work_is_refused(executor: ModelExecutor) -> None:
     executor.shutdown()
     assert executor.info().vocab_size == VOCAB
-    assert executor.kv_capacity().available == PAGES
+    assert executor.cache_metrics_snapshot().pages_referenced == 0
     assert executor.cache_metrics_snapshot().sequences == 0
     assert executor.status().counts.prefill_operations == 1
     assert executor.capabilities().supports_verify
@@ -240,20 +241,20 @@ def test_small_pools_warm_up_and_serve(tmp_path: Path, pages: int, weightless: b
     executor.warmup()
     assert executor.cache_metrics_snapshot() == empty
     assert executor.status().counts.steps == 0
-    assert executor.capabilities().kv_capacity_tokens == 16 * pages
+    assert executor.capabilities().kv_capacity_tokens == executor.kv_capacity() == 16 * pages
     executor.prefill(1, [3] * (16 * pages - 1))
     executor.decode(1, 3)
     with pytest.raises(SequenceTooLong):
         executor.decode(1, 3)
     executor.release_cache(1)
-    assert executor.kv_capacity().available == pages
+    assert executor.cache_metrics_snapshot().pages_referenced == 0
 
 
 @pytest.mark.parametrize("length", [2, 3, 17])
 def test_short_contexts_warm_up(tmp_path: Path, length: int) -> None:
     executor = LlmExecutor.load(make_model(tmp_path, TinyModel(max_positions=length)), kv_pages=4)
     executor.warmup()
-    assert executor.kv_capacity().available == 4
+    assert executor.cache_metrics_snapshot().pages_referenced == 0
 
 
 def test_no_pages_are_refused_as_a_setting() -> None:

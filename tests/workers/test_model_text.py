@@ -42,8 +42,7 @@ def make_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
 
 
 def read_sources(directory: Path) -> dict[str, str]:
-    template = read_chat_template(directory, PLENTY)
-    return {} if template is None else dict(template.sources)
+    return dict(read_chat_template(directory, PLENTY).sources)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -95,7 +94,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path: Path, described: boo
     write(tmp_path, tokenizer_config=config, special_tokens_map={"bos_token": bos, "eos_token": "</map>"})
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     template = read_chat_template(tmp_path, PLENTY)
-    assert template is not None and template.special_tokens == theirs.special_tokens_map
+    assert template.special_tokens == theirs.special_tokens_map
     assert template.special_tokens["bos_token"] == ("<config>" if described else "<map>")
 
 
@@ -103,8 +102,10 @@ def test_special_tokens_are_those_of_transformers(tmp_path: Path, described: boo
     "settings", [{}, {"chat_template": None}, {"chat_template": ""}, {"bos_token": "<s>"}]
 )
 def test_no_template(tmp_path: Path, settings: dict[str, Any]) -> None:
-    assert read_chat_template(tmp_path, PLENTY) is None
-    assert read_chat_template(write(tmp_path, tokenizer_config=settings), PLENTY) is None
+    assert read_chat_template(tmp_path, PLENTY) == ChatTemplate()
+    template = read_chat_template(write(tmp_path, tokenizer_config=settings), PLENTY)
+    assert not template.sources
+    assert template.special_tokens == {name: text for name, text in settings.items() if name == "bos_token"}
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -113,7 +114,7 @@ def test_a_template_too_large_to_be_handed_out_is_left_out(
 ) -> None:
     long = "x" * (MAX_BYTES + 1)
     write(tmp_path, **({"chat_template": long} if in_file else {"tokenizer_config": {"chat_template": long}}))
-    assert read_chat_template(tmp_path, PLENTY) is None
+    assert read_chat_template(tmp_path, PLENTY) == ChatTemplate()
     assert "is too large to be handed out" in caplog.text
 
 
@@ -121,11 +122,11 @@ def test_template_and_tokenizer_share_the_room(tmp_path: Path, caplog: pytest.Lo
     write(tmp_path, chat_template="{{" + "t" * 398, tokenizer={"model": {"vocab": {"v" * 400: 0}}})
     tokenizer_bytes = (tmp_path / "tokenizer.json").stat().st_size
     whole = read_text(tmp_path, 1, 407 + tokenizer_bytes)
-    assert whole.chat_template is not None and len(whole.tokenizer_json) == tokenizer_bytes
+    assert whole.chat_template.sources and len(whole.tokenizer_json) == tokenizer_bytes
     assert not caplog.text
     cut = read_text(tmp_path, 1, 406 + tokenizer_bytes)
-    assert cut.chat_template is not None and cut.tokenizer_json == b""
-    assert read_text(tmp_path, 1, 300).chat_template is None
+    assert cut.chat_template.sources and cut.tokenizer_json == b""
+    assert not read_text(tmp_path, 1, 300).chat_template.sources
     assert "too large" in caplog.text
 
 

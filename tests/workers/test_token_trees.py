@@ -114,7 +114,7 @@ def test_a_tree_that_ends_in_between_leaves_nothing(
     text = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 40))]
     executor.prefill(1, text)
     tree = random_tree(dice, 5, 40, VOCAB)
-    pages = executor.kv_capacity().available
+    pages = executor.cache_metrics_snapshot().pages_referenced
     running = engine.begin(operation(executor, 1, tree))
     engine.execute([Chunk(running, 0, dice.randint(1, 39))])
     if seed % 2:
@@ -124,7 +124,7 @@ def test_a_tree_that_ends_in_between_leaves_nothing(
                 engine.execute([Chunk(running, running.computed, running.remaining)])
     engine.roll_back(running)
     executor.check_integrity()
-    assert executor.kv_capacity().available == pages
+    assert executor.cache_metrics_snapshot().pages_referenced == pages
     assert_holds(executor, model, 1, text)
     outputs, path = executor.verify_tree(1, tree.token_ids, tree.parents)
     assert_holds(executor, model, 1, text + [tree.token_ids[index] for index in path])
@@ -189,12 +189,14 @@ def test_what_is_refused_leaves_nothing(executor: ModelExecutor) -> None:
     executor.check_integrity()
 
 
-def test_a_model_that_attends_by_itself_takes_none(tmp_path: Path) -> None:
+def test_a_model_that_attends_by_itself_takes_none_and_shares_no_forward(tmp_path: Path) -> None:
     settings = tiny_config("bloom").to_diff_dict()
     settings.pop("model_type", None)
     directory = make_family_model(tmp_path, "bloom", settings)
     executor = LlmExecutor.load(directory, dtype="float32", kv_pages=8, self_check=False)
-    assert not executor.capabilities().supports_token_trees
+    able = executor.capabilities()
+    assert not able.supports_token_trees and not able.supports_native_unified_decode
+    assert not executor.supports_native_unified_decode
     executor.prefill(1, [1, 2, 3])
     with pytest.raises(NoTrees):
         executor.verify_tree(1, [4, 5], [0])

@@ -28,7 +28,6 @@ from workers.executors.errors import (
 from workers.executors.info import (
     Capabilities,
     ExecutorStatus,
-    KvCapacity,
     LoraAdapterMetrics,
     ModelDescription,
 )
@@ -168,7 +167,8 @@ class ModelExecutor:
             tree = self._operation(_WARM, [0, 0], 2, GREEDY, Kind.VERIFY)
             self._run([dataclasses.replace(tree, parents=(0,))])
             self.truncate_kv(_WARM, length)
-        if self.kv_capacity().available:  # else no two sequences ever meet
+        usage = self.cache_metrics_snapshot()
+        if usage.pages_free + usage.pages_cached:  # else no two sequences ever meet
             self.unified_decode([(_WARM, [0], 1, drawn), (_WARM_TOO, [0, 0], 1, masked)])
         self.release_cache(_WARM)
         self.release_cache(_WARM_TOO)
@@ -195,16 +195,9 @@ class ModelExecutor:
         """Decodes and prefills share one forward."""
         return self._capabilities.supports_native_unified_decode
 
-    def kv_capacity(self) -> KvCapacity:
-        """The pool's pages."""
-        usage, kv = self.cache_metrics_snapshot(), self.engine.kv
-        return KvCapacity(
-            page_size_tokens=kv.page_size,
-            bytes_per_page=kv.bytes_per_page,
-            total=usage.pages_total,
-            free=usage.pages_free,
-            cached=usage.pages_cached,
-        )
+    def kv_capacity(self) -> int:
+        """Tokens that the pool has room for, of all sequences together."""
+        return self.engine.kv.num_pages * self.engine.kv.page_size
 
     def status(self) -> ExecutorStatus:
         """What runs now, and what has been run."""
@@ -325,7 +318,8 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         runner=engine.runner.name,
         kernels=active_kernels(kv.dtype, kv.device),
         device=str(kv.device),
-        supports_native_unified_decode=True,
+        # A model that runs one text at a time, in code of its own, is also the one that takes no trees.
+        supports_native_unified_decode=engine.takes_trees,
         supports_verify=True,
         supports_fork=True,
         supports_sampling=True,

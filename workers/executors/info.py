@@ -80,22 +80,6 @@ class Capabilities:
     supports_hidden_states: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class KvCapacity:
-    """Pages of the pool. `free` are empty, `cached` hold released tokens and are given up when needed."""
-
-    page_size_tokens: int
-    bytes_per_page: int
-    total: int
-    free: int
-    cached: int
-
-    @property
-    def available(self) -> int:
-        """Pages that can be had."""
-        return self.free + self.cached
-
-
 @dataclass(slots=True)
 class StepCounts:
     """What was run since the start, each operation under its own kind. Times in ns, from begin to answer."""

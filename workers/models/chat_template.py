@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.models.errors import ModelError
@@ -44,18 +44,19 @@ _SPECIAL_TOKENS = (
 class ChatTemplate:
     """Templates by name, of which "default" is for those who name none; and the texts of special tokens."""
 
-    sources: Mapping[str, str]
-    special_tokens: Mapping[str, str]
+    sources: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """What handing it out takes, without a few bytes for each entry."""
-        texts = (*self.sources.items(), *self.special_tokens.items())
+        # Special tokens are sent by themselves, too.
+        texts = (*self.sources.items(), *self.special_tokens.items(), *self.special_tokens.items())
         return sum(len(text.encode()) for pair in texts for text in pair)
 
 
-def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate | None:
-    """The templates of a directory, or None where there is none.
+def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate:
+    """The templates of a directory, and its special tokens, which there may be without a template.
 
     As in transformers, chat_template.jinja and the files of additional_chat_templates win over what
     tokenizer_config.json has; but where they bring no default, that setting does. What takes more than
@@ -71,12 +72,10 @@ def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate | None:
         with _naming(directory / TOKENIZER_CONFIG_FILE):
             sources = _sources(config.get("chat_template")) | sources
     sources = {name: source for name, source in sources.items() if source}
-    if not sources:
-        return None
     template = ChatTemplate(sources, _read_special_tokens(directory, config))
     if template.nbytes > max_bytes:
         _warn(directory, template.nbytes, max_bytes)
-        return None
+        return ChatTemplate()
     return template
 
 

@@ -16,12 +16,12 @@ class ModelText:
 
     Attributes:
         tokenizer_json: The contents of tokenizer.json; empty where there is none.
-        chat_template: How messages become a prompt; None where there is none.
+        chat_template: How messages become a prompt, and the special tokens.
         sampling_defaults: How the model's makers draw from it.
     """
 
     tokenizer_json: bytes = b""
-    chat_template: ChatTemplate | None = None
+    chat_template: ChatTemplate = field(default_factory=ChatTemplate)
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
@@ -33,5 +33,5 @@ def read_text(directory: Path, vocab_size: int, max_bytes: int) -> ModelText:
     """
     sampling_defaults = read_sampling_defaults(directory)
     template = read_chat_template(directory, max_bytes)
-    max_bytes -= template.nbytes if template is not None else 0
-    return ModelText(read_tokenizer(directory, vocab_size, max_bytes), template, sampling_defaults)
+    tokenizer_json = read_tokenizer(directory, vocab_size, max_bytes - template.nbytes)
+    return ModelText(tokenizer_json, template, sampling_defaults)

@@ -76,6 +76,11 @@ function idsOf(caches: readonly Cache[] = []): string[] {
   return caches.map(({ cacheId }) => cacheId);
 }
 
+/** Without types nothing else notices: a field of an undefined value is left out. */
+function checkGiven(name: string, value: number): void {
+  if (!Number.isInteger(value)) throw new TypeError(`${name} must be an integer, not ${value}`);
+}
+
 /** A sequence that the server remembers. Make one call at a time on it; release it. */
 export class Cache {
   readonly cacheId: string;
@@ -98,6 +103,7 @@ export class Cache {
 
   /** Appends a token; says what follows it. */
   async decode(tokenId: number, output?: DeepPartial<OutputOptions>, options?: CallOptions): Promise<StepOutput> {
+    checkGiven("tokenId", tokenId);
     const { cacheId, seqLen: position } = this;
     return this.#appended(await this.caller.call("decode", { cacheId, position, tokenId, output }, options));
   }
@@ -134,6 +140,7 @@ export class Cache {
    * up and may have been applied.
    */
   async truncate(newLen: number, options?: CallOptions): Promise<void> {
+    checkGiven("newLen", newLen);
     const position = newLen === this.seqLen ? undefined : this.seqLen;
     const cut = await this.caller.call("truncateKv", { cacheId: this.cacheId, newLen, position }, options);
     this.seqLen = cut.kvCache!.seqLen;

@@ -39,6 +39,18 @@ test("a cache lives through every call on it", async () => {
   assert.equal(await cache.release(), true);
 });
 
+test("no token and no length are no zero", async () => {
+  const cache = await client.prefill([1, 2, 3]);
+  for (const nothing of [undefined, null, NaN]) {
+    await assert.rejects(cache.decode(nothing), TypeError);
+    await assert.rejects(cache.truncate(nothing), TypeError);
+  }
+  const unset = { cacheId: cache.cacheId };
+  assert.equal((await refused(client.call("decode", unset))).reason, "EMPTY_TOKENS");
+  assert.equal((await refused(client.call("truncateKv", unset))).reason, "BAD_FIELD");
+  assert.equal((await client.cache(cache.cacheId)).seqLen, 3);
+});
+
 test("several caches are forked in one call, and seeds drawn for", async (t) => {
   const output = { sampling: { temperature: 1, seed: 7n } };
   const session = client.session();

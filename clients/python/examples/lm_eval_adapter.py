@@ -19,9 +19,9 @@ class QuireLM:
     def __init__(self, target: str = "127.0.0.1:50051", batch_size: int | str = 64, **_: Any) -> None:
         super().__init__()
         self._client = Client(target, timeout_s=3600)
-        self._encode, model = self._client.tokenizer().encode, self._client.model_info().model
+        tokenizer, model = self._client.tokenizer(), self._client.model_info().model
         self._room, self._size = model.max_seq_len, int(batch_size) if str(batch_size).isdecimal() else 64
-        self._prefix = [model.bos_token_id if model.HasField("bos_token_id") else model.eos_token_ids[0]]
+        self._encode, self._prefix = tokenizer.encode, [tokenizer.begin_id]
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
         """Of args (context, continuation): how likely the latter is, and whether it is the greedy one."""

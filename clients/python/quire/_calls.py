@@ -80,6 +80,12 @@ def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str
     return [handle.cache_id for handle in handles]
 
 
+def check_given(name: str, value: object) -> None:
+    """Raises TypeError for None, which protobuf takes for a field that is left out."""
+    if value is None:
+        raise TypeError(f"{name} must be an integer, not None")
+
+
 class CacheState:
     """A cache as its client knows it, and the requests that fit it.
 
@@ -145,6 +151,7 @@ class CacheState:
         )
 
     def _truncate_request(self, new_len: int) -> executor_pb2.TruncateKVRequest:
+        check_given("new_len", new_len)
         # To the length that is known: what was given up, and may have been applied, is to go.
         position = None if new_len == self.seq_len else self.seq_len
         return executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
@@ -231,6 +238,7 @@ def decode_request(
     cache: CacheState, token_id: int, output: types_pb2.OutputOptions | None
 ) -> executor_pb2.DecodeRequest:
     """One more token of a cache, fenced by its length."""
+    check_given("token_id", token_id)
     return executor_pb2.DecodeRequest(
         cache_id=cache.cache_id, token_id=token_id, position=cache.seq_len, output=output
     )

@@ -38,6 +38,22 @@ class ModelTokenizer:
         self.library: Tokenizer = _loaded(info.tokenizer_json)
         # A loop stops at these.
         self.end_ids = frozenset(info.model.eos_token_ids)
+        names = (info.special_tokens.get(name, "") for name in ("bos_token", "eos_token"))
+        found = [self.library.token_to_id(name) for name in names]
+        of_config = [info.model.bos_token_id] if info.model.HasField("bos_token_id") else []
+        self._begin_ids = [*found, *of_config, *info.model.eos_token_ids]
+
+    @property
+    def begin_id(self) -> int:
+        """What the first token of a text is scored behind, as in lm-evaluation-harness.
+
+        The tokenizer's bos, or else its eos; where it names neither the config's, which may be others. Raises
+        LookupError for a model that has none of them.
+        """
+        for token_id in self._begin_ids:
+            if token_id is not None:
+                return token_id
+        raise LookupError("the model names no token that begins or ends a text")
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The tokens of a text, with those that the model has around one unless `special_tokens` is False."""

@@ -36,10 +36,13 @@ class Bounds:
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+    tpot_s: float | None = None
 
     @property
-    def are_set(self) -> bool:
-        return self.ttft_s is not None or self.tbt_s is not None
+    def in_ms(self) -> Figures:
+        """By the names of the figures that they bound."""
+        bounds = {"ttft_ms": self.ttft_s, "tbt_ms": self.tbt_s, "tpot_ms": self.tpot_s}
+        return {name: None if bound is None else bound * 1e3 for name, bound in bounds.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def figures(measured: Measured, bounds: Bounds) -> Figures:
         "tpot_ms": latency(_Values.of(counted, _time_per_token), slices),
         "e2e_ms": latency(_Values.of(counted, _whole), slices),
         "throughput": _throughput(measured, slices),
-        "goodput": _goodput(counted, slices, bounds) if bounds.are_set else None,
+        "goodput": _goodput(measured, slices, bounds) if bounds != Bounds() else None,
         "server": server_figures(measured.begin_s, measured.end_s, measured.readings),
         "client": _client(measured),
         "in_flight": {
@@ -129,15 +132,11 @@ def _gaps(record: Record) -> list[tuple[float, float]]:
 
 
 def _time_per_token(record: Record) -> list[tuple[float, float]]:
-    """After the first message, in the mean."""
-    mean_s = mean_gap_s(record)
-    return [(record.intended_s, mean_s)] if record.is_done and mean_s is not None else []
-
-
-def mean_gap_s(record: Record) -> float | None:
-    """The mean time for each token after those of the first message. None: there were no others."""
-    later = sum(record.counts[1:])
-    return (record.times_s[-1] - record.times_s[0]) / later if later else None
+    """From the first message to the last, for each token after the first."""
+    later = sum(record.counts) - 1
+    if not record.is_done or later < 1:
+        return []
+    return [(record.intended_s, (record.times_s[-1] - record.times_s[0]) / later)]
 
 
 def latency(values: _Values, slices: Slices) -> Figures:
@@ -195,24 +194,21 @@ def _throughput(measured: Measured, slices: Slices) -> Figures:
 
 
 def is_good(record: Record, bounds: Bounds) -> bool:
-    """Done, its first token in time, and the others in time in the mean."""
+    """Done, and nothing that is bounded took longer: between tokens, no gap of all."""
     if not record.is_done or not record.times_s:
         return False
-    mean_s = mean_gap_s(record)
-    return (bounds.ttft_s is None or record.times_s[0] - record.intended_s <= bounds.ttft_s) and (
-        bounds.tbt_s is None or mean_s is None or mean_s <= bounds.tbt_s
-    )
+    pairs = ((bounds.ttft_s, _to_first), (bounds.tbt_s, _gaps), (bounds.tpot_s, _time_per_token))
+    return all(took_s <= bound_s for bound_s, of in pairs if bound_s is not None for _, took_s in of(record))
 
 
-def _goodput(counted: Sequence[Record], slices: Slices, bounds: Bounds) -> Figures:
+def _goodput(measured: Measured, slices: Slices, bounds: Bounds) -> Figures:
+    # Of those that end in the window, as throughput: it can never be more than that.
+    good_s = np.array([r.end_s for r in measured.records if is_good(r, bounds)], dtype=np.float64)
     # What somebody cut off is neither good nor bad.
-    asked = [record for record in counted if record.error != CUT_OFF]
-    good_s = np.array([r.intended_s for r in asked if is_good(r, bounds)], dtype=np.float64)
-    return {
-        "ttft_ms": None if bounds.ttft_s is None else bounds.ttft_s * 1e3,
-        "tbt_ms": None if bounds.tbt_s is None else bounds.tbt_s * 1e3,
+    asked = [record for record in measured.counted if record.error != CUT_OFF]
+    return bounds.in_ms | {
         "good_requests_per_s": _rate(good_s, np.ones(len(good_s)), slices),
-        "share": len(good_s) / len(asked) if asked else None,
+        "share": sum(is_good(record, bounds) for record in asked) / len(asked) if asked else None,
     }
 
 

@@ -136,7 +136,13 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--slo-tbt-ms",
         type=_above_zero,
         metavar="MS",
-        help="and its others came at least so fast, in the mean of the request",
+        help="and no gap between two messages with tokens was longer",
+    )
+    group.add_argument(
+        "--slo-tpot-ms",
+        type=_above_zero,
+        metavar="MS",
+        help="and its time for each token after the first was at most that",
     )
     group.add_argument("--out", metavar="FILE", help="write all figures as JSON")
     group.add_argument("--report", metavar="FILE", help="write a page with plots as HTML")

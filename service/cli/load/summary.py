@@ -72,7 +72,7 @@ def facts(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if (goodput := run["goodput"]) is not None:
         bounds = [
             f"{n} ≤ {number(goodput[k])} ms"
-            for k, n in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT"))
+            for k, n in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT"), ("tpot_ms", "TPOT"))
             if goodput[k]
         ]
         rate = number(goodput["good_requests_per_s"]["value"])

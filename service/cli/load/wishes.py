@@ -56,7 +56,7 @@ class Wish:
         duration_s = options.duration
         if duration_s is None:
             duration_s = _trace_s(workload.trace, warm_up_s) if is_timed else 30.0
-        slo = (options.slo_ttft_ms, options.slo_tbt_ms)
+        slo = (options.slo_ttft_ms, options.slo_tbt_ms, options.slo_tpot_ms)
         return cls(
             server=Server.of(options.target, options.ca, options.key, options.cert, options.token),
             mode=options.mode,

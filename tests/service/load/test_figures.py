@@ -54,7 +54,7 @@ def plain_quantile(values: list[float], quantile: float) -> float:
 def test_figures_are_those_of_a_plain_computation(seed: int, count: int) -> None:
     draws = random.Random(seed)
     records = [record_of(draws, index) for index in range(count)]
-    bounds = Bounds(ttft_s=0.05, tbt_s=0.06)
+    bounds = Bounds(ttft_s=0.05, tbt_s=0.09, tpot_s=0.06)
     found = figures(Measured(BEGIN_S, END_S, records, [ProcessLoad()]), bounds)
     counted = [record for record in records if BEGIN_S <= record.intended_s < END_S]
 
@@ -62,15 +62,15 @@ def test_figures_are_those_of_a_plain_computation(seed: int, count: int) -> None
     gaps = [b - a for r in counted for a, b in itertools.pairwise(r.times_s)]
     wholes = [(r.end_s or 0) - r.intended_s for r in counted if not r.error]
     means = {
-        r.index: (r.times_s[-1] - r.times_s[0]) / sum(r.counts[1:])
-        for r in counted
-        if not r.error and len(r.counts) > 1
+        r.index: (r.times_s[-1] - r.times_s[0]) / (sum(r.counts) - 1)
+        for r in records
+        if not r.error and sum(r.counts) > 1
     }
     for name, values in (
         ("ttft_ms", ttfts),
         ("tbt_ms", gaps),
         ("e2e_ms", wholes),
-        ("tpot_ms", list(means.values())),
+        ("tpot_ms", [means[r.index] for r in counted if r.index in means]),
     ):
         assert found[name]["count"] == len(values)
         if values:
@@ -93,13 +93,17 @@ def test_figures_are_those_of_a_plain_computation(seed: int, count: int) -> None
 
     good = [
         r
-        for r in counted
-        if not r.error and r.times_s[0] - r.intended_s <= 0.05 and means.get(r.index, 0) <= 0.06
+        for r in records
+        if not r.error
+        and r.times_s[0] - r.intended_s <= 0.05
+        and all(b - a <= 0.09 for a, b in itertools.pairwise(r.times_s))
+        and means.get(r.index, 0) <= 0.06
     ]
-    assert found["goodput"]["good_requests_per_s"]["value"] == pytest.approx(len(good) / window_s)
+    ended = sum(BEGIN_S <= (r.end_s or 0) < END_S for r in good)
+    assert found["goodput"]["good_requests_per_s"]["value"] == pytest.approx(ended / window_s)
     asked = [r for r in counted if r.error != CUT_OFF]
     if asked:
-        assert found["goodput"]["share"] == pytest.approx(len(good) / len(asked))
+        assert found["goodput"]["share"] == pytest.approx(sum(r in good for r in counted) / len(asked))
 
     requests = found["requests"]
     assert requests["begun"] == len(counted)
@@ -108,6 +112,37 @@ def test_figures_are_those_of_a_plain_computation(seed: int, count: int) -> None
     assert {UNFINISHED, CUT_OFF}.isdisjoint(found["errors"])
     histogram = found["histograms"]["tbt_ms"]
     assert sum(histogram["counts"]) == len(gaps) if gaps else histogram is None
+
+
+def served(start_s: float, *times_s: float) -> Record:
+    """One that was answered with a token at each of some times after its start."""
+    times = array("d", (start_s + at_s for at_s in times_s))
+    counts = array("I", [1] * len(times_s))
+    return Record(0, 1, start_s, sent_s=start_s, times_s=times, counts=counts, end_s=times[-1])
+
+
+def test_goodput_is_of_the_requests_that_throughput_counts() -> None:
+    # All are good, and half of them end behind the window.
+    records = [served(float(second), 0.01, 5.0) for second in range(10)]
+    found = figures(Measured(0, 10, records, [ProcessLoad()]), Bounds(ttft_s=1.0))
+    done = found["throughput"]["requests_per_s"]["value"]
+    assert found["goodput"]["good_requests_per_s"]["value"] == done == 0.5
+    assert found["goodput"]["share"] == 1
+
+
+def test_one_long_gap_breaks_the_bound_between_tokens_and_not_that_of_the_mean() -> None:
+    stalled = [served(0.0, 0.01, *(0.5 + index / 100 for index in range(20)))]
+    measured = Measured(0, 10, stalled, [ProcessLoad()])
+    assert figures(measured, Bounds(tbt_s=0.05))["goodput"]["share"] == 0
+    assert figures(measured, Bounds(tpot_s=0.05))["goodput"]["share"] == 1
+
+
+def test_time_per_token_counts_all_tokens_but_the_first() -> None:
+    """Also where the first message brought several, as that of Execute may."""
+    record = served(0.0, 0.1, 0.4)
+    record.counts = array("I", [4, 3])
+    found = figures(Measured(0, 10, [record], [ProcessLoad()]), Bounds())
+    assert found["tpot_ms"]["mean"]["value"] == pytest.approx(300 / 6)
 
 
 def reading(at_s: float, steps: int, items: int, epoch: int = 1, used: int = 25) -> Reading:

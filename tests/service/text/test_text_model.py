@@ -54,6 +54,8 @@ async def test_messages_are_written_by_the_template(served: Served) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     ids = await served.text.encode_chat(chat("hi", tools_json=json.dumps(tools)))
     assert json.dumps(tools[0]) in tokenizer.decode(ids)
+    served.serve(byte_level(), "{{ tools[0].function.name }}")  # which fails without tools
+    assert tokenizer.decode(await served.text.encode_chat(chat("hi", tools_json=json.dumps(tools)))) == "f"
 
 
 CALLS = runner_pb2.ChatMessage(
@@ -68,6 +70,7 @@ CALLS = runner_pb2.ChatMessage(
         (runner_pb2.Chat(), "EMPTY_PROMPT", "chat.messages"),
         (chat("hi", template="absent"), "BAD_CHAT", "chat"),
         (chat("hi", tools_json="{"), "BAD_CHAT", "chat.tools_json"),
+        (chat("hi", template="x", tools_json='[{"type": "function"}]'), "BAD_CHAT", "chat.tools_json"),
         (chat("hi", tools_json="[" + "[]," * 40_000 + "1]"), "BAD_CHAT", "chat.tools_json"),
         (
             runner_pb2.Chat(messages=[*chat("a").messages, CALLS]),
@@ -80,7 +83,7 @@ CALLS = runner_pb2.ChatMessage(
             "chat.messages[0].role",
         ),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 async def test_a_bad_chat_is_the_callers(
     served: Served, asked: runner_pb2.Chat, reason: str, field: str

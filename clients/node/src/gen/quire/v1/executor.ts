@@ -133,8 +133,10 @@ export interface BatchPrefillResult {
 
 export interface DecodeRequest {
   cacheId: string;
-  /** The token to append. Unset is token 0. */
-  tokenId: number;
+  /** The token to append. Unset: EMPTY_TOKENS. */
+  tokenId?:
+    | number
+    | undefined;
   /** The length the caller believes the cache has. */
   position?: number | undefined;
   output: OutputOptions | undefined;
@@ -363,8 +365,10 @@ export interface ForkedCaches {
 
 export interface TruncateKVRequest {
   cacheId: string;
-  /** The length to keep. At most the cache's length. */
-  newLen: number;
+  /** The length to keep. At most the cache's length. Unset: BAD_FIELD. */
+  newLen?:
+    | number
+    | undefined;
   /** The length the caller believes the cache has. A cache that is `new_len` long already is left as it is. */
   position?: number | undefined;
 }
@@ -497,6 +501,16 @@ export interface GetModelInfoResponse {
     | undefined;
   /** Where workers compute it, as torch names it, such as "cpu" or "cuda:0": ExecutorCapabilities.device of the first one. */
   device: string;
+  /**
+   * As ChatTemplate has them, also of a model without a template: the tokenizer's own, of which bos_token may be another
+   * than ModelDescription.bos_token_id, which is the config's.
+   */
+  specialTokens: { [key: string]: string };
+}
+
+export interface GetModelInfoResponse_SpecialTokensEntry {
+  key: string;
+  value: string;
 }
 
 export interface GetCapabilitiesRequest {
@@ -1235,7 +1249,7 @@ export const BatchPrefillResult: MessageFns<BatchPrefillResult> = {
 };
 
 function createBaseDecodeRequest(): DecodeRequest {
-  return { cacheId: "", tokenId: 0, position: undefined, output: undefined, priority: 0 };
+  return { cacheId: "", tokenId: undefined, position: undefined, output: undefined, priority: 0 };
 }
 
 export const DecodeRequest: MessageFns<DecodeRequest> = {
@@ -1243,7 +1257,7 @@ export const DecodeRequest: MessageFns<DecodeRequest> = {
     if (message.cacheId !== "") {
       writer.uint32(10).string(message.cacheId);
     }
-    if (message.tokenId !== 0) {
+    if (message.tokenId !== undefined) {
       writer.uint32(16).uint32(message.tokenId);
     }
     if (message.position !== undefined) {
@@ -1329,7 +1343,7 @@ export const DecodeRequest: MessageFns<DecodeRequest> = {
   fromPartial(object: DeepPartial<DecodeRequest>): DecodeRequest {
     const message = createBaseDecodeRequest();
     message.cacheId = object.cacheId ?? "";
-    message.tokenId = object.tokenId ?? 0;
+    message.tokenId = object.tokenId ?? undefined;
     message.position = object.position ?? undefined;
     message.output = (object.output !== undefined && object.output !== null)
       ? OutputOptions.fromPartial(object.output)
@@ -3301,7 +3315,7 @@ export const ForkedCaches: MessageFns<ForkedCaches> = {
 };
 
 function createBaseTruncateKVRequest(): TruncateKVRequest {
-  return { cacheId: "", newLen: 0, position: undefined };
+  return { cacheId: "", newLen: undefined, position: undefined };
 }
 
 export const TruncateKVRequest: MessageFns<TruncateKVRequest> = {
@@ -3309,7 +3323,7 @@ export const TruncateKVRequest: MessageFns<TruncateKVRequest> = {
     if (message.cacheId !== "") {
       writer.uint32(10).string(message.cacheId);
     }
-    if (message.newLen !== 0) {
+    if (message.newLen !== undefined) {
       writer.uint32(16).uint32(message.newLen);
     }
     if (message.position !== undefined) {
@@ -3373,7 +3387,7 @@ export const TruncateKVRequest: MessageFns<TruncateKVRequest> = {
   fromPartial(object: DeepPartial<TruncateKVRequest>): TruncateKVRequest {
     const message = createBaseTruncateKVRequest();
     message.cacheId = object.cacheId ?? "";
-    message.newLen = object.newLen ?? 0;
+    message.newLen = object.newLen ?? undefined;
     message.position = object.position ?? undefined;
     return message;
   },
@@ -4587,6 +4601,7 @@ function createBaseGetModelInfoResponse(): GetModelInfoResponse {
     chatTemplate: undefined,
     samplingDefaults: undefined,
     device: "",
+    specialTokens: {},
   };
 }
 
@@ -4607,6 +4622,9 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
     if (message.device !== "") {
       writer.uint32(42).string(message.device);
     }
+    globalThis.Object.entries(message.specialTokens).forEach(([key, value]: [string, string]) => {
+      GetModelInfoResponse_SpecialTokensEntry.encode({ key: key as any, value }, writer.uint32(50).fork()).join();
+    });
     return writer;
   },
 
@@ -4663,6 +4681,17 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
             message.device = reader.string();
             continue;
           }
+          case 6: {
+            if (tag !== 50) {
+              break;
+            }
+
+            const entry6 = GetModelInfoResponse_SpecialTokensEntry.decode(reader, reader.uint32());
+            if (entry6.value !== undefined) {
+              message.specialTokens[entry6.key] = entry6.value;
+            }
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -4691,6 +4720,82 @@ export const GetModelInfoResponse: MessageFns<GetModelInfoResponse> = {
       ? SamplingParams.fromPartial(object.samplingDefaults)
       : undefined;
     message.device = object.device ?? "";
+    message.specialTokens = (globalThis.Object.entries(object.specialTokens ?? {}) as [string, string][]).reduce(
+      (acc: { [key: string]: string }, [key, value]: [string, string]) => {
+        if (value !== undefined) {
+          acc[key] = globalThis.String(value);
+        }
+        return acc;
+      },
+      {},
+    );
+    return message;
+  },
+};
+
+function createBaseGetModelInfoResponse_SpecialTokensEntry(): GetModelInfoResponse_SpecialTokensEntry {
+  return { key: "", value: "" };
+}
+
+export const GetModelInfoResponse_SpecialTokensEntry: MessageFns<GetModelInfoResponse_SpecialTokensEntry> = {
+  encode(message: GetModelInfoResponse_SpecialTokensEntry, writer: BinaryWriter = new BinaryWriter()): BinaryWriter {
+    if (message.key !== "") {
+      writer.uint32(10).string(message.key);
+    }
+    if (message.value !== "") {
+      writer.uint32(18).string(message.value);
+    }
+    return writer;
+  },
+
+  decode(input: BinaryReader | Uint8Array, length?: number): GetModelInfoResponse_SpecialTokensEntry {
+    const reader = input instanceof BinaryReader ? input : new BinaryReader(input);
+    const previousRecursionDepth = (reader as any).__tsProtoDecodeDepth ?? 0;
+    if (previousRecursionDepth >= 100) {
+      throw new globalThis.Error("protobuf decode recursion limit exceeded");
+    }
+    (reader as any).__tsProtoDecodeDepth = previousRecursionDepth + 1;
+    try {
+      const end = length === undefined ? reader.len : reader.pos + length;
+      const message = createBaseGetModelInfoResponse_SpecialTokensEntry();
+      while (reader.pos < end) {
+        const tag = reader.uint32();
+        switch (tag >>> 3) {
+          case 1: {
+            if (tag !== 10) {
+              break;
+            }
+
+            message.key = reader.string();
+            continue;
+          }
+          case 2: {
+            if (tag !== 18) {
+              break;
+            }
+
+            message.value = reader.string();
+            continue;
+          }
+        }
+        if ((tag & 7) === 4 || tag === 0) {
+          break;
+        }
+        reader.skip(tag & 7);
+      }
+      return message;
+    } finally {
+      (reader as any).__tsProtoDecodeDepth = previousRecursionDepth;
+    }
+  },
+
+  create(base?: DeepPartial<GetModelInfoResponse_SpecialTokensEntry>): GetModelInfoResponse_SpecialTokensEntry {
+    return GetModelInfoResponse_SpecialTokensEntry.fromPartial(base ?? {});
+  },
+  fromPartial(object: DeepPartial<GetModelInfoResponse_SpecialTokensEntry>): GetModelInfoResponse_SpecialTokensEntry {
+    const message = createBaseGetModelInfoResponse_SpecialTokensEntry();
+    message.key = object.key ?? "";
+    message.value = object.value ?? "";
     return message;
   },
 };

@@ -190,6 +190,7 @@ export interface Chat {
   /**
    * Tools that the model may call, as JSON: a list of {"type": "function", "function": {...}}, as the OpenAI API has it.
    * At most 2 MiB and 262,144 values (a text, list or object counts as 8), with all `arguments_json` of the messages.
+   * Refused where the model's chat template does not write them.
    */
   toolsJson: string;
 }
@@ -337,7 +338,12 @@ export interface Runtime {
   modelId: string;
   /** Of the weights, as ModelDescription has it. Empty: not known. */
   fingerprint: string;
-  /** Computing keeps the interpreter of this server's process from other work. */
+  /**
+   * Computing holds the interpreter lock of this server's process. Always false, and so of no use: workers are processes
+   * of their own, and providers are elsewhere.
+   *
+   * @deprecated
+   */
   gilPinned: boolean;
   rateLimits:
     | RateLimits

@@ -355,7 +355,10 @@ export interface ExecutorCapabilities {
   kernels: string[];
   /** As torch names it, such as "cpu" or "cuda:0". */
   device: string;
-  /** Decodes and prefills share one forward. */
+  /**
+   * Decodes and prefills share one forward. False for a model that runs one text at a time: a step is then as many
+   * forwards as it has texts.
+   */
   supportsNativeUnifiedDecode: boolean;
   supportsVerify: boolean;
   supportsFork: boolean;
