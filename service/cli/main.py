@@ -21,7 +21,10 @@ from service.cli.load.options import add_load_flags
 from service.cli.option_type import option_type
 from service.config import ConfigError, add_flags, is_hub_id, load_config
 
-DEFAULT_TARGET = "127.0.0.1:50051"
+_DEFAULT_PORT = 50051
+DEFAULT_TARGET = f"127.0.0.1:{_DEFAULT_PORT}"
+# A name, or an address of IPv6 in brackets.
+_HOST_ALONE = re.compile(r"[^:/\[\]]+|\[[^/\[\]]+\]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -196,7 +199,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     _add_target(generate)
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="a message to answer, or the text to continue (see --raw)"
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="a message to answer, or the text to continue (see --raw); - reads it from standard input",
     )
     prompt.add_argument("--tokens", type=_token_ids, metavar="1,2,3", help="token ids to continue, not text")
     generate.add_argument(
@@ -257,8 +263,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
+        type=_target,
         default=os.environ.get("QUIRE_TARGET", DEFAULT_TARGET),
-        metavar="HOST:PORT",
+        metavar="HOST[:PORT]",
         help=f"the server, also unix:/path (env QUIRE_TARGET; default {DEFAULT_TARGET})",
     )
     for name, metavar, help_text in (
@@ -272,6 +279,11 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", default=default, metavar=metavar, help=f"{help_text} (env {variable})"
         )
+
+
+def _target(text: str) -> str:
+    """With our default port where it names none: gRPC's is 443."""
+    return f"{text}:{_DEFAULT_PORT}" if _HOST_ALONE.fullmatch(text) else text
 
 
 _number = option_type(float, "a number")
