@@ -361,7 +361,10 @@ def test_wrong_usage_is_told_in_a_sentence(
     [
         ("generat", "quire: error: generat is no command; did you mean generate?"),
         ("--verson", "quire: error: --verson is not known; did you mean --version?"),
-        ("dance", "quire: error: dance is no command; the commands are serve, status, generate, load, token"),
+        (
+            "dance",
+            "quire: error: dance is no command; the commands are serve, status, generate, load, caches",
+        ),
     ],
 )
 def test_a_mistyped_command_is_told(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,12 +89,15 @@ def token_ids(settings: Mapping[str, object], name: str, vocab_size: int) -> tup
     """
     value = settings.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    known: dict[int, None] = {}
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise ModelError(f"{name}: must be a token id or a list of them, got {value!r}")
-        if not 0 <= token < vocab_size:
+        if 0 <= token < vocab_size:
+            known[token] = None
+        else:
             warn_outside(name, token, vocab_size)
-    return tuple(dict.fromkeys(token for token in ids if 0 <= token < vocab_size))
+    return tuple(known)
 
 
 @functools.cache  # once: a config is read several times
