@@ -20,7 +20,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class _Rule:
     """What a field's declaration says beside its type and default."""
 
     help: str
+    # Where the help lists it, and those that follow it up to the next with a group.
+    group: str = ""
     # For numbers: both ends are allowed. A NaN lies outside.
     minimum: float = -math.inf
     maximum: float = math.inf
@@ -87,14 +89,26 @@ def _is_model(value: str) -> bool:
 
 
 def _why_no_model(value: str) -> str:
-    matter = "it has no config.json"
+    matter = "it does not exist"
     try:
-        (Path(value) / "config.json").stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        matter = matter if _is_there(value) else "it does not exist"
+        if _is_there(value):
+            path = Path(value)
+            names = [file.name for file in path.iterdir()] if path.is_dir() else [value]
+            matter = other_format(names) or "it has no config.json"
     except OSError as error:
         matter = f"it cannot be looked into ({error.strerror})"
     return f"{matter}; must be {_MODELS}"
+
+
+def other_format(names: Collection[str]) -> str:
+    """What files are that hold no model for us, and what to give instead; "" where they are not known."""
+    if "adapter_config.json" in names:
+        return (
+            "it is a LoRA adapter (PEFT): merge it into its base model and give the directory of the result"
+        )
+    if any(name.lower().endswith(".gguf") for name in names):
+        return "it is GGUF, for llama.cpp: give the model that it was made from, as safetensors"
+    return ""
 
 
 def _is_there(path: str) -> bool:
@@ -160,6 +174,7 @@ class Config:
         accepts=_is_model,
         allowed=f"must be {_MODELS}",
         why_not=_why_no_model,
+        group="model",
     )
     model_revision: str | None = _setting(
         None,
@@ -170,11 +185,25 @@ class Config:
     model_download: str = _setting(
         "on", "whether a model of the hub that is not in the local cache is downloaded", **_SWITCH
     )
+    dtype: str = _setting(_AUTO, "format of weights and KV; auto takes the model's", choices=_DTYPES)
+    model_backend: str = _setting(
+        _AUTO,
+        "whose code computes the model: this server's own, or the transformers library's over the same pages;"
+        " auto takes native where it understands all of the config",
+        choices=(_AUTO, "native", "transformers"),
+    )
+    no_self_check: str = _setting(
+        "off",
+        "serve a model without comparing it with the transformers library's plain forward",
+        **_SWITCH,
+    )
+    runtimes: str = _setting("", "TOML file of further runtimes, such as providers, and of routing", **_FILE)
     listen: str = _setting(
         "127.0.0.1:50051",
         "the address to serve on; port 0 takes a free port",
         accepts=_is_listen_address,
         allowed=f"must be host:port, [ipv6]:port, or unix:/path of at most {_MAX_SOCKET_PATH_BYTES} bytes",
+        group="addresses and access",
     )
     openai_listen: str = _setting(
         "",
@@ -191,25 +220,19 @@ class Config:
         "", "PEM file of CAs; only clients with a certificate of theirs may connect", **_FILE
     )
     tokens: str = _setting("", "TOML file of bearer tokens and tenants, see `quire token`", **_FILE)
-    runtimes: str = _setting("", "TOML file of further runtimes, such as providers, and of routing", **_FILE)
     reflection: str = _setting("on", "whether the server describes its calls to clients", **_SWITCH)
     workers: int = _setting(
-        1, "worker processes; sequences are spread over them, each holds the weights", minimum=1, maximum=256
+        1,
+        "worker processes; sequences are spread over them, each holds the weights",
+        minimum=1,
+        maximum=256,
+        group="workers and their memory",
+    )
+    threads_per_worker: int | None = _setting(
+        None, "compute threads in each worker on the CPU; auto is cores / workers", minimum=1, maximum=4096
     )
     device: str = _setting(
         _AUTO, "where workers compute; auto takes a GPU if there is one", choices=(_AUTO, "cpu", "cuda")
-    )
-    dtype: str = _setting(_AUTO, "format of weights and KV; auto takes the model's", choices=_DTYPES)
-    model_backend: str = _setting(
-        _AUTO,
-        "whose code computes the model: this server's own, or the transformers library's over the same pages;"
-        " auto takes native where it understands all of the config",
-        choices=(_AUTO, "native", "transformers"),
-    )
-    no_self_check: str = _setting(
-        "off",
-        "serve a model without comparing it with the transformers library's plain forward",
-        **_SWITCH,
     )
     kv_pages: int | None = _setting(
         None, "KV pages of 16 tokens in each worker; auto fits them to memory", minimum=1, maximum=1 << 30
@@ -226,7 +249,11 @@ class Config:
         choices=(_AUTO, "off"),
     )
     max_batch_tokens: int = _setting(
-        512, "most tokens in one step of a worker; longer prompts run in chunks", minimum=1, maximum=1 << 20
+        512,
+        "most tokens in one step of a worker; longer prompts run in chunks",
+        minimum=1,
+        maximum=1 << 20,
+        group="steps",
     )
     max_mixed_prefill_tokens: int | None = _setting(
         None,
@@ -236,7 +263,11 @@ class Config:
     )
     max_batch_items: int = _setting(256, "most items in one step of a worker", minimum=1, maximum=65_536)
     max_queued_operations: int = _setting(
-        4096, "operations that may wait or run before calls are refused", minimum=1, maximum=1 << 24
+        4096,
+        "operations that may wait or run before calls are refused",
+        minimum=1,
+        maximum=1 << 24,
+        group="limits",
     )
     max_wait_s: float = _setting(
         300.0,
@@ -310,7 +341,11 @@ class Config:
         30.0, "a session whose caller reads no answer for longer is ended", minimum=0.1, maximum=_DAY_S
     )
     drain_grace_s: float = _setting(
-        30.0, "how long a stopping server lets calls in flight finish", minimum=0, maximum=_DAY_S
+        30.0,
+        "how long a stopping server lets calls in flight finish",
+        minimum=0,
+        maximum=_DAY_S,
+        group="stopping",
     )
     lame_duck_s: float = _setting(
         0.0,
@@ -319,7 +354,11 @@ class Config:
         maximum=_DAY_S,
     )
     worker_start_timeout_s: float = _setting(
-        600.0, "how long a worker may take to load and run its first forward", minimum=1, maximum=_DAY_S
+        600.0,
+        "how long a worker may take to load and run its first forward",
+        minimum=1,
+        maximum=_DAY_S,
+        group="worker health",
     )
     suspect_after_s: float = _setting(
         0.5,
@@ -340,6 +379,7 @@ class Config:
         _AUTO,
         "where caches are written down; auto is sqlite, in the data directory, if there is one",
         choices=(_AUTO, "sqlite", "memory"),
+        group="state on disk",
     )
     journal_sync: str = _setting(
         "normal",
@@ -361,13 +401,13 @@ class Config:
         allowed=f"must be a directory, or {_AUTO}",
     )
     log_level: str = _setting(
-        "info", "least severe record that is logged", choices=("debug", "info", "warning", "error")
+        "info",
+        "least severe record that is logged",
+        choices=("debug", "info", "warning", "error"),
+        group="log",
     )
     log_format: str = _setting(
         _AUTO, "form of the log; auto is pretty on a terminal", choices=(_AUTO, "json", "pretty")
-    )
-    threads_per_worker: int | None = _setting(
-        None, "compute threads in each worker on the CPU; auto is cores / workers", minimum=1, maximum=4096
     )
 
 
@@ -448,11 +488,14 @@ _SETTINGS: Mapping[str, _Setting] = _settings()
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--config` and a flag for each setting. Values stay strings: `load_config` checks them."""
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env QUIRE_CONFIG)")
+    add = parser.add_argument
     for setting in _SETTINGS.values():
+        if setting.rule.group:
+            add = parser.add_argument_group(setting.rule.group).add_argument
         default = _AUTO if setting.default is None else f"{setting.default}" or "none"
         # A switch without a value is switched on.
         bare: Any = {"nargs": "?", "const": "on"} if setting.rule.choices == _SWITCH["choices"] else {}
-        parser.add_argument(
+        add(
             setting.flag,
             **bare,
             metavar="|".join(setting.rule.choices) or setting.kind.__name__.upper(),

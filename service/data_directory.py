@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +13,9 @@ from service.pool.directory import state_dir
 
 _MODEL_BYTES = 4
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
+# Of a directory that is being removed, or was when something interrupted it.
+REMOVED = ".removed"
+_NAME = re.compile(rf"[A-Za-z0-9.-]+-[0-9a-f]{{{2 * _MODEL_BYTES}}}({re.escape(REMOVED)})*")
 
 
 def data_directory(config: Config) -> Path | None:
@@ -25,3 +30,14 @@ def data_directory(config: Config) -> Path | None:
     # A digest: sockets lie below it, whose paths have to be short.
     model = hashlib.blake2b(config.model.encode(), digest_size=_MODEL_BYTES).hexdigest()
     return state_dir() / f"{_NOT_IN_NAMES.sub('-', config.listen).strip('-')}-{model}"
+
+
+def data_directories() -> list[Path]:
+    """Those of this user, of all addresses and models; not what `data_dir` of some config names."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(state_dir()) as entries:
+        return [
+            Path(entry.path)
+            for entry in entries
+            if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
+    return []

@@ -84,6 +84,7 @@ _SHIPPED_MODEL_DIR = Path(__file__).parent.parent / "workers" / "models" / SHIPP
 # What open streams (health watches) get after all of our own calls have ended.
 _FINAL_GRACE_S = 0.2
 _POLL_INTERVAL_S = 0.02
+_ADDRESS_IS_FREE = "the address is free by now"
 
 
 class Gateway:
@@ -391,7 +392,11 @@ async def serve(config: Config, find_model: FindModel | None = None) -> int:
     try:
         gateway = Gateway(config, find_model)
     except JournalUnusable as error:
-        _log.error("cannot use the journal", error=str(error))
+        # A server on the same address has the data directory, too; who starts a second one knows the address.
+        if (why_not := why_not_listening(config.listen)) != _ADDRESS_IS_FREE:
+            _log.error("cannot listen", listen=config.listen, error=why_not)
+        else:
+            _log.error("cannot use the journal", error=str(error))
         return 1
     except BadRuntimes as error:
         _log.error("cannot use the runtimes", error=str(error))
@@ -456,7 +461,7 @@ def why_not_listening(listen: str) -> str:
         if path == listen:
             return "is another server using the address?"
         return "it is a directory: name a file in it" if Path(path).is_dir() else "something is at this path"
-    return "the address is free by now"
+    return _ADDRESS_IS_FREE
 
 
 def _try_to_bind(family: int, address: Any) -> None:

@@ -308,20 +308,9 @@ SETTINGS = [
         f"{_CONFIG}rope_parameters: ",
     ),
     BadDirectory(
-        "an end token outside the vocabulary",
-        lambda directory: [
-            setting(eos_token_id=VOCAB)(directory),
-            remove(GENERATION)(directory),
-        ],
-        rf"{_CONFIG}eos_token_id: must be below vocab_size, which is {VOCAB}, got {VOCAB}",
-    ),
-    BadDirectory(
-        "an end token of 2^32",
-        write(GENERATION, json.dumps({"eos_token_id": [3, 2**32]})),
-        r"/generation_config\.json: eos_token_id: must be below vocab_size",
-    ),
-    BadDirectory(
-        "a first token of 2^32", setting(bos_token_id=2**32), f"{_CONFIG}bos_token_id: must be below"
+        "an end token that is text",
+        write(GENERATION, json.dumps({"eos_token_id": [3, "4"]})),
+        r"/generation_config\.json: eos_token_id: must be a token id or a list",
     ),
     BadDirectory(
         "a dtype that is a list", setting(dtype=[]), rf"{_CONFIG}dtype: must be one of .*, got \[\]"

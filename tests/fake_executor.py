@@ -208,6 +208,19 @@ class FakeExecutor(
                 released=self.caches.pop(request.cache_id, None) is not None
             )
 
+    def ListCaches(self, request: Any, context: Any) -> executor_pb2.ListCachesResponse:
+        """Two on each page."""
+        with self._call("ListCaches", request, context):
+            begin = int(request.page_token or 0)
+            handles = [self._handle(cache_id) for cache_id in self.caches]
+            for handle in handles:
+                handle.worker_id = "worker-0"
+                handle.expire_time.FromSeconds(2_000_000_000)
+            return executor_pb2.ListCachesResponse(
+                kv_caches=handles[begin : begin + 2],
+                next_page_token=str(begin + 2) if begin + 2 < len(handles) else "",
+            )
+
     def GetModelInfo(self, request: Any, context: Any) -> executor_pb2.GetModelInfoResponse:
         with self._call("GetModelInfo", request, context):
             return executor_pb2.GetModelInfoResponse(
@@ -306,7 +319,6 @@ class FakeExecutor(
         raise AssertionError("abort raises")
 
     UnifiedForward: Any = _unimplemented
-    ListCaches: Any = _unimplemented
     GetCacheMetrics: Any = _unimplemented
     GetLoraMetrics: Any = _unimplemented
     Session: Any = _unimplemented

@@ -102,8 +102,9 @@ SERVICE_ROOMS = {
         "service.runtimes", "service.text",
     ),
     "service.cli": (
-        "service.config", "service.doors.descriptors", "service.doors.tokens", "service.errors",
-        "service.logging", "service.printable", "service.server", "service.text",
+        "service.config", "service.data_directory", "service.doors.descriptors", "service.doors.tokens",
+        "service.errors", "service.journal.files", "service.logging", "service.pool.directory",
+        "service.printable", "service.server", "service.text",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

@@ -103,7 +103,10 @@ class _Details(NamedTuple):
 def print_error(error: grpc.RpcError) -> None:
     """Prints `CODE REASON message` on standard error; without the reason where the server gave none."""
     call = cast(grpc.Call, error)  # every error of a call also is that call
-    _print_failure(call.code().name, error_reason(call), call.details() or "")
+    code, reason = call.code(), error_reason(call)
+    _print_failure(code.name, reason, call.details() or "")
+    if code == grpc.StatusCode.UNAVAILABLE and not reason:  # gRPC says so itself, not a server
+        print("quire: is `make serve` running? --target names another server", file=sys.stderr)
 
 
 def print_status(status: status_pb2.Status) -> None:

@@ -44,6 +44,9 @@ def generate(options: argparse.Namespace) -> int:
     """Runs the command with the options of `service.cli.main`. Returns the exit status."""
     if hasattr(sys.stdout, "reconfigure"):  # a replaced stdout may be anything
         sys.stdout.reconfigure(errors="replace")
+    if options.prompt == "-":
+        # As `$(...)` of a shell: without the newline at the end.
+        options.prompt = sys.stdin.buffer.read().decode(errors="surrogateescape").removesuffix("\n")
     with connected(options) as channel:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from service.config import other_format
 from service.printable import escaped
 
 # Read when the library is first imported: others are told which model is wanted, and nothing of who wants it.
@@ -154,7 +155,8 @@ def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], 
 def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
     """Raises HubError for files that are no model which can be served, before any of them is fetched."""
     if _CONFIG not in sizes:
-        raise HubError(f"{hub_id} cannot be served: it has no {_CONFIG}")
+        said = other_format(sizes) or f"it has no {_CONFIG}"
+        raise HubError(f"{hub_id} cannot be served: {said}")
     if _WEIGHTS in sizes or _INDEX in sizes:
         return
     if any(name.endswith(_PICKLES) for name in sizes):
@@ -162,7 +164,8 @@ def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
             f"{hub_id} cannot be served: its weights are pickles only, which run code when they are loaded;"
             " look for a --model-revision with safetensors, such as refs/pr/N, or for another model"
         )
-    raise HubError(f"{hub_id} cannot be served: it has neither {_WEIGHTS} nor {_INDEX}")
+    said = other_format(sizes) or f"it has neither {_WEIGHTS} nor {_INDEX}"
+    raise HubError(f"{hub_id} cannot be served: {said}")
 
 
 def _explained(error: Exception, hub_id: str, revision: str | None) -> HubError:

@@ -1,4 +1,4 @@
-"""The command `quire`: serve | status | generate | load | token.
+"""The command `quire`: serve | status | generate | load | caches | state | token.
 
 Exit status: 0 done, 1 it failed while it ran, 2 it was called wrongly. Each command imports what it needs
 when it runs, so that none waits for another's libraries; what is loaded here is the standard library only.
@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import math
 import os
 import re
 import sys
@@ -18,10 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from service.cli.load.options import add_load_flags
-from service.cli.option_type import option_type
+from service.cli.options import add_generate_flags, add_target, days, seconds
 from service.config import ConfigError, add_flags, is_hub_id, load_config
-
-DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +59,18 @@ def _load(parsed: argparse.Namespace) -> int:
     from service.cli.load.command import load
 
     return load(parsed)
+
+
+def _caches(parsed: argparse.Namespace) -> int:
+    from service.cli.caches import list_caches, release_caches
+
+    return list_caches(parsed) if parsed.action == "list" else release_caches(parsed)
+
+
+def _state(parsed: argparse.Namespace) -> int:
+    from service.cli.state import list_state, remove_state
+
+    return list_state() if parsed.action == "list" else remove_state(parsed)
 
 
 def _token(parsed: argparse.Namespace) -> int:
@@ -118,7 +127,10 @@ def _find_on_hub(hub_id: str, on_progress: Callable[[float], None], *, download:
 
 
 _SWITCH_INTERVAL_S = 0.0005
-_COMMANDS = {"serve": _serve, "status": _status, "generate": _generate, "load": _load, "token": _token}
+_COMMANDS = {
+    "serve": _serve, "status": _status, "generate": _generate, "load": _load, "caches": _caches,
+    "state": _state, "token": _token,
+}  # fmt: skip
 
 
 class _Version(argparse.Action):
@@ -174,17 +186,22 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     add_flags(serve)
 
     status = commands.add_parser("status", help="show a server's workers")
-    _add_target(status)
+    add_target(status)
     status.add_argument(
         "--watch",
         nargs="?",
-        type=_seconds,
+        type=seconds,
         const=1.0,
         metavar="SECONDS",
         help="repeat, and show rates between two readings (default: every second)",
     )
     status.add_argument(
         "--wide", action="store_true", help="every column, also beyond the width of the terminal"
+    )
+    status.add_argument(
+        "--json",
+        action="store_true",
+        help="GetStatus's answer in a line, as protobuf writes JSON: numbers of 64 bits are strings",
     )
 
     generate = commands.add_parser(
@@ -193,20 +210,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         description="Continues a prompt, and shows what comes as it comes. Tokens are drawn as the model's"
         " makers recommend (its generation_config.json), but for what the flags say.",
     )
-    _add_target(generate)
-    prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="a message to answer, or the text to continue (see --raw)"
-    )
-    prompt.add_argument("--tokens", type=_token_ids, metavar="1,2,3", help="token ids to continue, not text")
-    generate.add_argument(
-        "--max-tokens", type=_count, default=64, metavar="N", help="stop after N (default 64)"
-    )
-    _add_chat(generate)
-    _add_sampling(generate)
-    generate.add_argument(
-        "--logprobs", action="store_true", help="a line for each token: id, log-probability, text"
-    )
+    add_target(generate)
+    add_generate_flags(generate)
 
     load = commands.add_parser(
         "load",
@@ -214,8 +219,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         description="Sends requests as fast as it is told, and says how long their tokens took, and whether"
         " the server or the client was the limit. Ctrl-C ends it with what there is.",
     )
-    _add_target(load)
+    add_target(load)
     add_load_flags(load)
+
+    _add_caches(commands.add_parser("caches", help="list or release a server's caches"))
+    _add_state(commands.add_parser("state", help="list or remove what servers on this machine have kept"))
 
     token = commands.add_parser(
         "token",
@@ -229,60 +237,32 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     return parser, commands.choices
 
 
-def _add_chat(parser: argparse.ArgumentParser) -> None:
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat",
-        action="store_true",
-        help="PROMPT is a message, written as the model's chat template says (default where it has one)",
+def _add_caches(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add_target(actions.add_parser("list", help="list the caches, oldest first"))
+    release = actions.add_parser("release", help="release caches")
+    add_target(release)
+    which = release.add_mutually_exclusive_group(required=True)
+    which.add_argument("cache_ids", nargs="*", default=[], metavar="CACHE_ID", help="the caches to release")
+    which.add_argument("--all", action="store_true", help="every cache that `quire caches list` shows")
+    release.add_argument(
+        "--yes", action="store_true", help="with --all: release them, and not only count them"
     )
-    form.add_argument("--raw", action="store_true", help="PROMPT is sent as it is")
-    parser.add_argument("--system", metavar="TEXT", help="a message of the system's before PROMPT")
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """The settings of a draw, by the names that the API has for them."""
-    own = "(default: the model's own)"
-    for name, kind, metavar, help_text in (
-        ("temperature", _number, "T", "0: greedy (default: the model's own, else 0)"),
-        ("top-k", _whole_number, "K", f"draw from the K most likely tokens, 0: all {own}"),
-        ("top-p", _number, "P", f"draw from the top probability mass P {own}"),
-        ("min-p", _number, "P", f"drop tokens below P of the most likely {own}"),
-        ("repetition-penalty", _number, "R", f"above 1: what was seen before is less likely {own}"),
-        ("seed", _whole_number, "N", "makes a draw repeatable"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=help_text)
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target",
-        default=os.environ.get("QUIRE_TARGET", DEFAULT_TARGET),
-        metavar="HOST:PORT",
-        help=f"the server, also unix:/path (env QUIRE_TARGET; default {DEFAULT_TARGET})",
+def _add_state(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Without --data-dir a server keeps its caches in a directory for its address and model, below"
+        " $XDG_STATE_HOME/quire (~/.local/state/quire), also after its end."
     )
-    for name, metavar, help_text in (
-        ("ca", "FILE", "connect with TLS, to a server whose certificate is of these CAs"),
-        ("cert", "FILE", "with --ca: the certificate to show"),
-        ("key", "FILE", "with --ca: its key"),
-        ("token", "TOKEN", "a bearer token; better in the environment, where others do not see it"),
-    ):
-        variable = f"QUIRE_{name.upper()}"
-        default = os.environ.get(variable, "")
-        parser.add_argument(
-            f"--{name}", default=default, metavar=metavar, help=f"{help_text} (env {variable})"
-        )
-
-
-_number = option_type(float, "a number")
-_whole_number = option_type(int, "a whole number")
-_seconds = option_type(float, "a number of seconds above 0", lambda value: 0 < value < math.inf)
-_count = option_type(int, "a whole number from 1", lambda value: value >= 1)
-_token_ids = option_type(
-    lambda text: [int(part) for part in text.split(",")],
-    "whole numbers of 32 bits with commas between them",
-    lambda ids: all(0 <= token_id < 1 << 32 for token_id in ids),
-)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="show the directories: size, and how long ago each was written to")
+    remove = actions.add_parser(
+        "remove", help="remove directories, with the caches in them; never one in use"
+    )
+    which = remove.add_mutually_exclusive_group(required=True)
+    which.add_argument("names", nargs="*", default=[], metavar="NAME", help="as `quire state list` shows it")
+    which.add_argument("--older-than", type=days, metavar="DAYS", help="those not written to for so long")
 
 
 if __name__ == "__main__":

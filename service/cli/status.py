@@ -1,14 +1,15 @@
-"""`quire status`: a table of the workers, once or repeatedly with rates."""
+"""`quire status`: a table of the workers, once or repeatedly with rates; or all of the answer, as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
+from google.protobuf import json_format
 from quire.v1 import executor_pb2, executor_pb2_grpc
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -47,18 +48,22 @@ def show_status(options: argparse.Namespace) -> int:
     """Prints the status of a server, every `options.watch` seconds if given. Returns the exit status."""
     interval_s: float | None = options.watch
     console = Console()
-    in_place = console.is_terminal and not options.wide
+    in_place = console.is_terminal and not (options.wide or options.json)
     if not in_place:
         console.width = _WIDTH_OF_ALL
     # Ctrl-C is the only way to end --watch, so not a failure.
     interrupted = 1 if interval_s is None else 0
+
+    def show(now: Reading, before: Reading | None) -> None:
+        console.print(render(now, before))
+
     try:
         with connected(options, interrupted) as channel:
             stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-            if interval_s is None:
-                console.print(render(_read(stub), None))
+            if interval_s is not None and in_place:
+                _watch_in_place(stub, console, interval_s)
             else:
-                _watch(stub, console, interval_s, in_place=in_place)
+                _print_each(stub, _print_json if options.json else show, interval_s)
     except grpc.RpcError as error:
         print_error(error)
         return 1
@@ -70,18 +75,33 @@ def _read(stub: executor_pb2_grpc.ModelExecutorServiceStub) -> Reading:
     return Reading(status, time.monotonic())
 
 
-def _watch(
-    stub: executor_pb2_grpc.ModelExecutorServiceStub, console: Console, interval_s: float, *, in_place: bool
+def _print_each(
+    stub: executor_pb2_grpc.ModelExecutorServiceStub,
+    show: Callable[[Reading, Reading | None], None],
+    interval_s: float | None,
 ) -> None:
-    """Repeats until interrupted or the server fails. In place, or one below the other."""
+    """Shows one reading; with an interval one below the other, until interrupted or the server fails."""
     before = _read(stub)
-    if not in_place:
-        console.print(render(before, None))
-        while True:
-            time.sleep(interval_s)
-            now = _read(stub)
-            console.print(render(now, before))
-            before = now
+    show(before, None)
+    while interval_s is not None:
+        time.sleep(interval_s)
+        now = _read(stub)
+        show(now, before)
+        before = now
+
+
+def _print_json(now: Reading, _: Reading | None) -> None:
+    line = json_format.MessageToJson(
+        now.status, indent=None, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    print(line, flush=True)
+
+
+def _watch_in_place(
+    stub: executor_pb2_grpc.ModelExecutorServiceStub, console: Console, interval_s: float
+) -> None:
+    """Repeats until interrupted or the server fails."""
+    before = _read(stub)
     with Live(render(before, None), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from service.cli import generate
 from service.cli.main import main
 from service.cli.status import Reading, render
 from service.doors.tokens import read_register
+from service.journal.sqlite import open_journal
 from tests.chat_templates import QWEN, byte_tokenizer
 from tests.fake_executor import EOS, FakeExecutor, rich_status, serving
 
@@ -66,6 +69,20 @@ def test_generate_continues_a_text(
     assert capsys.readouterr().out == "46 é€\n"
     assert prompts(executor) == [ids("12+34=")], "one call for all tokens"
     assert executor.caches == {}
+
+
+def test_generate_reads_the_prompt_from_standard_input(
+    quire: Callable[..., int],
+    executor: FakeExecutor,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n=\n".encode())))
+    assert quire("generate", "-", "--max-tokens", "1") == 0
+    assert prompts(executor) == [ids("é\n=")], "as from a shell's $(...), without the last newline"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert quire("generate", "-") == 2
+    assert "the prompt holds bytes that are not UTF-8" in capsys.readouterr().err
 
 
 def test_generate_stops_at_max_tokens_and_at_the_end_of_the_context(
@@ -344,7 +361,10 @@ def test_wrong_usage_is_told_in_a_sentence(
     [
         ("generat", "quire: error: generat is no command; did you mean generate?"),
         ("--verson", "quire: error: --verson is not known; did you mean --version?"),
-        ("dance", "quire: error: dance is no command; the commands are serve, status, generate, load, token"),
+        (
+            "dance",
+            "quire: error: dance is no command; the commands are serve, status, generate, load, caches",
+        ),
     ],
 )
 def test_a_mistyped_command_is_told(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,7 +404,49 @@ def test_a_bad_setting_exits_with_2_and_names_it(
 @pytest.mark.parametrize("command", [["status"], ["generate", "x"]])
 def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--target", "127.0.0.1:1"]) == 1
-    assert capsys.readouterr().err.startswith("quire: UNAVAILABLE ")
+    failure, hint = capsys.readouterr().err.splitlines()
+    assert failure.startswith("quire: UNAVAILABLE ")
+    assert hint == "quire: is `make serve` running? --target names another server"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("localhost", "localhost:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("localhost:1234", "localhost:1234"),
+        ("[::1]:1234", "[::1]:1234"),
+        ("unix:/run/quire", "unix:/run/quire"),
+    ],
+)
+def test_a_target_without_a_port_means_the_default_port(
+    target: str, monkeypatch: pytest.MonkeyPatch, given: str, meant: str
+) -> None:
+    connect, asked = grpc.insecure_channel, []
+
+    def channel(address: str, options: object = None) -> grpc.Channel:
+        asked.append(address)
+        return connect(target)
+
+    monkeypatch.setattr(grpc, "insecure_channel", channel)
+    monkeypatch.setenv("QUIRE_TARGET", given)
+    assert main(["status"]) == main(["generate", "--tokens", "1", "--target", given]) == 0
+    assert asked == [meant, meant]
+
+
+def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
+    """The first one has the data directory of the address, too."""
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        listen = f"127.0.0.1:{first.getsockname()[1]}"
+        directory = tmp_path / "data"
+        with contextlib.closing(open_journal(directory, "normal")):
+            flags = ("--listen", listen, "--data-dir", str(directory), "--log-format", "json")
+            with run("serve", *flags) as process:
+                _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (line,) = map(json.loads, error.splitlines())
+    assert (line["event"], line["listen"]) == ("cannot listen", listen)
+    assert line["error"] == "is another server using the address?"
 
 
 def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

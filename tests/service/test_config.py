@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,36 @@ def test_a_model_directory_is_taken(tmp_path: Path) -> None:
         load_config(parse("--model", str(tmp_path)), {})
     (tmp_path / "config.json").write_text("{}")
     assert load_config(parse("--model", str(tmp_path)), {}).model == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "model-Q4_K_M.gguf",
+            "it is GGUF, for llama.cpp: give the model that it was made from, as safetensors",
+        ),
+        (
+            "adapter_config.json",
+            "it is a LoRA adapter (PEFT): merge it into its base model and give the directory of the result",
+        ),
+    ],
+)
+def test_other_formats_are_told_with_what_to_give_instead(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / name).touch()
+    for model in (tmp_path, *tmp_path.glob("*.gguf")):
+        with pytest.raises(ConfigError, match=re.escape(f"refused: {said}; must be adder")):
+            load_config(parse("--model", str(model)), {})
+
+
+def test_the_help_has_groups() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    _, options, *groups = parser.format_help().split("\n\n")
+    assert "--config" in options and "--model" not in options
+    flags = {group.partition(":")[0]: re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) for group in groups}
+    assert flags["model"][:2] == ["--model", "--model-revision"] and "--dtype" in flags["model"]
+    assert "--listen" in flags["addresses and access"] and "--data-dir" in flags["state on disk"]
 
 
 def test_help_tells_all_of_every_setting() -> None:

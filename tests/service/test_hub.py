@@ -268,7 +268,9 @@ def test_a_refusal_is_told_in_a_line(find: Find, refusal: tuple[int, str], said:
     [
         (SMALL | {"pytorch_model.bin": b"p"}, "its weights are pickles only, which run code"),
         (SMALL | {"consolidated.00.pth": b"p"}, "its weights are pickles only, which run code"),
-        (SMALL | {"model.gguf": b"g"}, "it has neither model.safetensors nor model.safetensors.index.json"),
+        (SMALL, "it has neither model.safetensors nor model.safetensors.index.json"),
+        (SMALL | {"model.gguf": b"g"}, "it is GGUF, for llama.cpp"),
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"a"}, "it is a LoRA adapter (PEFT)"),
         (WEIGHTS, "it has no config.json"),
     ],
 )

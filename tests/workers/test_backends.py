@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -101,11 +102,15 @@ def test_spellings_of_nothing_special_are_read_by_both(
 
 
 @pytest.mark.parametrize("backend", ["auto", "native", "transformers"])
-def test_quantised_weights_are_refused_with_what_is_supported(native: Path, backend: str) -> None:
+def test_quantised_weights_are_refused_with_what_is_supported(
+    native: Path, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     file = native / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"bits": 4}}))
     with pytest.raises(ModelError, match="quantised weights are not supported, only float32, bfloat16 and"):
         choose_backend(native, backend)
+    assert "runs this model" not in caplog.text, "what is refused was never announced as running"
 
 
 def test_what_is_asked_for_is_not_replaced(other: Path) -> None:

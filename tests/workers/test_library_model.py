@@ -32,6 +32,7 @@ from workers.models.library.loading import LoadedLibraryModel, load_library_mode
 from workers.models.library.over_pages import over_pages
 from workers.models.library.packed_model import PackedModel
 from workers.models.library.proof import prove_copy, prove_loaded
+from workers.models.values import warn_outside
 
 torch.set_num_threads(1)
 
@@ -257,6 +258,17 @@ def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: P
     assert proven(directory).fingerprint == loaded.fingerprint
     (copy_error, error) = prove_copy(directory, plan.settings), prove_loaded(directory, loaded)
     assert copy_error is not None and max(copy_error, error) < RELATIVE_ERROR
+
+
+def test_an_end_token_outside_the_vocabulary_is_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = directory_of("gpt2", tmp_path)
+    for file in (directory / "config.json", directory / "generation_config.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": VOCAB}))
+    warn_outside.cache_clear()
+    assert proven(directory).config.eos_token_ids == ()
+    assert f"eos_token_id {VOCAB} is outside the vocabulary of {VOCAB} tokens" in caplog.text
 
 
 def test_bfloat16_is_within_its_rounding(tmp_path: Path) -> None:

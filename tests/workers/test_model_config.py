@@ -14,6 +14,7 @@ from tests.model_factory import TinyModel, hf_config
 from workers.models.config import LayerConfig, ModelConfig
 from workers.models.errors import ModelError
 from workers.models.registry import FAMILIES, Family
+from workers.models.values import warn_outside
 
 # As in the checkpoint of Qwen3-0.6B, spelled as by transformers 4.
 OLD: dict[str, Any] = {
@@ -171,6 +172,21 @@ def test_generation_config_replaces_the_end_tokens(tmp_path: Path, eos: object, 
     (tmp_path / "config.json").write_text(json.dumps(OLD))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == ids
+
+
+@pytest.mark.parametrize("outside", [OLD["vocab_size"], 1 << 32, -1])
+def test_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, outside: int
+) -> None:
+    settings = {**OLD, "eos_token_id": outside, "bos_token_id": outside}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    warn_outside.cache_clear()
+    config = ModelConfig.from_directory(tmp_path)
+    assert (config.eos_token_ids, config.bos_token_id) == ((), None)
+    warning = f"eos_token_id {outside} is outside the vocabulary of {OLD['vocab_size']} tokens and is ignored"
+    assert warning in caplog.text and warning.replace("eos", "bos") in caplog.text
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [outside, 5]}))
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (5,)
 
 
 @pytest.mark.parametrize(

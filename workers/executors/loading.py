@@ -88,7 +88,7 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
         except UnsupportedError as error:
             if asked == NATIVE:
                 raise
-            _log.info("the transformers backend runs this model, since native code cannot: %s", error)
+            _log.info("trying the transformers backend, since native code cannot run this model: %s", error)
     # The library takes seconds to import, for nothing where native code runs.
     from workers.models.library.settings import read_settings  # noqa: PLC0415
 

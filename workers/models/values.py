@@ -5,9 +5,13 @@ null counts as absent. Knows nothing of what a setting means.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 
 from workers.models.errors import ModelError
+
+_log = logging.getLogger(__name__)
 
 # Several times what the largest models have, so that nothing is made whose size only a config claims. float32
 # counts positions, and anything else, exactly up to the last of these.
@@ -76,15 +80,30 @@ def boolean(settings: Mapping[str, object], name: str, *, default: bool) -> bool
 
 
 def token_ids(settings: Mapping[str, object], name: str, vocab_size: int) -> tuple[int, ...]:
-    """Special tokens of one role: none, one or a list. Raises ModelError."""
+    """Special tokens of one role: none, one or a list.
+
+    Ids outside the vocabulary are left out, with a warning in the log: the transformers library only warns of
+    them, and small test models have them.
+
+    Raises ModelError.
+    """
     value = settings.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    known: dict[int, None] = {}
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        if isinstance(token, bool) or not isinstance(token, int):
             raise ModelError(f"{name}: must be a token id or a list of them, got {value!r}")
-        if token >= vocab_size:
-            raise ModelError(f"{name}: must be below vocab_size, which is {vocab_size}, got {token}")
-    return tuple(dict.fromkeys(ids))
+        if 0 <= token < vocab_size:
+            known[token] = None
+        else:
+            warn_outside(name, token, vocab_size)
+    return tuple(known)
+
+
+@functools.cache  # once: a config is read several times
+def warn_outside(name: str, token: int, vocab_size: int) -> None:
+    """Logs that a special token is ignored."""
+    _log.warning("%s %d is outside the vocabulary of %d tokens and is ignored", name, token, vocab_size)
 
 
 def positive_numbers(settings: Mapping[str, object], name: str) -> tuple[float, ...]:
