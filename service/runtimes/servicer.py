@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -29,10 +29,18 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class RunnerApi:
     """Implements the service."""
 
-    def __init__(self, executions: Executions, router: Router, state: ServerState) -> None:
+    def __init__(
+        self,
+        executions: Executions,
+        router: Router,
+        state: ServerState,
+        read_runtimes: Callable[[str], Awaitable[int]],
+    ) -> None:
+        """`read_runtimes`: see `RuntimesFile.read_again`."""
         self._executions = executions
         self._router = router
         self._state = state
+        self._read_runtimes = read_runtimes
 
     async def Execute(self, request: runner_pb2.ExecuteRequest, context: Context) -> None:
         await self._state.first_worker(context.time_remaining())
@@ -101,7 +109,10 @@ class RunnerApi:
         self._check_operator()
         if request.cause not in _CAUSES:
             raise InvalidArgument("BAD_CAUSE", "cause", f"cause {request.cause} has no name")
-        rebuilt = await self._router.named(request.runtime).rebuild_session(request.cause)
+        if request.cause == runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE:
+            rebuilt = await self._read_runtimes(request.runtime)
+        else:
+            rebuilt = await self._router.named(request.runtime).rebuild_session(request.cause)
         return runner_pb2.RebuildSessionResponse(rebuilt=rebuilt)
 
     def _check_operator(self) -> None:

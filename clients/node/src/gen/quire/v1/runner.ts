@@ -98,6 +98,10 @@ export enum RebuildCause {
   REBUILD_CAUSE_UNSPECIFIED = 0,
   REBUILD_CAUSE_CUDA_CONTEXT_POISONED = 1,
   REBUILD_CAUSE_REMOTE_AUTH_FAILURE = 2,
+  /**
+   * REBUILD_CAUSE_REMOTE_CONFIG_CHANGE - The file of runtimes is read again. Providers whose settings have changed are made anew, and so is the one that is
+   * named; workers are not. A file that cannot be used changes nothing.
+   */
   REBUILD_CAUSE_REMOTE_CONFIG_CHANGE = 3,
   REBUILD_CAUSE_MANUAL = 4,
   UNRECOGNIZED = -1,
