@@ -47,14 +47,18 @@ class RunnerApi:
         timeout_s = validation.timeout_seconds(context.time_remaining())
         execution = self._executions.open(request, current_tenant(), timeout_s)
         reader = execution.attach(_progress(request))
+        told, chunks = runner_pb2.ExecutionStarted(), list[runner_pb2.SampleChunk]()
         try:
-            is_first = True
-            while (chunks := await execution.read(reader)) or is_first:
+            # Most policies choose a runtime without waiting for anything: then it is told at once.
+            await asyncio.sleep(0)
+            while True:
                 response = runner_pb2.ExecuteResponse(chunks=chunks)
-                if is_first:
-                    response.started.CopyFrom(execution.started)
-                is_first = False
+                if told != execution.started:
+                    told.CopyFrom(execution.started)
+                    response.started.CopyFrom(told)
                 await self._write(context, response, execution, reader)
+                if not (chunks := await execution.read(reader)):
+                    break
         finally:
             execution.detach(reader)
 

@@ -247,7 +247,10 @@ export interface SampleProgress {
 }
 
 export interface ExecuteResponse {
-  /** In the first message. */
+  /**
+   * In the first message, which is sent as soon as the execution is accepted. With the first chunks again, if the runtime
+   * was not known by then, or another one has taken it.
+   */
   started: ExecutionStarted | undefined;
   chunks: SampleChunk[];
 }
@@ -256,6 +259,7 @@ export interface ExecuteResponse {
 export interface ExecutionStarted {
   /** With which the execution can be resumed. */
   requestId: string;
+  /** Empty: none was chosen yet. */
   runtime: string;
   transportKind: TransportKind;
   /** For people. */
