@@ -9,6 +9,7 @@
     ├── NoTokenizer            FAILED_PRECONDITION  NO_TOKENIZER
     ├── WeightsChanged         FAILED_PRECONDITION  WEIGHTS_CHANGED
     ├── LoadFailed             FAILED_PRECONDITION  LOAD_FAILED
+    ├── BadRuntimes            FAILED_PRECONDITION  BAD_RUNTIMES
     ├── ExecutionLost          FAILED_PRECONDITION  EXECUTION_LOST
     ├── SequenceTooLong        OUT_OF_RANGE         SEQUENCE_TOO_LONG
     ├── TruncateBeyondEnd      OUT_OF_RANGE         TRUNCATE_BEYOND_END
@@ -184,6 +185,16 @@ class LoadFailed(QuireError):
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}; the weights before are served on")
+
+
+class BadRuntimes(QuireError):
+    """The file of runtimes cannot be used. `why` names the place in it, and none of its contents."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "BAD_RUNTIMES"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the file of runtimes cannot be used: {why}")
 
 
 class SequenceTooLong(QuireError):

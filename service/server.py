@@ -49,6 +49,7 @@ from service.doors.doors import Doors, current_tenant
 from service.doors.guest_watch import GuestWatch
 from service.doors.tls import server_credentials
 from service.doors.transport import server_options
+from service.errors import BadRuntimes
 from service.journal.base import JournalUnusable
 from service.journal.memory import MemoryJournal
 from service.journal.sqlite import SqliteJournal, open_journal
@@ -60,13 +61,11 @@ from service.pool.local import LocalLauncher
 from service.pool.rotation import Rotation
 from service.pool.served import Served, ServedFile, choose, from_mark, to_mark
 from service.pool.supervisor import Supervisor
-from service.runtimes.config_file import BadRuntimes, Runtimes
-from service.runtimes.config_file import load as load_runtimes
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
-from service.runtimes.remote.runtime import RemoteRuntime
-from service.runtimes.router import Router
+from service.runtimes.remote.spending import Spending
+from service.runtimes.runtimes_file import RuntimesFile
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, Sources
 from service.text.text_model import TextModel
@@ -131,9 +130,13 @@ class Gateway:
         self.state.slots = self.pool.slots
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
         self.text = TextModel(lambda: self.state.first_ready)
-        self.router = self._new_router()
+        # A journal that forgets does so with all that callers have done.
+        keeps = isinstance(self.journal, SqliteJournal)
+        self.spending = Spending(directory if keeps else None)
+        self.runtimes_file = self._read_runtimes()
+        self.router = self.runtimes_file.router
         self.executions = Executions(self.router, self.state)
-        self.runner = RunnerApi(self.executions, self.router, self.state)
+        self.runner = RunnerApi(self.executions, self.router, self.state, self.runtimes_file.read_again)
         self.front = self._open_front() if config.openai_listen else None
         messages = MessageLimits(
             config.max_calls_per_message,
@@ -152,9 +155,8 @@ class Gateway:
         self._when_ready: dict[str, str] = {}
         self._background: list[asyncio.Task[None]] = []
 
-    def _new_router(self) -> Router:
+    def _read_runtimes(self) -> RuntimesFile:
         """The runtimes, and who takes a batch. Raises BadRuntimes."""
-        configured = Runtimes() if not self.config.runtimes else load_runtimes(Path(self.config.runtimes))
         loader = WeightsLoader(
             self.pool,
             self.dispatcher,
@@ -166,7 +168,8 @@ class Gateway:
             self._on_switch,
         )
         local = LocalRuntime(self.dispatcher, self.state, self.text, self.rotation, loader)
-        return Router([local, *map(RemoteRuntime, configured.providers)], configured.routing)
+        path = Path(self.config.runtimes) if self.config.runtimes else None
+        return RuntimesFile(path, local, self.spending)
 
     def _log_served(self) -> None:
         written, served = self._served_as_written, self.served
@@ -399,7 +402,7 @@ async def serve(config: Config, find_model: FindModel | None = None) -> int:
             _log.error("cannot use the journal", error=str(error))
         return 1
     except BadRuntimes as error:
-        _log.error("cannot use the runtimes", error=str(error))
+        _log.error("cannot use the runtimes", path=config.runtimes, error=error.message)
         return 2
     try:
         port = await gateway.start()
@@ -431,6 +434,7 @@ async def serve(config: Config, find_model: FindModel | None = None) -> int:
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await workers
     await gateway.router.close()
+    await gateway.spending.saved()
     gateway.text.close()
     # What the last answers rest on; it has been written already, as a rule.
     gateway.journal.close()

@@ -65,6 +65,7 @@ SERVICE_ROOMS = {
     "service.running_clock": (),
     "service.background_log": (),
     "service.logging": ("service.background_log", "service.printable"),
+    "service.durable_file": ("service.logging",),
     "service.doors": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
     "service.caches": ("service.errors",),
     "service.journal": (
@@ -77,7 +78,8 @@ SERVICE_ROOMS = {
     ),
     "service.data_directory": ("service.config", "service.pool.directory"),
     "service.pool": (
-        "service.caches", "service.config", "service.errors", "service.logging", "service.running_clock",
+        "service.caches", "service.config", "service.durable_file", "service.errors", "service.logging",
+        "service.running_clock",
     ),
     "service.api": (
         "service.caches.requests", "service.config", "service.dispatcher", "service.errors",
@@ -88,8 +90,8 @@ SERVICE_ROOMS = {
     "service.text": ("service.errors", "service.logging", "service.printable"),
     "service.runtimes": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.config",
-        "service.dispatcher", "service.doors", "service.errors", "service.logging", "service.pool",
-        "service.text",
+        "service.dispatcher", "service.doors", "service.durable_file", "service.errors", "service.logging",
+        "service.pool", "service.printable", "service.text",
     ),
     "service.openai": (
         "service.api", "service.config", "service.doors", "service.errors", "service.logging",
@@ -97,7 +99,7 @@ SERVICE_ROOMS = {
     ),
     "service.server": (
         "service.api", "service.caches", "service.config", "service.data_directory", "service.dispatcher",
-        "service.doors",
+        "service.doors", "service.errors",
         "service.journal", "service.logging", "service.memory", "service.openai", "service.pool",
         "service.runtimes", "service.text",
     ),

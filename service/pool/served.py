@@ -7,10 +7,10 @@ anything is computed with them. It does not know workers.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from service import durable_file
 from service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -62,23 +62,7 @@ class ServedFile:
         """From now on these are served. Blocks on the disk. Raises OSError: nothing has changed."""
         if self._path is None:
             return
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # First: once the new file is in its place nothing can be taken back any more.
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            temporary = self._path.with_suffix(".tmp")
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(asdict(served), file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path)
-            try:
-                os.fsync(directory)
-            except OSError as error:
-                # It is there; only a crash of the system could undo it.
-                _log.warning("the directory cannot be synced", path=str(self._path), error=error.strerror)
-        finally:
-            os.close(directory)
+        durable_file.write(self._path, json.dumps(asdict(served)))
 
 
 def choose(written: Served | None, configured: str, in_journal: int) -> Served:

@@ -59,7 +59,7 @@ class Execution:
 
         The budgets count what nobody has read yet, and what is kept beside; each of several executions.
         """
-        # Which runtime took it is known when the first chunk is there.
+        # Which runtime takes it is certain when the first chunk is there.
         self.started = runner_pb2.ExecutionStarted(request_id=request_id)
         self._keep_s = keep_s
         self._on_state = on_state

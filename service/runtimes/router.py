@@ -56,6 +56,10 @@ class Router:
         self.runtimes = list(runtimes)
         self._routing = routing or Routing()
 
+    def replace(self, runtimes: Sequence[Runtime], routing: Routing) -> None:
+        """From now on these take batches. Those that run are not touched."""
+        self.runtimes, self._routing = list(runtimes), routing
+
     async def close(self) -> None:
         """Lets go of connections."""
         for runtime in self.runtimes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -29,24 +29,36 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class RunnerApi:
     """Implements the service."""
 
-    def __init__(self, executions: Executions, router: Router, state: ServerState) -> None:
+    def __init__(
+        self,
+        executions: Executions,
+        router: Router,
+        state: ServerState,
+        read_runtimes: Callable[[str], Awaitable[int]],
+    ) -> None:
+        """`read_runtimes`: see `RuntimesFile.read_again`."""
         self._executions = executions
         self._router = router
         self._state = state
+        self._read_runtimes = read_runtimes
 
     async def Execute(self, request: runner_pb2.ExecuteRequest, context: Context) -> None:
         await self._state.first_worker(context.time_remaining())
         timeout_s = validation.timeout_seconds(context.time_remaining())
         execution = self._executions.open(request, current_tenant(), timeout_s)
         reader = execution.attach(_progress(request))
+        told, chunks = runner_pb2.ExecutionStarted(), list[runner_pb2.SampleChunk]()
         try:
-            is_first = True
-            while (chunks := await execution.read(reader)) or is_first:
+            # Most policies choose a runtime without waiting for anything: then it is told at once.
+            await asyncio.sleep(0)
+            while True:
                 response = runner_pb2.ExecuteResponse(chunks=chunks)
-                if is_first:
-                    response.started.CopyFrom(execution.started)
-                is_first = False
+                if told != execution.started:
+                    told.CopyFrom(execution.started)
+                    response.started.CopyFrom(told)
                 await self._write(context, response, execution, reader)
+                if not (chunks := await execution.read(reader)):
+                    break
         finally:
             execution.detach(reader)
 
@@ -101,7 +113,10 @@ class RunnerApi:
         self._check_operator()
         if request.cause not in _CAUSES:
             raise InvalidArgument("BAD_CAUSE", "cause", f"cause {request.cause} has no name")
-        rebuilt = await self._router.named(request.runtime).rebuild_session(request.cause)
+        if request.cause == runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE:
+            rebuilt = await self._read_runtimes(request.runtime)
+        else:
+            rebuilt = await self._router.named(request.runtime).rebuild_session(request.cause)
         return runner_pb2.RebuildSessionResponse(rebuilt=rebuilt)
 
     def _check_operator(self) -> None:

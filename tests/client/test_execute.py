@@ -113,12 +113,13 @@ def test_what_can_be_no_item_is_said(prompt: Any, settings: dict[str, Any], says
 
 
 class Breaking:
-    """A server's stream that breaks off at once, each time."""
+    """A server's stream that breaks off before the first chunk, each time."""
 
-    def __init__(self, *, after_s: float = 0.0) -> None:
+    def __init__(self, *, after_s: float = 0.0, is_accepted: bool = False) -> None:
         self.begun = 0
         self.has_broken = threading.Event()
         self.after_s = after_s
+        self.is_accepted = is_accepted
 
     def __call__(self, _request: runner_pb2.ExecuteRequest) -> Self:
         self.begun += 1
@@ -128,9 +129,9 @@ class Breaking:
         time.sleep(self.after_s)
         self.has_broken.set()
         unavailable = grpc.StatusCode.UNAVAILABLE
-        if self.begun:
-            raise grpc.aio.AioRpcError(unavailable, grpc.aio.Metadata(), grpc.aio.Metadata())
-        yield runner_pb2.ExecuteResponse()
+        if self.is_accepted:
+            yield runner_pb2.ExecuteResponse(started=runner_pb2.ExecutionStarted(request_id="r"))
+        raise grpc.aio.AioRpcError(unavailable, grpc.aio.Metadata(), grpc.aio.Metadata())
 
     def cancel(self) -> None:
         pass
@@ -181,6 +182,13 @@ def test_a_long_silence_before_the_first_break_is_none_of_the_time_it_may_be_bro
     with pytest.raises(quire.Unavailable):
         list(execution)
     assert breaking.begun > 1
+
+
+def test_what_breaks_off_before_the_first_chunk_each_time_is_given_up() -> None:
+    execution = kept(Breaking(is_accepted=True), 0.25, [])
+    with pytest.raises(quire.Unavailable):
+        list(execution)
+    assert execution.started is not None and execution.started.request_id == "r"
 
 
 async def test_with_await(gateway: GatewayProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import itertools
 import math
 import random
@@ -415,3 +416,70 @@ def test_an_execution_goes_on_when_workers_and_the_gateway_are_killed(
         for worker in workers:
             if worker.is_running():
                 worker.kill()
+
+
+# Ten dollars each.
+PROVIDER_ANSWER = (
+    b'data: {"choices": [{"index": 0, "delta": {"content": "good"}, "finish_reason": "stop"}]}\n\n'
+    b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 10}}\n\ndata: [DONE]\n\n'
+)
+
+
+class Provider(http.server.BaseHTTPRequestHandler):
+    """Gives each request the same answer."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        self.wfile.write(PROVIDER_ANSWER)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is logged."""
+
+
+@pytest.fixture
+def provider_port() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Provider) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def test_a_budget_outlives_a_killed_server_and_the_file_can_raise_it(
+    tmp_path: Path, provider_port: int
+) -> None:
+    path = tmp_path / "runtimes.toml"
+
+    def write(budget_usd: int) -> None:
+        path.write_text(
+            f"""
+            [runtimes.there]
+            dialect = "openai-chat"
+            base_url = "http://127.0.0.1:{provider_port}/v1"
+            model = "m"
+            budget_usd_per_hour = {budget_usd}
+            prices.m = {{ input_usd = 0, output_usd = 1e6 }}
+            """
+        )
+
+    def ask(gateway: GatewayProcess) -> str:
+        asked = runner_pb2.ExecuteItem(item_id="a", text="hello", max_tokens=10)
+        request = runner_pb2.ExecuteRequest(runtime="there", items=[asked])
+        *_, last = runner(gateway).Execute(request, timeout=PATIENCE_S)
+        return status_reason(last.chunks[-1].error) if last.chunks[-1].HasField("error") else ""
+
+    write(15)
+    flags = ["--runtimes", str(path), "--data-dir", str(tmp_path / "data")]
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        assert [ask(gateway), ask(gateway)] == ["", "BUDGET_EXCEEDED"]
+        gateway.process.kill()
+        gateway.process.wait()
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        assert ask(gateway) == "BUDGET_EXCEEDED"
+        write(25)
+        cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
+        rebuild = runner_pb2.RebuildSessionRequest(cause=cause)
+        assert runner(gateway).RebuildSession(rebuild, timeout=PATIENCE_S).rebuilt == 1
+        assert [ask(gateway), ask(gateway)] == ["", "BUDGET_EXCEEDED"]

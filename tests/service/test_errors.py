@@ -62,6 +62,7 @@ ROWS = [
     (errors.NoMemory(9, 8), code_pb2.RESOURCE_EXHAUSTED, "NO_MEMORY", False),
     (errors.Unauthenticated("BAD_TOKEN", "no"), code_pb2.UNAUTHENTICATED, "BAD_TOKEN", False),
     (errors.RoleMissing("observe"), code_pb2.PERMISSION_DENIED, "ROLE_MISSING", False),
+    (errors.BadRuntimes("line 3: is not TOML"), code_pb2.FAILED_PRECONDITION, "BAD_RUNTIMES", False),
     (errors.NoWorker(), code_pb2.UNAVAILABLE, "NO_WORKER", True),
     (errors.Draining(), code_pb2.UNAVAILABLE, "DRAINING", True),
     (errors.WorkerLost(), code_pb2.UNAVAILABLE, "WORKER_LOST", True),

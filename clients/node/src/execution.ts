@@ -67,7 +67,7 @@ export type ResponseStream = AsyncIterable<ExecuteResponse> & { cancel(): void }
  * `cancel` does. A sample that fails says so in the `error` of its last chunk: `errorFromStatus(chunk.error)`.
  */
 export class Execution implements AsyncIterable<SampleChunk> {
-  /** Which runtime was taken, and why. Undefined until the first chunk has come. */
+  /** Which runtime was taken, and why. Undefined until the first message has come. */
   started: ExecutionStarted | undefined;
   readonly requestId: string;
   readonly #request: DeepPartial<ExecuteRequest>;
@@ -103,9 +103,9 @@ export class Execution implements AsyncIterable<SampleChunk> {
       this.#call = call;
       try {
         for await (const message of call) {
-          heardAt = Date.now();
-          longestMs = FIRST_PAUSE_MS;
-          this.started ??= message.started;
+          // That it was accepted once more is not enough: it may break off there each time.
+          if (message.chunks.length) [heardAt, longestMs] = [Date.now(), FIRST_PAUSE_MS];
+          this.started = message.started ?? this.started;
           for (const chunk of message.chunks) {
             this.#took(chunk);
             yield chunk;

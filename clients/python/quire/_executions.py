@@ -56,7 +56,8 @@ class Progress:
 
     def took(self, response: runner_pb2.ExecuteResponse) -> Sequence[runner_pb2.SampleChunk]:
         """The chunks of a message, which are told to the caller now."""
-        self._pause_s = 0.0
+        if response.chunks:
+            self._pause_s = 0.0
         for chunk in response.chunks:
             self._position[chunk.item_id, chunk.sample] = chunk.position + max(1, len(chunk.token_ids))
         return response.chunks

@@ -33,7 +33,7 @@ class _Resuming:
         self._call: Any = begin(progress.request())
         # Since when it has not come to anything. None: it has.
         self._broken_s: float | None = None
-        # Which runtime was taken, and why. None until the first chunk has come.
+        # Which runtime was taken, and why. None until the first message has come.
         self.started: runner_pb2.ExecutionStarted | None = None
         self._cancelled = threading.Event()
         # Of `_call`: whoever ends it ends the last one.
@@ -58,7 +58,9 @@ class _Resuming:
             self._call = self._begin(self._progress.request())
 
     def _took(self, response: runner_pb2.ExecuteResponse) -> Sequence[runner_pb2.SampleChunk]:
-        self._broken_s = None
+        if response.chunks:
+            # That it was accepted once more is not enough: it may break off there each time.
+            self._broken_s = None
         if response.HasField("started"):
             self.started = response.started
         return self._progress.took(response)

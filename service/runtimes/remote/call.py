@@ -125,6 +125,7 @@ class Call:
             cost_usd, batch = self._cost_usd(self._request.expected), self._batch
             permit = await gate.enter(tokens, cost_usd, self._deadline_s, batch.tenant, batch.priority)
             try:
+                await gate.recorded()
                 with self._provider.recorded() as own:
                     await self._ask(own)
             finally:

@@ -10,12 +10,12 @@ from service.caches.requests import Priority
 from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
 from service.logging import get_logger
-from service.runtimes.remote.budget import HourlyBudget
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import BudgetPolicy, ProviderConfig
 from service.runtimes.remote.failures import failure
 from service.runtimes.remote.limits import Limits
 from service.runtimes.remote.line import Line, Place
+from service.runtimes.remote.spending import Spending
 
 _log = get_logger(__name__)
 # A guess: how long an answer takes, and with it a turn of max_concurrent requests.
@@ -33,12 +33,13 @@ class Permit:
 class Gate:
     """Lets requests pass to one provider."""
 
-    def __init__(self, config: ProviderConfig, clock: Clock) -> None:
+    def __init__(self, config: ProviderConfig, clock: Clock, spending: Spending) -> None:
         self._config = config
         self._clock = clock
         self.limits = Limits(config.requests_per_minute, config.tokens_per_minute, config.max_concurrent)
         budget_usd = config.budget_usd_per_hour
-        self._budget = None if budget_usd is None else HourlyBudget(budget_usd)
+        self._budget = None if budget_usd is None else spending.budget(config.name, budget_usd)
+        self._spending = spending
         self._is_overspent = False
         self._line = Line()
         # By those in line: it may be their turn, or they are in line no longer.
@@ -87,12 +88,18 @@ class Gate:
             self._wake_first()
         return Permit(tokens, cost_usd)
 
+    async def recorded(self) -> None:
+        """Returns when what is reserved of the budget outlives this server: a request may be sent then."""
+        if self._budget is not None:
+            await self._spending.saved()
+
     def leave(self, permit: Permit, tokens: int, cost_usd: float) -> None:
         """The request has ended, and used so much instead."""
         now_s = self._clock.now_s()
         self.limits.end(permit.tokens, tokens, now_s)
         if self._budget is not None:
             self._budget.settle(permit.cost_usd, cost_usd, now_s)
+            self._spending.save()
         self._wake_first()
 
     def _join(self, tenant: Tenant | None, priority: Priority) -> tuple[Place, asyncio.Event]:

@@ -23,6 +23,7 @@ from service.runtimes.remote.dialects.openai_completions import OpenAICompletion
 from service.runtimes.remote.gate import Gate
 from service.runtimes.remote.provider import Provider
 from service.runtimes.remote.sessions import Sessions
+from service.runtimes.remote.spending import Spending
 
 DIALECTS: dict[str, Dialect] = {
     "openai-chat": OpenAIChat(),
@@ -34,15 +35,17 @@ DIALECTS: dict[str, Dialect] = {
 class RemoteRuntime:
     """Runs batches at a provider. See `Runtime`. Has to be closed."""
 
-    def __init__(self, config: ProviderConfig, clock: Clock | None = None) -> None:
-        """Connects to nobody yet."""
+    def __init__(
+        self, config: ProviderConfig, clock: Clock | None = None, spending: Spending | None = None
+    ) -> None:
+        """Connects to nobody yet. Without `spending` what it has cost is forgotten at the end."""
         clock = clock or Clock()
-        self._config = config
+        self.config = config
         self._provider = Provider(
             config=config,
             dialect=DIALECTS[config.dialect],
             sessions=Sessions(config),
-            gate=Gate(config, clock),
+            gate=Gate(config, clock, spending or Spending()),
             breaker=Breaker(config.breaker_failures, config.breaker_open_s),
             clock=clock,
         )
@@ -51,20 +54,20 @@ class RemoteRuntime:
     @property
     def name(self) -> str:
         """See `Runtime`."""
-        return self._config.name
+        return self.config.name
 
     def describe(self) -> runner_pb2.Runtime:
         """See `Runtime`."""
-        provider, price = self._provider, self._config.price
+        provider, price = self._provider, self.config.price
         now_s = provider.clock.now_s()
         left_s = provider.breaker.left_s(now_s)
         trouble = f"it has failed again and again, and is left alone for {left_s:.0f} s" if left_s else ""
         return runner_pb2.Runtime(
-            name=self._config.name,
+            name=self.config.name,
             runtime_kind=provider.dialect.kind,
             transport_kind=runner_pb2.TRANSPORT_KIND_REMOTE_NETWORK,
-            provider=self._config.provider or self._config.name,
-            model_id=self._config.model,
+            provider=self.config.provider or self.config.name,
+            model_id=self.config.model,
             rate_limits=provider.gate.limits.message(now_s),
             breaker=provider.breaker.state(now_s),
             prices=None if price is None else price.message(),
@@ -97,7 +100,7 @@ class RemoteRuntime:
     async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
         """See `Runtime`. Raises the error of the first item that cannot be run."""
         estimate = runner_pb2.CostEstimate(runtime=self.name)
-        price = self._config.price
+        price = self.config.price
         if price is not None:
             estimate.max_cost_usd = 0.0
         breather = Breather()
@@ -105,9 +108,9 @@ class RemoteRuntime:
             if breather.due:
                 await breather.breathe()
             await checks.check(item)
-            self._provider.dialect.body(item, 1, self._config)
+            self._provider.dialect.body(item, 1, self.config)
             samples = len(self._requests(item)[0])
-            expected = self._in_all(item, prices.expected(item, samples, self._config.max_output_tokens))
+            expected = self._in_all(item, prices.expected(item, samples, self.config.max_output_tokens))
             estimate.input_tokens += expected.input_tokens
             estimate.max_output_tokens += expected.output_tokens
             if price is not None:
@@ -121,7 +124,7 @@ class RemoteRuntime:
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
         """See `Runtime`: the provider has loaded what it serves."""
         phase = runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED
-        yield runner_pb2.LoadWeightsResponse(phase=phase, progress=1.0, model_id=self._config.model)
+        yield runner_pb2.LoadWeightsResponse(phase=phase, progress=1.0, model_id=self.config.model)
 
     async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:  # noqa: ARG002
         """See `Runtime`: whatever the cause, connections and credentials are made anew.
@@ -155,7 +158,7 @@ class RemoteRuntime:
     async def _request(self, item: runner_pb2.ExecuteItem) -> Request:
         """What each of an item's requests asks for. Raises QuireError: it cannot be run."""
         await checks.check(item)
-        samples, config = len(self._requests(item)[0]), self._config
+        samples, config = len(self._requests(item)[0]), self.config
         expected = prices.expected(item, samples, config.max_output_tokens)
         self._check_cost(item, expected)
         return Request(exchange.encoded(self._provider.dialect.body(item, samples, config)), expected)
@@ -179,7 +182,7 @@ class RemoteRuntime:
         """Raises ProviderFailure: the item could cost more than it may."""
         if not item.HasField("max_cost_usd"):
             return
-        price = self._config.price
+        price = self.config.price
         if price is None:
             raise ProviderFailure(
                 "BUDGET_EXCEEDED", "what the model costs is not known, so it cannot be bounded"

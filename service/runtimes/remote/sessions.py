@@ -42,6 +42,7 @@ class Sessions:
         self._config = config
         self._current: Session | None = None
         self._changing = asyncio.Lock()
+        self._is_closed = False
         # Why there are no credentials. Empty: there are, or nobody has looked.
         self.trouble = ""
         # They tell of every request, and repeat what the provider wrote into the head of its answer.
@@ -56,6 +57,9 @@ class Sessions:
             if session is None:
                 session = await self._replace(await self._read())
             session.users += 1
+            if self._is_closed:
+                # Its runtime was replaced while this request waited for its turn.
+                await self._retire()
         try:
             yield session
         finally:
@@ -79,7 +83,8 @@ class Sessions:
             await self._replace(await self._read())
 
     async def close(self) -> None:
-        """No new calls come."""
+        """Calls that still come get a session each."""
+        self._is_closed = True
         async with self._changing:
             await self._retire()
 

@@ -1,13 +1,23 @@
-"""The file of runtimes: what it may say, and how it is refused."""
+"""The file of runtimes: what it may say, how it is refused, and how it is read again."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from quire.v1 import runner_pb2
 
-from service.runtimes.config_file import BadRuntimes, load
+from service.api.server_state import ServerState
+from service.config import Config
+from service.errors import BadRuntimes, RuntimeNotFound
+from service.runtimes.config_file import load
+from service.runtimes.executions import Executions
 from service.runtimes.remote.config import BudgetPolicy
+from service.runtimes.remote.spending import Spending
+from service.runtimes.runtimes_file import RuntimesFile
+from service.runtimes.servicer import RunnerApi
+from tests.service.runtimes.test_router import FakeRuntime
 
 GOOD = """
 [routing]
@@ -70,16 +80,62 @@ def test_an_empty_file_leaves_all_as_it_is(tmp_path: Path) -> None:
         ("output_usd = 2.5", "output_usd = -1", "output_usd must be a number"),
         ("output_usd = 2.5", "", "needs input_usd and output_usd"),
         ('"throttle"', '"pray"', "budget_policy: must be one of"),
-        ("[routing]", "[routing", "is not TOML"),
+        ("[routing]", "[routing", "line 2: is not TOML"),
+        ("[runtimes.gpt]", 'key = "sk-secret', "line 7: is not TOML"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_its_place(tmp_path: Path, old: str, new: str, says: str) -> None:
     assert old in GOOD
     with pytest.raises(BadRuntimes) as raised:
         load(written(tmp_path, GOOD.replace(old, new)))
-    assert says in str(raised.value) and "sk-secret" not in str(raised.value)
+    assert says in str(raised.value)
+    assert "sk-secret" not in str(raised.value) and str(tmp_path) not in str(raised.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(BadRuntimes, match="No such file"):
         load(tmp_path / "none.toml")
+
+
+async def rebuilt(file: RuntimesFile, runtime: str = "") -> int:
+    """What an operator is answered who says that the file has changed."""
+    state = ServerState(Config())
+    api = RunnerApi(Executions(file.router, state), file.router, state, file.read_again)
+    cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
+    request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cause)
+    return (await api.RebuildSession(request, cast(Any, None))).rebuilt
+
+
+async def test_the_file_is_read_again_when_an_operator_says_it_has_changed(tmp_path: Path) -> None:
+    file = RuntimesFile(written(tmp_path, GOOD), FakeRuntime("local"), Spending())
+    local, gpt, _ = file.router.runtimes
+    added = GOOD.replace('model = "c"', 'model = "d"') + GOOD[GOOD.index("[runtimes.other]") :].replace(
+        "other", "third"
+    )
+    written(tmp_path, added)
+    assert await rebuilt(file) == 2
+    assert [runtime.name for runtime in file.router.runtimes] == ["local", "gpt", "other", "third"]
+    assert file.router.runtimes[:2] == [local, gpt] and file.router.named("other").describe().model_id == "d"
+    # One that is named is made anew in any case: its credentials may have changed.
+    assert await rebuilt(file) == 0 and await rebuilt(file, "gpt") == 1
+    with pytest.raises(RuntimeNotFound):
+        await rebuilt(file, "fourth")
+    written(tmp_path, "")
+    assert await rebuilt(file) == 0 and file.router.runtimes == [local]
+
+
+async def test_a_file_that_cannot_be_used_changes_nothing_when_it_is_read_again(tmp_path: Path) -> None:
+    file = RuntimesFile(written(tmp_path, GOOD), FakeRuntime("local"), Spending())
+    before = file.router.runtimes
+    for text, says in (
+        (GOOD + 'key = "sk-secret\n', "line 23: is not TOML"),
+        (GOOD + 'key = "sk-secret"', "runtimes.other: key is not known"),
+    ):
+        written(tmp_path, text)
+        with pytest.raises(BadRuntimes) as raised:
+            await rebuilt(file)
+        assert says in raised.value.message
+        assert "sk-secret" not in raised.value.message and str(tmp_path) not in raised.value.message
+        assert file.router.runtimes is before
+    with pytest.raises(BadRuntimes, match="started without one"):
+        await rebuilt(RuntimesFile(None, FakeRuntime("local"), Spending()))

@@ -19,6 +19,7 @@ from service.runtimes.base import Batch
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
+from service.runtimes.servicer import RunnerApi
 from tests.service.runtimes.test_router import FakeRuntime
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
@@ -53,6 +54,25 @@ def request(request_id: str = "", *, at: int = 0, **fields: Any) -> runner_pb2.E
     if at:
         made.resume_after.add(item_id="x", position=at)
     return made
+
+
+class Reader:
+    """Of a call of Execute: what it is sent, in its order (a gRPC context)."""
+
+    def __init__(self) -> None:
+        self.sent: asyncio.Queue[runner_pb2.ExecuteResponse] = asyncio.Queue()
+
+    def time_remaining(self) -> None:
+        """There is no deadline."""
+
+    async def write(self, message: runner_pb2.ExecuteResponse) -> None:
+        self.sent.put_nowait(message)
+
+
+def calling(served: Executions, asked: runner_pb2.ExecuteRequest) -> tuple[Reader, asyncio.Task[None]]:
+    reader = Reader()
+    api = RunnerApi(served, served._router, served._state, cast(Any, None))
+    return reader, asyncio.create_task(api.Execute(asked, cast(Any, reader)))
 
 
 async def ended(execution: Execution) -> None:
@@ -139,3 +159,38 @@ async def test_what_has_ended_holds_nothing_of_its_request() -> None:
     gc.collect()
     assert sys.getrefcount(asked) == before
     assert served.cancel("a", None)
+
+
+async def test_what_is_accepted_is_told_before_anything_has_come_of_it() -> None:
+    slow = Slow()
+    reader, call = calling(executions(slow), request())
+    first = await reader.sent.get()
+    assert first.started.request_id and first.started.runtime == "local" and not first.chunks
+    slow.may_end.set()
+    second = await reader.sent.get()
+    assert len(second.chunks) == 1 and not second.HasField("started")
+    await call
+    assert reader.sent.empty()
+
+
+async def test_a_runtime_that_is_chosen_later_is_told_later() -> None:
+    class Thinking(FakeRuntime):
+        async def estimate(self, items: Any) -> runner_pb2.CostEstimate:
+            await may_tell.wait()
+            return await super().estimate(items)
+
+    may_tell = asyncio.Event()
+    served = executions(Thinking("local", raises=NoWorker()), FakeRuntime("other", cost_usd=1.0))
+    reader, call = calling(served, request("a", policy=runner_pb2.ROUTING_POLICY_CHEAPEST))
+    first = await reader.sent.get()
+    assert (first.started.request_id, first.started.runtime) == ("a", "")
+    may_tell.set()
+    await call
+    # The cheapest has no worker.
+    second = await reader.sent.get()
+    assert (second.started.request_id, second.started.runtime) == ("a", "other") and second.chunks
+    # Who comes again is told all at once.
+    reader, call = calling(served, request("a", policy=runner_pb2.ROUTING_POLICY_CHEAPEST))
+    await call
+    first = await reader.sent.get()
+    assert first.started.resumed and first.started.runtime == "other"

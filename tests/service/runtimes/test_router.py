@@ -279,7 +279,7 @@ async def test_a_batch_goes_only_where_it_cannot_cost_too_much(
 async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
     """What EstimateCost answers."""
     state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
-    api = RunnerApi(Executions(router, state), router, state)
+    api = RunnerApi(Executions(router, state), router, state, cast(Any, None))
     request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
     return (await api.EstimateCost(request, cast(Any, None))).estimates
 

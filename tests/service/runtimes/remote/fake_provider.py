@@ -18,6 +18,7 @@ from service.runtimes.base import Batch, Runtime
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import ProviderConfig
 from service.runtimes.remote.runtime import RemoteRuntime
+from service.runtimes.remote.spending import Spending
 from tests.error_details import status_reason
 
 # Writes an answer; returns whether the connection stays open for another.
@@ -225,7 +226,10 @@ class VirtualTime:
     def clock(self) -> Clock:
         # The longest of what chance may draw.
         return Clock(
-            now_s=lambda: self.now_s, wall_s=lambda: 1e9, sleep=self.sleep, uniform=lambda _, most: most
+            now_s=lambda: self.now_s,
+            wall_s=lambda: 999_999_000.0 + self.now_s,
+            sleep=self.sleep,
+            uniform=lambda _, most: most,
         )
 
 
@@ -252,8 +256,10 @@ async def run(
 
 
 @asynccontextmanager
-async def remote(made: ProviderConfig, time: VirtualTime | None = None) -> AsyncIterator[RemoteRuntime]:
-    runtime = RemoteRuntime(made, time.clock() if time else None)
+async def remote(
+    made: ProviderConfig, time: VirtualTime | None = None, spending: Spending | None = None
+) -> AsyncIterator[RemoteRuntime]:
+    runtime = RemoteRuntime(made, time.clock() if time else None, spending)
     try:
         yield runtime
     finally:

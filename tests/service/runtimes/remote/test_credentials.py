@@ -318,3 +318,28 @@ def test_settings_that_cannot_be_used(changes: dict[str, object]) -> None:
         ProviderConfig(**{"name": "x", "dialect": "openai-chat", **settings, **changes})  # type: ignore[arg-type]
     assert "planted" not in str(raised.value)
     assert next(iter(changes)) in str(raised.value) or changes == {"model": ""}
+
+
+async def test_a_runtime_that_is_replaced_finishes_what_it_has_and_leaves_no_connection() -> None:
+    """One request is under way by then, and one waits for its turn."""
+    goes_on = asyncio.Event()
+
+    async def reply(writer: asyncio.StreamWriter) -> bool:
+        writer.write(EVENT_STREAM.replace("Connection: close\r\n", "").encode() + event(delta("go")))
+        await goes_on.wait()
+        writer.write(event(delta("od", finish="stop")) + event("[DONE]"))
+        return False
+
+    async with fake_provider() as provider:
+        provider.script.append(reply)
+        async with remote(config(provider, max_concurrent=1)) as runtime:
+            outlet = Collected()
+            batch = Batch(key="k", tenant=None, items=[item(), item(item_id="b")])
+            running = asyncio.create_task(runtime.execute(batch, outlet))
+            await outlet.first.wait()
+            await runtime.close()
+            goes_on.set()
+            await running
+            assert [outlet.text("a"), outlet.text("b")] == ["good", "good"]
+            while provider.open:
+                await asyncio.sleep(0)

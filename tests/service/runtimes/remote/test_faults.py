@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from service.caches.tenants import Quota, Tenant
 from service.runtimes.base import Batch
 from service.runtimes.remote.config import BudgetPolicy
 from service.runtimes.remote.prices import Prices
+from service.runtimes.remote.spending import Spending
 from tests.service.runtimes.remote.fake_provider import (
     EVENT_STREAM,
     Collected,
@@ -341,7 +343,7 @@ async def test_a_provider_who_wants_to_be_left_alone_for_long_is(
 
 
 async def test_a_retry_after_may_be_a_date(provider: FakeProvider) -> None:
-    # The virtual wall clock stands at 1e9.
+    # The virtual wall clock begins at 1e9.
     date = "Retry-After: Sun, 09 Sep 2001 01:46:52 GMT\r\n"
     provider.script += [status(503, headers=date), status(429, headers="Retry-After: soon\r\n"), GOOD]
     virtual = VirtualTime()
@@ -586,3 +588,60 @@ async def test_the_hours_budget(
     reasons = [reason(out.last()) for out in outs]
     assert reasons == ["", "", "BUDGET_EXCEEDED" if policy is BudgetPolicy.REJECT else ""]
     assert (virtual.now_s - 1000 > 3500) == (policy is BudgetPolicy.THROTTLE)
+
+
+async def test_the_hours_budget_outlives_the_server(provider: FakeProvider, tmp_path: Path) -> None:
+    provider.script.append(GOOD)
+    virtual = VirtualTime()
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+
+    async def of_a_server(*max_tokens: int) -> list[str]:
+        spending = Spending(tmp_path, virtual.clock())
+        async with remote(made, virtual, spending) as runtime:
+            reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in max_tokens]
+        await spending.saved()
+        return reasons
+
+    # Each that is sent costs 5 dollars in the end.
+    assert await of_a_server(10) == [""]
+    virtual.now_s += 1800
+    assert await of_a_server(9, 8) == ["BUDGET_EXCEEDED", ""]
+    assert await of_a_server(4) == ["BUDGET_EXCEEDED"]
+    # What the first server has spent leaves the hour; then what the second has.
+    virtual.now_s += 1900
+    assert await of_a_server(9) == ["BUDGET_EXCEEDED"]
+    virtual.now_s += 1800
+    assert await of_a_server(13) == [""]
+
+
+async def test_what_is_under_way_when_a_server_is_killed_counts(
+    provider: FakeProvider, tmp_path: Path
+) -> None:
+    provider.script += [stalled(HEAD + TEXT), GOOD]
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+    outlet = Collected()
+
+    async with remote(made, spending=Spending(tmp_path)) as runtime:
+        batch = Batch("k", None, [item(max_tokens=10)])
+        running = asyncio.create_task(runtime.execute(batch, outlet))
+        await outlet.first.wait()
+        async with remote(made, spending=Spending(tmp_path)) as after:
+            out = await run(after, item(max_tokens=4), item(item_id="b", max_tokens=3))
+        assert [reason(out.last("a")), reason(out.last("b"))] == ["BUDGET_EXCEEDED", ""]
+        running.cancel()
+        await asyncio.wait({running})
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"there": 1}', '{"there": [[NaN, 13]]}', '{"there": [[9e99, -1]]}']
+)
+async def test_spending_that_cannot_be_read_is_said_and_forgotten(
+    provider: FakeProvider, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provider.script.append(GOOD)
+    (tmp_path / "spending.json").write_text(content)
+    async with remote(
+        config(provider, prices=DEAR, budget_usd_per_hour=13), spending=Spending(tmp_path)
+    ) as runtime:
+        out = await run(runtime, item(max_tokens=13))
+    assert reason(out.last()) == "" and "cannot tell what providers have cost" in capsys.readouterr().out

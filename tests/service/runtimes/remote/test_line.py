@@ -21,6 +21,7 @@ from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import ProviderConfig
 from service.runtimes.remote.gate import Gate, Permit
 from service.runtimes.remote.line import HEAD_START, Line, Place
+from service.runtimes.remote.spending import Spending
 
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
 TENANTS = [Tenant("alice"), Tenant("bob"), Tenant("carol"), None]
@@ -63,7 +64,7 @@ def gate(time: FakeTime, **changes: Any) -> Gate:
     config = ProviderConfig(
         name="x", dialect="openai-chat", base_url="https://a.example", model="m", **changes
     )
-    return Gate(config, Clock(now_s=lambda: time.now_s, sleep=time.sleep))
+    return Gate(config, Clock(now_s=lambda: time.now_s, sleep=time.sleep), Spending())
 
 
 @dataclass

@@ -98,6 +98,10 @@ export enum RebuildCause {
   REBUILD_CAUSE_UNSPECIFIED = 0,
   REBUILD_CAUSE_CUDA_CONTEXT_POISONED = 1,
   REBUILD_CAUSE_REMOTE_AUTH_FAILURE = 2,
+  /**
+   * REBUILD_CAUSE_REMOTE_CONFIG_CHANGE - The file of runtimes is read again. Providers whose settings have changed are made anew, and so is the one that is
+   * named; workers are not. A file that cannot be used changes nothing.
+   */
   REBUILD_CAUSE_REMOTE_CONFIG_CHANGE = 3,
   REBUILD_CAUSE_MANUAL = 4,
   UNRECOGNIZED = -1,
@@ -244,7 +248,10 @@ export interface SampleProgress {
 }
 
 export interface ExecuteResponse {
-  /** In the first message. */
+  /**
+   * In the first message, which is sent as soon as the execution is accepted. With the first chunks again, if the runtime
+   * was not known by then, or another one has taken it.
+   */
   started: ExecutionStarted | undefined;
   chunks: SampleChunk[];
 }
@@ -253,6 +260,7 @@ export interface ExecuteResponse {
 export interface ExecutionStarted {
   /** With which the execution can be resumed. */
   requestId: string;
+  /** Empty: none was chosen yet. */
   runtime: string;
   transportKind: TransportKind;
   /** For people. */
