@@ -7,7 +7,7 @@ with a seed of its own, would draw there. On the host, whatever device the row i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,37 +16,52 @@ from workers.counter_rng import mix_key
 from workers.distribution import distribution
 from workers.logit_settings import HistoryCounter, Masks
 from workers.operations import OutputSpec, RowOutput, Sampling
-from workers.sampling import SamplingRow, adjusted, draw
+from workers.sampling import Race, SamplingRow, adjusted
+
+# What a draw costs beside the tokens that take part in it, in such tokens.
+_DRAW_COST = 1 << 13
+# What is drawn at a time, in such tokens: a few milliseconds' worth.
+_PART_COST = 1 << 20
 
 
-def draw_more(logits: Tensor, row: SamplingRow, seeds: Sequence[int], spec: OutputSpec) -> list[RowOutput]:
+def draw_more(
+    logits: Tensor, row: SamplingRow, seeds: Sequence[int], spec: OutputSpec
+) -> Iterator[tuple[int, list[RowOutput]]]:
     """One token for each seed, with the log-probabilities that `spec` asks for and nothing else.
 
-    Masks, penalties and cuts are computed once. Without a temperature all tokens are the most likely one.
+    A part at a time, with what it has cost: the tokens that took part in its draws. A thousand draws from a
+    flat distribution over a large vocabulary take a second. Masks, penalties and cuts are computed once.
+    Without a temperature all tokens are the most likely one.
 
     Args:
-        logits: [V] floating point, any device, accepted by `choose_tokens` with this row. Not modified.
+        logits: [V] float32, any device, accepted by `choose_tokens` with this row. Not modified; to be left
+            as they are until all is drawn.
         row: How its own token is chosen, from which only the seed differs.
         seeds: One for each draw.
         spec: Of the row.
     """
-    on_host = logits.float().cpu().numpy()
+    on_host = logits.cpu().numpy()
     masks, counter = Masks(len(on_host)), HistoryCounter(len(on_host))
     sampling = row.spec or Sampling()
     values = adjusted(on_host, row, masks, counter)
     best = int(values.argmax())
-    tokens = [best] * len(seeds)
+    race = None
     if sampling.temperature > 0:
-        keys = [mix_key(seed, row.position) for seed in seeds]
-        tokens = draw(values, float(values[best]), sampling, keys)
-    samples = [RowOutput(token) for token in tokens]
-    if spec.logprob or spec.top_logprobs:
-        logprobs = torch.log_softmax(logits.float(), dim=-1)[torch.tensor(tokens, device=logits.device)]
-        for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
-            sample.logprob = logprob
-    if spec.sampled_logprob:
-        drawn_from = distribution(on_host, row, masks, counter)
-        for sample in samples:
-            probability = drawn_from.of(sample.token_id)
-            sample.sampled_logprob = math.log(probability) if probability > 0 else -math.inf
-    return samples
+        race = Race(values, float(values[best]), sampling, len(seeds))
+    logprobs = torch.log_softmax(logits, dim=-1) if spec.logprob or spec.top_logprobs else None
+    drawn_from = distribution(on_host, row, masks, counter) if spec.sampled_logprob else None
+    cost = _DRAW_COST + (race.size if race is not None else 0)
+    count = max(1, _PART_COST // cost)
+    for start in range(0, len(seeds), count):
+        keys = [mix_key(seed, row.position) for seed in seeds[start : start + count]]
+        tokens = [best] * len(keys) if race is None else race.draw(keys)
+        samples = [RowOutput(token) for token in tokens]
+        if logprobs is not None:
+            found = logprobs[torch.tensor(tokens, device=logits.device)].tolist()
+            for sample, logprob in zip(samples, found, strict=True):
+                sample.logprob = logprob
+        if drawn_from is not None:
+            for sample in samples:
+                probability = drawn_from.of(sample.token_id)
+                sample.sampled_logprob = math.log(probability) if probability > 0 else -math.inf
+        yield cost * len(keys) + (0 if start else len(on_host)), samples

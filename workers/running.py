@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from workers.kv.table import KvSequence
@@ -26,7 +26,9 @@ class RunningForward:
     outputs: list[RowOutput] = field(default_factory=list)
     token_logprobs: list[float] = field(default_factory=list)
     token_is_argmax: list[bool] = field(default_factory=list)
-    samples: Sequence[RowOutput] = ()
+    samples: list[RowOutput] = field(default_factory=list)
+    # Draws those that are left, a part at a time, and says what each part has cost.
+    draws: Iterator[tuple[int, list[RowOutput]]] = field(default_factory=lambda: iter(()))
     # Of a tree, once all of it is computed. Nothing of it is in the sequence before.
     kept_path: list[int] = field(default_factory=list)
 

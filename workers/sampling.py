@@ -260,7 +260,7 @@ def _choose_one(adjusted: Row, row: SamplingRow, spec: Sampling) -> int | None:
         return None
     if spec.temperature <= 0:
         return token
-    (token,) = draw(adjusted, best, spec, (mix_key(spec.seed, row.position),))
+    (token,) = Race(adjusted, best, spec, 1).draw((mix_key(spec.seed, row.position),))
     return token
 
 
@@ -305,42 +305,54 @@ class _Candidates(NamedTuple):
         return _Candidates(self.ids[index], self.log_weights[index])
 
 
-def draw(row: Row, best: float, spec: Sampling, keys: Sequence[int]) -> list[int]:
-    """Draw once for each key from the softmax of row (largest value: `best`), cut by top_k, top_p and min_p.
+class Race:
+    """Draws from the softmax of a row (largest value: `best`), cut by top_k, top_p and min_p.
 
     top_p needs no sorted vocabulary. The race is run over a superset of the top_p set; if its winner is in
     the set (the tokens before it weigh less than p), it is the set's winner too. If not, no token from the
     winner down is in the set, and the race is run again over those above.
     """
-    top_k = 0 < spec.top_k < len(row)
-    ids = np.sort(best_k(row, spec.top_k)) if top_k else np.arange(len(row))
-    log_weights = row[ids].astype(np.float64) if top_k else row.astype(np.float64)
-    log_weights -= best
-    log_weights /= spec.temperature
-    runners = _Candidates(ids, log_weights)
 
-    limit = math.inf
-    if spec.top_p < 1.0:
-        weights = np.exp(log_weights)
-        limit = spec.top_p * float(weights.sum())
-        for cut in _TOP_P_CUTS:
-            near = np.flatnonzero(log_weights >= -cut)
-            if weights[near].sum() >= limit:
-                runners = runners.take(near)
-                break
-    if spec.min_p > 0.0:
-        runners = runners.take(np.flatnonzero(np.exp(runners.log_weights) >= spec.min_p))
-    if len(keys) >= _MANY_DRAWS:
-        runners = _that_can_win(runners, limit)
+    def __init__(self, row: Row, best: float, spec: Sampling, draws: int) -> None:
+        """`draws`: how many are expected; for many it is worth it to rule tokens out beforehand."""
+        top_k = 0 < spec.top_k < len(row)
+        ids = np.sort(best_k(row, spec.top_k)) if top_k else np.arange(len(row))
+        log_weights = row[ids].astype(np.float64) if top_k else row.astype(np.float64)
+        log_weights -= best
+        log_weights /= spec.temperature
+        runners = _Candidates(ids, log_weights)
 
-    def drawn(part: Sequence[int]) -> list[int]:
-        return [_winner(runners, limit, key) for key in part]
+        self._limit = math.inf
+        if spec.top_p < 1.0:
+            weights = np.exp(log_weights)
+            self._limit = spec.top_p * float(weights.sum())
+            for cut in _TOP_P_CUTS:
+                near = np.flatnonzero(log_weights >= -cut)
+                if weights[near].sum() >= self._limit:
+                    runners = runners.take(near)
+                    break
+        if spec.min_p > 0.0:
+            runners = runners.take(np.flatnonzero(np.exp(runners.log_weights) >= spec.min_p))
+        if draws >= _MANY_DRAWS:
+            runners = _that_can_win(runners, self._limit)
+        self._runners = runners
 
-    return _in_threads(drawn, keys, len(runners.ids))
+    @property
+    def size(self) -> int:
+        """How many tokens take part: what one draw costs."""
+        return len(self._runners.ids)
+
+    def draw(self, keys: Sequence[int]) -> list[int]:
+        """The winner for each key."""
+        return _in_threads(
+            lambda part: [_winner(self._runners, self._limit, key) for key in part], keys, self.size
+        )
 
 
 def _that_can_win(runners: _Candidates, limit: float) -> _Candidates:
     """Those that are not forbidden and, but for rounding, among the most likely that reach `limit`."""
+    if limit == math.inf:
+        return runners.take(np.flatnonzero(runners.log_weights > _NEG_INF))
     order = np.argsort(-runners.log_weights, kind="stable")  # stable: ids ascend, and stay so among equals
     order = order[: np.count_nonzero(runners.log_weights > _NEG_INF)]
     # [n] what a token and all before it weigh; in the set are those before which less than `limit` is.

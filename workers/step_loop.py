@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import structlog
@@ -48,6 +49,9 @@ _log = structlog.get_logger(__name__)
 
 Emit = Callable[[Sequence[Result]], None]
 
+# What is drawn of samples between two steps, in what `draw_more` counts: a few milliseconds' worth.
+_DRAWN_AT_ONCE = 1 << 21
+
 
 class StepLoop:
     """Runs commands on an engine until stopped. `emit` is called on the loop's thread, once per round.
@@ -76,6 +80,8 @@ class StepLoop:
         self._window = CoalescingWindow()
         self._ahead = RunAhead(engine, scheduler, max_seq_tokens, guesses_untold=guesses_untold)
         self._stopping = threading.Event()
+        # Forwards that have run, and in how large a step, some of whose samples are to be drawn yet.
+        self._drawing: deque[tuple[RunningForward, int]] = deque()
         # Who waits for the walk under way, and for the next one; see `_go_on_walking`.
         self._walk: Iterator[None] | None = None
         self._walking_for: list[int] = []
@@ -113,7 +119,7 @@ class StepLoop:
 
         With something to run it may wait a moment for callers who are about to come back.
         """
-        is_busy = len(self._scheduler) or self._walk is not None or self._to_walk_for
+        is_busy = len(self._scheduler) or self._drawing or self._walk is not None or self._to_walk_for
         taken = None if is_busy else self._wait()
         while True:
             commands, came_ns = taken or ((), 0)
@@ -153,6 +159,8 @@ class StepLoop:
         for entry in self._scheduler.clear():
             if entry.running is not None:
                 self._engine.roll_back(entry.running)
+        while self._drawing:
+            self._engine.roll_back(self._drawing.popleft()[0])
         # A walk without owner leaves the table by itself.
         self._walk, self._walking_for, self._to_walk_for = None, [], []
         self._answered, self._window = [], CoalescingWindow()
@@ -210,10 +218,13 @@ class StepLoop:
                     self._window.forget(sequence)
 
     def _abort(self, command: Abort) -> None:
-        """Drops a forward that is queued or between two of its chunks; it gets no answer."""
+        """Drops a forward that is queued, between two of its chunks or drawing; it gets no answer."""
         entry = self._scheduler.remove(command.target_op_id)
         if entry is not None and entry.running is not None:
             self._engine.roll_back(entry.running)
+        for drawing in [one for one in self._drawing if one[0].op.op_id == command.target_op_id]:
+            self._drawing.remove(drawing)
+            self._engine.roll_back(drawing[0])
 
     def _check(self, command: CheckIntegrity) -> None:
         if command.walk_pages:
@@ -252,10 +263,12 @@ class StepLoop:
         for op in batch.expired:
             self._results.append(Failed(op.op_id, FailureReason.TIMEOUT))
         if not batch.chunks:
+            self._go_on_drawing()
             self._ahead.drop_unclaimed(time.monotonic_ns())
             return
         began_ns = time.monotonic_ns()
         self._run(batch.chunks)
+        self._go_on_drawing()
         now_ns = time.monotonic_ns()
         self._scheduler.took(batch.chunks, now_ns - began_ns)
         self._window.opened(self._answered, now_ns, now_ns - began_ns)
@@ -322,11 +335,7 @@ class StepLoop:
             raise
         except Exception as error:
             if len(chunks) == 1:
-                _log.exception("a step failed")
-                (chunk,) = chunks
-                self._scheduler.remove(chunk.op.op_id)
-                self._engine.roll_back(chunk.running)
-                self._fail(chunk.op, Failed(chunk.op.op_id, FailureReason.FAULT, repr(error)))
+                self._fail_running(chunks[0].running, error)
                 return
             _log.warning("a shared step failed; its items are run one by one", error=repr(error))
             for chunk in chunks:
@@ -339,8 +348,35 @@ class StepLoop:
                 # Its caller had what he needs to go on when this began.
                 self._ahead.hold(chunk.running, len(chunks))
                 self._answered.append(chunk.op.sequence)
+            elif chunk.op.sample_seeds:
+                self._drawing.append((chunk.running, len(chunks)))
             else:
                 self._answer(chunk.op, self._engine.complete(chunk.running, len(chunks)))
+
+    def _fail_running(self, running: RunningForward, error: Exception) -> None:
+        """Undoes and answers a forward that has failed."""
+        _log.error("a forward failed", exc_info=error)
+        self._scheduler.remove(running.op.op_id)
+        self._engine.roll_back(running)
+        self._fail(running.op, Failed(running.op.op_id, FailureReason.FAULT, repr(error)))
+
+    def _go_on_drawing(self) -> None:
+        """Draws some of the samples that are left, of one forward after the other; answers who has all."""
+        left = _DRAWN_AT_ONCE
+        while self._drawing and left > 0:
+            running, batch_items = self._drawing.popleft()
+            try:
+                cost = self._engine.draw(running)
+            except DeviceLostError:
+                raise
+            except Exception as error:
+                self._fail_running(running, error)
+                continue
+            left -= cost
+            if cost:
+                self._drawing.append((running, batch_items))
+            else:
+                self._answer(running.op, self._engine.complete(running, batch_items))
 
     def flush(self) -> None:
         """Hands out the results that have come together."""

@@ -26,6 +26,8 @@ _OnCache: TypeAlias = (
 
 # Each cache keeps its last answer, and what was asked for, up to this size.
 MAX_KEPT_BYTES = 1 << 14
+# Of a row of logits in a worker.
+_LOGIT_BYTES = 4
 PRIORITIES = {
     types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
     types_pb2.PRIORITY_LOW: Priority.LOW,
@@ -123,7 +125,7 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
         timeout_s=timeout_s,
         priority=_priority(request),
         answer_bytes=answer_bytes,
-        mask_bytes=_mask_bytes(output, (), limits),
+        worker_bytes=_worker_bytes(output, (), limits),
         weights=limits.weights,
     )
 
@@ -144,7 +146,8 @@ def _append(
     position = request.position if request.HasField("position") else None
     if position and not request.cache_id:
         raise InvalidArgument("BAD_POSITION", "position", "a new cache starts at position 0")
-    output, answer_bytes = _checked_output(request, limits, rows, scored, len(rest.get("sample_seeds", ())))
+    samples = len(rest.get("sample_seeds", ()))
+    output, answer_bytes = _checked_output(request, limits, rows, scored, samples)
     kept_bytes = answer_bytes + sum(message.ByteSize() for message in (output, *(choices or ())) if message)
     return Append(
         kind=kind,
@@ -158,7 +161,7 @@ def _append(
         timeout_s=timeout_s,
         priority=_priority(request),
         answer_bytes=answer_bytes,
-        mask_bytes=_mask_bytes(output, choices or (), limits),
+        worker_bytes=_worker_bytes(output, choices or (), limits, samples),
         has_logits=output is not None and (bool(output.logits) or output.HasField("hidden")),
         is_large=kept_bytes > MAX_KEPT_BYTES,
         weights=limits.weights,
@@ -166,14 +169,18 @@ def _append(
     )
 
 
-def _mask_bytes(
-    output: types_pb2.OutputOptions | None, choices: Sequence[types_pb2.VerifyRow], limits: RequestLimits
+def _worker_bytes(
+    output: types_pb2.OutputOptions | None,
+    choices: Sequence[types_pb2.VerifyRow],
+    limits: RequestLimits,
+    samples: int = 0,
 ) -> int:
-    """What the masks of an append have in a worker beyond what was sent."""
+    """What a worker holds for an append beyond what was sent."""
+    row_bytes = _LOGIT_BYTES * limits.vocab_size if samples else 0
     if not choices and (output is None or not output.HasField("mask")):
-        return 0
+        return row_bytes
     of_rows = [row.mask for row in choices if row.HasField("mask")]
-    return bytes_in_worker(of_rows if output is None else [output.mask, *of_rows], limits)
+    return row_bytes + bytes_in_worker(of_rows if output is None else [output.mask, *of_rows], limits)
 
 
 def _priority(request: _OnCache | executor_pb2.ForwardRequest) -> Priority:

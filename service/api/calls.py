@@ -64,7 +64,7 @@ def _single(method: str, check: _Check, write: _Write) -> Call:
 
     async def plan(request: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
         checked = check(request, limits, timeout_s)
-        size_bytes = checked.answer_bytes + checked.mask_bytes if isinstance(checked, Append) else 0
+        size_bytes = checked.answer_bytes + checked.worker_bytes if isinstance(checked, Append) else 0
         return Plan((checked,), answer, size_bytes)
 
     return Call(method, plan)
@@ -128,7 +128,7 @@ def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
             return response  # type: ignore[no-any-return]
 
         requests = [c for c in checked if isinstance(c, Append)]
-        held_bytes = answer_bytes + sum(append.mask_bytes for append in requests)
+        held_bytes = answer_bytes + sum(append.worker_bytes for append in requests)
         return Plan(requests, answer, held_bytes, weight=len(checked))
 
     return Call(method, plan)

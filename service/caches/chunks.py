@@ -71,6 +71,15 @@ class ChunkStore:
             del last[keep:]
         tokens.length = new_len
 
+    def drop(self, tokens: ChunkedTokens) -> None:
+        """Drops all tokens, faster than `cut`: thousands of sequences may end at once."""
+        for chunk in tokens.chunks:
+            chunk.holders -= 1
+            if not chunk.holders:
+                self.size_bytes -= _CHUNK_BYTES + _TOKEN_BYTES * len(chunk.token_ids)
+        self.size_bytes -= _POINTER_BYTES * len(tokens.chunks)
+        tokens.chunks, tokens.length = [], 0
+
     def _own_last(self, tokens: ChunkedTokens) -> array[int]:
         """The last chunk, which nobody else holds from now on."""
         if tokens.chunks[-1].holders > 1:

@@ -112,7 +112,7 @@ class Ledger:
             case LeaseRenewed():
                 self._state(record.number).lease_s = record.lease_s
             case CacheReleased():
-                self._store.cut(self._state(record.number).tokens, 0)
+                self._store.drop(self._state(record.number).tokens)
                 del self._states[record.number]
             case CacheRestated():
                 self._restate(record)
@@ -201,7 +201,7 @@ class Ledger:
         self._store.extend(tokens, record.token_ids)
         before = self._states.get(record.number)
         if before is not None:
-            self._store.cut(before.tokens, 0)
+            self._store.drop(before.tokens)
         self._states[record.number] = CacheState(
             record.number,
             record.cache_id,

@@ -53,8 +53,8 @@ class Append:
     priority: Priority = Priority.NORMAL
     # At most about how large its answer is.
     answer_bytes: int = 0
-    # What its masks have in a worker beyond what was sent.
-    mask_bytes: int = 0
+    # What a worker holds for it beyond what was sent: masks, and the row that samples are drawn from.
+    worker_bytes: int = 0
     # Whether the answer holds rows of logits or hidden states, which a repetition computes again.
     has_logits: bool = False
     # Whether the answer, or what it was asked for with, is too large to be kept for a repetition otherwise.

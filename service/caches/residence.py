@@ -40,13 +40,17 @@ class Residence:
         worker.sequences += 1
         self._held.setdefault(worker, OrderedDict())[entry] = None
 
-    def unsettle(self, entry: CacheEntry) -> None:
-        """Drops a cache's KV, wherever it is."""
-        worker, was_sent = entry.home, entry.was_sent
-        if worker is not None:
-            self._forget(entry, worker)
-        if worker is not None and was_sent:
-            self._send(worker, ReleaseSequences(self._number(), (entry.number,)))
+    def unsettle(self, *entries: CacheEntry) -> None:
+        """Drops the KV of caches, wherever it is: with one command for each worker."""
+        sent: dict[WorkerView, list[int]] = {}
+        for entry in entries:
+            worker = entry.home
+            if worker is not None:
+                if entry.was_sent:
+                    sent.setdefault(worker, []).append(entry.number)
+                self._forget(entry, worker)
+        for worker, numbers in sent.items():
+            self._send(worker, ReleaseSequences(self._number(), numbers))
 
     def used(self, entry: CacheEntry) -> None:
         """It was used just now."""
@@ -71,8 +75,7 @@ class Residence:
                 # Pages that others share stay; who finds that too little comes again.
                 freed += max(1, worker.pages_for(entry.kv_len))
                 going.append(entry)
-        for entry in going:
-            self.unsettle(entry)
+        self.unsettle(*going)
         return freed > 0
 
     def has_others(self, entry: CacheEntry) -> bool:

@@ -915,8 +915,7 @@ class CacheTable:
                 children += self._born_of(record)
         unseen = not (operation.is_answered or request.request_id)
         self._finish(operation, Handles(tuple(child.handle for child in children)))
-        for entry in released:
-            self._close(entry)
+        self._close(*released)
         for child in children if unseen else ():
             self._release(child)
 
@@ -992,16 +991,18 @@ class CacheTable:
         """Releases a cache for nobody: its lease ran out, or its maker had gone before he knew it."""
         self._begin_ours(entry, Release(entry.state.cache_id))
 
-    def _close(self, entry: CacheEntry) -> None:
-        """A cache is released. Operations on it end; the release that asked for it is told so."""
-        running, others = entry.running, []
-        for operation in list(entry.operations()):
-            if isinstance(operation.request, Release):
-                self._finish(operation, Released(released=operation is running))
-            else:
-                self._finish(operation, self._gone(operation, entry))
-            others += [its for its in operation.entries if its is not entry]
-        self._discard(entry)
+    def _close(self, *entries: CacheEntry) -> None:
+        """Caches are released. Operations on them end; the release that asked for it is told so."""
+        others: list[CacheEntry] = []
+        for entry in entries:
+            running = entry.running
+            for operation in list(entry.operations()) if entry.busy else ():
+                if isinstance(operation.request, Release):
+                    self._finish(operation, Released(released=operation is running))
+                else:
+                    self._finish(operation, self._gone(operation, entry))
+                others += [its for its in operation.entries if its is not entry]
+        self._discard(*entries)
         # Forks of these, too, do not wait there any more.
         self._advance(*others)
 
@@ -1017,13 +1018,14 @@ class CacheTable:
             return made
         return CacheNotFound().of_one(operation.entries.index(entry), len(operation.entries))
 
-    def _discard(self, entry: CacheEntry) -> None:
-        """Frees what is held of an entry that is in no table any more."""
-        self._catalog.remove(entry)
-        self._residence.unsettle(entry)
-        self._held -= 1
-        entry.tenant.caches -= 1
-        entry.count(0)
+    def _discard(self, *entries: CacheEntry) -> None:
+        """Frees what is held of entries that are in no table any more."""
+        self._residence.unsettle(*entries)
+        self._held -= len(entries)
+        for entry in entries:
+            self._catalog.remove(entry)
+            entry.tenant.caches -= 1
+            entry.count(0)
 
     # KV that is gone is computed again before anyone asks.
 

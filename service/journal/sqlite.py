@@ -29,6 +29,8 @@ _log = get_logger(__name__)
 # Dead bytes are not worth a round of compaction before they are so many.
 COMPACTION_BYTES: Final = 8 << 20
 _CLOSE_S: Final = 5.0
+# Records after whose commits others run: a few milliseconds' worth of what follows them.
+_TOLD_BYTES: Final = 1 << 12
 
 
 class _Waiting(NamedTuple):
@@ -62,6 +64,8 @@ class SqliteJournal:
         self._model = read_meta(db, "model")
         self._compaction_bytes = compaction_bytes
         self._waiting: collections.deque[_Waiting] = collections.deque()
+        # Of each loop, whom to tell that its records are durable, or are not.
+        self._to_tell: dict[asyncio.AbstractEventLoop, collections.deque[tuple[_Waiting, bool]]] = {}
         self._backlog_bytes = 0
         # The last mark there is, and the last up to which rows were to be dropped.
         self._marks = 0
@@ -217,10 +221,25 @@ class SqliteJournal:
         for loop, those in by_loop.items():
             # A loop that has ended has nobody left to be told.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._tell, those, durable)
+                loop.call_soon_threadsafe(self._tell_all, loop, those, durable)
 
-    def _tell(self, those: Sequence[_Waiting], durable: bool) -> None:
-        for waiting in those:
+    def _tell_all(self, loop: asyncio.AbstractEventLoop, those: Sequence[_Waiting], durable: bool) -> None:
+        to_tell = self._to_tell.setdefault(loop, collections.deque())
+        is_telling = bool(to_tell)
+        to_tell.extend((waiting, durable) for waiting in those)
+        if not is_telling:
+            self._tell(loop)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Tells some of those that wait to be told, in order. Others run before it tells the rest."""
+        told_bytes = 0
+        to_tell = self._to_tell[loop]
+        while to_tell:
+            if told_bytes >= _TOLD_BYTES:
+                loop.call_soon(self._tell, loop)
+                return
+            waiting, durable = to_tell.popleft()
+            told_bytes += waiting.size_bytes
             self._waiting.popleft()
             self._backlog_bytes -= waiting.size_bytes
             try:

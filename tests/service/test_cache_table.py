@@ -238,6 +238,15 @@ def test_a_fork_copies_then_releases(gateway: Gateway) -> None:
     assert gateway.held() == [[1, 2, 3], [1, 2]] and len(gateway.table) == 2
 
 
+def test_what_a_fork_releases_is_one_command_to_a_worker(gateway: Gateway) -> None:
+    cache, *others = (gateway.create(token) for token in range(20))
+    gateway.sent.clear()
+    gateway.handles(Fork.of(cache, 2, others))
+    assert [len(command.release.sequences) for command in gateway.sent if command.HasField("release")] == [19]
+    gateway.work()
+    assert gateway.held() == [[0]] * 3
+
+
 def test_a_fork_that_is_cancelled_before_its_turn_releases_nothing_and_leaves_no_copy(
     gateway: Gateway,
 ) -> None:

@@ -50,3 +50,11 @@ def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[
         if is_refused:
             assert result.error.details[1].Unpack(violations)
             assert [v.field for v in violations.field_violations] == [f"items[{index}].cache_id"]
+
+
+async def test_the_row_that_samples_are_drawn_from_is_counted_with_the_call() -> None:
+    """A worker keeps it until all are drawn."""
+    prefill = next(call for call in CALLS if call.method == "Prefill")
+    few, many = (executor_pb2.PrefillRequest(token_ids=[1], sample_seeds=range(n)) for n in (0, 1))
+    without, with_samples = [(await prefill.plan(each, LIMITS, None)).answer_bytes for each in (few, many)]
+    assert with_samples - without >= 4 * LIMITS.vocab_size

@@ -151,6 +151,20 @@ async def test_batches_that_wait_together_are_told_one_by_one(journal: SqliteJou
     assert journal.backlog_bytes == 0 and journal.oldest_waiting_s == 0
 
 
+async def test_what_follows_thousands_of_commits_is_done_in_several_turns(journal: SqliteJournal) -> None:
+    """Others run in between, however many became durable at once; the order stays."""
+    told: list[int] = []
+    portions: list[int] = []
+    for number in range(2000):
+        journal.commit([CacheReleased(number)], lambda _ok, number=number: told.append(number))  # type: ignore[misc]
+    while len(told) < 2000:
+        before = len(told)
+        await asyncio.sleep(0)
+        portions.append(len(told) - before)
+    assert told == list(range(2000)) and max(portions) <= 256
+    assert journal.backlog_bytes == 0
+
+
 async def test_one_who_fails_does_not_keep_others_from_being_told(journal: SqliteJournal) -> None:
     def fail(_ok: bool) -> None:
         raise RuntimeError("of whoever wanted to know")

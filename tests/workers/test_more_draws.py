@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from workers import sampling
+from workers import more_draws, sampling
 from workers.counter_rng import uniform
 from workers.distribution import sampled_logprobs
 from workers.more_draws import draw_more
-from workers.operations import OutputSpec, Sampling, TokenMask
+from workers.operations import OutputSpec, RowOutput, Sampling, TokenMask
 from workers.row_outputs import build_outputs
 from workers.sampling import SamplingRow, choose_tokens
 
 SEEDS = [*range(40), 2**64 - 1, 2**63]
+
+
+def drawn_from(logits: torch.Tensor, row: SamplingRow, spec: OutputSpec) -> list[RowOutput]:
+    return [sample for _, part in draw_more(logits, row, SEEDS, spec) for sample in part]
 
 
 def any_row(rng: np.random.Generator, vocab: int) -> SamplingRow:
@@ -57,7 +61,7 @@ def test_each_is_what_a_row_with_that_seed_chooses(seed: int, vocab: int) -> Non
     chosen = choose_tokens(copies, rows)
     before = logits.clone()
 
-    drawn = draw_more(logits, row, SEEDS, spec)
+    drawn = drawn_from(logits, row, spec)
 
     assert [sample.token_id for sample in drawn] == chosen.tolist()
     outputs = build_outputs(copies, chosen, [spec] * len(SEEDS))
@@ -65,14 +69,6 @@ def test_each_is_what_a_row_with_that_seed_chooses(seed: int, vocab: int) -> Non
     likely = sampled_logprobs(copies, chosen.tolist(), rows, [spec] * len(SEEDS))
     assert [sample.sampled_logprob for sample in drawn] == [likely.get(index) for index in range(len(SEEDS))]
     assert torch.equal(logits, before)
-
-
-def test_rows_in_half_precision_are_drawn_from_as_they_are() -> None:
-    logits = torch.linspace(-2, 2, 64).to(torch.bfloat16)
-    row = SamplingRow(Sampling(temperature=1.0), position=3)
-    drawn = draw_more(logits, row, SEEDS, OutputSpec())
-    assert drawn == draw_more(logits.float(), row, SEEDS, OutputSpec())
-    assert len({sample.token_id for sample in drawn}) > 5
 
 
 @pytest.mark.parametrize(
@@ -95,5 +91,15 @@ def test_tokens_that_no_draw_can_choose_are_raced_by_none(
         return uniform(key, token_ids)
 
     monkeypatch.setattr(sampling, "uniform", counted)
-    draw_more(logits, SamplingRow(spec), SEEDS, OutputSpec())
+    drawn_from(logits, SamplingRow(spec), OutputSpec())
     assert sum(raced) <= len(SEEDS) * max(1, can_win * vocab)
+
+
+def test_draws_of_a_flat_distribution_come_in_parts_that_cost_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(more_draws, "_PART_COST", 50_000)
+    row = SamplingRow(Sampling(temperature=1.0))
+    parts = list(draw_more(torch.zeros(8000), row, SEEDS, OutputSpec()))
+    assert [len(samples) for _, samples in parts] == [3] * 14
+    assert sum(cost for cost, _ in parts[1:]) <= 13 * 50_000

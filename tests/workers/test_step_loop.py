@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from workers import more_draws, step_loop
 from workers.executors.engine import Engine
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
@@ -21,8 +22,11 @@ from workers.operations import (
     Holdings,
     IntegrityReport,
     Kind,
+    OutputSpec,
     Release,
     Result,
+    Sampling,
+    StartOver,
 )
 from workers.runners.base import DeviceLostError
 from workers.running import Chunk
@@ -75,6 +79,52 @@ def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) 
     (failed,) = (result for result in results if isinstance(result, Failed))
     assert failed.op_id == 2 and failed.reason is FailureReason.FAULT
     engine.check_integrity()
+
+
+def prefill_with_samples(op_id: int, draws: int) -> Forward:
+    output = OutputSpec(sampling=Sampling(temperature=1.0))
+    return dataclasses.replace(forward(op_id), rows=1, output=output, sample_seeds=range(draws))
+
+
+def test_many_draws_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tokens are drawn from a row, others are answered after a few of them."""
+    monkeypatch.setattr(step_loop, "_DRAWN_AT_ONCE", 1)
+    monkeypatch.setattr(more_draws, "_PART_COST", 1)
+    engine = PagedAttentionExecutor.create(kv_pages=16).engine
+    results: list[Result] = []
+    loop = make_loop(engine, results)
+    loop.submit([prefill_with_samples(1, 50), prefill_with_samples(2, 3), forward(3)])
+    answered: dict[int, int] = {}
+    for step in range(1, 100):
+        loop.take()
+        loop.step()
+        loop.flush()
+        for result in results:
+            answered.setdefault(result.op_id, step)
+        if len(answered) == 3:
+            break
+    assert answered[3] == 1 and answered[2] < 10 and answered[1] > 50
+    by_id = {result.op_id: result for result in results if isinstance(result, ForwardDone)}
+    assert [len(by_id[op_id].samples) for op_id in (1, 2, 3)] == [50, 3, 0]
+    assert by_id[1].samples[:3] == by_id[2].samples
+    engine.check_integrity()
+
+
+def test_what_still_draws_can_be_aborted_and_left_behind() -> None:
+    engine = PagedAttentionExecutor.create(kv_pages=16).engine
+    results: list[Result] = []
+    loop = make_loop(engine, results)
+    for last in (Abort(9, target_op_id=1), StartOver(1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_loop, "_DRAWN_AT_ONCE", 0)
+            loop.submit([prefill_with_samples(1, 5)])
+            loop.take()
+            loop.step()
+            loop.submit([last])
+            loop.take()
+        assert not list(engine.sequences)
+    loop.flush()
+    assert not any(isinstance(result, ForwardDone) for result in results)
 
 
 def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

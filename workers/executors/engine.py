@@ -136,11 +136,11 @@ class Engine:
             for row, logprob in sampled_logprobs(result.logits, said, rows, specs).items():
                 outputs[row].sampled_logprob = logprob
             scores = _scores(chunks, result.logits)
-            samples = _samples(chunks, result.logits, rows)
+            draws = _draws(chunks, result.logits, rows)
             # The last that may fail: what it overwrites, another attempt would need.
             paths = self._keep_paths(chunks, outputs)
         first = 0
-        for chunk, chunk_scores, drawn in zip(chunks, scores, samples, strict=True):
+        for chunk, chunk_scores, chunk_draws in zip(chunks, scores, draws, strict=True):
             running, last = chunk.running, first + chunk.rows
             if not chunk.op.parents:
                 self._kv_table.append(running.sequence, chunk.token_ids)
@@ -154,7 +154,7 @@ class Engine:
             running.add_scores(
                 chunk_scores.indexes, chunk_scores.scores.logprobs, chunk_scores.scores.is_argmax
             )
-            running.samples = drawn
+            running.draws = chunk_draws
             first = last
         self._counts.steps += 1
         self._counts.batch_items += len(chunks)
@@ -180,9 +180,21 @@ class Engine:
         self.kv.move_slots(moves)
         return paths
 
+    def draw(self, running: RunningForward) -> int:
+        """Draws some of the samples of a forward whose tokens are all in the cache.
+
+        Returns what that has cost; see `draw_more`. 0: it has all.
+        """
+        with device_errors():
+            cost, samples = next(running.draws, (0, ()))
+        running.samples += samples
+        return cost
+
     def complete(self, running: RunningForward, batch_items: int) -> ForwardDone:
         """Settles an operation whose tokens are all in the cache, and returns its answer."""
         op = running.op
+        while self.draw(running):
+            pass
         self._underway.ended(running)
         if op.parents:
             kept = len(running.kept_path)
@@ -318,17 +330,19 @@ def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[_ChunkScores]
     return found
 
 
-def _samples(
+def _draws(
     chunks: Sequence[Chunk], logits: torch.Tensor, rows: Sequence[SamplingRow]
-) -> list[list[RowOutput]]:
-    """For each chunk what else is drawn from its last row, if that is the last of its operation."""
-    samples, last = [], -1
+) -> list[Iterator[tuple[int, list[RowOutput]]]]:
+    """For each chunk what draws more from its last row, if that is the last of its operation."""
+    draws, last = [], -1
     for chunk in chunks:
         op = chunk.op
         last += chunk.rows
-        wanted = op.sample_seeds if chunk.told else ()
-        samples.append(draw_more(logits[last], rows[last], wanted, op.output) if wanted else [])
-    return samples
+        seeds = op.sample_seeds if chunk.told else ()
+        # The next step takes the memory of the logits.
+        row = logits[last].to(torch.float32, copy=True) if seeds else logits
+        draws.append(draw_more(row, rows[last], seeds, op.output) if seeds else iter(()))
+    return draws
 
 
 def _accepted_drafts(running: RunningForward) -> int:
