@@ -168,14 +168,14 @@ class Writer(Generic[Owner]):
         try:
             row = seal([batch.frames for batch in batches], self.next_seq, wall_ns)
             durable = self._write(row, wall_ns)
+            if durable:
+                self.next_seq += 1
+                self.size_bytes += ROW_BYTES + len(row)
+                self._wal_bytes += _WAL_ROW_BYTES + len(row)
         except BaseException as error:
             # Whatever it is: those who wait are told, and the next ones can be written.
             self._warn("a write to the journal failed", error)
             self._disconnect()
-        if durable:
-            self.next_seq += 1
-            self.size_bytes += ROW_BYTES + len(row)
-            self._wal_bytes += _WAL_ROW_BYTES + len(row)
         self._report([batch.owner for batch in batches], durable)
 
     def _write(self, row: bytes, wall_ns: int) -> bool:
