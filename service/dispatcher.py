@@ -28,7 +28,7 @@ from service.caches.requests import (
 )
 from service.caches.table import CacheTable
 from service.caches.tenants import Tenant
-from service.errors import InternalError, QuireError, WorkerFault
+from service.errors import NOT_FAILURES, InternalError, QuireError, WorkerFault
 from service.journal.base import Journal
 from service.journal.compactor import Compactor
 from service.logging import get_logger
@@ -334,7 +334,9 @@ class Dispatcher:
         """Carries out a step of a turn. One that goes wrong does not take the others with it."""
         try:
             step(*args)
-        except Exception:
+        except NOT_FAILURES:
+            raise
+        except BaseException:
             # A bug of ours.
             _log.exception("a step of a turn failed")
 

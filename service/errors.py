@@ -46,8 +46,13 @@ where trying again can help.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Self
+
+# What ends a task or the process without anything having failed. Where a call has to be answered, all else is
+# caught: a panic of a library in Rust is a BaseException, and no Exception.
+NOT_FAILURES = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 class QuireError(Exception):

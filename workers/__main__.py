@@ -245,7 +245,8 @@ async def _serve(address: str, config: WorkerConfig, secret: str, leash: Leash |
     status = 0
     try:
         await worker.ended
-    except Exception as error:
+    except BaseException as error:
+        # A library's panic is no Exception.
         status = report(error, config.model)
     if beating is not None:
         beating.cancel()
@@ -253,7 +254,7 @@ async def _serve(address: str, config: WorkerConfig, secret: str, leash: Leash |
     return status
 
 
-def report(error: Exception, model: str) -> int:
+def report(error: BaseException, model: str) -> int:
     """Logs why no model is served. Returns the exit status."""
     from workers.kv.sizing import KvSizingError
     from workers.models.errors import ModelError

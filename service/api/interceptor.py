@@ -26,7 +26,7 @@ from service.api.status import to_status
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.config import Config
 from service.doors.doors import Doors, current_tenant
-from service.errors import InternalError, NoWorker, QuireError
+from service.errors import NOT_FAILURES, InternalError, NoWorker, QuireError
 from service.logging import bind_request_id, get_logger, tells_details
 from service.printable import escaped
 
@@ -170,9 +170,8 @@ def _surround(
                 raise
             # Somebody else's cancellation leaked in; unanswered it would hang the caller.
             failure = NoWorker()
-        except Exception:
-            _log.exception("call failed unexpectedly", rpc=rpc)
-            failure = InternalError()
+        except BaseException as error:
+            failure = _unexpected(error, rpc)
         else:
             if tells_details():
                 _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
@@ -184,6 +183,14 @@ def _surround(
         await context.abort(*end)
 
     return handle
+
+
+def _unexpected(error: BaseException, rpc: str) -> QuireError:
+    """What the caller is told of anything else. Raises what is no failure of the call."""
+    if isinstance(error, NOT_FAILURES):
+        raise error
+    _log.error("call failed unexpectedly", rpc=rpc, exc_info=error)
+    return InternalError()
 
 
 def _end(failure: QuireError, request_id: str = "") -> tuple[grpc.StatusCode, str, tuple[Any, ...]]:

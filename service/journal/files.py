@@ -214,7 +214,7 @@ class Floor:
 
 
 # What using a connection may raise: where the file is damaged, also when a message of SQLite's is decoded.
-FAILURES: Final = (sqlite3.Error, OSError, UnicodeDecodeError, OverflowError)
+FAILURES: Final = (sqlite3.Error, OSError, UnicodeDecodeError, OverflowError, MemoryError)
 
 
 @contextlib.contextmanager

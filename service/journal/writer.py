@@ -164,12 +164,18 @@ class Writer(Generic[Owner]):
 
     def _commit(self, batches: list[_Batch[Owner]]) -> None:
         wall_ns = time.time_ns()
-        row = seal([batch.frames for batch in batches], self.next_seq, wall_ns)
-        durable = self._write(row, wall_ns)
-        if durable:
-            self.next_seq += 1
-            self.size_bytes += ROW_BYTES + len(row)
-            self._wal_bytes += _WAL_ROW_BYTES + len(row)
+        durable = False
+        try:
+            row = seal([batch.frames for batch in batches], self.next_seq, wall_ns)
+            durable = self._write(row, wall_ns)
+            if durable:
+                self.next_seq += 1
+                self.size_bytes += ROW_BYTES + len(row)
+                self._wal_bytes += _WAL_ROW_BYTES + len(row)
+        except BaseException as error:
+            # Whatever it is: those who wait are told, and the next ones can be written.
+            self._warn("a write to the journal failed", error)
+            self._disconnect()
         self._report([batch.owner for batch in batches], durable)
 
     def _write(self, row: bytes, wall_ns: int) -> bool:
@@ -316,7 +322,7 @@ class Writer(Generic[Owner]):
         self._checkpoint()
         self._disconnect()
 
-    def _warn(self, event: str, error: Exception | None = None) -> None:
+    def _warn(self, event: str, error: BaseException | None = None) -> None:
         now = time.monotonic()
         if now - self._warned_at >= _WARN_S:
             self._warned_at = now

@@ -20,7 +20,7 @@ from service.api.server_state import ServerState
 from service.api.validation import is_request_id
 from service.config import is_private
 from service.doors.doors import AUTHORIZATION, Doors
-from service.errors import InternalError, InvalidArgument, QuireError, SessionLimit
+from service.errors import NOT_FAILURES, InternalError, InvalidArgument, QuireError, SessionLimit
 from service.logging import bind_request_id, get_logger
 from service.openai import errors
 from service.openai.connection import connection_of
@@ -83,7 +83,9 @@ class Guard:
             return error.untraced()
         except HTTPException as error:
             return errors.bad_method() if error.status_code == 405 else errors.no_such_path()
-        except Exception:
+        except NOT_FAILURES:
+            raise
+        except BaseException:
             _log.exception("request failed unexpectedly", request=exchange.name)
             return InternalError()
         return None

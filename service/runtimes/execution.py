@@ -17,7 +17,7 @@ from quire.v1 import runner_pb2
 
 from service.api.budget import AnswerBudget, KeptBudget
 from service.api.status import to_status
-from service.errors import Draining, InternalError, QuireError, ResumedElsewhere
+from service.errors import NOT_FAILURES, Draining, InternalError, QuireError, ResumedElsewhere
 from service.logging import get_logger
 from service.runtimes.held_chunks import LAST_READ_BYTES, MAX_KEPT_BYTES, HeldChunks, end_of
 
@@ -167,7 +167,9 @@ class Execution:
             raise
         except QuireError as error:
             self._fail_rest(error.untraced())
-        except Exception:
+        except NOT_FAILURES:
+            raise
+        except BaseException:
             _log.exception("an execution failed", runtime=self.started.runtime)
             self._fail_rest(InternalError())
         else:

@@ -419,8 +419,8 @@ def _masks(streams: Sequence[_Stream], has_ended: Callable[[], bool]) -> list[by
             masks.append(stream.sample.matcher.allowed())
         except QuireError as error:
             masks.append(error.untraced())
-        except Exception:
-            # A bug, ours or the library's.
+        except BaseException:
+            # A bug, ours or the library's. Whoever waits is told, whatever it is: this is a thread.
             _log.exception("a mask could not be made")
             masks.append(InternalError())
     return masks

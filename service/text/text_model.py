@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.v1 import runner_pb2, worker_pb2
 
-from service.errors import InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
+from service.errors import NOT_FAILURES, InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
 from service.logging import get_logger
+from service.text.bounded_encoder import BoundedEncoder
 from service.text.bounded_json import arguments_field, check_chat, parsed
 from service.text.chat_template import DEFAULT, TemplateError, make_task
 from service.text.constraints import Constraints
 from service.text.detokenizer import Decodes
 from service.text.grammar_engine import Vocabulary
 from service.text.matcher import Matcher
+from service.text.task_process import TaskFailed
 from service.text.template_pool import TemplatePool
 from service.text.token_bytes import constrained_tokens
+from service.text.tokenizer_bounds import decodes_in_bounds, encodes_in_bounds
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,7 +49,9 @@ class _Built:
     """What was made of a worker's answer."""
 
     ready: worker_pb2.WorkerReady
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None = None
+    # Encodes in place of the tokenizer, if that may take long or much memory.
+    encoder: BoundedEncoder | None = None
     # By the size of the model's vocabulary; made when they are first needed. Or why they cannot be.
     constraints: dict[int, Constraints | Unsupported] = field(default_factory=dict)
 
@@ -72,22 +77,37 @@ class TextModel:
         return (await self._own()).tokenizer
 
     async def encode(
-        self, text: str, *, max_tokens: int = _MANY_TOKENS, add_special_tokens: bool = True
+        self,
+        text: str,
+        *,
+        max_tokens: int = _MANY_TOKENS,
+        add_special_tokens: bool = True,
+        field: str = "text",
     ) -> Sequence[int]:
-        """A text's tokens. Raises NoTokenizer, and SequenceTooLong if it must have more than `max_tokens`."""
-        tokenizer = (await self._own()).tokenizer
+        """A text's tokens. `field`: where the caller has sent it.
+
+        Raises:
+            InvalidArgument: The tokenizer fails at it.
+            NoTokenizer: The model has none.
+            SequenceTooLong: It must have more than `max_tokens`.
+        """
+        built = await self._own()
+        tokenizer = built.tokenizer
         if tokenizer is None:
             raise NoTokenizer
         if len(text) > max_tokens * _MOST_CHARACTERS:
             raise SequenceTooLong(-(-len(text) // _MOST_CHARACTERS), max_tokens)
-        if len(text) <= _SHORT_CHARACTERS:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        async with self._threads:
-            # One text, by the call that lets other threads run meanwhile.
-            (encoded,) = await asyncio.to_thread(
-                tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens
-            )
-        return encoded.ids
+        with _refusing(field):
+            if built.encoder is not None:
+                return await built.encoder.encode(text, add_special_tokens=add_special_tokens)
+            if len(text) <= _SHORT_CHARACTERS:
+                return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            async with self._threads:
+                # One text, by the call that lets other threads run meanwhile.
+                (encoded,) = await asyncio.to_thread(
+                    tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens
+                )
+            return encoded.ids
 
     async def encode_chat(self, chat: runner_pb2.Chat, *, max_tokens: int = _MANY_TOKENS) -> Sequence[int]:
         """Messages as the model's template writes them. Raises InvalidArgument, and as `encode`."""
@@ -107,7 +127,7 @@ class TextModel:
             plain = make_task(template, messages, name=name)
             await self._check_tools(template.sources[name], plain, text)
         # A template writes special tokens itself.
-        return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False)
+        return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field="chat")
 
     async def _check_tools(self, source: str, plain: bytes, text: str) -> None:
         """Raises InvalidArgument if `plain`, the task without tools, gives the same text."""
@@ -153,6 +173,8 @@ class TextModel:
         """Ends all processes. May be called again."""
         self._templates.close()
         if self._built is not None:
+            if self._built.encoder is not None:
+                self._built.encoder.close()
             for constraints in self._built.constraints.values():
                 if isinstance(constraints, Constraints):
                     constraints.close()
@@ -167,7 +189,7 @@ class TextModel:
                 self._built.ready = ready
             else:
                 # Samples that are under way keep what they have of the one before, and its processes.
-                self._built = _Built(ready, await asyncio.to_thread(_build, ready.tokenizer_json))
+                self._built = await asyncio.to_thread(_build, ready)
         return self._built
 
 
@@ -180,17 +202,36 @@ def _constraints(tokenizer: Tokenizer, vocab_size: int) -> Constraints | Unsuppo
     return Constraints(vocabulary, vocab_size)
 
 
-def _build(tokenizer_json: bytes) -> Tokenizer | None:
+def _build(ready: worker_pb2.WorkerReady) -> _Built:
     # Who sends tokens has no use for it.
     from tokenizers import Tokenizer  # noqa: PLC0415
 
-    if not tokenizer_json:
-        return None
+    if not ready.tokenizer_json:
+        return _Built(ready)
     try:
-        return Tokenizer.from_buffer(tokenizer_json)
-    except Exception as error:  # the library has no kind of its own
+        tokenizer = Tokenizer.from_buffer(ready.tokenizer_json)
+        if not decodes_in_bounds(tokenizer):
+            raise ValueError("its decoder may make long texts of few tokens")
+        encoder = None if encodes_in_bounds(tokenizer) else BoundedEncoder(ready.tokenizer_json)
+    except BaseException as error:  # the library has no kind of its own, and some are panics
         _log.error("the model's tokenizer.json cannot be used: texts are refused", error=str(error)[:300])
-        return None
+        return _Built(ready)
+    return _Built(ready, tokenizer, encoder)
+
+
+@contextlib.contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """What a tokenizer raises, panics included, is due to the text in `field`: raises InvalidArgument."""
+    try:
+        yield
+    except NOT_FAILURES:
+        raise
+    except TaskFailed as error:
+        text = f"the model's tokenizer cannot encode it: it {error}"
+        raise InvalidArgument("BAD_TEXT", field, text) from None
+    except BaseException:
+        _log.exception("a text could not be encoded")
+        raise InvalidArgument("BAD_TEXT", field, "the model's tokenizer cannot encode it") from None
 
 
 def _messages(chat: runner_pb2.Chat) -> Sequence[Mapping[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import grpc
 import pytest
 from quire import Client, item
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from service.cli.main import main
 from tests.chat_templates import QWEN, byte_tokenizer
+from tests.error_details import reason_of, status_reason
 from tests.gateway_process import GatewayProcess
 from tests.hub_server import COMMIT, Hub, serving
 from tests.model_factory import TinyModel, hf_greedy, make_model
@@ -187,3 +189,35 @@ def test_messages_are_written_as_the_template_says(
     with Client(gateway.address) as client:
         wanted = [list(d.token_ids) for d in client.execute(prompt, max_tokens=12)]
         assert [list(d.token_ids) for d in client.execute(messages, max_tokens=12)] == wanted
+
+
+def test_texts_that_the_tokenizer_fails_at_are_answered_and_keep_no_place(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    make_model(tmp_path / "model", TinyModel(vocab_size=300))
+    tokenizer.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    hostile = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$|(x+x+)+y"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    settings = json.loads(file.read_text())
+    before = {"type": "Sequence", "pretokenizers": [hostile, settings["pre_tokenizer"]]}
+    file.write_text(json.dumps({**settings, "pre_tokenizer": before}))
+    text = "a" * 60 + "!"
+    with (
+        GatewayProcess(
+            model=str(tmp_path / "model"),
+            flags=["--dtype", "float32", "--kv-pages", "64", "--max-executions", "1"],
+        ) as gateway,
+        Client(gateway.address) as client,
+    ):
+        for _ in range(2):
+            (delta,) = client.execute([item(text, item_id="a", max_tokens=1)])
+            assert status_reason(delta.error) == "BAD_TEXT"
+        with pytest.raises(grpc.RpcError) as caught:
+            client.runner_stub.EstimateCost(runner_pb2.EstimateCostRequest(items=[item(text, item_id="a")]))
+        assert reason_of(caught.value) == "BAD_TEXT"
+        assert [list(delta.token_ids) for delta in client.execute("hi", max_tokens=1)]

@@ -102,10 +102,17 @@ def raises(error: BaseException) -> Behaviour:
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError(SECRET), KeyError(SECRET), ExceptionGroup(SECRET, [OSError(SECRET)]), OSError(2, SECRET)],
+    [
+        RuntimeError(SECRET),
+        KeyError(SECRET),
+        ExceptionGroup(SECRET, [OSError(SECRET)]),
+        OSError(2, SECRET),
+        # As a panic of a library in Rust is.
+        BaseException(SECRET),
+    ],
     ids=lambda error: type(error).__name__,
 )
-async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, error: Exception) -> None:
+async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, error: BaseException) -> None:
     failed = await harness.refused(raises(error), metadata=[("x-request-id", "r-7")])
 
     assert failed.code() is grpc.StatusCode.INTERNAL

@@ -173,6 +173,23 @@ async def test_one_who_fails_does_not_keep_others_from_being_told(journal: Sqlit
     assert await commit(journal, created(2))
 
 
+@pytest.mark.parametrize("error", [MemoryError(), BaseException("a panic")], ids=["memory", "panic"])
+@pytest.mark.parametrize("step", ["service.journal.writer.seal", "service.journal.writer.Writer._insert"])
+async def test_whatever_a_write_raises_is_told_and_the_next_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    with contextlib.closing(open_journal(tmp_path)) as journal:
+        with monkeypatch.context() as patched:
+            patched.setattr(step, fail)
+            assert not await commit(journal, created(1))
+        assert await commit(journal, created(2))
+    with contextlib.closing(open_journal(tmp_path)) as journal:
+        assert [state.number for state in recovered(journal)] == [2]
+
+
 async def test_the_time_of_a_record_is_that_of_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

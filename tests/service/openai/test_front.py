@@ -225,9 +225,11 @@ async def test_a_failure_in_a_stream_is_told_in_it() -> None:
             await anext(stream)
 
 
-async def test_what_is_wrong_with_us_is_not_told() -> None:
+# A panic of a library in Rust is no Exception.
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
+async def test_what_is_wrong_with_us_is_not_told(kind: type[BaseException]) -> None:
     async def say(_batch: Batch, _outlet: Outlet) -> None:
-        raise RuntimeError("the secret")
+        raise kind("the secret")
 
     async with serving(Speaker(say)) as served, served.client() as client:
         with pytest.raises(openai.InternalServerError) as caught:

@@ -197,10 +197,18 @@ async def test_the_end_of_the_server_is_told() -> None:
         await reading
 
 
-async def test_what_fails_as_a_whole_fails_for_each_sample_behind_what_came() -> None:
+@pytest.mark.parametrize(
+    # A panic of a library in Rust is no Exception.
+    ("error", "reason"),
+    [(NoWorker(), "NO_WORKER"), (BaseException("panic"), "INTERNAL")],
+    ids=["error", "panic"],
+)
+async def test_what_fails_as_a_whole_fails_for_each_sample_behind_what_came(
+    error: BaseException, reason: str
+) -> None:
     async def run(execution: Execution) -> None:
         execution.put([chunk(0)])
-        raise NoWorker
+        raise error
 
     execution = Execution(
         "id", [("a", 0), ("b", 1)], 0.0, lambda _: None, AnswerBudget(1 << 40), KeptBudget(1 << 40)
@@ -211,8 +219,8 @@ async def test_what_fails_as_a_whole_fails_for_each_sample_behind_what_came() ->
     while chunks := await execution.read(reader):
         found |= {(c.item_id, c.sample): c for c in chunks}
     assert {key: (c.position, status_reason(c.error)) for key, c in found.items()} == {
-        ("a", 0): (1, "NO_WORKER"),
-        ("b", 1): (0, "NO_WORKER"),
+        ("a", 0): (1, reason),
+        ("b", 1): (0, reason),
     }
 
 

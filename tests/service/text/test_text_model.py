@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from service.errors import InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
+from service.text import bounded_encoder, tokenizer_bounds
 from service.text.text_model import TextModel
 from tests.chat_templates import QWEN
 from tests.service.text.kinds import byte_level, sounds
@@ -109,6 +111,74 @@ async def test_long_texts_are_encoded_beside_and_too_long_ones_not_at_all(served
     assert list(await served.text.encode(text)) == byte_level().encode(text).ids
     with pytest.raises(SequenceTooLong):
         await served.text.encode(text, max_tokens=100)
+
+
+async def refused(served: Served, text: str) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as caught:
+        await served.text.encode(text)
+    assert (caught.value.reason, caught.value.field) == ("BAD_TEXT", "text")
+    return caught.value
+
+
+def expanding(split: str = "") -> Tokenizer:
+    """Makes 10^12 characters of one, and splits by an expression if there is one."""
+    tokenizer = byte_level()
+    if split:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(split), "isolated")
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 1000)] * 4)
+    return tokenizer
+
+
+async def test_a_tokenizer_that_makes_much_of_little_is_ended(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 29)
+    served.serve(expanding())
+    assert "too much memory" in (await refused(served, "aaa")).message
+    # And is there for the next text.
+    assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+
+
+async def test_a_tokenizer_that_takes_long_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
+    served.serve(expanding("(a+)+c"))
+    assert "computed for more than" in (await refused(served, ("a" * 20 + "b") * 10_000)).message
+    assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+
+
+async def test_who_leaves_ends_the_encoding_of_his_text(served: Served) -> None:
+    served.serve(expanding("(a+)+c"))
+    await served.text.encode("b")
+    leaving = asyncio.create_task(served.text.encode(("a" * 20 + "b") * 10_000))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+
+
+@pytest.mark.parametrize(
+    ("split", "text"),
+    [
+        pytest.param("(a+)+$|(x+x+)+y", "a" * 60 + "!", id="exponential"),
+        # That of Qwen 2: its encoding is not a process's.
+        pytest.param(tokenizer_bounds.QWEN_2, " " * 10_000_100 + "x", id="long"),
+    ],
+)
+async def test_a_panic_is_due_to_its_text(served: Served, split: str, text: str) -> None:
+    served.serve(expanding(split))
+    await refused(served, text)
+    assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+
+
+async def test_a_decoder_that_makes_much_of_little_is_not_used(served: Served) -> None:
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("a", "a" * 1000)] * 4)
+    served.serve(tokenizer)
+    assert await served.text.tokenizer() is None
+    with pytest.raises(NoTokenizer):
+        await served.text.encode("a")
 
 
 async def test_a_tokenizer_that_cannot_be_constrained_is_unsupported(served: Served) -> None:
