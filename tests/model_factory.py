@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 
 # The default 0.02 makes nearly uniform logits, from which a wrong layer would hardly be seen.
 WEIGHT_SCALE = 0.3
+# Of `float32_losses`.
+_DRAWS = 8
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,45 @@ def hf_hidden_states(directory: Path, tokens: list[int], dtype: torch.dtype = to
             torch.tensor([tokens]), use_cache=False, output_hidden_states=True
         )
     return torch.cat(result.hidden_states).float()
+
+
+def float32_losses(directory: Path, texts: Sequence[list[int]]) -> torch.Tensor:
+    """How far two correct computations in float32 may be apart: the bound for a comparison with transformers.
+
+    It differs by model and text, since each layer amplifies the rounding errors of those before it, so it is
+    measured. Of a sum of n terms of size s the partial sums grow as sqrt(k) s. An addition rounds its result
+    by up to 2^-24 of it, in root mean square by 2^-24 / sqrt(3), and n of them by n / sqrt(6) 2^-24 s in all.
+    Random relative errors of sqrt(n / 6) 2^-24 in the weights change an exact sum as much. That is for terms
+    added one after the other; in any other order the error is smaller. Both sides have it: sqrt(2). And one
+    more draw may err twice as much as the largest of a few: all in all a factor of 3.
+
+    Returns:
+        [len(texts), num_layers + 2]: the largest absolute difference, in each of transformers' hidden_states
+        and, last, in the logits.
+    """
+    model, generator = hf_model(directory), torch.Generator().manual_seed(0)
+    # Later tokens do not matter to earlier ones.
+    padded = [text + [0] * (max(map(len, texts)) - len(text)) for text in texts]
+
+    def run() -> list[torch.Tensor]:
+        result = model(torch.tensor(padded), use_cache=False, output_hidden_states=True)
+        return [*result.hidden_states, result.logits]
+
+    with torch.no_grad():
+        parameters = {parameter: parameter.double() for parameter in model.parameters()}
+        exact, losses = run(), []
+        for _ in range(_DRAWS):
+            for parameter, weight in parameters.items():
+                noise = torch.randn(weight.shape, generator=generator).double()
+                parameter.copy_(weight * (1 + (weight.shape[-1] / 6) ** 0.5 * 2**-24 * noise))
+            differences = [(found - truth).abs() for found, truth in zip(run(), exact, strict=True)]
+            losses.append([[float(d[i, : len(t)].max()) for d in differences] for i, t in enumerate(texts)])
+        for parameter, weight in parameters.items():
+            parameter.copy_(weight)
+    bounds = 3 * torch.tensor(losses).amax(0)
+    # Where two experts are all but equal, a wrong one would pass.
+    assert (bounds < 1e-3 * torch.tensor([float(each.abs().max()) for each in exact])).all(), bounds
+    return bounds
 
 
 def hf_greedy(directory: Path, tokens: list[int], count: int) -> list[int]:
