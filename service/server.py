@@ -417,7 +417,8 @@ async def serve(config: Config, find_model: FindModel | None = None) -> int:
             await gateway.server.stop(0)
             return 1
         _log.info("listening for HTTP", listen=_listen(config.openai_listen, http_port))
-    _log.info("listening", listen=_listen(config.listen, port), model=config.model, workers=config.workers)
+    # Which model is said by a worker that is ready: this one may be refused.
+    _log.info("listening", listen=_listen(config.listen, port), workers=config.workers)
     _stop_on_signals(gateway)
     workers = asyncio.create_task(gateway.run_workers(), name="workers")
     stopping = asyncio.create_task(gateway.stopping.wait())

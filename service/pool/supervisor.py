@@ -346,8 +346,8 @@ class Supervisor:
         slot = incarnation.slot
         incarnation.admit(ready)
         self._was_ready.add(slot.worker_id)
-        backend = ready.model.backend
-        _log.info("worker ready", worker_id=slot.worker_id, epoch=slot.epoch, backend=backend, kept=len(kept))
+        log = _log.bind(worker_id=slot.worker_id, epoch=slot.epoch, kept=len(kept))
+        log.info("worker ready", model=ready.model.model_id, backend=ready.model.backend)
         self._listener.worker_ready(slot, kept)
         self._crews[slot.weights].has_one_more()
 

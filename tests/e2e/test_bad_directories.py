@@ -37,6 +37,7 @@ def test_the_server_ends_and_says_why(tmp_path: Path, bad: BadDirectory) -> None
     refusals = [r["error"] for r in records if r["event"] == "cannot serve with this configuration"]
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+    assert not any("model" in record for record in records), "it is not announced before it is checked"
     assert len(refusals) == 1 and re.search(bad.says, refusals[0])
     assert [record["event"] for record in records].count("worker started") == 1
 
