@@ -69,7 +69,12 @@ def test_a_unix_socket_stays_the_first_servers(tmp_path: Path) -> None:
         assert done.returncode == 1 and "another server" in done.stderr
         with gateway.connect() as channel:
             stub = pb_grpc.ModelExecutorServiceStub(channel)
-            assert stub.Decode(pb.DecodeRequest(cache_id=cache.cache_id, token_id=3), timeout=60).kv_cache
+            assert (
+                stub.Decode(
+                    pb.DecodeRequest(cache_id=cache.cache_id, token_id=3), timeout=60
+                ).kv_cache.seq_len
+                == 3
+            )
     assert not list(tmp_path.glob("socket*"))
 
 
