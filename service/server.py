@@ -49,6 +49,7 @@ from service.doors.doors import Doors, current_tenant
 from service.doors.guest_watch import GuestWatch
 from service.doors.tls import server_credentials
 from service.doors.transport import server_options
+from service.doors.unix_socket import OwnSocket
 from service.errors import BadRuntimes
 from service.journal.base import JournalUnusable
 from service.journal.memory import MemoryJournal
@@ -153,6 +154,7 @@ class Gateway:
         self._guests: GuestWatch | None = None
         # What the log says once, when the first worker is ready.
         self._when_ready: dict[str, str] = {}
+        self._own_socket: OwnSocket | None = None
         self._background: list[asyncio.Task[None]] = []
 
     def _read_runtimes(self) -> RuntimesFile:
@@ -213,7 +215,10 @@ class Gateway:
         self.stopping.set()
 
     async def start(self) -> int:
-        """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
+        """Binds the port and starts serving. Returns the port; 0 for a Unix socket.
+
+        Raises RuntimeError, or OSError if the Unix socket is another server's.
+        """
         for name in _HEALTH_NAMES:
             await self._set_health(name, serving=False)
         # Its data calls come from a table, which the stubs cannot see.
@@ -233,6 +238,8 @@ class Gateway:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         if self.config.reflection == "on":
             add_reflection(self.server, names)
+        if self.config.listen.startswith("unix:"):
+            self._own_socket = OwnSocket(self.config.listen.removeprefix("unix:"))
         if self.credentials is None:
             port = self.server.add_insecure_port(self.config.listen)
         else:
@@ -242,6 +249,14 @@ class Gateway:
         self._guests = GuestWatch(self.state.guests, self.config.listen, port)
         await self.server.start()
         return port
+
+    def close(self) -> None:
+        """Lets go of what others may have, after all has stopped."""
+        self.text.close()
+        # What the last answers rest on; it has been written already, as a rule.
+        self.journal.close()
+        if self._own_socket is not None:
+            self._own_socket.close()
 
     async def run_workers(self) -> None:
         """Keeps the workers running and leases honoured, until cancelled. Raises PoolFailed."""
@@ -405,9 +420,23 @@ async def serve(config: Config, find_model: FindModel | None = None) -> int:
         _log.error("cannot use the runtimes", path=config.runtimes, error=error.message)
         return 2
     try:
+        return await _run(gateway)
+    finally:
+        gateway.close()
+
+
+async def _run(gateway: Gateway) -> int:
+    """Serves until a signal or a failure ends it. Returns the process's exit status."""
+    config = gateway.config
+    # Before anything is there that a signal would leave.
+    _stop_on_signals(gateway)
+    try:
         port = await gateway.start()
     except RuntimeError:
         _log.error("cannot listen", listen=config.listen, error=why_not_listening(config.listen))
+        return 1
+    except OSError as error:
+        _log.error("cannot listen", listen=config.listen, error=error.strerror)
         return 1
     if gateway.front is not None:
         try:
@@ -419,7 +448,6 @@ async def serve(config: Config, find_model: FindModel | None = None) -> int:
         _log.info("listening for HTTP", listen=_listen(config.openai_listen, http_port))
     # Which model is said by a worker that is ready: this one may be refused.
     _log.info("listening", listen=_listen(config.listen, port), workers=config.workers)
-    _stop_on_signals(gateway)
     workers = asyncio.create_task(gateway.run_workers(), name="workers")
     stopping = asyncio.create_task(gateway.stopping.wait())
     await asyncio.wait({workers, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -436,9 +464,6 @@ async def serve(config: Config, find_model: FindModel | None = None) -> int:
         await workers
     await gateway.router.close()
     await gateway.spending.saved()
-    gateway.text.close()
-    # What the last answers rest on; it has been written already, as a rule.
-    gateway.journal.close()
     _log.info("stopped")
     return status
 

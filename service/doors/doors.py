@@ -60,7 +60,7 @@ class Doors:
         """Raises OSError or ValueError if the file cannot be used."""
         self._file = None
         if tokens is not None:
-            self._file = Watched("tokens", (tokens,), lambda: read_register(tokens))
+            self._file = Watched("tokens", (tokens,), lambda: read_register(tokens, has_ca=certificates))
         self._certificates = certificates
         self._tenants: dict[str, Tenant] = {}
 

@@ -92,8 +92,11 @@ class Register:
         return self.quotas.get(tenant, UNBOUNDED)
 
 
-def read_register(path: Path) -> Register:
-    """Reads the file. Raises OSError, or ValueError that says what is wrong with it."""
+def read_register(path: Path, *, has_ca: bool = False) -> Register:
+    """Reads the file. `has_ca`: callers may come in by certificates, too.
+
+    Raises OSError, or ValueError that says what is wrong with it.
+    """
     with path.open("rb") as file:
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:
@@ -111,11 +114,15 @@ def read_register(path: Path) -> Register:
     for digest in tokens:
         if not _DIGEST.fullmatch(digest):
             raise ValueError(f"{path}: [tokens]: a key must be a SHA-256 in 64 lowercase hex digits")
-    return Register.of(
+    register = Register.of(
         {digest: _grant(entry, "tokens") for digest, entry in tokens.items()},
         certificates={name: _grant(entry, "certificates") for name, entry in certificates.items()},
         quotas={_tenant(name): _quota(entry, name) for name, entry in tenants.items()},
     )
+    if not tokens and not (has_ca and (certificates or tenants)):
+        # It may be in the middle of being written.
+        raise ValueError(f"{path}: is empty, or has no token: nobody could come in")
+    return register
 
 
 def new_token(tenant: str, roles: Sequence[Role]) -> tuple[str, str]:

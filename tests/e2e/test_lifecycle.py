@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import executor_pb2 as pb
+from quire.v1 import executor_pb2_grpc as pb_grpc
 
 from service.config import Config
+from service.server import Gateway, serve
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 
@@ -55,6 +58,24 @@ def test_a_second_server_on_the_same_port_fails(shipped_gateway: GatewayProcess)
     assert done.returncode == 1
     assert "cannot listen" in done.stderr
     assert shipped_gateway.status().state == pb.SERVER_STATE_SERVING
+
+
+def test_a_unix_socket_stays_the_first_servers(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path / 'socket'}"
+    with GatewayProcess(model="paged-attention", flags=["--kv-pages", "64", "--listen", listen]) as gateway:
+        cache = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2]), timeout=60).kv_cache
+        flags = ["--journal", "memory", "--data-dir", str(tmp_path / "second")]
+        done = serve_until_it_ends("--listen", listen, "--model", "paged-attention", *flags)
+        assert done.returncode == 1 and "another server" in done.stderr
+        with gateway.connect() as channel:
+            stub = pb_grpc.ModelExecutorServiceStub(channel)
+            assert (
+                stub.Decode(
+                    pb.DecodeRequest(cache_id=cache.cache_id, token_id=3), timeout=60
+                ).kv_cache.seq_len
+                == 3
+            )
+    assert not list(tmp_path.glob("socket*"))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +165,27 @@ def test_a_second_signal_stops_at_once() -> None:
         assert gateway.process.wait(30) == -signal.SIGKILL
         _, alive = psutil.wait_procs(workers, timeout=30)
         assert not alive
+
+
+def test_a_signal_while_it_starts_ends_it_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Gateway.start
+
+    async def signalled(gateway: Gateway) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return await start(gateway)
+
+    monkeypatch.setattr(Gateway, "start", signalled)
+    config = Config(
+        model="paged-attention",
+        listen=f"unix:{tmp_path / 'socket'}",
+        data_dir=str(tmp_path / "data"),
+        kv_pages=64,
+        lame_duck_s=0,
+    )
+    others = set(psutil.Process().children())
+    assert asyncio.run(serve(config)) == 0
+    assert not list(tmp_path.glob("socket*"))
+    assert set(psutil.Process().children()) <= others
 
 
 def test_readers_answer_while_workers_load() -> None:

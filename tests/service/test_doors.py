@@ -69,6 +69,9 @@ def test_a_new_token_opens_what_its_line_says(tmp_path: Path) -> None:
         ("[tenants.a]\nmax_caches = true", "above 0"),
         ("[tenants.a]\nmax_caches = 1.5", "above 0"),
         ("[tenants.a]\nmax_per_s = nan", "above 0"),
+        ("", "is empty"),
+        ("# no entry\n[tokens]\n[certificates]\n", "is empty"),
+        ("[tenants.a]\nmax_caches = 1", "has no token"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, content: str, said: str) -> None:
@@ -229,8 +232,10 @@ async def test_readers_count_in_the_rate(tmp_path: Path) -> None:
         assert await harness.call("ListCaches", f"Bearer {token}") == "QUOTA"
 
 
+# The second is a file in the middle of being rewritten.
+@pytest.mark.parametrize("broken", ["[tokens", ""], ids=["syntax", "empty"])
 async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     monkeypatch.setattr("service.doors.doors._POLL_INTERVAL_S", 0.01)
     (old, old_line), (new, new_line) = entry("alice"), entry("alice")
@@ -240,7 +245,7 @@ async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
     async with behind(doors) as harness, asyncio.timeout(PATIENCE_S):
         assert await harness.call("Decode", f"Bearer {old}") == "alice"
         with structlog.testing.capture_logs() as records:
-            written(file, "[tokens")
+            written(file, broken)
             while not any("cannot read the tokens" in record["event"] for record in records):
                 await asyncio.sleep(0.01)
         assert await harness.call("Decode", f"Bearer {old}") == "alice"
@@ -254,6 +259,13 @@ async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
     watching.cancel()
 
 
-def test_a_missing_file_is_told_at_the_start(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_empty_is_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         Doors(tmp_path / "nothing", certificates=False)
+    with pytest.raises(ValueError, match="nobody could come in"):
+        Doors(written(tmp_path / "tokens"), certificates=False)
+
+
+def test_where_certificates_let_in_a_file_may_be_of_quotas_only(tmp_path: Path) -> None:
+    file = written(tmp_path / "tokens", "[tenants.alice]", "max_caches = 1")
+    assert Doors(file, certificates=True).tenant("alice").quota.max_caches == 1

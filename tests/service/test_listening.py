@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from service.doors.unix_socket import OwnSocket
 from service.server import why_not_listening
 
 
@@ -35,3 +36,24 @@ def test_a_path_that_is_taken_and_one_that_is_free(tmp_path: Path) -> None:
     path.write_text("a file")
     assert why_not_listening(f"unix:{path}") == "something is at this path"
     assert why_not_listening(f"unix:{tmp_path}") == "it is a directory: name a file in it"
+
+
+def test_a_unix_socket_is_one_servers_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    first = OwnSocket(str(path))
+    with pytest.raises(OSError, match="another server"):
+        OwnSocket(str(path))
+    first.close()
+    assert not any(tmp_path.iterdir()), "nothing is left behind"
+    OwnSocket(str(path)).close()
+
+
+def test_a_unix_socket_of_another_program_is_not_taken_but_a_dead_ones_is(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(OSError, match="another server"):
+            OwnSocket(str(path))
+    assert path.exists(), "nobody has removed it"
+    OwnSocket(str(path)).close()

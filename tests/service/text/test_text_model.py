@@ -120,7 +120,7 @@ async def refused(served: Served, text: str) -> InvalidArgument:
     return caught.value
 
 
-def expanding(split: str = "") -> Tokenizer:
+def hostile(split: str = "") -> Tokenizer:
     """Makes 10^12 characters of one, and splits by an expression if there is one."""
     tokenizer = byte_level()
     if split:
@@ -134,7 +134,7 @@ async def test_a_tokenizer_that_makes_much_of_little_is_ended(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 29)
-    served.serve(expanding())
+    served.serve(hostile())
     assert "too much memory" in (await refused(served, "aaa")).message
     # And is there for the next text.
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
@@ -142,13 +142,13 @@ async def test_a_tokenizer_that_makes_much_of_little_is_ended(
 
 async def test_a_tokenizer_that_takes_long_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
-    served.serve(expanding("(a+)+c"))
+    served.serve(hostile("(a+)+c"))
     assert "computed for more than" in (await refused(served, ("a" * 20 + "b") * 10_000)).message
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
 
-async def test_who_leaves_ends_the_encoding_of_his_text(served: Served) -> None:
-    served.serve(expanding("(a+)+c"))
+async def test_who_leaves_ends_the_encoding_of_its_text(served: Served) -> None:
+    served.serve(hostile("(a+)+c"))
     await served.text.encode("b")
     leaving = asyncio.create_task(served.text.encode(("a" * 20 + "b") * 10_000))
     await asyncio.sleep(0)
@@ -167,7 +167,7 @@ async def test_who_leaves_ends_the_encoding_of_his_text(served: Served) -> None:
     ],
 )
 async def test_a_panic_is_due_to_its_text(served: Served, split: str, text: str) -> None:
-    served.serve(expanding(split))
+    served.serve(hostile(split))
     await refused(served, text)
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
