@@ -143,9 +143,14 @@ class ServerState:
         """SERVING as long as one worker is ready."""
         if self.draining:
             return executor_pb2.SERVER_STATE_DRAINING
-        if any(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
+        if self.has_ready_worker:
             return executor_pb2.SERVER_STATE_SERVING
         return executor_pb2.SERVER_STATE_STARTING
+
+    @property
+    def has_ready_worker(self) -> bool:
+        """Whether one could compute something now."""
+        return any(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots)
 
 
 def _hidden_limits(ready: worker_pb2.WorkerReady) -> HiddenLimits | None:

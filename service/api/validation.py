@@ -341,10 +341,15 @@ def _check_copies(
     return size_bytes
 
 
-def check_batch(items: Sequence[object], limits: RequestLimits) -> None:
-    """A batch has items, and no more than can be answered, be it with an error each."""
+def check_num_items(items: Sequence[object], max_items: int) -> None:
+    """A batch has items, and not too many."""
     if not items:
         raise InvalidArgument("EMPTY_BATCH", "items", "at least one item is needed")
-    if len(items) > limits.max_items:
-        raise too_many("items", limits.max_items)
+    if len(items) > max_items:
+        raise too_many("items", max_items)
+
+
+def check_batch(items: Sequence[object], limits: RequestLimits) -> None:
+    """A batch has items, and no more than can be answered, be it with an error each."""
+    check_num_items(items, limits.max_items)
     check_response_size(len(items) * ANSWER_BYTES, limits, "items")

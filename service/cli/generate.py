@@ -141,7 +141,7 @@ def _chunks(channel: grpc.Channel, request: runner_pb2.ExecuteRequest) -> Iterat
 def _begun(
     stub: runner_pb2_grpc.ModelRunnerServiceStub, request: runner_pb2.ExecuteRequest
 ) -> tuple[Any, runner_pb2.ExecuteResponse]:
-    """A call, and its first message with chunks. Raises grpc.RpcError, and _Failed if no worker is there."""
+    """A call, and its first message with chunks. Raises grpc.RpcError; _Failed where there is no worker."""
     call = stub.Execute(request)
     first = next((message for message in call if message.chunks), runner_pb2.ExecuteResponse())
     for chunk in first.chunks:

@@ -48,8 +48,11 @@ class Outlet(Protocol):
     async def room(self) -> None:
         """Returns when there is room."""
 
-    def on_cancel(self, let_go: Callable[[], None]) -> None:
-        """`let_go` is called if a batch that was kept will never be asked for again."""
+    def on_release(self, let_go: Callable[[], None]) -> None:
+        """`let_go` is called when nothing more will be computed for a batch that was kept.
+
+        It was cancelled, its time is over, or it was read to its end.
+        """
 
 
 class Runtime(Protocol):

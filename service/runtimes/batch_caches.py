@@ -30,7 +30,7 @@ class BatchCaches:
         # None: it has ended.
         self._batch: Batch | None = batch
         self._ids: set[str] = set()
-        # Whether creations have request ids, and whether anybody may still come for what they made.
+        # Whether creations have request ids, and whether what they made may still be needed.
         self._has_keys = self.is_kept = batch.keep_s > 0
 
     def key(self, item_id: str, part: str) -> str:
@@ -67,7 +67,7 @@ class BatchCaches:
         self._batch = None
 
     def let_go(self) -> None:
-        """Nobody will ask for the batch again."""
+        """Nothing more is computed for the batch."""
         self.is_kept = False
         if self._batch is None:
             self._release_all()

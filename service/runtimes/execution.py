@@ -152,7 +152,7 @@ class Execution:
                 async with asyncio.timeout(_LOOK_AGAIN_S):
                     await self._room.wait()
 
-    def on_cancel(self, let_go: Callable[[], None]) -> None:
+    def on_release(self, let_go: Callable[[], None]) -> None:
         """See `Outlet`."""
         self._let_go.append(let_go)
 
@@ -232,6 +232,8 @@ class Execution:
                 await asyncio.sleep(0)
                 continue
             if not self._open:
+                # What it was made with is needed no longer, though its chunks may be asked for again.
+                self._release()
                 return []
             if self._is_gone:
                 raise Draining
@@ -263,6 +265,10 @@ class Execution:
         if self._open:
             self._end_samples(finish_reason=runner_pb2.FINISH_REASON_CANCELLED)
         self.end()
+        self._release()
+
+    def _release(self) -> None:
+        """Nothing more is computed for it."""
         for let_go in self._let_go:
             let_go()
         self._let_go.clear()

@@ -67,10 +67,10 @@ class Executions:
 
     def check_items(self, items: Sequence[runner_pb2.ExecuteItem]) -> None:
         """A batch has items that can be told apart, and not too many samples. Raises InvalidArgument."""
-        validation.check_batch(items, self._state.limits)
+        most = self._state.config.max_items_per_call
+        validation.check_num_items(items, most)
         check_ids(items)
         samples = sum(num_samples(item) for item in items)
-        most = self._state.config.max_items_per_call
         if samples > most:
             raise InvalidArgument("TOO_MANY_SAMPLES", "items", f"at most {most} samples in a batch")
 
@@ -158,14 +158,17 @@ class Executions:
     def _resumed(self, request: runner_pb2.ExecuteRequest, keep_s: float) -> frozenset[str]:
         """The items of an execution that is not known here, of which the client has a part all the same.
 
-        Raises ExecutionLost if they cannot be gone on with. Only the server's own workers write the same text
-        again, and only where draws have a seed, as those of what is kept have.
+        Raises ExecutionLost if they cannot be gone on with, and NoWorker. Only the server's own workers write
+        the same text again, and only where draws have a seed, as those of what is kept have.
         """
         resumed = frozenset(at.item_id for at in request.resume_after if at.position)
         local = self._router.named("")
         if resumed and not (keep_s and self._router.named(request.runtime) is local):
             raise ExecutionLost
         is_certain = bool(request.runtime) or self._router.runtimes == [local]
+        if self._router.named(request.runtime) is local and (is_certain or resumed):
+            # No provider may take it. Raises NoWorker if no worker was ready yet.
+            _ = self._state.limits
         return frozenset() if is_certain else resumed
 
     def _changed(self, key: _Key, execution: Execution) -> None:

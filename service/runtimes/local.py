@@ -11,7 +11,7 @@ from quire.v1 import runner_pb2
 from service.api.breath import Breather
 from service.api.server_state import ServerState
 from service.dispatcher import Dispatcher
-from service.errors import DeadlinePassed, QuireError, WeightsChanged
+from service.errors import DeadlinePassed, NoWorker, QuireError, WeightsChanged
 from service.pool.rotation import Rotation
 from service.runtimes import items
 from service.runtimes.base import Batch, Outlet
@@ -54,10 +54,11 @@ class LocalRuntime:
             prices=runner_pb2.TokenPrices(),
             executions=self._executions,
         )
+        if not self._state.has_ready_worker:
+            described.trouble = NoWorker().message
         try:
             ready = self._state.first_ready
-        except QuireError as error:
-            described.trouble = error.message
+        except NoWorker:
             return described
         is_cpu = ready.executor.device.startswith("cpu")
         described.transport_kind = (

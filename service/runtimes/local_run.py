@@ -73,7 +73,7 @@ class LocalRun:
         self._caches = BatchCaches(dispatcher, batch)
         self._lease_s = max(batch.keep_s, least_lease_s) if batch.keep_s else None
         if batch.keep_s:
-            outlet.on_cancel(self._caches.let_go)
+            outlet.on_release(self._caches.let_go)
         # What came, and what is to be done with it; what to ask next; what to send.
         self._arrived: deque[tuple[int, Outcome]] = deque()
         self._asked: list[tuple[Request, _Then]] = []

@@ -135,9 +135,9 @@ class SecondChoice:
         """See `Outlet`."""
         await self._execution.room()
 
-    def on_cancel(self, let_go: Callable[[], None]) -> None:
+    def on_release(self, let_go: Callable[[], None]) -> None:
         """See `Outlet`."""
-        self._execution.on_cancel(let_go)
+        self._execution.on_release(let_go)
 
 
 def _may_be_better_elsewhere(status: status_pb2.Status) -> bool:

@@ -341,14 +341,14 @@ def test_what_is_kept_can_be_ended(tiny_gateway: GatewayProcess) -> None:
     tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
 
 
-def test_what_is_kept_and_complete_can_be_ended(tiny_gateway: GatewayProcess) -> None:
+def test_what_is_kept_and_was_read_to_its_end_holds_no_cache(tiny_gateway: GatewayProcess) -> None:
     before = tiny_gateway.status().caches
-    request = kept("not wanted any more", *long_items())
-    list(runner(tiny_gateway).Execute(request, timeout=PATIENCE_S))
-    assert tiny_gateway.status().caches > before
-    cancel = runner_pb2.CancelExecutionRequest(request_id="not wanted any more")
-    assert runner(tiny_gateway).CancelExecution(cancel, timeout=PATIENCE_S).cancelled
+    request = kept("read", *long_items())
+    whole = gather(runner(tiny_gateway).Execute(request, timeout=PATIENCE_S))
     tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
+    # It can be read again all the same.
+    assert go_on(tiny_gateway, request, {}) == {key: tokens(chunks) for key, chunks in whole.items()}
+    end(tiny_gateway, request)
 
 
 def test_who_comes_again_takes_over(tiny_gateway: GatewayProcess) -> None:

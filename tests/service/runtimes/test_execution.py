@@ -175,6 +175,24 @@ async def test_what_is_cancelled_from_within_ends_for_its_reader() -> None:
     assert status_reason(ended.error) == "INTERNAL"
 
 
+async def test_what_it_was_made_with_is_let_go_when_it_was_read_to_its_end() -> None:
+    execution = Played(keep_s=60).execution
+    released: list[str] = []
+    execution.on_release(lambda: released.append("caches"))
+    first = execution.attach({})
+    execution.put([chunk(0), chunk(1, last=True)])
+    execution.detach(first)
+    second = execution.attach({})
+    assert positions(await execution.read(second)) == [0, 1]
+    # It is not known yet whether the reader has got them.
+    assert not released
+    assert not await execution.read(second) and released == ["caches"]
+    # They can be read again.
+    assert positions(await execution.read(execution.attach({}))) == [0, 1]
+    execution.cancel()
+    assert released == ["caches"]
+
+
 async def test_who_comes_later_takes_over() -> None:
     execution = Played(keep_s=60).execution
     first = execution.attach({})

@@ -38,11 +38,12 @@ class Slow(FakeRuntime):
         await super().execute(batch, outlet)
 
 
-def executions(*runtimes: FakeRuntime, **settings: Any) -> Executions:
+def executions(*runtimes: FakeRuntime, has_worker: bool = True, **settings: Any) -> Executions:
     state = ServerState(Config(**settings))
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
-    state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=able))
+    if has_worker:
+        state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=able))
     return Executions(Router(cast(Any, runtimes)), state)
 
 
@@ -194,3 +195,32 @@ async def test_a_runtime_that_is_chosen_later_is_told_later() -> None:
     await call
     first = await reader.sent.get()
     assert first.started.resumed and first.started.runtime == "other"
+
+
+@pytest.mark.parametrize("has_recovered", [False, True])
+async def test_a_provider_needs_no_worker(has_recovered: bool) -> None:
+    """Also where calls wait for the first one, because caches were found again."""
+    local, other = FakeRuntime("local", trouble="no worker is ready"), FakeRuntime("other")
+    served = executions(local, other, has_worker=False)
+    served._state.has_recovered = has_recovered
+    reader, call = calling(served, request(runtime="other"))
+    await call
+    assert reader.sent.get_nowait().started.runtime == "other"
+    estimate = await RunnerApi(served, served._router, served._state, cast(Any, None)).EstimateCost(
+        runner_pb2.EstimateCostRequest(runtime="other", items=request().items), cast(Any, reader)
+    )
+    assert estimate.estimates[0].runtime == "other" and not estimate.estimates[0].HasField("error")
+
+
+async def test_what_no_provider_may_take_is_refused_until_a_worker_was_ready() -> None:
+    local, other = FakeRuntime("local", trouble="no worker is ready"), FakeRuntime("other")
+    both, alone = executions(local, other, has_worker=False), executions(local, has_worker=False)
+    await ended(both.open(request(), None, None))
+    for served, asked in (
+        (alone, request()),
+        (both, request(runtime="local")),
+        (both, request("a", at=3)),
+    ):
+        with pytest.raises(NoWorker):
+            served.open(asked, None, None)
+    assert other.asked == [["x"]] and not local.asked

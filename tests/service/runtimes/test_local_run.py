@@ -56,7 +56,7 @@ class Reader:
         for _ in range(self._rng.randrange(3)):
             await asyncio.sleep(0)
 
-    def on_cancel(self, let_go: Callable[[], None]) -> None:
+    def on_release(self, let_go: Callable[[], None]) -> None:
         self.let_go.append(let_go)
 
     def cancel(self) -> None:

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import pytest
 from google.rpc import error_details_pb2
-from quire.v1 import runner_pb2
+from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
 
 from service.api.budget import AnswerBudget, KeptBudget
+from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.api.validation import RequestLimits
 from service.config import Config
@@ -28,6 +29,7 @@ from service.errors import (
 from service.runtimes.base import Batch, Outlet
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
+from service.runtimes.local import LocalRuntime
 from service.runtimes.remote import failures
 from service.runtimes.router import Router, Routing
 from service.runtimes.servicer import RunnerApi
@@ -299,3 +301,16 @@ async def test_what_nobody_who_is_asked_can_do_has_no_estimate(runtime: str, rea
     with pytest.raises(QuireError) as raised:
         await estimated(Router(refusing), *items("x"), runtime=runtime)
     assert raised.value.reason == reason
+
+
+async def test_where_no_worker_is_ready_another_runtime_comes_first() -> None:
+    state = ServerState(Config())
+    worker = SimpleNamespace(state=executor_pb2.WORKER_STATE_READY)
+    state.slots = cast(Any, [worker])
+    state.worker_became_ready(worker_pb2.WorkerReady(model=types_pb2.ModelDescription(model_id="m")))
+    local = LocalRuntime(cast(Any, None), state, *cast(Any, (None, None, None)))
+    assert not local.describe().trouble
+    worker.state = executor_pb2.WORKER_STATE_DEAD
+    assert local.describe().trouble == "no worker is ready" and local.describe().model_id == "m"
+    started, _ = await executed(Router([local, FakeRuntime("other")]), *items("x"))
+    assert started.runtime == "other"

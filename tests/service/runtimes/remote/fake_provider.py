@@ -194,7 +194,7 @@ class Collected:
         self.waited += 1
         await self.has_room.wait()
 
-    def on_cancel(self, let_go: Callable[[], None]) -> None:
+    def on_release(self, let_go: Callable[[], None]) -> None:
         pass
 
     def of(self, item_id: str = "a", sample: int = 0) -> list[runner_pb2.SampleChunk]:
