@@ -73,6 +73,7 @@ class Files:
         self._lock = _lock(directory)
         # Written into the database, for the case that the lock is removed and another gateway begins.
         self._owner = uuid.uuid4().hex
+        self._wal = self.path.with_name(self.path.name + "-wal")
         self._wal_identity: _Identity = None
         self.floor = Floor(directory / FLOOR, sync)
         try:
@@ -93,7 +94,7 @@ class Files:
             db.execute("PRAGMA wal_autocheckpoint = 0")
             db.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
             # It stays the same as long as a connection is open.
-            self._wal_identity = _identity(_wal(self.path))
+            self._wal_identity = _identity(self._wal)
         except BaseException:
             db.close()
             raise
@@ -102,7 +103,7 @@ class Files:
     def require_names(self) -> None:
         """Raises NotOurs unless what has been written would be found by the next gateway."""
         self._require(self.path, self._identity)
-        self._require(_wal(self.path), self._wal_identity)
+        self._require(self._wal, self._wal_identity)
 
     def require_owner(self, db: sqlite3.Connection) -> None:
         """Raises NotOurs if another gateway has taken the journal, or sqlite3.Error. Within a transaction."""
@@ -128,7 +129,7 @@ class Files:
 
     def _prepare(self) -> None:
         if not self.path.exists():
-            if _wal(self.path).exists() or self.floor.seq():
+            if self._wal.exists() or self.floor.seq():
                 raise JournalUnusable(
                     f"{self.path} is missing, but others of its files are there. "
                     f"Bring it back; or, to begin without caches, remove what is left in {self.path.parent}."
@@ -169,7 +170,7 @@ class Files:
         last, floor = last_seq(db), self.floor.seq()
         if last < floor:
             raise JournalUnusable(
-                f"{self.path} ends with row {last}, and row {floor} was written: {_wal(self.path)} was lost "
+                f"{self.path} ends with row {last}, and row {floor} was written: {self._wal} was lost "
                 "or damaged. Bring both back as they were; or, to do without the last rows, remove "
                 f"{self.floor.path}."
             )
@@ -325,10 +326,6 @@ def _identity(path: Path) -> _Identity:
     except OSError:
         return None
     return (found.st_dev, found.st_ino)
-
-
-def _wal(path: Path) -> Path:
-    return path.with_name(path.name + "-wal")
 
 
 def _boot_id() -> bytes:
