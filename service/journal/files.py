@@ -5,12 +5,16 @@
     journal.db-wal  what was written and is not in journal.db yet; after a crash it is part of the journal
     floor           which row has been written: see `Floor`
 
+Each gateway writes its own name into table meta when it opens the journal, and writes nothing any more once
+another name is there: the lock may have been removed, and another gateway have begun.
+
 Whatever SQLite or the system says against them becomes a JournalUnusable that tells the operator what to do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -26,6 +30,8 @@ from zlib import crc32
 from service.journal.base import JournalUnusable
 
 Sync = Literal["normal", "full"]
+# Device and inode; None of a file that is not there.
+_Identity = tuple[int, int] | None
 
 DATABASE: Final = "journal.db"
 LOCK: Final = "lock"
@@ -35,6 +41,9 @@ FORMAT: Final = 1
 # Tells our files from other databases: "Quir".
 _APPLICATION_ID: Final = 0x51756972
 _MAGIC: Final = b"SQLite format 3\0"
+# In table meta: the last gateway that opened the journal.
+_OWNER: Final = "owner"
+_TAKEN: Final = "another gateway has opened the journal since, whose lock was removed"
 # An operator who reads the file locks it for moments only.
 _BUSY_S: Final = 1.0
 # A write-ahead log that became larger is cut when it begins anew.
@@ -50,6 +59,10 @@ _SCHEMA: Final = """
 """
 
 
+class NotOurs(OSError):
+    """What is written would be lost: a file has lost its name, or another gateway has taken the journal."""
+
+
 class Files:
     """Owner of the lock and of what is in the directory. Threads may use it one after another."""
 
@@ -58,6 +71,10 @@ class Files:
         self.path = directory / DATABASE
         self._sync = sync
         self._lock = _lock(directory)
+        # Written into the database, for the case that the lock is removed and another gateway begins.
+        self._owner = uuid.uuid4().hex
+        self._wal = self.path.with_name(self.path.name + "-wal")
+        self._wal_identity: _Identity = None
         self.floor = Floor(directory / FLOOR, sync)
         try:
             with unusable(self.path):
@@ -67,7 +84,8 @@ class Files:
             raise
 
     def connect(self) -> sqlite3.Connection:
-        """The open database. Raises sqlite3.Error."""
+        """The open database. Raises sqlite3.Error, or NotOurs if it has been replaced."""
+        self._require(self.path, self._identity)
         db = self._connect("rw")
         try:
             _ask(db, "PRAGMA journal_mode = WAL")
@@ -75,18 +93,34 @@ class Files:
             # Checkpoints are made when they disturb least.
             db.execute("PRAGMA wal_autocheckpoint = 0")
             db.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
+            # It stays the same as long as a connection is open.
+            self._wal_identity = _identity(self._wal)
         except BaseException:
             db.close()
             raise
         return db
 
-    def is_there(self) -> bool:
-        """Whether the database has still its name: what is written to one that was removed is lost."""
-        try:
-            found = self.path.stat()
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == self._identity
+    def require_names(self) -> None:
+        """Raises NotOurs unless what has been written would be found by the next gateway."""
+        self._require(self.path, self._identity)
+        self._require(self._wal, self._wal_identity)
+
+    def require_owner(self, db: sqlite3.Connection) -> None:
+        """Raises NotOurs if another gateway has taken the journal, or sqlite3.Error. Within a transaction."""
+        if read_meta(db, _OWNER) != self._owner:
+            raise NotOurs(errno.ESTALE, _TAKEN, str(self.path))
+
+    def insert(self, db: sqlite3.Connection, seq: int, wall_ns: int, row: bytes) -> None:
+        """Writes a row, unless another gateway has taken the journal. Raises NotOurs or sqlite3.Error."""
+        # One statement, which is a transaction: several would wait for the interpreter as often.
+        insert = "INSERT INTO log SELECT ?, ?, ? FROM meta WHERE key = ? AND value = ?"
+        if not db.execute(insert, (seq, wall_ns, row, _OWNER, _stored(_OWNER, self._owner))).rowcount:
+            raise NotOurs(errno.ESTALE, _TAKEN, str(self.path))
+
+    @staticmethod
+    def _require(path: Path, identity: _Identity) -> None:
+        if _identity(path) != identity:
+            raise NotOurs(errno.ESTALE, "it was removed or replaced while it was in use", str(path))
 
     def close(self) -> None:
         """Lets another gateway in."""
@@ -95,14 +129,14 @@ class Files:
 
     def _prepare(self) -> None:
         if not self.path.exists():
-            if _wal(self.path).exists() or self.floor.seq():
+            if self._wal.exists() or self.floor.seq():
                 raise JournalUnusable(
                     f"{self.path} is missing, but others of its files are there. "
                     f"Bring it back; or, to begin without caches, remove what is left in {self.path.parent}."
                 )
             _create(self.path)
         found = self.path.stat()
-        self._identity = (found.st_dev, found.st_ino)
+        self._identity = _identity(self.path)
         if not stat.S_ISREG(found.st_mode):
             raise JournalUnusable(f"{self.path} is not a regular file. Move it away.")
         with self.path.open("rb") as file:
@@ -118,8 +152,8 @@ class Files:
         with contextlib.closing(self.connect()) as db:
             # First, since on a full disk there may be room only where the log begins anew.
             self.floor.write(last_seq(db), synced=checkpoint(db, "PASSIVE"))
-            # Says no to a file that cannot be written to.
-            db.execute("UPDATE meta SET value = value WHERE key = 'first_seq'")
+            # Says no to a file that cannot be written to, too.
+            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (_OWNER, _stored(_OWNER, self._owner)))
 
     def _connect(self, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
         return sqlite3.connect(
@@ -136,7 +170,7 @@ class Files:
         last, floor = last_seq(db), self.floor.seq()
         if last < floor:
             raise JournalUnusable(
-                f"{self.path} ends with row {last}, and row {floor} was written: {_wal(self.path)} was lost "
+                f"{self.path} ends with row {last}, and row {floor} was written: {self._wal} was lost "
                 "or damaged. Bring both back as they were; or, to do without the last rows, remove "
                 f"{self.floor.path}."
             )
@@ -259,8 +293,7 @@ def read_meta(db: sqlite3.Connection, key: str) -> str | None:
 
 def write_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:
     """Durable with the transaction it is in. Raises sqlite3.Error."""
-    stored = f"{value} {_checksum(key, str(value))}"
-    db.execute("UPDATE meta SET value = ? WHERE key = ?", (stored, key))
+    db.execute("UPDATE meta SET value = ? WHERE key = ?", (_stored(key, value), key))
 
 
 def first_seq(db: sqlite3.Connection) -> int:
@@ -269,6 +302,10 @@ def first_seq(db: sqlite3.Connection) -> int:
     if found is None:
         raise sqlite3.DatabaseError("table meta does not say which row is the first")
     return int(found)
+
+
+def _stored(key: str, value: int | str) -> str:
+    return f"{value} {_checksum(key, str(value))}"
 
 
 def _checksum(key: str, value: str) -> str:
@@ -283,8 +320,12 @@ def _ask(db: sqlite3.Connection, query: str, *values: object) -> tuple[Any, ...]
     return row
 
 
-def _wal(path: Path) -> Path:
-    return path.with_name(path.name + "-wal")
+def _identity(path: Path) -> _Identity:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino)
 
 
 def _boot_id() -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from service.journal.encoding import seal
-from service.journal.files import FAILURES, Files, checkpoint, first_seq, last_seq, write_meta
+from service.journal.files import FAILURES, Files, NotOurs, checkpoint, first_seq, last_seq, write_meta
 from service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -30,8 +30,6 @@ _WAL_ROW_BYTES: Final = 6 << 10
 # At most so much is dropped between two rows that are written.
 _DROP_ROWS: Final = 256
 _DROP_BYTES: Final = 4 << 20
-# Someone may remove the file: what is written after that, and before this has passed, is lost with it.
-_LOOK_S: Final = 0.5
 # Between warnings of the same failure.
 _WARN_S: Final = 10.0
 
@@ -90,8 +88,6 @@ class Writer(Generic[Owner]):
         # Since the last checkpoint.
         self._wal_bytes = 0
         self._warned_at = -_WARN_S
-        # When the file was there.
-        self._seen_at = -_LOOK_S
 
     def give(self, frames: bytes, owner: Owner) -> None:
         """Writes it after all that was given before."""
@@ -180,27 +176,17 @@ class Writer(Generic[Owner]):
 
     def _write(self, row: bytes, wall_ns: int) -> bool:
         """Whether the row is durable; if not it will not be found."""
-        if not self._is_there():
-            return False
         try:
             if self._db is None:
                 self._reopen()
             self._insert_where_there_is_room(row, wall_ns)
+            # Someone may have removed a file, and what was written with it.
+            self._files.require_names()
         except FAILURES as error:
             self._warn("a write to the journal failed", error)
-            if not self._is_written(error):
+            if not self._is_written(row, wall_ns, error):
                 return False
         self._raise_floor()
-        return True
-
-    def _is_there(self) -> bool:
-        """Looked at now and then: each system call gives the interpreter away."""
-        now = time.monotonic()
-        if now - self._seen_at > _LOOK_S:
-            if not self._files.is_there():
-                self._warn("the journal's file was removed while it was in use; nothing is written any more")
-                return False
-            self._seen_at = now
         return True
 
     def _insert_where_there_is_room(self, row: bytes, wall_ns: int) -> None:
@@ -215,27 +201,31 @@ class Writer(Generic[Owner]):
 
     def _insert(self, row: bytes, wall_ns: int) -> None:
         assert self._db is not None
-        insert = "INSERT INTO log VALUES (?, ?, ?)"
         if self.model is None:
-            self._db.execute(insert, (self.next_seq, wall_ns, row))
+            self._files.insert(self._db, self.next_seq, wall_ns, row)
             return
         with _Transaction(self._db):
             write_meta(self._db, "model", self.model)
-            self._db.execute(insert, (self.next_seq, wall_ns, row))
+            self._files.insert(self._db, self.next_seq, wall_ns, row)
         self.model = None
 
-    def _is_written(self, error: Exception) -> bool:
+    def _is_written(self, row: bytes, wall_ns: int, error: Exception) -> bool:
         """After a failure: whether the row is there all the same. If that cannot be told it will not be."""
         if self._db is None:
             return False
+        lost = isinstance(error, NotOurs)
         try:
-            if last_seq(self._db) >= self.next_seq:
+            query = "SELECT 1 FROM log WHERE seq = ? AND wall_ns = ? AND data = ?"
+            if not lost and self._db.execute(query, (self.next_seq, wall_ns, row)).fetchone():
                 return True
-            if getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
-                # It may lie in the log, whole but not synchronised, and be taken for a row after a crash.
+            if lost or getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
+                # It may lie in the log, whole but not synchronised, and be taken for a row after a crash; or
+                # be found when a file that was moved is brought back.
                 self._overwrite(self._db)
         except FAILURES:
             # The next row is written to a new connection, after what may have come of this one was removed.
+            lost = True
+        if lost:
             self._disconnect()
         return False
 
@@ -251,6 +241,7 @@ class Writer(Generic[Owner]):
 
     def _overwrite(self, db: sqlite3.Connection) -> None:
         with _Transaction(db):
+            self._files.require_owner(db)
             db.execute("DELETE FROM log WHERE seq >= ?", (self.next_seq,))
             write_meta(db, "first_seq", self.first_seq)
 
@@ -299,6 +290,7 @@ class Writer(Generic[Owner]):
                 if size > _DROP_BYTES:
                     break
             with _Transaction(self._db):
+                self._files.require_owner(self._db)
                 write_meta(self._db, "first_seq", self.first_seq)
                 self._db.execute("DELETE FROM log WHERE seq <= ?", (last,))
             self._wal_bytes += _WAL_ROW_BYTES

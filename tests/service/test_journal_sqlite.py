@@ -230,13 +230,90 @@ async def test_a_journal_of_one_model_says_which(tmp_path: Path) -> None:
         assert journal.model_fingerprint == "sha256:1"
 
 
+def _remove_database(directory: Path) -> None:
+    (directory / "journal.db").unlink()
+
+
+def _replace_database(directory: Path) -> None:
+    shutil.copy(directory / "journal.db", directory / "other")
+    (directory / "other").rename(directory / "journal.db")
+
+
+def _remove_log(directory: Path) -> None:
+    (directory / "journal.db-wal").unlink()
+
+
+def _move_directory(directory: Path) -> None:
+    directory.rename(directory.with_name("moved"))
+
+
+@pytest.mark.parametrize("spoil", [_remove_database, _replace_database, _remove_log, _move_directory])
 async def test_what_goes_to_a_removed_file_is_not_durable(
-    journal: SqliteJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: SqliteJournal, tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     assert await commit(journal, created(1))
-    (tmp_path / "journal" / "journal.db").unlink()
-    monkeypatch.setattr(writer, "_LOOK_S", 0.0)
+    spoil(tmp_path / "journal")
     assert not await commit(journal, created(2))
+
+
+async def test_after_its_log_was_removed_nothing_is_lost_and_it_goes_on(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "journal")
+    assert await commit(journal, created(1))
+    _remove_log(tmp_path / "journal")
+    assert not await commit(journal, created(2))
+    assert await commit(journal, created(3))
+    # As after a crash: copied while it is open.
+    shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
+    journal.close()
+    with reopened(tmp_path / "crashed") as (_, ledger):
+        assert [state.number for state in ledger] == [1, 3]
+
+
+async def test_a_directory_that_was_moved_and_brought_back_has_what_was_told(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "journal")
+    assert await commit(journal, created(1))
+    _move_directory(tmp_path / "journal")
+    assert not await commit(journal, created(2))
+    (tmp_path / "moved").rename(tmp_path / "journal")
+    assert await commit(journal, created(3))
+    journal.close()
+    with reopened(tmp_path / "journal") as (_, ledger):
+        assert [state.number for state in ledger] == [1, 3]
+
+
+async def test_after_the_lock_was_removed_the_last_gateway_writes_and_no_other(tmp_path: Path) -> None:
+    """Whatever either is told is durable is found again."""
+    first = open_journal(tmp_path / "journal")
+    assert await commit(first, created(1))
+    (tmp_path / "journal" / "lock").unlink()
+    second = open_journal(tmp_path / "journal")
+    assert [state.number for state in recovered(second)] == [1]
+    assert not await commit(first, created(2))
+    assert await commit(second, created(3))
+    assert not await commit(first, created(4))
+    assert await commit(second, created(5))
+    shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
+    first.close()
+    second.close()
+    for directory in ("crashed", "journal"):
+        with reopened(tmp_path / directory) as (_, ledger):
+            assert [state.number for state in ledger] == [1, 3, 5]
+
+
+async def test_a_gateway_whose_journal_was_taken_drops_nothing_of_it(tmp_path: Path) -> None:
+    first = open_journal(tmp_path)
+    assert await commit(first, created(1))
+    mark = first.begin_compaction()
+    (tmp_path / "lock").unlink()
+    second = open_journal(tmp_path)
+    recovered(second)
+    first.end_compaction(mark)
+    assert not await commit(first, created(2))
+    assert await commit(second, created(3))
+    first.close()
+    second.close()
+    with reopened(tmp_path) as (_, ledger):
+        assert [state.number for state in ledger] == [1, 3]
 
 
 async def filled(directory: Path, rows: int = 6) -> list[dict[int, object]]:

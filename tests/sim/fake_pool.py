@@ -38,6 +38,7 @@ class Processes:
         self.link: FakeLink | None = None
         # Says nothing and does nothing, until it is killed or goes on.
         self.hangs = False
+        self._went_on_s = -1.0
         self.is_ready = False
         self._pool = pool
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -57,6 +58,7 @@ class Processes:
     def go_on(self) -> None:
         """It hangs no more, and says what it was asked meanwhile."""
         self.hangs = False
+        self._went_on_s = asyncio.get_running_loop().time()
         if self.link is not None:
             self.link.answer_snapshots()
 
@@ -78,7 +80,9 @@ class Processes:
 
     async def end(self, *, grace_s: float) -> int:
         is_spare = self.worker.weights > self._pool.served_weights
-        assert self.hangs or grace_s or is_spare, "one that is well was judged dead"
+        # It may have been judged just before it went on.
+        hung = self.hangs or self._went_on_s == asyncio.get_running_loop().time()
+        assert hung or grace_s or is_spare, "one that is well was judged dead"
         self.exit(0 if grace_s else -9)
         return await self._exit
 

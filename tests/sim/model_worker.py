@@ -255,8 +255,10 @@ class ModelWorker:
         elif kind == "fork":
             tokens = self._source(command.op_id, command.fork.sequence)
             if tokens is None:
-                # A forward on a copy that could not be made has its excuse.
+                # A forward on a copy that could not be made has its excuse. The gateway takes the source's KV
+                # for missing, too, and does not cut it before its next use.
                 self._forgotten.update(command.fork.children)
+                self.untrimmed.add(command.fork.sequence)
                 return
             for child in command.fork.children:
                 if child in self.sequences:
