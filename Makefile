@@ -4,8 +4,10 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
-# Quiet but for what goes wrong: each target says what it installs.
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+# What pip says, some 200 lines, is shown where it fails.
+PIP_LOG := .venv/pip.log
+INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt $(1) \
+  >$(PIP_LOG) 2>&1 || { cat $(PIP_LOG) >&2; false; }
 # Changes with what has to be installed, so that an unchanged environment costs nothing.
 REQUIREMENTS := constraints.txt pyproject.toml clients/python/pyproject.toml
 STATE := $(shell cat $(REQUIREMENTS) | cksum | tr ' ' '-')
@@ -39,21 +41,21 @@ $(SERVING):
 	  || { echo 'Python 3.11 or later is needed: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@ls .venv/serving-* >/dev/null 2>&1 || { echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; }
 	@rm -f .venv/serving-* .venv/installed-*
-	@echo 'Installing torch, most of about 2 GB'
-	@$(PIP) setuptools $(TORCH)
+	@echo 'Installing torch, most of about 2 GB (details in $(PIP_LOG))'
+	@$(call INSTALL,setuptools $(TORCH))
 	@echo 'Installing Quire and what else it needs'
-	@$(PIP) --no-build-isolation --editable clients/python --editable .
+	@$(call INSTALL,--no-build-isolation --editable clients/python --editable .)
 	@touch $@
 
 $(INSTALLED): $(SERVING)
 	@echo 'Installing what tests and checks need'
-	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(call INSTALL,--no-build-isolation --editable '.[dev]')
 	@touch $@
 
 # llama.cpp takes minutes to build, and is one competitor of several: without it its rows say so.
 $(BENCH_INSTALLED): $(INSTALLED)
 	@echo 'Building llama.cpp, which takes minutes'
-	@CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PIP) --editable '.[bench]' && touch $@ \
+	@CMAKE_ARGS=-DLLAVA_BUILD=OFF $(call INSTALL,--editable '.[bench]') && touch $@ \
 	  || echo 'llama.cpp could not be built' >&2
 
 endif

@@ -54,7 +54,7 @@ def said(checkout: Path) -> str:
 
 
 def test_serving_installs_no_extra(said: str) -> None:
-    installs = [line.split(" install ")[1] for line in said.splitlines() if " install " in line]
+    installs = re.findall(" install (.+?) +>", said)
     assert [line.split()[-1] for line in installs if "--editable" in line] == ["."]
     assert not re.search(r"\.\[|\[dev\]|\[bench\]", " ".join(installs))
     assert "quire serve" in said.splitlines()[-1]
@@ -66,15 +66,18 @@ def test_what_it_installs_has_nothing_of_tests_and_checks() -> None:
     assert not needed & {name_of(line) for line in project["optional-dependencies"]["dev"]}
 
 
-# Stands in for Python: writes down which modules it is to run, and makes a .venv when the test says so.
+# Stands in for Python: writes down which modules it is to run. As venv it waits for the test, as pip it talks.
 _PYTHON = """
 import os, pathlib, shutil, sys
 if sys.argv[1] != "-m":
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 with open("modules", "a") as modules:
     print(sys.argv[2], file=modules)
+if sys.argv[2] == "pip":
+    print("many lines")
+    sys.exit(os.path.exists("pip fails"))
 if sys.argv[2] == "venv":
-    pathlib.Path(".venv/bin").mkdir(parents=True)
+    pathlib.Path(".venv/bin").mkdir(parents=True, exist_ok=True)
     shutil.copy(__file__, ".venv/bin/python")
     if os.path.exists("begun"):
         # Named pipes: to open them waits for the test. A second one would go on.
@@ -84,15 +87,33 @@ if sys.argv[2] == "venv":
 """
 
 
-def test_of_two_makes_at_once_one_sets_up(checkout: Path) -> None:
-    python = checkout / "python"
-    python.write_text(f"#!{sys.executable}{_PYTHON}")
-    python.chmod(0o755)
+@pytest.fixture
+def python(checkout: Path) -> str:
+    path = checkout / "python"
+    path.write_text(f"#!{sys.executable}{_PYTHON}")
+    path.chmod(0o755)
+    return f"PYTHON={path}"
+
+
+def test_what_pip_says_is_shown_where_it_fails(checkout: Path, python: str) -> None:
+    (checkout / "pip fails").touch()
+    with make(checkout, python, "setup") as failing:
+        output, errors = failing.communicate(timeout=60)
+    assert failing.returncode and "many lines" in errors
+    (checkout / "pip fails").unlink()
+    with make(checkout, python, "setup") as working:
+        output, errors = working.communicate(timeout=60)
+    assert working.returncode == 0, errors
+    assert "many lines" not in output + errors
+    assert [line.split()[0] for line in output.splitlines()] == ["Creating", *["Installing"] * 3]
+
+
+def test_of_two_makes_at_once_one_sets_up(checkout: Path, python: str) -> None:
     os.mkfifo(checkout / "begun")
     os.mkfifo(checkout / "go")
-    with make(checkout, f"PYTHON={python}", "setup") as first:
+    with make(checkout, python, "setup") as first:
         (checkout / "begun").read_text()
-        with make(checkout, f"PYTHON={python}", "setup") as second:
+        with make(checkout, python, "setup") as second:
             try:
                 assert second.stdout is not None
                 said = second.stdout.readline()

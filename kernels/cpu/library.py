@@ -137,6 +137,7 @@ def build() -> Path:
     target = BUILD_DIR / f"{_prefix(instructions)}-{_digest(version.encode())}.so"
     if target.exists():
         return target
+    print("Compiling the kernels for this CPU", flush=True)
     sources = sorted(str(path) for path in _SOURCES.glob("*.cpp"))
     try:
         BUILD_DIR.mkdir(exist_ok=True)
