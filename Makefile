@@ -21,7 +21,7 @@ TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell unam
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels bench gpu-test gpu-bench serve test soak check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels bench gpu-test gpu-bench serve test test-isa soak check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="-
 # A process for each core, up to four (one with ARGS="-n 0"); who has nothing left takes from another.
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-isa: setup ## Run the tests that depend on the CPU with fewer of its instructions, 8 minutes (ARGS="-k linear")
+	$(BIN)/python -m tests.isa $(ARGS)
 
 bench: $(BENCH_INSTALLED) ## Measure against transformers and llama.cpp, 15 minutes (ARGS="--rows decode-32 --minutes 5")
 	@$(BIN)/python -m benchmarks.run $(ARGS)

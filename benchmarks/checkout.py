@@ -15,8 +15,12 @@ _OLDER_FLAGS = {"--kv-pages": "--kv-blocks"}
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Ours, but importing from the checkout, and without settings of Quire."""
-    found = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    """Ours, but importing from the checkout, and without settings of Quire but for the instruction set."""
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("QUIRE_") or name == "QUIRE_CPU_ISA"
+    }
     path = [str(root), str(root / "clients" / "python"), found.get("PYTHONPATH", "")]
     return found | {"PYTHONPATH": os.pathsep.join(path).rstrip(os.pathsep)}
 

@@ -25,8 +25,7 @@ def can_pack(weight: torch.Tensor) -> bool:
         weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16
         and not weight.is_mkldnn
-        and torch._C._has_mkldnn
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and cpu.packs_bfloat16()
     )
 
 

@@ -28,8 +28,11 @@ ENV_PREFIX = "QUIRE_"
 SHIPPED_MODEL = "adder"
 WEIGHTLESS_MODEL = "paged-attention"
 
-# Environment names with the prefix that are not settings: the file, and the target of the other commands.
-_OTHER_ENV = ("QUIRE_CONFIG", "QUIRE_TARGET", "QUIRE_TOKEN", "QUIRE_CA", "QUIRE_CERT", "QUIRE_KEY")
+# Environment names with the prefix that are not settings: the file, the target of the other commands, and
+# what workers read themselves (kernels/cpu/library.py).
+_OTHER_ENV = (
+    "QUIRE_CONFIG", "QUIRE_TARGET", "QUIRE_TOKEN", "QUIRE_CA", "QUIRE_CERT", "QUIRE_KEY", "QUIRE_CPU_ISA",
+)  # fmt: skip
 _AUTO = "auto"
 _DTYPES = (_AUTO, "bfloat16", "float16", "float32")
 _KIB, _MIB = 1 << 10, 1 << 20

@@ -245,7 +245,9 @@ class FakeExecutor(
                 pid=4711,
                 epoch=3,
                 state=executor_pb2.WORKER_STATE_READY,
-                executor=types_pb2.ExecutorCapabilities(device="cpu", runner="eager"),
+                executor=types_pb2.ExecutorCapabilities(
+                    device="cpu", runner="eager", kernels=["torch", "cpu-not-compiled"]
+                ),
                 pool=types_pb2.PoolUsage(
                     sequences=5, pages_total=100, pages_free=60, pages_cached=15, pages_referenced=25
                 ),

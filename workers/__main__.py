@@ -173,6 +173,9 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
     # Imported here, on the compute thread: torch takes seconds, and the stream should answer meanwhile.
     import torch
 
+    from workers.models.active_kernels import check_instruction_set
+
+    check_instruction_set()
     torch.set_num_threads(config.threads)
     device = _choose_device(config)
     if config.model == WEIGHTLESS_MODEL:

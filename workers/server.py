@@ -111,7 +111,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     def _compute(self) -> None:
         try:
             executor = self._make_executor(self._report_progress)
-            if NOT_COMPILED in executor.capabilities().kernels:
+            kernels = executor.capabilities().kernels
+            _log.info("kernels in use", kernels=", ".join(kernels))
+            if NOT_COMPILED in kernels:
                 _log.warning(
                     "the CPU kernels are not compiled, and torch, which is slower, stands in for them;"
                     " `make setup` compiles them where there is a g++"

@@ -3,6 +3,7 @@
 `python -m kernels.cpu.library` builds it, once for a version of the sources, of torch and of the instruction
 set; a second call finds it there. Everything else only loads what has been built. Where no build fits,
 `available` is false and the wrappers compute in plain torch: nothing here is needed for a right answer.
+QUIRE_CPU_ISA in the environment, which workers inherit, names a lower instruction set than the CPU has.
 
 The library has a C interface and knows nothing of torch, but for the OpenMP runtime, which it takes from the
 running process: with a second one the threads of the two would fight for the cores.
@@ -68,8 +69,17 @@ INSTRUCTION_SETS = (
 )
 
 
+# Names the instruction set to use; "none": no compiled kernels.
+VARIABLE = "QUIRE_CPU_ISA"
+_NONE = "none"
+
+
 class BuildError(Exception):
     """The library cannot be built here; the message says why."""
+
+
+class InstructionSetError(Exception):
+    """QUIRE_CPU_ISA names what there is not, or what this CPU lacks."""
 
 
 def available() -> bool:
@@ -126,10 +136,12 @@ def build() -> Path:
 
     Raises:
         BuildError: This machine has not what it takes.
+        InstructionSetError: See `instruction_set`.
     """
     instructions = instruction_set()
     if instructions is None:
-        raise BuildError("needs Linux on x86-64 with AVX2")
+        asked = os.environ.get(VARIABLE) == _NONE
+        raise BuildError(f"{VARIABLE} = {_NONE}" if asked else "needs Linux on x86-64 with AVX2")
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         raise BuildError("needs g++, or another GCC named by CXX")
@@ -153,15 +165,34 @@ def build() -> Path:
 
 @functools.cache
 def instruction_set() -> InstructionSet | None:
-    """The best one that this CPU has; None where there is none for it."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    """The best one that this CPU has, or what QUIRE_CPU_ISA names; None where there is none for it.
+
+    Raises:
+        InstructionSetError: QUIRE_CPU_ISA names none, or one that this CPU lacks.
+    """
+    flags, name = cpu_flags(), os.environ.get(VARIABLE)
+    if name is None:
+        return next((known for known in INSTRUCTION_SETS if known.cpu_flags <= flags), None)
+    if name == _NONE:
         return None
+    named = next((known for known in INSTRUCTION_SETS if known.name == name), None)
+    if named is None:
+        names = ", ".join(known.name for known in INSTRUCTION_SETS)
+        raise InstructionSetError(f"{VARIABLE} = {name}: must be one of {names}, {_NONE}")
+    if missing := named.cpu_flags - flags:
+        raise InstructionSetError(f"{VARIABLE} = {name}: this CPU lacks {', '.join(sorted(missing))}")
+    return named
+
+
+def cpu_flags() -> set[str]:
+    """What this CPU can do, in the words of /proc/cpuinfo; empty if it is none that kernels are made for."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return set()
     try:
         lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
-        return None
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
-    return next((known for known in INSTRUCTION_SETS if known.cpu_flags <= flags), None)
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())
 
 
 def _prefix(instructions: InstructionSet) -> str:
@@ -218,6 +249,8 @@ def main() -> None:
     """Build. A machine where that is impossible is no error: torch stands in."""
     try:
         print(f"Compiled kernels: {build()}")
+    except InstructionSetError as error:
+        sys.exit(str(error))
     except BuildError as error:
         print(f"No compiled kernels, plain torch will be used: {error}", file=sys.stderr)
 

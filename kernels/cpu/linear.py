@@ -62,10 +62,15 @@ def padded_inputs(weight: torch.Tensor) -> int:
     return size // weight.element_size() // padded_outputs
 
 
+def packs_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU, and so packs weights of it."""
+    return torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 @functools.cache
 def understands_layout() -> bool:
     """Whether packed weights are laid out as linear.cpp reads them, and this library has that kernel."""
-    if not library.has_function("quire_linear_bf16"):
+    if not library.has_function("quire_linear_bf16") or not packs_bfloat16():
         return False
     # Neither size is a multiple of a block, so that the filling of the last ones is seen too.
     outputs, inputs = 200, 144

@@ -134,9 +134,13 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
             cells += rate_cells(worker, earlier.get(worker.worker_id), now.taken_s - before.taken_s)
         rows.append(cells)
     table = _Workers(_COLUMNS if before is None else (*_COLUMNS, *_RATE_COLUMNS), rows)
-    slow = ", ".join(w.worker_id for w in status.workers if NOT_COMPILED in w.executor.kernels)
-    note = [Text(f"slow: the CPU kernels of {escaped(slow)} are not compiled, see the log")] if slow else []
-    return Group(Text(escaped(line)), Text(escaped(limits)), table, *note)
+    notes = []
+    # Workers of one machine run on the same ones, as a rule.
+    for used in dict.fromkeys(tuple(w.executor.kernels) for w in status.workers if w.executor.kernels):
+        ids = ", ".join(w.worker_id for w in status.workers if tuple(w.executor.kernels) == used)
+        slow = "  slow, see the log" if NOT_COMPILED in used else ""
+        notes.append(Text(escaped(f"kernels of {ids}: {', '.join(used)}{slow}")))
+    return Group(Text(escaped(line)), Text(escaped(limits)), table, *notes)
 
 
 class _Workers:

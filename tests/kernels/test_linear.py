@@ -7,6 +7,7 @@ import torch
 
 from kernels.cpu import linear as cpu
 from kernels.linear import can_pack, linear, linear_reference, pack_weight
+from tests.kernels.instruction_sets import need_packed_products
 
 
 def sum_loss(inputs: int) -> float:
@@ -33,8 +34,7 @@ def test_packed_bfloat16_is_as_exact_as_plain(rows: int, outputs: int, inputs: i
 
 
 def test_few_rows_are_multiplied_by_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not cpu.understands_layout():
-        pytest.skip("no compiled kernel for packed weights")
+    need_packed_products()
     weight = pack_weight(torch.randn(200, 96).bfloat16())
     x = torch.randn(cpu.MOST_ROWS + 1, 192).bfloat16()[:, 96:]  # strided
     multiplied: list[int] = []

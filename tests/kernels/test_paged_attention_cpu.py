@@ -13,6 +13,7 @@ from kernels.attention_batch import AttentionBatch
 from kernels.cpu import library
 from kernels.cpu import paged_attention as cpu
 from tests.kernels.attention_features import FEATURES
+from tests.kernels.instruction_sets import instructions_used, need_compiled
 from tests.kernels.test_paged_attention import Case, make_case
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -21,12 +22,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """Compiled kernels, built here if they are not yet."""
-    try:
-        library.build()
-    except library.BuildError as error:
-        pytest.skip(f"no compiled kernels: {error}")
-    library.load.cache_clear()
-    assert library.available()
+    need_compiled()
 
 
 @pytest.fixture
@@ -102,20 +98,20 @@ def test_long_chunks_beside_decodes(dtype: torch.dtype) -> None:
 
 
 @pytest.fixture
-def chunks_compiled(no_torch: None) -> None:
-    """Compiled attention of long items too, which needs AVX512-BF16."""
-    if not library.has_function("quire_chunk_attention_bf16"):
-        pytest.skip("no instructions for products of bfloat16")
+def chunks(request: pytest.FixtureRequest, compiled: None) -> None:
+    """Long items too; they are left to torch where the compiled attention of them has no AVX512-BF16."""
+    if library.has_function("quire_chunk_attention_bf16"):
+        request.getfixturevalue("no_torch")
 
 
-@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("window", [None, 1, 17, 63, 64, 65, 130])
 @pytest.mark.parametrize("start", [0, 1, 15, 16, 63, 64, 65, 130])
 def test_chunks_that_start_anywhere(start: int, window: int | None) -> None:
     make_case([(length, start + length) for length in (17, 33, 64, 70)], dtype=torch.bfloat16).check(window)
 
 
-@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("width", [32, 64, 96, 128, 256])
 def test_head_shapes_of_chunks(width: int, group_size: int) -> None:
@@ -123,7 +119,7 @@ def test_head_shapes_of_chunks(width: int, group_size: int) -> None:
     make_case(items, heads=2 * group_size, width=width, dtype=torch.bfloat16).check(scale=width**-0.5)
 
 
-@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("window", [None, 1, 65])
 @pytest.mark.parametrize("features", FEATURES, ids="+".join)
 def test_features_of_chunks(features: list[str], window: int | None) -> None:
@@ -131,7 +127,7 @@ def test_features_of_chunks(features: list[str], window: int | None) -> None:
     make_case(items, heads=6, dtype=torch.bfloat16, features=features).check(window)
 
 
-@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("features", [[], *FEATURES], ids="+".join)
 @pytest.mark.parametrize(("width", "value_width"), [(192, 128), (32, 256), (256, 32), (96, 64)])
 def test_different_widths_of_chunks(width: int, value_width: int, features: list[str]) -> None:
@@ -140,7 +136,7 @@ def test_different_widths_of_chunks(width: int, value_width: int, features: list
     case.check(scale=width**-0.5)
 
 
-@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("features", [[], *FEATURES], ids="+".join)
 def test_bits_of_a_chunk_depend_on_nothing_beside_it(features: list[str]) -> None:
     case = make_case([(40, 300), (20, 20)], dtype=torch.bfloat16, features=features)
@@ -159,7 +155,7 @@ def test_bits_of_a_chunk_depend_on_nothing_beside_it(features: list[str]) -> Non
     assert torch.equal(case.run(), together[:40])
 
 
-@pytest.mark.usefixtures("chunks_compiled")
+@pytest.mark.usefixtures("chunks")
 def test_large_scores_of_chunks_do_not_overflow() -> None:
     case = make_case([(40, 600)], dtype=torch.bfloat16)
     case.query.mul_(1000)
@@ -253,9 +249,7 @@ def test_without_a_build_torch_stands_in() -> None:
 
 @pytest.mark.usefixtures("unavailable")
 def test_a_damaged_build_is_not_used() -> None:
-    instructions = library.instruction_set()
-    if instructions is None:
-        pytest.skip("no instruction set that kernels are built for")
+    instructions = instructions_used()
     library.BUILD_DIR.mkdir()
     (library.BUILD_DIR / f"{library._prefix(instructions)}-0.so").write_bytes(b"not a library")
     assert not library.available()
@@ -266,6 +260,7 @@ def test_a_build_for_another_cpu_is_not_loaded(monkeypatch: pytest.MonkeyPatch, 
     cpu_info = tmp_path / "cpuinfo"
     cpu_info.write_text("flags : fpu sse2\n")
     monkeypatch.setattr(library, "_CPU_INFO", cpu_info)
+    monkeypatch.delenv(library.VARIABLE, raising=False)
     library.instruction_set.cache_clear()
     library.load.cache_clear()
     try:
@@ -281,8 +276,7 @@ def test_a_build_for_another_cpu_is_not_loaded(monkeypatch: pytest.MonkeyPatch, 
 def test_building_needs_a_compiler(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if library.instruction_set() is None:
-        pytest.skip("no instruction set that kernels are built for")
+    instructions_used()
     monkeypatch.setenv("CXX", "/no/such/compiler")
     library.main()
     assert "plain torch will be used: /no/such/compiler" in capsys.readouterr().err

@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cpu import philox
+from tests.kernels.instruction_sets import need_compiled
 from workers.counter_rng import uniform_reference
 
-pytestmark = pytest.mark.skipif(not philox.can_uniform(), reason="no compiled kernels here")
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    need_compiled()
+
 
 KEYS = st.integers(0, 2**64 - 1)
 

@@ -11,6 +11,7 @@ from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ance
 from kernels.cpu import library
 from kernels.cpu import paged_attention as cpu
 from tests.kernels.attention_features import FEATURES
+from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.references import assert_close
 from tests.kernels.test_paged_attention import Case, make_case
 from tests.kernels.tree_batches import Tree, random_tree, tree_attention64, with_trees
@@ -25,8 +26,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Who attends: the compiled kernels where they are, or torch."""
     if request.param == "reference":
         monkeypatch.setattr(cpu, "can_attend", lambda *_: False)
-    elif not library.available():
-        pytest.skip("no compiled kernels")
+    else:
+        need_compiled()
     return str(request.param)
 
 

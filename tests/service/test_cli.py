@@ -451,7 +451,7 @@ def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
 
 def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert quire("status") == 0
-    summary, *in_use, header, worker, starting = capsys.readouterr().out.splitlines()
+    summary, *in_use, header, worker, starting, kernels = capsys.readouterr().out.splitlines()
     assert summary.startswith("serving  version 9.9.9  up 1m01s")
     assert in_use[0].startswith("0 connections  0 sessions") and in_use[-1].endswith("0 refused")
     cells = dict(zip(split(header), split(worker), strict=True))
@@ -462,6 +462,7 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
         "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
     }  # fmt: skip
     assert "starting 42%" in starting
+    assert kernels == "kernels of worker-0: torch, cpu-not-compiled  slow, see the log"
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -24,7 +24,8 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
-    not can_pack(torch.zeros(64, 64, dtype=torch.bfloat16)), reason="this CPU does not multiply bfloat16"
+    not can_pack(torch.zeros(64, 64, dtype=torch.bfloat16)),
+    reason="oneDNN packs bfloat16 with avx512bw, avx512vl and avx512dq, or avx_ne_convert, only",
 )
 
 

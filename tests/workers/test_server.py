@@ -31,3 +31,5 @@ async def test_slow_kernels_are_said_once(
             await worker.ended
     said = [entry for entry in logs if "kernels are not compiled" in entry["event"]]
     assert [entry["log_level"] for entry in said] == ["warning"] * warnings
+    (used,) = [entry["kernels"] for entry in logs if entry["event"] == "kernels in use"]
+    assert used == f"torch, {compiled or 'cpu-not-compiled'}"

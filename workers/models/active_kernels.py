@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.library import kernel_name
+from kernels.cpu.library import InstructionSetError, instruction_set, kernel_name
+from kernels.cpu.linear import understands_layout
 from kernels.linear import can_pack
 from kernels.paged_attention import CUDA_WIDTHS
 from workers.models.errors import ModelError, UnsupportedError
@@ -14,13 +15,21 @@ NOT_COMPILED = "cpu-not-compiled"
 
 
 def active_kernels(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
-    """What a model of this dtype on this device runs on, such as ("torch", "onednn-packed", "cpu-avx512")."""
+    """What a model of this dtype on this device runs on, named as in the protos: ("torch", "cpu-avx512")."""
     if device.type == "cuda":
         return ("torch", "triton")  # of the weightless model, whose heads are too narrow, the sampling only
     names = ["torch"]
     if can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
-        names.append("onednn-packed")
+        names += ["onednn-packed", *(["cpu-packed-products"] if understands_layout() else [])]
     return (*names, kernel_name() or NOT_COMPILED)
+
+
+def check_instruction_set() -> None:
+    """Raises ModelError where QUIRE_CPU_ISA names an instruction set that this CPU lacks."""
+    try:
+        instruction_set()
+    except InstructionSetError as error:
+        raise ModelError(str(error)) from error
 
 
 def check_cuda_device(device: torch.device) -> None:

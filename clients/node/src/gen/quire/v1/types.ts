@@ -351,7 +351,12 @@ export interface ExecutorCapabilities {
   executor: string;
   /** "eager" or "cuda_graph". */
   runner: string;
-  /** Names of the active kernel implementations, such as "torch". */
+  /**
+   * Names of the active kernel implementations. "torch" and "triton" are those libraries. "onednn-packed": products
+   * with bfloat16 weights are oneDNN's. "cpu-packed-products": but those of up to 8 rows, and mixtures of experts, are
+   * compiled ones; they need AVX512-BF16, and weights as oneDNN lays them out there. "cpu-avx512bf16", "cpu-avx512" or
+   * "cpu-avx2": everything else that there are compiled kernels for, by the instruction set; "cpu-not-compiled": torch.
+   */
   kernels: string[];
   /** As torch names it, such as "cpu" or "cuda:0". */
   device: string;

@@ -1,0 +1,77 @@
+"""`make test-isa`: the tests whose outcome depends on the CPU, with fewer of its instructions.
+
+Each setting is a run of pytest, with variables that oneDNN, torch, MKL (on Intel's CPUs) and the compiled
+kernels read, and that workers inherit. Those that the CPU lacks are left out. Arguments are pytest's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from kernels.cpu import library
+
+# Those that compare what kernels and models compute with something else. Scheduling, caches, the gateway and
+# the API do not change with the CPU; kernels for GPUs are interpreted here, or compiled and not run.
+TESTS = (
+    *("tests/kernels", "--ignore=tests/kernels/cuda", "--ignore=tests/kernels/test_gpu_suite_imports.py"),
+    "tests/workers/test_counter_rng.py",
+    "tests/workers/test_decoder.py",
+    "tests/workers/test_embedding_attention.py",
+    "tests/workers/test_executor.py",
+    "tests/workers/test_families.py",
+    "tests/workers/test_hidden_states.py",
+    "tests/workers/test_library_model.py",
+    "tests/workers/test_native_proof.py",
+    "tests/workers/test_packed_linear.py",
+    "tests/e2e/test_families.py",
+    "tests/e2e/test_hidden_states.py",
+    "tests/e2e/test_library_backend.py",
+    "tests/e2e/test_parity_machine.py",
+)
+PROCESSES = ("-n", "logical", "--maxprocesses", "4", "--dist", "worksteal")
+
+
+def _all(ours: str, onednn: str, aten: str, mkl: str) -> dict[str, str]:
+    return {
+        library.VARIABLE: ours,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "ATEN_CPU_CAPABILITY": aten,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+    }
+
+
+# By name: the flag of /proc/cpuinfo that is needed, or that makes a difference, and the variables.
+SETTINGS = {
+    "avx2": ("avx2", _all("avx2", "AVX2", "avx2", "AVX2")),
+    "avx512 without bfloat16": ("avx512vl", _all("avx512", "AVX512_CORE", "avx512", "AVX512")),
+    "avx512 with bfloat16, without amx": (
+        "amx_bf16",
+        _all("avx512bf16", "AVX512_CORE_BF16", "avx512", "AVX512"),
+    ),
+    "no compiled kernels": ("", {library.VARIABLE: "none"}),
+}
+
+
+def main() -> int:
+    """Runs the tests in all settings; returns how many failed."""
+    flags, outcomes = library.cpu_flags() | {""}, {}
+    for name, (needed, variables) in SETTINGS.items():
+        if needed not in flags:
+            outcomes[name] = f"left out: this CPU has no {needed}"
+            continue
+        print(f"{name}: {' '.join(f'{key}={value}' for key, value in variables.items())}", flush=True)
+        began_s, environment = time.monotonic(), os.environ | variables
+        # Workers do not build.
+        subprocess.run([sys.executable, "-m", "kernels.cpu.library"], env=environment, check=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", *PROCESSES, *TESTS, *sys.argv[1:]]
+        failed = subprocess.run(command, env=environment, check=False).returncode
+        outcomes[name] = f"{'failed' if failed else 'passed'} in {time.monotonic() - began_s:.0f} s"
+    print(*(f"{name:34} {outcome}" for name, outcome in outcomes.items()), sep="\n")
+    return sum(outcome.startswith("failed") for outcome in outcomes.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""What tests of compiled kernels need of the CPU; what is missing is named by those that are skipped."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from kernels.cpu import library
+from kernels.cpu.linear import packs_bfloat16, understands_layout
+
+
+def instructions_used(name: str = "avx2") -> library.InstructionSet:
+    """Those of the compiled kernels; the test is skipped unless they have those of this name."""
+    known = [instructions.name for instructions in library.INSTRUCTION_SETS]
+    used, needed = library.instruction_set(), library.INSTRUCTION_SETS[known.index(name)]
+    if used is None or not needed.cpu_flags <= used.cpu_flags:
+        missing = ", ".join(sorted(needed.cpu_flags - library.cpu_flags()))
+        reason = (
+            f"this CPU lacks {missing}"
+            if missing
+            else f"{library.VARIABLE} is {os.environ[library.VARIABLE]}"
+        )
+        pytest.skip(f"needs kernels compiled for {name}: {reason}")
+    return used
+
+
+@functools.cache
+def need_compiled(name: str = "avx2") -> None:
+    """Skip the test unless kernels compiled for these instructions are in use; they are built if need be."""
+    instructions_used(name)
+    try:
+        library.build()
+    except library.BuildError as error:
+        pytest.skip(f"needs compiled kernels: {error}")
+    library.load.cache_clear()
+    assert library.available()
+
+
+def need_packed_products() -> None:
+    """Skip the test unless the compiled kernels multiply with weights that oneDNN has packed."""
+    need_compiled("avx512bf16")
+    if not understands_layout():
+        here = "packs them in another layout" if packs_bfloat16() else "packs none"
+        limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "not set, and a CPU may have amx_bf16")
+        pytest.skip(f"needs weights packed for avx512_bf16, oneDNN {here}: ONEDNN_MAX_CPU_ISA is {limit}")
