@@ -20,7 +20,6 @@ from starlette.types import Receive
 
 from service.api.parsing import Malformed
 from service.api.reception import Reception
-from service.caches.tenants import Tenant
 from service.doors.doors import current_tenant
 from service.errors import ArrivingFull, InvalidArgument, QuireError
 from service.text.bounded_json import counting, estimated
@@ -39,7 +38,7 @@ class Bodies:
         self._max_body_bytes = max_body_bytes
         self._max_bytes = max_bytes
         self.held_bytes = 0
-        self._of_tenant: Counter[Tenant | None] = Counter()
+        self._of_tenant: Counter[str] = Counter()
         # Who parses a large one: of many that have arrived, one in a turn of the event loop.
         self._turn = asyncio.Lock()
 
@@ -57,7 +56,8 @@ class Bodies:
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._max_body_bytes:
             raise _too_large(self._max_body_bytes)
-        tenant = current_tenant()
+        found = current_tenant()
+        tenant = "" if found is None else found.name
         body = Body(request.receive, self, tenant)
         try:
             refused = await self._reception.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
@@ -70,13 +70,13 @@ class Bodies:
             if not self._of_tenant[tenant]:
                 del self._of_tenant[tenant]
 
-    def take(self, body: Body, tenant: Tenant | None, more_bytes: int) -> QuireError | None:
+    def take(self, body: Body, tenant: str, more_bytes: int) -> QuireError | None:
         """Counts what has arrived of a body, or says why it is too much. One alone always has room."""
         size_bytes = body.size_bytes + more_bytes
         if size_bytes > self._max_body_bytes:
             return _too_large(self._max_body_bytes)
         # Without tenants nobody can tell callers apart.
-        share_bytes = self._max_bytes if tenant is None else self._max_bytes // 2
+        share_bytes = self._max_bytes // 2 if tenant else self._max_bytes
         of_all, of_tenant = self.held_bytes + more_bytes, self._of_tenant[tenant] + more_bytes
         for held_bytes, most in ((of_all, self._max_bytes), (of_tenant, share_bytes)):
             if most < held_bytes != size_bytes:
@@ -127,7 +127,7 @@ def _too_large(max_bytes: int) -> InvalidArgument:
 class Body:
     """A body as the reception reads requests: what it needs of gRPC's context of a call."""
 
-    def __init__(self, receive: Receive, bodies: Bodies, tenant: Tenant | None) -> None:
+    def __init__(self, receive: Receive, bodies: Bodies, tenant: str) -> None:
         self._receive = receive
         self._bodies = bodies
         self._tenant = tenant
