@@ -315,7 +315,8 @@ class Config:
     )
     max_arriving_bytes: int = _setting(
         256 * _MIB,
-        "requests that are slow to arrive, of all callers; each counts as max_request_bytes",
+        "requests that are slow to arrive, of all callers; each counts as max_request_bytes. Over HTTP also"
+        " the bodies of all requests that are not answered, of which a tenant may have half",
         minimum=_KIB,
         maximum=1 << 50,
     )

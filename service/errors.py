@@ -328,14 +328,14 @@ class AnswersFull(QuireError):
 
 
 class ArrivingFull(QuireError):
-    """Too many requests are slow to arrive. The newest ones are given up first."""
+    """Too many requests are slow to arrive, the newest of which end; or bodies over HTTP take too much."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "ARRIVING_FULL"
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(
-            f"requests that are slow to arrive may take {limit_bytes} bytes in all",
+            f"requests that are slow to arrive, and those of HTTP, may take {limit_bytes} bytes in all",
             metadata={"limit_bytes": str(limit_bytes)},
             retry_after_s=1.0,
         )

@@ -27,6 +27,8 @@ class RunningForward:
     token_logprobs: list[float] = field(default_factory=list)
     token_is_argmax: list[bool] = field(default_factory=list)
     samples: list[RowOutput] = field(default_factory=list)
+    # A row of it has no token: nothing was appended, and it is to be rolled back.
+    failure: Exception | None = None
     # Draws those that are left, a part at a time, and says what each part has cost.
     draws: Iterator[tuple[int, list[RowOutput]]] = field(default_factory=lambda: iter(()))
     # Of a tree, once all of it is computed. Nothing of it is in the sequence before.

@@ -342,6 +342,9 @@ class StepLoop:
                 self._run([chunk])
             return
         for chunk in chunks:
+            if chunk.running.failure is not None:
+                self._fail_running(chunk.running, chunk.running.failure)
+                continue
             if not self._scheduler.advance(chunk):
                 continue
             if is_guess(chunk.op):

@@ -1,5 +1,6 @@
 """Request bodies: received within a time and a budget, and parsed from JSON without holding up others.
 
+What has arrived of a body counts until its request is answered: what is made of it is about as large.
 Python's parser lets no other thread run while it works, so a body of far more values than any request has
 is refused before it is parsed. What is left takes some 50 ms at worst.
 """
@@ -7,7 +8,10 @@ is refused before it is parsed. What is left takes some 50 ms at worst.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -16,27 +20,76 @@ from starlette.types import Receive
 
 from service.api.parsing import Malformed
 from service.api.reception import Reception
-from service.errors import InvalidArgument
+from service.doors.doors import current_tenant
+from service.errors import ArrivingFull, InvalidArgument, QuireError
 from service.text.bounded_json import counting, estimated
 
 _MAX_VALUES = 1 << 20
+# What is parsed in a millisecond or so.
+_SMALL_BYTES = 1 << 16
 
 
-async def receive_json(request: Request, reception: Reception, max_bytes: int) -> Any:
-    """The value that a request's body holds. Raises InvalidArgument, MessageTimeout or ArrivingFull."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # Pages of others can have a browser send anything else without asking.
-        text = "the content-type must be application/json"
-        raise InvalidArgument("BAD_CONTENT_TYPE", "", text)
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
-    body = _Body(request.receive, max_bytes)
-    received = await reception.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
-    if isinstance(received, Malformed):
-        raise received.error
-    return await parsed(received)
+class Bodies:
+    """Owner of the bodies of all requests that are not answered: their bytes are bounded."""
+
+    def __init__(self, reception: Reception, max_body_bytes: int, max_bytes: int) -> None:
+        """`max_bytes`: of all bodies together; a tenant may have half of it."""
+        self._reception = reception
+        self._max_body_bytes = max_body_bytes
+        self._max_bytes = max_bytes
+        self.held_bytes = 0
+        self._of_tenant: Counter[str] = Counter()
+        # Who parses a large one: of many that have arrived, one in a turn of the event loop.
+        self._turn = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def received(self, request: Request) -> AsyncIterator[Body]:
+        """A request's body; around all that is done for the request.
+
+        Raises InvalidArgument, MessageTimeout or ArrivingFull.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Pages of others can have a browser send anything else without asking.
+            text = "the content-type must be application/json"
+            raise InvalidArgument("BAD_CONTENT_TYPE", "", text)
+        length = request.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            raise _too_large(self._max_body_bytes)
+        found = current_tenant()
+        tenant = "" if found is None else found.name
+        body = Body(request.receive, self, tenant)
+        try:
+            refused = await self._reception.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
+            if isinstance(refused, Malformed):
+                raise refused.error
+            yield body
+        finally:
+            self.held_bytes -= body.size_bytes
+            self._of_tenant[tenant] -= body.size_bytes
+            if not self._of_tenant[tenant]:
+                del self._of_tenant[tenant]
+
+    def take(self, body: Body, tenant: str, more_bytes: int) -> QuireError | None:
+        """Counts what has arrived of a body, or says why it is too much. One alone always has room."""
+        size_bytes = body.size_bytes + more_bytes
+        if size_bytes > self._max_body_bytes:
+            return _too_large(self._max_body_bytes)
+        # Without tenants nobody can tell callers apart.
+        share_bytes = self._max_bytes // 2 if tenant else self._max_bytes
+        of_all, of_tenant = self.held_bytes + more_bytes, self._of_tenant[tenant] + more_bytes
+        for held_bytes, most in ((of_all, self._max_bytes), (of_tenant, share_bytes)):
+            if most < held_bytes != size_bytes:
+                return ArrivingFull(most)
+        self.held_bytes, self._of_tenant[tenant] = of_all, of_tenant
+        return None
+
+    async def parsed(self, body: Body) -> Any:
+        """The value in a body, which is gone from then on. Raises InvalidArgument."""
+        if body.size_bytes <= _SMALL_BYTES:
+            return await parsed(body.taken())
+        async with self._turn:
+            return await parsed(body.taken())
 
 
 async def parsed(body: bytes) -> Any:
@@ -71,27 +124,39 @@ def _too_large(max_bytes: int) -> InvalidArgument:
     return InvalidArgument("REQUEST_TOO_LARGE", "", f"a request has at most {max_bytes} bytes")
 
 
-class _Body:
+class Body:
     """A body as the reception reads requests: what it needs of gRPC's context of a call."""
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
+    def __init__(self, receive: Receive, bodies: Bodies, tenant: str) -> None:
         self._receive = receive
-        self._max_bytes = max_bytes
+        self._bodies = bodies
+        self._tenant = tenant
+        self._data = bytearray()
         self._is_gone = False
+        # What was counted of it.
+        self.size_bytes = 0
 
     async def read(self) -> Any:
-        """All of it, or what is the matter; gRPC's end of a stream if the client has left."""
-        body = bytearray()
+        """All of it; what is the matter if something is; gRPC's end of a stream if the client has left."""
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self._is_gone = True
                 return grpc.aio.EOF
-            body += message.get("body", b"")
-            if len(body) > self._max_bytes:
-                return Malformed(_too_large(self._max_bytes))
+            part = message.get("body", b"")
+            refused = self._bodies.take(self, self._tenant, len(part))
+            if refused is not None:
+                self._data.clear()
+                return Malformed(refused)
+            self.size_bytes += len(part)
+            self._data += part
             if not message.get("more_body", False):
-                return bytes(body)
+                return self
+
+    def taken(self) -> bytes:
+        """The bytes, once."""
+        data, self._data = bytes(self._data), bytearray()
+        return data
 
     def cancelled(self) -> bool:
         """Whether the client has left."""

@@ -25,6 +25,7 @@ from service.api.server_state import ServerState
 from service.config import Config
 from service.doors.doors import Doors
 from service.openai import requests
+from service.openai.bodies import Bodies
 from service.openai.connection import LOOK_S, Bounds, Connection
 from service.openai.generation import Generation
 from service.openai.guard import HEALTH, Guard
@@ -58,12 +59,13 @@ class OpenAiFront:
         self._state = state
         self._models = Models(router, state)
         self._wanted = Wanted()
+        self.bodies = Bodies(state.reception, config.max_request_bytes, config.max_arriving_bytes)
         self._socket: socket.socket | None = None
         self._server = _Server(self._settings(config, Guard(self._routes(executions, text), doors, state)))
 
     def _routes(self, executions: Executions, text: TextModel) -> Router:
         def generation(parse: Any) -> Generation:
-            return Generation(parse, executions, self._models, self._state, text, self._wanted)
+            return Generation(parse, executions, self._models, self._state, text, self._wanted, self.bodies)
 
         routes = [
             Route(HEALTH, self._health),

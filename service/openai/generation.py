@@ -16,7 +16,7 @@ from service.api.server_state import ServerState
 from service.doors.doors import current_tenant
 from service.errors import InvalidArgument, QuireError
 from service.openai.answers import Answer, to_json
-from service.openai.bodies import receive_json
+from service.openai.bodies import Bodies, Body
 from service.openai.models import Models
 from service.openai.requests import Asked, Find
 from service.openai.token_texts import TokenTexts
@@ -47,23 +47,25 @@ class Generation:
         state: ServerState,
         text: TextModel,
         wanted: Wanted,
+        bodies: Bodies,
     ) -> None:
         self._parse = parse
         self._executions = executions
         self._models = models
         self._state = state
         self._wanted = wanted
+        self._bodies = bodies
         self._text = text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
         request = Request(scope, receive)
-        value = await receive_json(request, self._state.reception, self._state.config.max_request_bytes)
-        await self._wanted.run(receive, self._answer(value, send))
+        async with self._bodies.received(request) as body:
+            await self._wanted.run(receive, self._answer(body, send))
 
-    async def _answer(self, value: object, send: Send) -> None:
+    async def _answer(self, body: Body, send: Send) -> None:
         await self._state.first_worker(None)
-        asked = self._parse(value, self._models.find)
+        asked = self._parse(await self._bodies.parsed(body), self._models.find)
         answer = Answer(asked, await self._token_texts(asked))
         request = runner_pb2.ExecuteRequest(runtime=asked.served.runtime, items=asked.items)
         execution = self._executions.open(request, current_tenant(), None)

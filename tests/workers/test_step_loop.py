@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from workers import more_draws, step_loop
 from workers.executors.engine import Engine
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
+from workers.models.inputs import ForwardInputs
 from workers.operations import (
     Abort,
     CheckIntegrity,
@@ -27,8 +29,9 @@ from workers.operations import (
     Result,
     Sampling,
     StartOver,
+    TokenMask,
 )
-from workers.runners.base import DeviceLostError
+from workers.runners.base import DeviceLostError, StepResult
 from workers.running import Chunk
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
@@ -81,6 +84,36 @@ def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) 
     engine.check_integrity()
 
 
+def test_a_row_without_an_allowed_token_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others keep what was computed with it: nothing runs again."""
+    engine = PagedAttentionExecutor.create(kv_pages=16).engine
+    step, sizes = engine.runner.step, list[int]()
+
+    def counted(inputs: ForwardInputs, *others: Any) -> StepResult:
+        sizes.append(len(inputs.token_ids))
+        return step(inputs, *others)
+
+    monkeypatch.setattr(engine.runner, "step", counted)
+    results: list[Result] = []
+    loop = make_loop(engine, results)
+    forwards = [dataclasses.replace(forward(op_id), rows=1) for op_id in (1, 2, 3)]
+    forwards[1] = dataclasses.replace(forwards[1], output=OutputSpec(mask=TokenMask(allowed=[])))
+    loop.submit(forwards)
+    run(loop, results, 3)
+    assert sizes == [6]
+    alone: list[Result] = []
+    other = make_loop(PagedAttentionExecutor.create(kv_pages=16).engine, alone)
+    other.submit([forwards[0]])
+    run(other, alone, 1)
+    done = {result.op_id: result for result in results if isinstance(result, ForwardDone)}
+    (expected,) = (result for result in alone if isinstance(result, ForwardDone))
+    assert done.keys() == {1, 3}
+    assert done[1].outputs == expected.outputs == done[3].outputs
+    (failed,) = (result for result in results if isinstance(result, Failed))
+    assert failed.op_id == 2 and engine.length(2) is None and engine.length(3) == 2
+    engine.check_integrity()
+
+
 def prefill_with_samples(op_id: int, draws: int) -> Forward:
     output = OutputSpec(sampling=Sampling(temperature=1.0))
     return dataclasses.replace(forward(op_id), rows=1, output=output, sample_seeds=range(draws))
@@ -100,6 +133,7 @@ def test_many_draws_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> No
         loop.step()
         loop.flush()
         for result in results:
+            assert isinstance(result, ForwardDone)
             answered.setdefault(result.op_id, step)
         if len(answered) == 3:
             break

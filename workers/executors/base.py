@@ -263,6 +263,9 @@ class ModelExecutor:
             for op in ops:
                 begun.append(self.engine.begin(op))  # noqa: PERF401 - what has begun is rolled back
             self.engine.execute([Chunk(one, one.computed, one.remaining) for one in begun])
+            for one in begun:
+                if one.failure is not None:
+                    raise one.failure
         except Exception:
             for one in reversed(begun):
                 self.engine.roll_back(one)

@@ -25,10 +25,11 @@ from workers.executors.errors import DuplicateSequence, KvMissing, NoTrees, Trun
 from workers.executors.info import StepCounts
 from workers.kv.table import KvSequence, KvTable, PoolUsage
 from workers.kv.tensors import KvTensors
+from workers.models.taps import Taps
 from workers.more_draws import draw_more
-from workers.operations import Accept, Forward, ForwardDone, Kind, RowOutput
+from workers.operations import Accept, Forward, ForwardDone, Kind, OutputSpec, RowOutput
 from workers.row_outputs import TokenScores, add_hidden, build_outputs, score_tokens
-from workers.runners.base import Runner, device_errors
+from workers.runners.base import Runner, StepResult, device_errors
 from workers.running import Behind, Chunk, RunningForward
 from workers.sampling import SamplingRow
 from workers.token_trees import kept_path
@@ -108,6 +109,7 @@ class Engine:
     def execute(self, chunks: Sequence[Chunk]) -> None:
         """One forward over chunks of operations that have begun; adds their outputs to them.
 
+        Those of which a row has no token get their `failure` instead, and the others go on without them.
         On an exception nothing has been appended: the step may be run again, or its operations rolled back.
         """
         tokens = sum(chunk.count for chunk in chunks)
@@ -128,6 +130,8 @@ class Engine:
             rows, specs = sampling_rows(chunks), output_specs(chunks)
             taps = taps_of(specs)
             result = self.runner.step(inputs, rows, taps)
+            if result.failed:
+                chunks, result, rows, specs = _without_failed(chunks, result, rows, specs, taps)
             chosen = with_drafts(result.logits, result.chosen, rows)
             outputs = build_outputs(result.logits, chosen, specs)
             if taps is not None:
@@ -309,6 +313,31 @@ class _ChunkScores:
 
     indexes: list[int]
     scores: TokenScores
+
+
+def _without_failed(
+    chunks: Sequence[Chunk],
+    result: StepResult,
+    rows: Sequence[SamplingRow],
+    specs: Sequence[OutputSpec],
+    taps: Taps | None,
+) -> tuple[list[Chunk], StepResult, list[SamplingRow], list[OutputSpec]]:
+    """What is left of a step without the chunks of which a row has failed; sets why."""
+    good: list[Chunk] = []
+    kept: list[int] = []
+    first = 0
+    for chunk in chunks:
+        its = range(first, first + chunk.rows)
+        chunk.running.failure = next((result.failed[row] for row in its if row in result.failed), None)
+        if chunk.running.failure is None:
+            good.append(chunk)
+            kept += its
+        first += chunk.rows
+    if taps is not None:
+        for layer, states in taps.found.items():
+            taps.found[layer] = states[[at for at, row in enumerate(taps.rows[layer]) if row in kept]]
+    left = StepResult(result.logits[kept], result.chosen[kept])
+    return good, left, [rows[row] for row in kept], [specs[row] for row in kept]
 
 
 def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[_ChunkScores]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from workers.models.inputs import ForwardInputs
 from workers.models.taps import Taps
-from workers.sampling import SamplingRow
+from workers.sampling import SamplingError, SamplingRow
 
 # In errors of the device that are no AcceleratorError: those of libraries, and of Triton's launcher.
 _DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]")
@@ -28,10 +28,12 @@ class StepResult:
     Attributes:
         logits: [R, vocab] in the model's dtype or float32, on the runner's device.
         chosen: [R] int64, the chosen token of each row, on any device.
+        failed: By row, why it has none.
     """
 
     logits: torch.Tensor
     chosen: torch.Tensor
+    failed: Mapping[int, SamplingError] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -52,7 +54,7 @@ class Runner(Protocol):
             taps: Filled with the hidden states that are wanted. None: nobody asks for any.
 
         Raises:
-            SamplingError: A row has no usable logits, or nothing that it may choose; see `workers.sampling`.
+            BadLogitsError: Rows that a graph chooses for have no usable logits.
             DeviceLostError: See there.
         """
 

@@ -125,7 +125,7 @@ class CudaGraphRunner:
             # The graph has chosen greedily for rows with masks, penalties or cuts: those settings are applied
             # to its logits, and the device has gone on with the wrong tokens.
             buffers.forget()
-            chosen = choose_tokens(logits, rows)
+            return choose_tokens(logits, rows)
         return StepResult(logits, chosen)
 
     def run_ahead(self, steps: int, count: int) -> None:

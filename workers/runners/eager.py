@@ -37,11 +37,24 @@ class EagerRunner:
             logits = self._model.logits(hidden)  # [R, vocab]
             if not logits.is_cuda:
                 logits = logits.float()  # what numpy can compute with, once for all that follows
-            return StepResult(logits, choose_tokens(logits, rows))
+            return choose_tokens(logits, rows)
 
 
-def choose_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Choose on the device where the logits are; see `workers.sampling.choose_tokens`."""
+def choose_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> StepResult:
+    """Choose on the device where the logits are. Rows that have no token do not keep others from theirs."""
+    try:
+        return StepResult(logits, _choose(logits, rows))
+    except sampling.SamplingError as error:
+        left = [row for row in range(len(rows)) if row not in error.rows]
+        others = choose_tokens(logits[left], [rows[row] for row in left])
+        chosen = torch.zeros(len(rows), dtype=torch.int64, device=others.chosen.device)
+        chosen[left] = others.chosen
+        failed = dict.fromkeys(error.rows, error) | {left[row]: why for row, why in others.failed.items()}
+        return StepResult(logits, chosen, failed)
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """See `workers.sampling.choose_tokens`."""
     if not rows:
         return torch.empty(0, dtype=torch.int64)
     if logits.is_cuda:

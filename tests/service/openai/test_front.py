@@ -16,14 +16,16 @@ import openai
 import pytest
 from google.rpc import code_pb2
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from starlette.types import Message
 
+from service.api.reception import Reception
 from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.config import Config, ConfigError, load_config
 from service.doors.doors import Doors, current_tenant
 from service.doors.tokens import Role, new_token
 from service.errors import InvalidArgument, ProviderFailure, QuireError
-from service.openai.bodies import parsed
+from service.openai.bodies import Bodies, Body, parsed
 from service.openai.front import OpenAiFront
 from service.openai.models import Models
 from service.runtimes.base import Batch, Outlet
@@ -532,3 +534,68 @@ async def test_a_body_of_too_many_values_is_not_parsed() -> None:
         with pytest.raises(InvalidArgument) as caught:
             await parsed(body)
         assert caught.value.reason == "REQUEST_TOO_LARGE"
+
+
+async def test_the_bytes_of_all_bodies_are_bounded_until_they_are_answered() -> None:
+    going = asyncio.Event()
+
+    async def say(batch: Batch, outlet: Outlet) -> None:
+        await going.wait()
+        await speak(batch, outlet)
+
+    runtime = Speaker(say)
+    async with serving(runtime, max_arriving_bytes=40_000, max_request_bytes=20_000) as served:
+        bodies = served.front.bodies
+        connections = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(4)]
+        try:
+            for index, (_, writer) in enumerate(connections):
+                writer.write(asking(user="x" * 12_000))
+                await until(lambda index=index: runtime.running == min(index + 1, 3))  # type: ignore[misc]
+            reader, _ = connections[3]
+            answer = await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE_S)
+            assert answer.startswith(b"HTTP/1.1 429") and b"arriving_full" in answer
+            assert b"retry-after" in answer and 36_000 < bodies.held_bytes <= 40_000
+            going.set()
+            for reader, _ in connections[:3]:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            await until(lambda: bodies.held_bytes == 0)
+        finally:
+            for _, writer in connections:
+                writer.close()
+
+
+def test_a_tenant_has_half_of_what_bodies_may_take() -> None:
+    bodies = Bodies(Reception(Config()), 1000, 2000)
+    sizes = []
+    for tenant, size_bytes in (("a", 600), ("a", 401), ("a", 400), ("b", 1000), ("b", 1)):
+        body = Body(nothing, bodies, tenant)
+        refused = bodies.take(body, tenant, size_bytes)
+        sizes.append(0 if refused else size_bytes)
+    assert sizes == [600, 0, 400, 1000, 0] and bodies.held_bytes == 2000
+    too_large = bodies.take(Body(nothing, bodies, ""), "", 1001)
+    assert too_large is not None and too_large.reason == "REQUEST_TOO_LARGE"
+
+
+async def test_large_bodies_are_parsed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many that have arrived: others run between two of them."""
+    bodies = Bodies(Reception(Config()), 1 << 20, 1 << 24)
+    under_way, most = 0, 0
+
+    async def watched(_body: bytes) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+
+    # Another test has modules loaded anew: this is the one that the class is of.
+    monkeypatch.setitem(Bodies.parsed.__globals__, "parsed", watched)
+    large = [Body(nothing, bodies, "") for _ in range(6)]
+    for body in large:
+        body.size_bytes = 1 << 17
+    await asyncio.gather(*map(bodies.parsed, large))
+    assert most == 1
+
+
+async def nothing() -> Message:
+    return {"type": "http.disconnect"}
