@@ -106,7 +106,9 @@ def model(directory: Path, family: str) -> Path:
         }
         make_family_model(directory, "llama", sizes | heads | rest)
     else:
-        make_model(directory, TinyModel(vocab_size=258, max_positions=ROOM, extra={"eos_token_id": END}))
+        # As some models have it: a bos in the config, and none in the tokenizer.
+        ends = {"bos_token_id": 5, "eos_token_id": END}
+        make_model(directory, TinyModel(vocab_size=258, max_positions=ROOM, extra=ends))
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": "<end>"}))
     return directory
