@@ -69,7 +69,7 @@ def test_half_precision_is_rounded_before_the_product(
 def test_extremes(dtype: torch.dtype, activation: Activation) -> None:
     gate = torch.tensor([-3e38, -200.0, -90.0, -0.0, 0.0, 90.0, 3e38, float("nan"), float("inf")])
     if activation == "gelu" and not library.available():
-        # torch computes, by oneDNN, which from AVX-512 on doubles a large x before it halves it: an overflow.
+        # torch computes it with oneDNN, which from AVX-512 on doubles a number before it halves it.
         gate = gate[~(gate.abs() > torch.finfo(dtype).max / 2)]
     actual = gated_activation(torch.cat([gate, torch.ones_like(gate)])[None].to(dtype), activation)[0]
     expected = functional.silu(gate.to(dtype))  # all of them agree so far out
