@@ -66,7 +66,7 @@ def test_what_it_installs_has_nothing_of_tests_and_checks() -> None:
     assert not needed & {name_of(line) for line in project["optional-dependencies"]["dev"]}
 
 
-# Stands in for Python: writes down which modules it is to run. As venv it waits for the test, as pip prints.
+# Stands in for Python: writes down which modules it is to run. Its venv waits for the test, its pip talks.
 _PYTHON = """
 import os, pathlib, shutil, sys
 if sys.argv[1] != "-m":
