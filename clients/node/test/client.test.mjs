@@ -4,7 +4,7 @@ import { after, test } from "node:test";
 
 import { QuireClient, QuireError, status, types } from "quire-llm";
 
-import { breakingWay, GUARDED, silentServer, TARGET, TIMEOUT_MS } from "./servers.mjs";
+import { breakingWay, GUARDED, silentServer, TARGET, TIMEOUT_MS, unavailableServer } from "./servers.mjs";
 
 const client = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS });
 after(() => client.close());
@@ -49,6 +49,7 @@ test("no token and no length are no zero", async () => {
   assert.equal((await refused(client.call("decode", unset))).reason, "EMPTY_TOKENS");
   assert.equal((await refused(client.call("truncateKv", unset))).reason, "BAD_FIELD");
   assert.equal((await client.cache(cache.cacheId)).seqLen, 3);
+  await cache.release();
 });
 
 test("several caches are forked in one call, and seeds drawn for", async (t) => {
@@ -144,16 +145,18 @@ test("what may be sent twice is sent again where a connection breaks", async () 
   }
 });
 
-test("an append without a position is sent once", async () => {
-  const way = await breakingWay([0]);
-  const other = new QuireClient(way.target, { timeoutMs: TIMEOUT_MS });
+test("an append without a position is sent once, one with a position again", async () => {
+  const server = await unavailableServer("/quire.v1.ModelExecutorService/Decode");
+  const other = new QuireClient(server.target, { timeoutMs: TIMEOUT_MS });
   try {
-    const failed = await refused(other.executor.decode({ cacheId: "any", tokenId: 1 }));
-    assert.equal(failed.code, status.UNAVAILABLE);
-    assert.equal(way.connections, 1);
+    const decode = { cacheId: "any", tokenId: 1 };
+    assert.equal((await refused(other.executor.decode(decode))).code, status.UNAVAILABLE);
+    assert.equal(server.calls, 1);
+    assert.equal((await refused(other.executor.decode({ ...decode, position: 2 }))).code, status.UNAVAILABLE);
+    assert.ok(server.calls > 2);
   } finally {
     other.close();
-    await way.close();
+    server.close();
   }
 });
 

@@ -1,6 +1,9 @@
 // The server that the tests talk to, and what stands between: $QUIRE_TARGET is a `quire serve --model adder`.
 import { once } from "node:events";
 import { connect, createServer } from "node:net";
+import { promisify } from "node:util";
+
+import { Server, ServerCredentials, status } from "@grpc/grpc-js";
 
 export const TARGET = process.env.QUIRE_TARGET ?? "127.0.0.1:50051";
 /** A server with TLS and tokens, or undefined: its target, its CA's file, and a token of the role `call`. */
@@ -57,4 +60,19 @@ export async function silentServer() {
     server.close();
   }
   return { target: `127.0.0.1:${server.address().port}`, close };
+}
+
+/** A server that counts the calls of one method, and answers each with UNAVAILABLE. */
+export async function unavailableServer(method) {
+  const server = new Server();
+  const counting = { target: "", calls: 0, close: () => server.forceShutdown() };
+  const asBytes = (bytes) => bytes;
+  const refuse = (_, callback) => {
+    counting.calls += 1;
+    callback({ code: status.UNAVAILABLE });
+  };
+  server.register(method, refuse, asBytes, asBytes, "unary");
+  const bind = promisify(server.bindAsync).bind(server);
+  counting.target = `127.0.0.1:${await bind("127.0.0.1:0", ServerCredentials.createInsecure())}`;
+  return counting;
 }
