@@ -100,8 +100,8 @@ class StepLoop:
 
     @property
     def operations_in_flight(self) -> int:
-        """Forwards held by the scheduler."""
-        return len(self._scheduler)
+        """Forwards held by the scheduler, and those of which samples are to be drawn yet."""
+        return len(self._scheduler) + len(self._drawing)
 
     # The loop's thread.
 

@@ -154,8 +154,10 @@ def test_what_still_draws_can_be_aborted_and_left_behind() -> None:
             loop.submit([prefill_with_samples(1, 5)])
             loop.take()
             loop.step()
+            assert loop.operations_in_flight == 1
             loop.submit([last])
             loop.take()
+        assert loop.operations_in_flight == 0
         assert not list(engine.sequences)
     loop.flush()
     assert not any(isinstance(result, ForwardDone) for result in results)
