@@ -51,6 +51,8 @@ Emit = Callable[[Sequence[Result]], None]
 
 # What is drawn of samples between two steps, in what `draw_more` counts: a few milliseconds' worth.
 _DRAWN_AT_ONCE = 1 << 21
+# Forwards that draw in turns: one that has begun takes several times the memory of its row of logits.
+_MOST_DRAWING = 16
 
 
 class StepLoop:
@@ -377,7 +379,8 @@ class StepLoop:
                 continue
             left -= cost
             if cost:
-                self._drawing.append((running, batch_items))
+                # Before those that have not begun.
+                self._drawing.insert(_MOST_DRAWING - 1, (running, batch_items))
             else:
                 self._answer(running.op, self._engine.complete(running, batch_items))
 
