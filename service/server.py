@@ -154,7 +154,6 @@ class Gateway:
         self._guests: GuestWatch | None = None
         # What the log says once, when the first worker is ready.
         self._when_ready: dict[str, str] = {}
-        self._own_socket: OwnSocket | None = None
         self._background: list[asyncio.Task[None]] = []
 
     def _read_runtimes(self) -> RuntimesFile:
@@ -215,10 +214,7 @@ class Gateway:
         self.stopping.set()
 
     async def start(self) -> int:
-        """Binds the port and starts serving. Returns the port; 0 for a Unix socket.
-
-        Raises RuntimeError, or OSError if the Unix socket is another server's.
-        """
+        """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises RuntimeError."""
         for name in _HEALTH_NAMES:
             await self._set_health(name, serving=False)
         # Its data calls come from a table, which the stubs cannot see.
@@ -238,8 +234,6 @@ class Gateway:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         if self.config.reflection == "on":
             add_reflection(self.server, names)
-        if self.config.listen.startswith("unix:"):
-            self._own_socket = OwnSocket(self.config.listen.removeprefix("unix:"))
         if self.credentials is None:
             port = self.server.add_insecure_port(self.config.listen)
         else:
@@ -251,12 +245,10 @@ class Gateway:
         return port
 
     def close(self) -> None:
-        """Lets go of what others may have, after all has stopped."""
+        """Ends the processes of texts and lets go of the journal, after all has stopped."""
         self.text.close()
         # What the last answers rest on; it has been written already, as a rule.
         self.journal.close()
-        if self._own_socket is not None:
-            self._own_socket.close()
 
     async def run_workers(self) -> None:
         """Keeps the workers running and leases honoured, until cancelled. Raises PoolFailed."""
@@ -407,22 +399,28 @@ async def serve(config: Config, find_model: FindModel | None = None) -> int:
 
     The descriptors for it are the caller's matter: see `with_descriptors`. `find_model`: see `Gateway`.
     """
-    try:
-        gateway = Gateway(config, find_model)
-    except JournalUnusable as error:
-        # A server on the same address has the data directory, too; who starts a second one knows the address.
-        if (why_not := why_not_listening(config.listen)) != _ADDRESS_IS_FREE:
-            _log.error("cannot listen", listen=config.listen, error=why_not)
-        else:
-            _log.error("cannot use the journal", error=str(error))
-        return 1
-    except BadRuntimes as error:
-        _log.error("cannot use the runtimes", path=config.runtimes, error=error.message)
-        return 2
-    try:
+    with contextlib.ExitStack() as stack:
+        is_unix = config.listen.startswith("unix:")
+        if is_unix:
+            try:
+                stack.callback(OwnSocket(config.listen.removeprefix("unix:")).close)
+            except OSError as error:
+                _log.error("cannot listen", listen=config.listen, error=error.strerror)
+                return 1
+        try:
+            gateway = Gateway(config, find_model)
+        except JournalUnusable as error:
+            # A server on the same port has the data directory, too; who starts a second one knows the port.
+            if not is_unix and (why_not := why_not_listening(config.listen)) != _ADDRESS_IS_FREE:
+                _log.error("cannot listen", listen=config.listen, error=why_not)
+            else:
+                _log.error("cannot use the journal", error=str(error))
+            return 1
+        except BadRuntimes as error:
+            _log.error("cannot use the runtimes", path=config.runtimes, error=error.message)
+            return 2
+        stack.callback(gateway.close)
         return await _run(gateway)
-    finally:
-        gateway.close()
 
 
 async def _run(gateway: Gateway) -> int:
@@ -434,9 +432,6 @@ async def _run(gateway: Gateway) -> int:
         port = await gateway.start()
     except RuntimeError:
         _log.error("cannot listen", listen=config.listen, error=why_not_listening(config.listen))
-        return 1
-    except OSError as error:
-        _log.error("cannot listen", listen=config.listen, error=error.strerror)
         return 1
     if gateway.front is not None:
         try:

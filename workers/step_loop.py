@@ -51,6 +51,8 @@ Emit = Callable[[Sequence[Result]], None]
 
 # What is drawn of samples between two steps, in what `draw_more` counts: a few milliseconds' worth.
 _DRAWN_AT_ONCE = 1 << 21
+# Forwards that draw in turns: one that has begun takes several times the memory of its row of logits.
+_MOST_DRAWING = 16
 
 
 class StepLoop:
@@ -100,8 +102,8 @@ class StepLoop:
 
     @property
     def operations_in_flight(self) -> int:
-        """Forwards held by the scheduler."""
-        return len(self._scheduler)
+        """Forwards held by the scheduler, and those of which samples are to be drawn yet."""
+        return len(self._scheduler) + len(self._drawing)
 
     # The loop's thread.
 
@@ -377,7 +379,8 @@ class StepLoop:
                 continue
             left -= cost
             if cost:
-                self._drawing.append((running, batch_items))
+                # Before those that have not begun.
+                self._drawing.insert(_MOST_DRAWING - 1, (running, batch_items))
             else:
                 self._answer(running.op, self._engine.complete(running, batch_items))
 

@@ -46,8 +46,11 @@ def remove_state(options: argparse.Namespace) -> int:
             continue
         with _unused(there[name]) as is_unused:
             if is_unused:
-                # A server that starts now makes a new one.
-                shutil.rmtree(there[name].rename(there[name].with_name(name + REMOVED)))
+                # A server that starts now makes a new one. Interrupted removals may have left others.
+                removed = there[name]
+                while removed.exists():
+                    removed = removed.with_name(removed.name + REMOVED)
+                shutil.rmtree(there[name].rename(removed))
                 print(f"removed {name}: {size_bytes / 2**20:.1f} MiB, written to {idle_days:.1f} days ago")
             elif options.names:
                 print(f"quire: {name} is in use by a server", file=sys.stderr)

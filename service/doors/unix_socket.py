@@ -26,15 +26,17 @@ class OwnSocket:
         self._lock = os.open(self._lock_path, flags, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(self._lock), self._lock_path.lstat()):
-                raise FileNotFoundError
-            _refuse_listener(path)
+            is_ours = os.path.samestat(os.fstat(self._lock), self._lock_path.lstat())
         except (BlockingIOError, FileNotFoundError):
-            # The second: one that ends has just removed it.
+            is_ours = False
+        if not is_ours:
+            # Another server's, or of one that ends and has just removed it.
             os.close(self._lock)
-            raise OSError(errno.EADDRINUSE, _IN_USE) from None
-        except BaseException:
-            os.close(self._lock)
+            raise OSError(errno.EADDRINUSE, _IN_USE)
+        try:
+            _refuse_listener(path)
+        except OSError:
+            self.close()
             raise
 
     def close(self) -> None:

@@ -64,8 +64,10 @@ class Generation:
             await self._wanted.run(receive, self._answer(body, send))
 
     async def _answer(self, body: Body, send: Send) -> None:
-        await self._state.first_worker(None)
-        asked = self._parse(await self._bodies.parsed(body), self._models.find)
+        value = await self._bodies.parsed(body)
+        if not (isinstance(value, dict) and self._models.is_remote(value.get("model"))):
+            await self._state.first_worker(None)
+        asked = self._parse(value, self._models.find)
         answer = Answer(asked, await self._token_texts(asked))
         request = runner_pb2.ExecuteRequest(runtime=asked.served.runtime, items=asked.items)
         execution = self._executions.open(request, current_tenant(), None)

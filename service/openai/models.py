@@ -48,6 +48,11 @@ class Models:
                 return self._served(described[names.index(model)])
         raise _not_found(model)
 
+    def is_remote(self, model: object) -> bool:
+        """Whether a provider is called so, or serves a model of that name: it needs no worker."""
+        described = [runtime.describe() for runtime in self._router.runtimes]
+        return any(each.runtime_kind != _OWN and model in (each.name, each.model_id) for each in described)
+
     def _served(self, runtime: runner_pb2.Runtime) -> Served:
         if runtime.runtime_kind != _OWN:
             return Served(runtime.name, is_local=False, sampling_defaults=types_pb2.SamplingParams())

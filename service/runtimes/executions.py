@@ -54,6 +54,14 @@ class Executions:
         self._router.named(request.runtime)
         return self._known(request, tenant) or self._begin(request, tenant, timeout_s)
 
+    def needs_worker(self, request: runner_pb2.ExecuteRequest) -> bool:
+        """Whether only the server's own workers may take it. Raises RuntimeNotFound."""
+        local = self._router.named("")
+        if self._router.named(request.runtime) is not local:
+            return False
+        is_resumed = any(at.position for at in request.resume_after)
+        return bool(request.runtime) or self._router.runtimes == [local] or is_resumed
+
     def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
         """Ends an execution that is kept. Returns whether there was one. Raises InvalidArgument."""
         if not request_id:
@@ -165,10 +173,10 @@ class Executions:
         local = self._router.named("")
         if resumed and not (keep_s and self._router.named(request.runtime) is local):
             raise ExecutionLost
-        is_certain = bool(request.runtime) or self._router.runtimes == [local]
-        if self._router.named(request.runtime) is local and (is_certain or resumed):
-            # No provider may take it. Raises NoWorker if no worker was ready yet.
+        if self.needs_worker(request):
+            # Raises NoWorker if none was ready yet.
             _ = self._state.limits
+        is_certain = bool(request.runtime) or self._router.runtimes == [local]
         return frozenset() if is_certain else resumed
 
     def _changed(self, key: _Key, execution: Execution) -> None:

@@ -43,7 +43,7 @@ class RunnerApi:
         self._read_runtimes = read_runtimes
 
     async def Execute(self, request: runner_pb2.ExecuteRequest, context: Context) -> None:
-        if self._router.named(request.runtime) is self._router.runtimes[0]:
+        if self._executions.needs_worker(request):
             await self._state.first_worker(context.time_remaining())
         timeout_s = validation.timeout_seconds(context.time_remaining())
         execution = self._executions.open(request, current_tenant(), timeout_s)

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from quire.v1 import runner_pb2, worker_pb2
 
-from service.errors import NOT_FAILURES, InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
+from service.errors import (
+    NOT_FAILURES,
+    InvalidArgument,
+    NoTokenizer,
+    QuireError,
+    SequenceTooLong,
+    Unsupported,
+)
 from service.logging import get_logger
 from service.text.bounded_encoder import BoundedEncoder
 from service.text.bounded_json import arguments_field, check_chat, parsed
@@ -224,7 +231,7 @@ def _refusing(field: str) -> Iterator[None]:
     """What a tokenizer raises, panics included, is due to the text in `field`: raises InvalidArgument."""
     try:
         yield
-    except NOT_FAILURES:
+    except (QuireError, *NOT_FAILURES):
         raise
     except TaskFailed as error:
         text = f"the model's tokenizer cannot encode it: it {error}"

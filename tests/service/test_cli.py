@@ -449,6 +449,21 @@ def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
     assert line["error"] == "is another server using the address?"
 
 
+def test_a_journal_that_cannot_be_used_is_told_also_where_a_killed_server_has_left_its_socket(
+    tmp_path: Path,
+) -> None:
+    directory, path = tmp_path / "data", tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with contextlib.closing(open_journal(directory, "normal")):
+        flags = ("--listen", f"unix:{path}", "--data-dir", str(directory), "--log-format", "json")
+        with run("serve", *flags) as process:
+            _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (line,) = map(json.loads, error.splitlines())
+    assert line["event"] == "cannot use the journal"
+
+
 def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert quire("status") == 0
     summary, *in_use, header, worker, starting, kernels = capsys.readouterr().out.splitlines()

@@ -55,5 +55,5 @@ def test_a_unix_socket_of_another_program_is_not_taken_but_a_dead_ones_is(tmp_pa
         other.listen()
         with pytest.raises(OSError, match="another server"):
             OwnSocket(str(path))
-    assert path.exists(), "nobody has removed it"
+    assert list(tmp_path.iterdir()) == [path], "nobody has removed it, and nothing is left beside it"
     OwnSocket(str(path)).close()

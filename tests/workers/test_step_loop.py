@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workers import more_draws, step_loop
+from workers import more_draws, sampling, step_loop
 from workers.executors.engine import Engine
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
@@ -144,6 +144,28 @@ def test_many_draws_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> No
     engine.check_integrity()
 
 
+def test_few_forwards_draw_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that draws takes several times the memory of its row of logits."""
+    monkeypatch.setattr(step_loop, "_DRAWN_AT_ONCE", 1)
+    monkeypatch.setattr(more_draws, "_PART_COST", 1)
+    begun: list[int] = []
+
+    def counted(*of_one: Any) -> sampling.Race:
+        begun.append(1)
+        return sampling.Race(*of_one)
+
+    monkeypatch.setattr(more_draws, "Race", counted)
+    results: list[Result] = []
+    loop = make_loop(PagedAttentionExecutor.create(kv_pages=64).engine, results)
+    loop.submit([prefill_with_samples(op_id, 3) for op_id in range(1, 31)])
+    while len(results) < 30:
+        loop.take()
+        loop.step()
+        loop.flush()
+        assert len(begun) - len(results) <= 16
+    assert all(isinstance(result, ForwardDone) and len(result.samples) == 3 for result in results)
+
+
 def test_what_still_draws_can_be_aborted_and_left_behind() -> None:
     engine = PagedAttentionExecutor.create(kv_pages=16).engine
     results: list[Result] = []
@@ -154,8 +176,10 @@ def test_what_still_draws_can_be_aborted_and_left_behind() -> None:
             loop.submit([prefill_with_samples(1, 5)])
             loop.take()
             loop.step()
+            assert loop.operations_in_flight == 1
             loop.submit([last])
             loop.take()
+        assert loop.operations_in_flight == 0
         assert not list(engine.sequences)
     loop.flush()
     assert not any(isinstance(result, ForwardDone) for result in results)

@@ -363,14 +363,17 @@ def _draws(
     chunks: Sequence[Chunk], logits: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> list[Iterator[tuple[int, list[RowOutput]]]]:
     """For each chunk what draws more from its last row, if that is the last of its operation."""
-    draws, last = [], -1
+    draws: list[Iterator[tuple[int, list[RowOutput]]]] = []
+    last = -1
     for chunk in chunks:
         op = chunk.op
         last += chunk.rows
-        seeds = op.sample_seeds if chunk.told else ()
-        # The next step takes the memory of the logits.
-        row = logits[last].to(torch.float32, copy=True) if seeds else logits
-        draws.append(draw_more(row, rows[last], seeds, op.output) if seeds else iter(()))
+        if chunk.told and op.sample_seeds:
+            # A copy: the next step writes to the memory of the logits.
+            row = logits[last].to(torch.float32, copy=True)
+            draws.append(draw_more(row, rows[last], op.sample_seeds, op.output))
+        else:
+            draws.append(iter(()))
     return draws
 
 

@@ -80,6 +80,15 @@ class Speaker:
         pass
 
 
+class Workers(Speaker):
+    """The server's own, none of which is ready."""
+
+    name = "local"
+
+    def describe(self) -> runner_pb2.Runtime:
+        return runner_pb2.Runtime(name=self.name, runtime_kind=runner_pb2.RUNTIME_KIND_LOCAL)
+
+
 class Serving:
     """A front, and clients of it."""
 
@@ -94,13 +103,14 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(runtime: Speaker, **settings: Any) -> AsyncIterator[Serving]:
+async def serving(runtime: Speaker, *, has_worker: bool = True, **settings: Any) -> AsyncIterator[Serving]:
     config = Config(openai_listen="127.0.0.1:0", **settings)
     state = ServerState(config)
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
-    state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=able))
-    router = Router([runtime])
+    if has_worker:
+        state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=able))
+    router = Router([runtime] if has_worker else [Workers(speak), runtime])
     text = TextModel(lambda: state.first_ready)
     front = OpenAiFront(Executions(router, state), router, state, text, Doors.of(config))
     port = front.bind()
@@ -225,6 +235,14 @@ async def test_a_failure_in_a_stream_is_told_in_it() -> None:
         assert [(await anext(stream)).choices[0].delta.content for _ in range(2)] == ["", "so far"]
         with pytest.raises(openai.APIError, match="it failed"):
             await anext(stream)
+
+
+async def test_a_provider_needs_no_worker() -> None:
+    """Also where calls wait for the first one, because caches were found again."""
+    async with serving(Speaker(speak), has_worker=False) as served, served.client() as client:
+        served.state.has_recovered = True
+        completion = await client.chat.completions.create(model="m", messages=QUESTION)
+        assert completion.choices[0].message.content
 
 
 # A panic of a library in Rust is no Exception.
@@ -445,7 +463,11 @@ async def test_tls_is_that_of_the_gateway(tmp_path: Path) -> None:
     cert.write_bytes(pair.cert.read_bytes())
     key.write_bytes(pair.key.read_bytes())
     runtime = Speaker(speak)
-    settings = {"tls_cert": str(cert), "tls_key": str(key), "tls_client_ca": str(authority.cert)}
+    settings: dict[str, Any] = {
+        "tls_cert": str(cert),
+        "tls_key": str(key),
+        "tls_client_ca": str(authority.cert),
+    }
 
     async def ask(trusted: Path, *, is_alice: bool = True) -> bytes:
         """The status line of an answer; empty if there is none."""
@@ -478,7 +500,11 @@ async def test_a_pipelined_request_is_nobody_elses(tmp_path: Path) -> None:
     token, line = new_token("ops", [Role.OBSERVE])
     (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n")
     runtime = Speaker(speak)
-    settings = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(authority.cert)}
+    settings: dict[str, Any] = {
+        "tls_cert": str(pair.cert),
+        "tls_key": str(pair.key),
+        "tls_client_ca": str(authority.cert),
+    }
     models = f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {token}\r\n\r\n".encode()
 
     async def statuses(certificate: Pair) -> list[bytes]:

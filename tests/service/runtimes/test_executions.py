@@ -197,13 +197,14 @@ async def test_a_runtime_that_is_chosen_later_is_told_later() -> None:
     assert first.started.resumed and first.started.runtime == "other"
 
 
+@pytest.mark.parametrize("runtime", ["", "other"])
 @pytest.mark.parametrize("has_recovered", [False, True])
-async def test_a_provider_needs_no_worker(has_recovered: bool) -> None:
+async def test_a_provider_needs_no_worker(has_recovered: bool, runtime: str) -> None:
     """Also where calls wait for the first one, because caches were found again."""
     local, other = FakeRuntime("local", trouble="no worker is ready"), FakeRuntime("other")
     served = executions(local, other, has_worker=False)
     served._state.has_recovered = has_recovered
-    reader, call = calling(served, request(runtime="other"))
+    reader, call = calling(served, request(runtime=runtime))
     await call
     assert reader.sent.get_nowait().started.runtime == "other"
     estimate = await RunnerApi(served, served._router, served._state, cast(Any, None)).EstimateCost(

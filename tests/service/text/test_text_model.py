@@ -10,7 +10,7 @@ import pytest
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
-from service.errors import InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
+from service.errors import Draining, InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
 from service.text import bounded_encoder, tokenizer_bounds
 from service.text.text_model import TextModel
 from tests.chat_templates import QWEN
@@ -158,17 +158,28 @@ async def test_who_leaves_ends_the_encoding_of_its_text(served: Served) -> None:
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
 
-@pytest.mark.parametrize(
-    ("split", "text"),
-    [
-        pytest.param("(a+)+$|(x+x+)+y", "a" * 60 + "!", id="exponential"),
-        # That of Qwen 2: its encoding is not a process's.
-        pytest.param(tokenizer_bounds.QWEN_2, " " * 10_000_100 + "x", id="long"),
-    ],
-)
-async def test_a_panic_is_due_to_its_text(served: Served, split: str, text: str) -> None:
-    served.serve(hostile(split))
-    await refused(served, text)
+async def test_the_end_of_the_server_is_no_fault_of_the_text(served: Served) -> None:
+    served.serve(hostile("(a+)+c"))
+    await served.text.encode("b")
+    encoding = asyncio.create_task(served.text.encode(("a" * 20 + "b") * 10_000))
+    await asyncio.sleep(0)
+    served.text.close()
+    with pytest.raises(Draining):
+        await encoding
+
+
+PANICS = "(a+)+$|(x+x+)+y"
+
+
+@pytest.mark.parametrize("where", ["process", "event loop", "thread"])
+async def test_a_panic_is_due_to_its_text(
+    served: Served, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Also outside a process: ordinary expressions panic at texts of ten million characters."""
+    if where != "process":
+        monkeypatch.setattr(tokenizer_bounds, "_EXPRESSIONS", {PANICS})
+    served.serve(hostile(PANICS))
+    await refused(served, ("b" * 1000 if where == "thread" else "") + "a" * 60 + "!")
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
 
