@@ -16,7 +16,27 @@ from service.text.task_process import Bounds, TaskFailed, TaskProcess
 # bytes for each.
 MAX_CPU_S = 20.0
 MAX_MEMORY_BYTES = 2 << 30
+# The largest that are known load in two seconds or so, in which no other thread of Python runs.
+_MAX_LOAD_CPU_S = 10.0
 _MAX_ANSWER_BYTES = 64 << 20
+
+
+def new_process(max_cpu_s: float) -> TaskProcess:
+    """One whose first task is the tokenizer, and each other a text: see `tokenizer_process.py`."""
+    bounds = Bounds(max_cpu_s, MAX_MEMORY_BYTES, _MAX_ANSWER_BYTES)
+    return TaskProcess("service.text.tokenizer_process", bounds)
+
+
+def check_loading(tokenizer_json: bytes) -> None:
+    """Loads a tokenizer in a process that is ended then: loading normalizes added tokens. Blocks.
+
+    Raises TaskFailed if it takes too long or too much memory, or is no tokenizer.
+    """
+    process = new_process(_MAX_LOAD_CPU_S)
+    try:
+        process.ask(tokenizer_json)
+    finally:
+        process.end()
 
 
 class BoundedEncoder:
@@ -59,8 +79,7 @@ class BoundedEncoder:
     def _new(self) -> TaskProcess:
         if self._is_closed:
             raise Draining
-        bounds = Bounds(MAX_CPU_S, MAX_MEMORY_BYTES, _MAX_ANSWER_BYTES)
-        return TaskProcess("service.text.tokenizer_process", bounds)
+        return new_process(MAX_CPU_S)
 
     def _ask(self, process: TaskProcess, task: bytes) -> bytes:
         """Blocks. Raises TaskFailed."""

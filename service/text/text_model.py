@@ -16,7 +16,7 @@ from quire.v1 import runner_pb2, worker_pb2
 
 from service.errors import NOT_FAILURES, InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
 from service.logging import get_logger
-from service.text.bounded_encoder import BoundedEncoder
+from service.text.bounded_encoder import BoundedEncoder, check_loading
 from service.text.bounded_json import arguments_field, check_chat, parsed
 from service.text.chat_template import DEFAULT, TemplateError, make_task
 from service.text.constraints import Constraints
@@ -209,10 +209,14 @@ def _build(ready: worker_pb2.WorkerReady) -> _Built:
     if not ready.tokenizer_json:
         return _Built(ready)
     try:
+        check_loading(ready.tokenizer_json)
         tokenizer = Tokenizer.from_buffer(ready.tokenizer_json)
         if not decodes_in_bounds(tokenizer):
             raise ValueError("its decoder may make long texts of few tokens")
         encoder = None if encodes_in_bounds(tokenizer) else BoundedEncoder(ready.tokenizer_json)
+    except OSError:
+        # The system has no process or descriptor left: it may the next time.
+        raise
     except BaseException as error:  # the library has no kind of its own, and some are panics
         _log.error("the model's tokenizer.json cannot be used: texts are refused", error=str(error)[:300])
         return _Built(ready)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
@@ -145,6 +146,30 @@ async def test_a_tokenizer_that_takes_long_is_ended(served: Served, monkeypatch:
     served.serve(hostile("(a+)+c"))
     assert "computed for more than" in (await refused(served, ("a" * 20 + "b") * 10_000)).message
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+
+
+async def test_a_tokenizer_that_takes_too_much_memory_to_load_is_not_used(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 28)
+    tokenizer = byte_level()
+    # Which is normalized when the tokenizer is loaded.
+    tokenizer.add_tokens(["aaa"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 3000)] * 2)
+    served.serve(tokenizer)
+    with pytest.raises(NoTokenizer):
+        await served.text.encode("b")
+
+
+def test_a_text_takes_one_thread_of_a_bounded_process() -> None:
+    # A thread for each core of a large machine would take up the address space that a long text needs.
+    process = bounded_encoder.new_process(bounded_encoder.MAX_CPU_S)
+    try:
+        process.ask(byte_level().to_str().encode())
+        process.ask(b"-" + b"a long text " * 1000)
+        assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
+    finally:
+        process.end()
 
 
 async def test_who_leaves_ends_the_encoding_of_its_text(served: Served) -> None:
