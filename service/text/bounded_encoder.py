@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 from service.errors import Draining
 from service.text.task_process import Bounds, TaskFailed, TaskProcess
@@ -45,17 +46,18 @@ class BoundedEncoder:
     def __init__(self, tokenizer_json: bytes) -> None:
         self._tokenizer_json = tokenizer_json
         self._process: TaskProcess | None = None
-        # One text at a time.
+        # One text at a time, and of those that wait one of each tenant: many of one's keep others no longer.
         self._turn = asyncio.Lock()
+        self._turns_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._is_closed = False
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool, tenant: str) -> Sequence[int]:
         """A text's tokens. Cancelling it ends the process.
 
         Raises TaskFailed if the text is too much for it, and Draining at the end.
         """
         task = (b"+" if add_special_tokens else b"-") + text.encode()
-        async with self._turn:
+        async with self._turns_of.setdefault(tenant, asyncio.Lock()), self._turn:
             while True:
                 is_fresh = self._process is None
                 process = self._process = self._process or self._new()

@@ -64,9 +64,15 @@ _MANY_TOKENS = 1 << 20
 class TextModel:
     """Owner of the tokenizer of the model that is served, and of processes for templates and constraints."""
 
-    def __init__(self, ready: Callable[[], worker_pb2.WorkerReady]) -> None:
-        """`ready`: what a worker said of its model; raises NoWorker until there is one."""
+    def __init__(
+        self, ready: Callable[[], worker_pb2.WorkerReady], tenant: Callable[[], str] = lambda: ""
+    ) -> None:
+        """`ready`: what a worker said of its model; raises NoWorker until there is one.
+
+        `tenant`: whose the call is that is being handled.
+        """
         self._ready = ready
+        self._tenant = tenant
         self._built: _Built | None = None
         self._building = asyncio.Lock()
         self._threads = asyncio.Semaphore(_AT_ONCE)
@@ -99,7 +105,8 @@ class TextModel:
             raise SequenceTooLong(-(-len(text) // _MOST_CHARACTERS), max_tokens)
         with _refusing(field):
             if built.encoder is not None:
-                return await built.encoder.encode(text, add_special_tokens=add_special_tokens)
+                tenant = self._tenant()
+                return await built.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
             if len(text) <= _SHORT_CHARACTERS:
                 return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             async with self._threads:

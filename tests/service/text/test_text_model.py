@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,8 @@ class Served:
     """What workers say of their model; another one may be served later."""
 
     def __init__(self) -> None:
-        self.text = TextModel(lambda: self.ready)
+        self.tenant = ContextVar("tenant", default="")
+        self.text = TextModel(lambda: self.ready, self.tenant.get)
         self.serve(byte_level())
 
     def serve(self, tokenizer: Tokenizer | None, template: str = QWEN) -> None:
@@ -181,6 +184,25 @@ async def test_who_leaves_ends_the_encoding_of_its_text(served: Served) -> None:
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+
+
+async def test_many_long_texts_of_a_tenant_are_one_in_the_turns_of_others(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
+    served.serve(hostile("(a+)+c"))
+    await served.text.encode("b")
+    ended = []
+
+    async def encode(name: str, text: str) -> None:
+        served.tenant.set(name)
+        with contextlib.suppress(InvalidArgument):
+            await served.text.encode(text)
+        ended.append(name)
+
+    long = ("a" * 20 + "b") * 10_000
+    await asyncio.gather(*(encode("first", long) for _ in range(3)), encode("second", "b"))
+    assert ended == ["first", "second", "first", "first"]
 
 
 @pytest.mark.parametrize(
