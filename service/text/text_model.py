@@ -23,7 +23,7 @@ from service.errors import (
     Unsupported,
 )
 from service.logging import get_logger
-from service.text.bounded_encoder import BoundedEncoder
+from service.text.bounded_encoder import BoundedEncoder, check_loading
 from service.text.bounded_json import arguments_field, check_chat, parsed
 from service.text.chat_template import DEFAULT, TemplateError, make_task
 from service.text.constraints import Constraints
@@ -71,9 +71,15 @@ _MANY_TOKENS = 1 << 20
 class TextModel:
     """Owner of the tokenizer of the model that is served, and of processes for templates and constraints."""
 
-    def __init__(self, ready: Callable[[], worker_pb2.WorkerReady]) -> None:
-        """`ready`: what a worker said of its model; raises NoWorker until there is one."""
+    def __init__(
+        self, ready: Callable[[], worker_pb2.WorkerReady], tenant: Callable[[], str] = lambda: ""
+    ) -> None:
+        """`ready`: what a worker said of its model; raises NoWorker until there is one.
+
+        `tenant`: whose the call is that is being handled.
+        """
         self._ready = ready
+        self._tenant = tenant
         self._built: _Built | None = None
         self._building = asyncio.Lock()
         self._threads = asyncio.Semaphore(_AT_ONCE)
@@ -106,7 +112,8 @@ class TextModel:
             raise SequenceTooLong(-(-len(text) // _MOST_CHARACTERS), max_tokens)
         with _refusing(field):
             if built.encoder is not None:
-                return await built.encoder.encode(text, add_special_tokens=add_special_tokens)
+                tenant = self._tenant()
+                return await built.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
             if len(text) <= _SHORT_CHARACTERS:
                 return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             async with self._threads:
@@ -216,10 +223,14 @@ def _build(ready: worker_pb2.WorkerReady) -> _Built:
     if not ready.tokenizer_json:
         return _Built(ready)
     try:
+        check_loading(ready.tokenizer_json)
         tokenizer = Tokenizer.from_buffer(ready.tokenizer_json)
         if not decodes_in_bounds(tokenizer):
             raise ValueError("its decoder may make long texts of few tokens")
         encoder = None if encodes_in_bounds(tokenizer) else BoundedEncoder(ready.tokenizer_json)
+    except OSError:
+        # The system has no process or descriptor left: it may the next time.
+        raise
     except BaseException as error:  # the library has no kind of its own, and some are panics
         _log.error("the model's tokenizer.json cannot be used: texts are refused", error=str(error)[:300])
         return _Built(ready)

@@ -6,6 +6,7 @@ around it, else behind a -. A panic ends the process.
 
 from __future__ import annotations
 
+import os
 import sys
 from array import array
 
@@ -31,4 +32,6 @@ class Encoder:
 
 
 if __name__ == "__main__":
+    # A thread for each core is of no use to one text, and takes address space, which is bounded.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     sys.exit(task_loop.main(Encoder().answer))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from pathlib import Path
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
@@ -23,7 +26,8 @@ class Served:
     """What workers say of their model; another one may be served later."""
 
     def __init__(self) -> None:
-        self.text = TextModel(lambda: self.ready)
+        self.tenant = ContextVar("tenant", default="")
+        self.text = TextModel(lambda: self.ready, self.tenant.get)
         self.serve(byte_level())
 
     def serve(self, tokenizer: Tokenizer | None, template: str = QWEN) -> None:
@@ -147,6 +151,30 @@ async def test_a_tokenizer_that_takes_long_is_ended(served: Served, monkeypatch:
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
 
+async def test_a_tokenizer_that_takes_too_much_memory_to_load_is_not_used(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 28)
+    tokenizer = byte_level()
+    # Which is normalized when the tokenizer is loaded.
+    tokenizer.add_tokens(["aaa"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 3000)] * 2)
+    served.serve(tokenizer)
+    with pytest.raises(NoTokenizer):
+        await served.text.encode("b")
+
+
+def test_a_text_takes_one_thread_of_a_bounded_process() -> None:
+    # A thread for each core of a large machine would take up the address space that a long text needs.
+    process = bounded_encoder.new_process(bounded_encoder.MAX_CPU_S)
+    try:
+        process.ask(byte_level().to_str().encode())
+        process.ask(b"-" + b"a long text " * 1000)
+        assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
+    finally:
+        process.end()
+
+
 async def test_who_leaves_ends_the_encoding_of_its_text(served: Served) -> None:
     served.serve(hostile("(a+)+c"))
     await served.text.encode("b")
@@ -156,6 +184,25 @@ async def test_who_leaves_ends_the_encoding_of_its_text(served: Served) -> None:
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
+
+
+async def test_many_long_texts_of_a_tenant_are_one_in_the_turns_of_others(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
+    served.serve(hostile("(a+)+c"))
+    await served.text.encode("b")
+    ended = []
+
+    async def encode(name: str, text: str) -> None:
+        served.tenant.set(name)
+        with contextlib.suppress(InvalidArgument):
+            await served.text.encode(text)
+        ended.append(name)
+
+    long = ("a" * 20 + "b") * 10_000
+    await asyncio.gather(*(encode("first", long) for _ in range(3)), encode("second", "b"))
+    assert ended == ["first", "second", "first", "first"]
 
 
 async def test_the_end_of_the_server_is_no_fault_of_the_text(served: Served) -> None:
