@@ -581,5 +581,5 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 
 def _unknown(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"there is no such setting; {hint}the settings are {', '.join(known)}"
+    hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
+    return f"there is no such setting; {hint}"

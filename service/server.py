@@ -49,7 +49,7 @@ from service.doors.doors import Doors, current_tenant
 from service.doors.guest_watch import GuestWatch
 from service.doors.tls import server_credentials
 from service.doors.transport import server_options
-from service.doors.unix_socket import OwnSocket
+from service.doors.unix_socket import IN_USE, OwnSocket
 from service.errors import BadRuntimes
 from service.journal.base import JournalUnusable
 from service.journal.memory import MemoryJournal
@@ -489,7 +489,7 @@ def why_not_listening(listen: str) -> str:
         if error.errno != errno.EADDRINUSE:
             return str(error.strerror)
         if path == listen:
-            return "is another server using the address?"
+            return IN_USE
         return "it is a directory: name a file in it" if Path(path).is_dir() else "something is at this path"
     return _ADDRESS_IS_FREE
 

@@ -44,7 +44,7 @@ def release_caches(options: argparse.Namespace) -> int:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         try:
             cache_ids = [cache.cache_id for cache in _caches(stub)] if options.all else options.cache_ids
-            if options.all and not options.yes:
+            if options.all and cache_ids and not options.yes:
                 print(f"quire: --all would release {len(cache_ids)} caches: say --yes, too", file=sys.stderr)
                 return 2
             unknown = [cache_id for cache_id in cache_ids if not _release(stub, cache_id)]

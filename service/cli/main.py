@@ -174,7 +174,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     """The parser, and that of each command."""
     parser = argparse.ArgumentParser(prog="quire", description="A token-level LLM executor behind gRPC.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(_COMMANDS))
 
     serve = commands.add_parser(
         "serve",
@@ -238,7 +238,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
 
 def _add_caches(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|release")
     add_target(actions.add_parser("list", help="list the caches, oldest first"))
     release = actions.add_parser("release", help="release caches")
     add_target(release)
@@ -255,7 +255,7 @@ def _add_state(parser: argparse.ArgumentParser) -> None:
         "Without --data-dir a server keeps its caches in a directory for its address and model, below"
         " $XDG_STATE_HOME/quire (~/.local/state/quire), also after its end."
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|remove")
     actions.add_parser("list", help="show the directories: size, and how long ago each was written to")
     remove = actions.add_parser(
         "remove", help="remove directories, with the caches in them; never one in use"

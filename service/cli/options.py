@@ -85,6 +85,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _target(text: str) -> str:
     """With our default port where it names none: gRPC's is 443."""
+    if text.startswith(("http://", "https://")):  # gRPC would look it up as a name
+        raise argparse.ArgumentTypeError(f"{text!r} is refused: must be HOST:PORT, without http://")
     return f"{text}:{_DEFAULT_PORT}" if _HOST_ALONE.fullmatch(text) else text
 
 

@@ -13,7 +13,7 @@ import os
 import socket
 from pathlib import Path
 
-_IN_USE = "is another server using the address?"
+IN_USE = "another process has this address; choose another one with --listen"
 
 
 class OwnSocket:
@@ -32,7 +32,7 @@ class OwnSocket:
         if not is_ours:
             # Another server's, or of one that ends and has just removed it.
             os.close(self._lock)
-            raise OSError(errno.EADDRINUSE, _IN_USE)
+            raise OSError(errno.EADDRINUSE, IN_USE)
         try:
             _refuse_listener(path)
         except OSError:
@@ -58,4 +58,4 @@ def _refuse_listener(path: str) -> None:
         except BlockingIOError:
             # Its queue is full: there is somebody.
             pass
-    raise OSError(errno.EADDRINUSE, _IN_USE)
+    raise OSError(errno.EADDRINUSE, IN_USE)

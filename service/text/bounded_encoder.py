@@ -66,7 +66,7 @@ class BoundedEncoder:
                 except BaseException as error:
                     process.kill()
                     self._process = None
-                    if self._is_closed:
+                    if self._is_closed and isinstance(error, TaskFailed):
                         raise Draining from None
                     if not isinstance(error, TaskFailed) or error.is_own_doing or is_fresh:
                         raise

@@ -118,6 +118,12 @@ async def test_it_goes_to_no_other_unless_that_is_asked_for(target: str) -> None
     Client(target).close()
 
 
+async def test_a_url_is_no_target() -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="a target is HOST:PORT"):
+            kind("http://127.0.0.1:50051")
+
+
 def test_settings_that_contradict_themselves(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="go together"):
         Client(tls=Tls(cert=b"-----BEGIN "))

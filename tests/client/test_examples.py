@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -428,6 +429,12 @@ def test_the_adapter_registers_with_the_harness(adder: GatewayProcess, tmp_path:
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )
     assert done.stdout.strip() == "True ['46']", done.stderr
+
+
+def test_the_adapter_alone_says_that_the_harness_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ModuleNotFoundError, match="lm_eval"):
+        runpy.run_path(str(EXAMPLES / "lm_eval_adapter.py"), run_name="__main__")
 
 
 def test_grammars_of_a_tokenizer_of_bytes() -> None:

@@ -342,6 +342,10 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         ("generate x --max-tokens 0", "--max-tokens: '0' is refused: must be a whole number from 1"),
         ("generate x --top-p hot", "--top-p: 'hot' is refused: must be a number"),
         ("generate --tokens 1,x", "'1,x' is refused: must be whole numbers of 32 bits with commas between"),
+        (
+            "status --target http://h:1",
+            "--target: 'http://h:1' is refused: must be HOST:PORT, without http://",
+        ),
         ("status --watch nan", "--watch: 'nan' is refused: must be a number of seconds above 0"),
     ],
 )
@@ -446,7 +450,7 @@ def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
     assert process.returncode == 1
     (line,) = map(json.loads, error.splitlines())
     assert (line["event"], line["listen"]) == ("cannot listen", listen)
-    assert line["error"] == "is another server using the address?"
+    assert line["error"] == "another process has this address; choose another one with --listen"
 
 
 def test_a_journal_that_cannot_be_used_is_told_also_where_a_killed_server_has_left_its_socket(

@@ -79,6 +79,7 @@ def test_all_caches_are_released_once_that_is_confirmed(
     assert quire("caches", "release", "--all", "--yes") == 0
     assert capsys.readouterr().out == "released 5 of 5 caches\n"
     assert executor.caches == {}
+    assert quire("caches", "release", "--all") == 0, "there is nothing to confirm"
 
 
 def test_a_refused_call_is_told_in_a_line(
@@ -91,12 +92,23 @@ def test_a_refused_call_is_told_in_a_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", ["caches", "caches release", "caches release kv_1 --all", "state", "state remove"]
+    ("arguments", "said"),
+    [
+        ("", "required: serve|status|generate|load|caches|state|token"),
+        ("caches", "required: list|release"),
+        ("caches release", "one of the arguments CACHE_ID --all is required"),
+        ("caches release kv_1 --all", "not allowed with argument"),
+        ("state", "required: list|remove"),
+        ("state remove", "one of the arguments NAME --older-than is required"),
+    ],
 )
-def test_what_is_to_be_done_has_to_be_said(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_to_be_done_has_to_be_said(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())
-    assert caught.value.code == 2 and "usage: quire" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and "usage: quire" in error and said in error
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def test_a_bad_value_is_refused_even_where_it_is_overridden() -> None:
 
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean workers") as caught:
+    with pytest.raises(ConfigError, match=r"did you mean workers\?$") as caught:
         load_config({"config": toml(tmp_path, "worker = 2")}, {})
     assert caught.value.setting == "worker"
     with pytest.raises(ConfigError, match="did you mean QUIRE_WORKERS") as caught:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from service.doors.unix_socket import OwnSocket
+from service.doors.unix_socket import IN_USE, OwnSocket
 from service.server import why_not_listening
 
 
 def test_a_port_that_another_server_has() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         _, port = other.getsockname()
-        assert why_not_listening(f"127.0.0.1:{port}") == "is another server using the address?"
+        assert why_not_listening(f"127.0.0.1:{port}") == IN_USE
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_path_that_is_taken_and_one_that_is_free(tmp_path: Path) -> None:
 def test_a_unix_socket_is_one_servers_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     first = OwnSocket(str(path))
-    with pytest.raises(OSError, match="another server"):
+    with pytest.raises(OSError, match="another process has this address"):
         OwnSocket(str(path))
     first.close()
     assert not any(tmp_path.iterdir()), "nothing is left behind"
@@ -53,7 +53,7 @@ def test_a_unix_socket_of_another_program_is_not_taken_but_a_dead_ones_is(tmp_pa
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         other.listen()
-        with pytest.raises(OSError, match="another server"):
+        with pytest.raises(OSError, match="another process has this address"):
             OwnSocket(str(path))
     assert list(tmp_path.iterdir()) == [path], "nobody has removed it, and nothing is left beside it"
     OwnSocket(str(path)).close()

@@ -70,7 +70,7 @@ class QuireLM:
         return found
 
 
-if importlib.util.find_spec("lm_eval"):
+if __name__ == "__main__" or importlib.util.find_spec("lm_eval"):
     from lm_eval import __main__, models  # noqa: F401 - which it loads by itself where no model is known
     from lm_eval.api import model, registry
 

@@ -55,6 +55,8 @@ def connection(
     max_response_bytes: int,
 ) -> Connection:
     """As the arguments of a client say. Raises ValueError for what contradicts itself, OSError for files."""
+    if target.startswith(("http://", "https://")):  # gRPC would look it up as a name, for seconds
+        raise ValueError(f"a target is HOST:PORT, without http://: {target}")
     # No retries: a channel does not see which request is fenced.
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", max_request_bytes),
