@@ -441,7 +441,7 @@ export interface LoadWeightsResponse {
 }
 
 export interface RebuildSessionRequest {
-  /** Empty: the server's own. */
+  /** Empty: the server's own; with REBUILD_CAUSE_REMOTE_CONFIG_CHANGE: only those whose settings have changed. */
   runtime: string;
   cause: RebuildCause;
 }
