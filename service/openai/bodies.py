@@ -35,7 +35,7 @@ class Bodies:
     def __init__(self, reception: Reception, max_body_bytes: int, max_bytes: int) -> None:
         """`max_bytes`: of all bodies together; a tenant may have half of it."""
         self._reception = reception
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self._max_bytes = max_bytes
         self.held_bytes = 0
         self._of_tenant: Counter[str] = Counter()
@@ -54,11 +54,11 @@ class Bodies:
             text = "the content-type must be application/json"
             raise InvalidArgument("BAD_CONTENT_TYPE", "", text)
         length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            raise _too_large(self._max_body_bytes)
         found = current_tenant()
         tenant = "" if found is None else found.name
         body = Body(request.receive, self, tenant)
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            body.refused = _too_large(self.max_body_bytes)
         try:
             refused = await self._reception.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
             if isinstance(refused, Malformed):
@@ -73,8 +73,8 @@ class Bodies:
     def take(self, body: Body, tenant: str, more_bytes: int) -> QuireError | None:
         """Counts what has arrived of a body, or says why it is too much. One alone always has room."""
         size_bytes = body.size_bytes + more_bytes
-        if size_bytes > self._max_body_bytes:
-            return _too_large(self._max_body_bytes)
+        if size_bytes > self.max_body_bytes:
+            return _too_large(self.max_body_bytes)
         # Without tenants nobody can tell callers apart.
         share_bytes = self._max_bytes // 2 if tenant else self._max_bytes
         of_all, of_tenant = self.held_bytes + more_bytes, self._of_tenant[tenant] + more_bytes
@@ -133,25 +133,33 @@ class Body:
         self._tenant = tenant
         self._data = bytearray()
         self._is_gone = False
+        # Why it is not taken.
+        self.refused: QuireError | None = None
         # What was counted of it.
         self.size_bytes = 0
 
     async def read(self) -> Any:
-        """All of it; what is the matter if something is; gRPC's end of a stream if the client has left."""
+        """All of it; what is the matter if something is; gRPC's end of a stream if the client has left.
+
+        Of what is refused the rest is read, too, up to as much again: a connection that is closed while the
+        client sends is reset, and the client may never see the answer.
+        """
+        left_bytes = self._bodies.max_body_bytes
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self._is_gone = True
                 return grpc.aio.EOF
             part = message.get("body", b"")
-            refused = self._bodies.take(self, self._tenant, len(part))
-            if refused is not None:
+            self.refused = self.refused or self._bodies.take(self, self._tenant, len(part))
+            if self.refused is None:
+                self.size_bytes += len(part)
+                self._data += part
+            else:
                 self._data.clear()
-                return Malformed(refused)
-            self.size_bytes += len(part)
-            self._data += part
-            if not message.get("more_body", False):
-                return self
+                left_bytes -= len(part)
+            if left_bytes < 0 or not message.get("more_body", False):
+                return self if self.refused is None else Malformed(self.refused)
 
     def taken(self) -> bytes:
         """The bytes, once."""

@@ -590,6 +590,24 @@ async def test_the_bytes_of_all_bodies_are_bounded_until_they_are_answered() -> 
                 writer.close()
 
 
+@pytest.mark.parametrize("size_bytes", [30_000, 90_000])
+async def test_a_body_that_is_refused_is_read_to_its_end(size_bytes: int) -> None:
+    """Else the connection is reset under a client that still sends. What is far too large is not read."""
+    async with serving(Speaker(speak), max_request_bytes=20_000) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        try:
+            is_read = size_bytes < 40_000
+            sent = asking(user="x" * size_bytes)
+            writer.write(sent + asking() if is_read else sent[:50_000])
+            assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).startswith(b"HTTP/1.1 413")
+            rest = await asyncio.wait_for(
+                reader.read() if not is_read else reader.readuntil(b"200 OK"), PATIENCE_S
+            )
+            assert (b"200 OK" in rest) == is_read
+        finally:
+            writer.close()
+
+
 def test_a_tenant_has_half_of_what_bodies_may_take() -> None:
     bodies = Bodies(Reception(Config()), 1000, 2000)
     sizes = []
