@@ -21,7 +21,7 @@ TORCH := torch==2.13.0 $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell unam
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels bench gpu-test gpu-bench serve test test-isa soak check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels bench gpu-test gpu-bench serve test test-isa soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ bench: $(BENCH_INSTALLED) ## Measure against transformers and llama.cpp, 15 minu
 
 soak: setup ## Kill, stop and crash workers and gateway under callers, for an hour (ARGS="--faults 100 --minutes 5")
 	$(BIN)/python -m tests.soak $(ARGS)
+
+size: setup ## Show how long the code is, and what a Decode goes through and costs (ARGS="--functions 20")
+	$(BIN)/python -m benchmarks.size $(ARGS)
 
 # On a machine with a GPU: nothing is installed, and of Quire's dependencies only those of kernels and models are
 # needed. A copy without history is told its commit: make gpu-test COMMIT=...

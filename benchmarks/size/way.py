@@ -1,0 +1,70 @@
+"""The files and types through which a Decode goes, by what functions take and change while one is computed.
+
+A file counts if one of its functions takes a value of one of `TYPES`, or several of them, as an argument, or
+sets attributes of one. Methods of these types themselves do not make a file count, and neither do models,
+runners, kernels and the client. Functions count that run for a Decode that goes well; others are not seen.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.checkout import ROOT
+from benchmarks.size.calls import Use
+
+# In the order in which a Decode meets them.
+TYPES = (
+    "quire.v1.executor_pb2.DecodeRequest",
+    "service.caches.requests.Append",
+    "service.caches.entries.Operation",
+    "service.caches.entries.CacheEntry",
+    "service.caches.entries.StoredAnswer",
+    "service.caches.ledger.CacheState",
+    "service.caches.admission.Ahead",
+    "service.caches.entries.Attempt",
+    "service.caches.effects.ForwardSequence",
+    "quire.v1.worker_pb2.ForwardCommand",
+    "workers.operations.Forward",
+    "workers.forward_queue.QueuedForward",
+    "workers.running.RunningForward",
+    "workers.running.Chunk",
+    "workers.models.inputs.ForwardInputs",
+    "workers.operations.RowOutput",
+    "workers.operations.ForwardDone",
+    "quire.v1.worker_pb2.ForwardDone",
+    "service.caches.records.LastAppend",
+    "service.caches.records.TokensAppended",
+    "service.caches.requests.Appended",
+    "service.caches.requests.Handle",
+    "quire.v1.executor_pb2.DecodeResponse",
+)
+_NOT_COUNTED = ("workers/models/", "workers/runners/", "kernels/", "clients/")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Through the gateway and the worker."""
+
+    # By the file's name, the types of the way that it takes or changes.
+    files: dict[str, set[str]]
+    # Those of `TYPES` that were met.
+    types: set[str]
+    # Ours, made anew for each Decode, and not in `TYPES`: wrappers. Only those with an `__init__` in Python.
+    other_types: set[str]
+
+
+def way_of(uses: Iterable[Use]) -> Way:
+    """What was seen while a Decode was computed."""
+    uses = list(uses)
+    types = {use.type for use in uses if use.type in TYPES}
+    own_methods = {(use.file, use.function) for use in uses if use.variable == "self" and use.type in TYPES}
+    files: defaultdict[str, set[str]] = defaultdict(set)
+    for use in uses:
+        name = use.file.removeprefix(f"{ROOT}/")
+        is_ours = name.startswith(("service/", "workers/")) and not name.startswith(_NOT_COUNTED)
+        if is_ours and use.type in TYPES and (use.file, use.function) not in own_methods:
+            files[name].add(use.type)
+    made = {use.type for use in uses if use.variable == "self" and use.function.endswith("__init__")}
+    return Way(dict(sorted(files.items())), types, made - set(TYPES))

@@ -1,0 +1,92 @@
+"""Ceilings: how long the code may be, what a Decode may go through, and what a token may cost.
+
+Whoever makes one of these smaller lowers its ceiling. `make size` shows what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from benchmarks.size.calls import ITEMS, ROLES, CountedServer, decodes, most_called
+from benchmarks.size.lines import PRODUCT, length, longest_file, most_methods
+from benchmarks.size.way import TYPES, Way, way_of
+
+SERVICE_LINES = 28_700
+PRODUCT_LINES = 54_100
+LONGEST_FILE_LINES = 1_112
+MOST_METHODS = 85
+FILES_ON_THE_WAY = 27
+TYPES_ON_THE_WAY = 23
+TYPES_AROUND = 15
+# Counted with Python 3.11. Others count a little differently: 3.12, for one, calls no function for a
+# comprehension.
+CALLS: dict[str, dict[str, float]] = {
+    f"item of a BatchDecode of {ITEMS}": {"gateway": 144.0, "worker": 285.6},
+    "unary Decode": {"gateway": 432, "worker": 508},
+    "Decode on a Session": {"gateway": 323, "worker": 507},
+}
+SLACK = 1.01
+SHOWN = 15
+
+Kinds = dict[str, tuple[Callable[[], object], int]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CountedServer]:
+    with CountedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def kinds(server: CountedServer) -> Iterator[Kinds]:
+    with decodes(server) as kinds:
+        yield kinds
+
+
+@pytest.fixture(scope="module")
+def way(server: CountedServer, kinds: Kinds) -> Way:
+    return way_of(server.uses(kinds["unary Decode"][0]))
+
+
+def test_the_service_does_not_grow() -> None:
+    assert length("service").lines <= SERVICE_LINES
+
+
+def test_the_product_does_not_grow() -> None:
+    assert length(*PRODUCT).lines <= PRODUCT_LINES
+
+
+def test_no_file_is_longer() -> None:
+    assert longest_file() <= (LONGEST_FILE_LINES, "~")
+
+
+def test_no_class_has_more_methods() -> None:
+    assert most_methods() <= (MOST_METHODS, "~")
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_token_costs_no_more_calls(server: CountedServer, kinds: Kinds, kind: str) -> None:
+    step, tokens = kinds[kind]
+    calls = server.calls_per_step(step)
+    for role in ROLES:
+        found, most = calls[role].total() / tokens, CALLS[kind][role]
+        message = (
+            f"{kind}: the {role} calls {found:.1f} Python functions, {most} or about so many at most. Compare"
+            " with the commit before: make size ARGS='--functions 100'. Called most often:"
+        )
+        assert 0 < found <= most * SLACK, "\n".join([message, *most_called(calls[role], tokens, SHOWN)])
+
+
+def test_a_decode_goes_through_no_more_files(way: Way) -> None:
+    assert len(way.files) <= FILES_ON_THE_WAY, "\n".join(way.files)
+
+
+def test_a_decode_takes_no_more_types(way: Way) -> None:
+    assert len(way.types) <= TYPES_ON_THE_WAY
+    assert len(way.other_types) <= TYPES_AROUND, "\n".join(sorted(way.other_types))
+
+
+def test_the_types_that_are_looked_for_are_met(way: Way) -> None:
+    assert set(TYPES) == way.types
