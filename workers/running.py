@@ -30,7 +30,7 @@ class RunningForward:
     # A row of it has no token: nothing was appended, and it is to be rolled back.
     failure: Exception | None = None
     # Draws those that are left, a part at a time, and says what each part has cost.
-    draws: Iterator[tuple[int, list[RowOutput]]] = field(default_factory=lambda: iter(()))
+    draws: Iterator[tuple[int, list[RowOutput]]] | None = None
     # Of a tree, once all of it is computed. Nothing of it is in the sequence before.
     kept_path: list[int] = field(default_factory=list)
 

@@ -278,7 +278,7 @@ class StepLoop:
     def _begin(self, op: Forward) -> RunningForward | Behind | None:
         """Prepares an operation for its first step; answers it if that fails."""
         try:
-            behind = self._engine.behind(op)
+            behind = self._engine.underway.behind(op)
             if behind is not None:
                 return behind
             return self._begin_with_room(op)
