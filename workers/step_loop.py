@@ -171,7 +171,11 @@ class StepLoop:
             match command:
                 case Forward():
                     self._window.arrived(command.sequence, came_ns)
-                    self._add(command)
+                    done = self._ahead.claim(command)
+                    if done is None:
+                        self._scheduler.add(command)
+                    else:
+                        self._answer(command, done)
                     return
                 case Abort():
                     self._abort(command)
@@ -191,14 +195,6 @@ class StepLoop:
         except Exception as error:
             _log.exception("a command failed")
             self._results.append(Failed(command.op_id, FailureReason.FAULT, repr(error)))
-
-    def _add(self, op: Forward) -> None:
-        """Queues a forward, or answers it if it was guessed."""
-        done = self._ahead.claim(op)
-        if done is None:
-            self._scheduler.add(op)
-        else:
-            self._answer(op, done)
 
     def _answer(self, op: Forward, done: ForwardDone) -> None:
         self._results.append(done)
