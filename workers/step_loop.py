@@ -133,8 +133,9 @@ class StepLoop:
             wait_ns = 0
             # A prefill does not wait for decodes, unless it was told to run beside them.
             may_wait = not self._scheduler.has_long or self._scheduler.protects_decodes
-            if may_wait and len(self._scheduler) < self._scheduler.max_batch_items:
-                wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
+            held = len(self._scheduler)
+            if may_wait and held < self._scheduler.max_batch_items:
+                wait_ns = self._window.remaining_ns(time.monotonic_ns(), held)
             try:
                 taken = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
             except queue.Empty:

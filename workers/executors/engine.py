@@ -78,9 +78,10 @@ class Engine:
         sequence = table.get(op.sequence)
         if sequence is None and op.position == 0:
             sequence = table.create(op.sequence, op.salt)
-        if sequence is None or len(sequence) < op.position:
-            raise KvMissing(f"{len(sequence or ())} tokens of {op.position}")
-        if len(sequence) > op.position:
+        length = 0 if sequence is None else len(sequence)
+        if sequence is None or length < op.position:
+            raise KvMissing(f"{length} tokens of {op.position}")
+        if length > op.position:
             table.truncate(sequence, op.position)
         started_ns = time.monotonic_ns()
         # One token is always left to compute, so that every operation takes part in a step.
