@@ -171,8 +171,10 @@ class Lane:
         elif share:
             # Not past anyone who waits: they would all stand as if they had just come.
             ahead = bisect_right(self.line, self.virtual_time, key=by_tag)
-            waiting = self.line[ahead : ahead + 1]
-            self._move_to(min([self.virtual_time + share, *(entry.tag for entry in waiting)]))
+            virtual_time = self.virtual_time + share
+            if ahead < len(self.line):
+                virtual_time = min(virtual_time, self.line[ahead].tag)
+            self._move_to(virtual_time)
 
     def hold_back(self, entry: QueuedForward) -> None:
         """Watch a forward of low priority: it is called up when enough was done since it came."""

@@ -194,10 +194,11 @@ class Scheduler:
         left.add(held_back)
         # Also in the steps after one that decoded: its callers are about to come back, and would wait for it.
         self._prefill_share.stepped([entry.caller for entry, chunk in chunks if chunk.op.kind in _DECODES])
-        spare_tokens = max(0, left.tokens - self._prefill_share.tokens(self._queue.long.present))
-        left.tokens -= spare_tokens
-        long_had_turn |= self._fill(self._queue.long, left, begin, chunks)
-        left.tokens += spare_tokens
+        if self._queue.long.line:
+            spare_tokens = max(0, left.tokens - self._prefill_share.tokens(self._queue.long.present))
+            left.tokens -= spare_tokens
+            long_had_turn |= self._fill(self._queue.long, left, begin, chunks)
+            left.tokens += spare_tokens
         # What was held back and not used after all.
         self._fill(self._queue.short, left, begin, chunks)
         self._long_goes_first = bool(self._queue.long.line) and not long_had_turn
@@ -305,7 +306,7 @@ class Scheduler:
         entry.lane.turn(entry.tag, entry.cost)  # Also of one that fails to begin.
         if running is None:
             self._queue.leave(entry)
-        elif running.remaining < 1:
+        elif running.computed >= len(running.op.token_ids):
             self._queue.leave(entry)
             raise ValueError(f"operation {entry.op.op_id} was begun with no tokens left to compute")
         else:
