@@ -37,19 +37,22 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
     slots: list[int] = []
     wanted_rows: list[int] = []
     query_starts = [0]
+    query_lens: list[int] = []
     context_lens: list[int] = []
+    is_tree: list[bool] = []
     for chunk in chunks:
         sequence, first_row = chunk.running.sequence, len(token_ids)
-        is_tree = bool(chunk.op.parents)
         # Of a tree nothing is in the sequence yet.
-        length = len(sequence) + (chunk.start if is_tree else 0)
+        length = len(sequence) + (chunk.start if chunk.op.parents else 0)
         end = length + chunk.count
         token_ids.extend(chunk.token_ids)
-        positions.extend(_positions_in_tree(chunk) if is_tree else range(length, end))
+        positions.extend(_positions_in_tree(chunk) if chunk.op.parents else range(length, end))
         slots += [sequence.pages[i // page_size] * page_size + i % page_size for i in range(length, end)]
         wanted_rows.extend(range(first_row + chunk.wanted.start, first_row + chunk.count))
         query_starts.append(len(token_ids))
+        query_lens.append(chunk.count)
         context_lens.append(end)
+        is_tree.append(bool(chunk.op.parents))
     return ForwardInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),  # [T]
         positions=torch.tensor(positions, dtype=torch.int64),  # [T]
@@ -59,9 +62,9 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
             page_tables=_page_tables(chunks, context_lens, page_size),  # [N, P]
             query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [N + 1]
             context_lens=torch.tensor(context_lens, dtype=torch.int32),  # [N]
-            query_lens=[chunk.count for chunk in chunks],
+            query_lens=query_lens,
             context_lens_host=context_lens,
-            trees=_trees(chunks, context_lens),
+            trees=_trees(chunks, context_lens, is_tree) if any(is_tree) else None,
         ),
     )
 
@@ -72,11 +75,8 @@ def _positions_in_tree(chunk: Chunk) -> list[int]:
     return [chunk.op.position + depth for depth in depths[chunk.start : chunk.start + chunk.count]]
 
 
-def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int]) -> TokenTrees | None:
-    """Which of the chunks are of trees."""
-    is_tree = [bool(chunk.op.parents) for chunk in chunks]
-    if not any(is_tree):
-        return None
+def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], is_tree: list[bool]) -> TokenTrees:
+    """What attention has to know of those chunks that are of trees."""
     roots: list[int] = []
     ancestors: list[int] = []
     depths = torch.zeros((len(chunks), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]

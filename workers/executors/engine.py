@@ -164,7 +164,7 @@ class Engine:
             first = last
         self._counts.steps += 1
         self._counts.batch_items += len(chunks)
-        self._counts.step_tokens += len(inputs.token_ids)
+        self._counts.step_tokens += self._step_tokens
 
     def _keep_paths(
         self, chunks: Sequence[Chunk], outputs: Sequence[RowOutput]
@@ -183,7 +183,8 @@ class Engine:
                 places = (self._kv_table.slot(running.sequence, op.position + k) for k in range(len(path)))
                 moves += [(slot, place) for slot, place in zip(slots, places, strict=True) if slot != place]
             first = last
-        self.kv.move_slots(moves)
+        if moves:
+            self.kv.move_slots(moves)
         return paths
 
     def draw(self, running: RunningForward) -> int:
