@@ -37,17 +37,22 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
     slots: list[int] = []
     wanted_rows: list[int] = []
     query_starts = [0]
+    query_lens: list[int] = []
     context_lens: list[int] = []
+    is_tree: list[bool] = []
     for chunk in chunks:
         sequence, first_row = chunk.running.sequence, len(token_ids)
-        length = _slots_before(chunk)
+        # Of a tree nothing is in the sequence yet.
+        length = len(sequence) + (chunk.start if chunk.op.parents else 0)
         end = length + chunk.count
         token_ids.extend(chunk.token_ids)
-        positions.extend(_positions(chunk))
-        slots.extend(sequence.pages[i // page_size] * page_size + i % page_size for i in range(length, end))
-        wanted_rows.extend(first_row + index for index in chunk.wanted)
+        positions.extend(_positions_in_tree(chunk) if chunk.op.parents else range(length, end))
+        slots += [sequence.pages[i // page_size] * page_size + i % page_size for i in range(length, end)]
+        wanted_rows.extend(range(first_row + chunk.wanted.start, first_row + chunk.count))
         query_starts.append(len(token_ids))
+        query_lens.append(chunk.count)
         context_lens.append(end)
+        is_tree.append(bool(chunk.op.parents))
     return ForwardInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),  # [T]
         positions=torch.tensor(positions, dtype=torch.int64),  # [T]
@@ -57,31 +62,21 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
             page_tables=_page_tables(chunks, context_lens, page_size),  # [N, P]
             query_starts=torch.tensor(query_starts, dtype=torch.int32),  # [N + 1]
             context_lens=torch.tensor(context_lens, dtype=torch.int32),  # [N]
-            query_lens=[chunk.count for chunk in chunks],
+            query_lens=query_lens,
             context_lens_host=context_lens,
-            trees=_trees(chunks, context_lens),
+            trees=_trees(chunks, context_lens, is_tree) if any(is_tree) else None,
         ),
     )
 
 
-def _slots_before(chunk: Chunk) -> int:
-    """How many slots of its sequence are filled. Of a tree nothing is in the sequence yet."""
-    return len(chunk.running.sequence) + (chunk.start if chunk.op.parents else 0)
-
-
-def _positions(chunk: Chunk) -> Sequence[int]:
-    """Those of its tokens: the index in the sequence, of a token of a tree if only its path is there."""
-    first = _slots_before(chunk)
-    if not chunk.op.parents:
-        return range(first, first + chunk.count)
+def _positions_in_tree(chunk: Chunk) -> list[int]:
+    """The index in the sequence of each of its tokens, if only its path is there."""
     depths, _ = depths_and_ancestors(chunk.op.parents)
     return [chunk.op.position + depth for depth in depths[chunk.start : chunk.start + chunk.count]]
 
 
-def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int]) -> TokenTrees | None:
-    """Which of the chunks are of trees."""
-    if not any(chunk.op.parents for chunk in chunks):
-        return None
+def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], is_tree: list[bool]) -> TokenTrees:
+    """What attention has to know of those chunks that are of trees."""
     roots: list[int] = []
     ancestors: list[int] = []
     depths = torch.zeros((len(chunks), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
@@ -98,7 +93,7 @@ def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int]) -> TokenTrees |
         roots=torch.tensor(roots, dtype=torch.int32),  # [N]
         ancestors=torch.tensor(ancestors, dtype=torch.int64),  # [T]
         depths=depths,
-        is_tree=[bool(chunk.op.parents) for chunk in chunks],
+        is_tree=is_tree,
     )
 
 
@@ -122,9 +117,10 @@ def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:
     return rows
 
 
-def _rows_of_chain(chunk: Chunk) -> Iterator[SamplingRow]:
+def _rows_of_chain(chunk: Chunk) -> list[SamplingRow]:
     """Of tokens that follow each other."""
-    op, committed = chunk.op, len(chunk.running.sequence)
+    op, committed, counted_from = chunk.op, len(chunk.running.sequence), _counted_from(chunk.op)
+    rows: list[SamplingRow] = []
     history: Sequence[int] | NDArray[np.int64] = ()
     if chunk.told and _needs_history(op):
         # One for all rows of the chunk: each of them a history of its own would cost tokens x rows.
@@ -136,15 +132,17 @@ def _rows_of_chain(chunk: Chunk) -> Iterator[SamplingRow]:
         draft = None
         if choice.draft is not None:
             draft = Draft((op.token_ids[chunk.start + index + 1],), choice.draft)
-        yield SamplingRow(
+        row = SamplingRow(
             spec=op.output.sampling,
             mask=choice.mask or op.output.mask,
             draft=draft,
             position=position,
             history=history,
             history_len=min(position, len(history)),
-            prompt_len=_counted_from(op),
+            prompt_len=counted_from,
         )
+        rows.append(row)
+    return rows
 
 
 def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
@@ -154,7 +152,7 @@ def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
     history: Sequence[int] | NDArray[np.int64] = ()
     if _needs_history(op):
         history = chunk.running.sequence.token_ids.as_array().astype(np.int64)
-    for index, position in enumerate(_positions(chunk), start=chunk.start):
+    for index, position in enumerate(_positions_in_tree(chunk), start=chunk.start):
         choice = op.choices[index] if op.choices else _LIKE_ALL
         draft = None
         if choice.draft is not None:

@@ -147,6 +147,8 @@ def sampled_logprobs(
     A token that rounding has put just outside of a cut is -infinity there. Arguments as for `with_drafts`.
     """
     wanted = [index for index, spec in enumerate(specs) if spec.sampled_logprob]
+    if not wanted:
+        return {}
     masks, counter = Masks(logits.shape[1]), HistoryCounter(logits.shape[1])
     found = {}
     for index in wanted:

@@ -59,7 +59,7 @@ class QueuedForward:
     @property
     def remaining(self) -> int:
         """Tokens to go."""
-        return len(self.op.token_ids) if self.running is None else self.running.remaining
+        return len(self.op.token_ids) - (0 if self.running is None else self.running.computed)
 
 
 def cost_of(op: Forward, tokens: int) -> int:
@@ -163,15 +163,18 @@ class Lane:
         """Note that a forward with this tag and cost has its turn. Moves virtual time, and nobody's place."""
         self._turns += cost
         self._done += cost
-        self._call_up()
+        if self._held_back:
+            self._call_up()
         share = self._turns // (self._most_callers + 1)
         if tag > self.virtual_time:
             self._move_to(tag)
         elif share:
             # Not past anyone who waits: they would all stand as if they had just come.
             ahead = bisect_right(self.line, self.virtual_time, key=by_tag)
-            waiting = self.line[ahead : ahead + 1]
-            self._move_to(min([self.virtual_time + share, *(entry.tag for entry in waiting)]))
+            virtual_time = self.virtual_time + share
+            if ahead < len(self.line):
+                virtual_time = min(virtual_time, self.line[ahead].tag)
+            self._move_to(virtual_time)
 
     def hold_back(self, entry: QueuedForward) -> None:
         """Watch a forward of low priority: it is called up when enough was done since it came."""
@@ -261,12 +264,15 @@ class ForwardQueue:
         """Return all that are held, in order of arrival."""
         return list(self._entries.values())
 
-    def add(self, op: Forward) -> None:
-        """Queue `op` behind the others of its sequence. Its op_id must be new, and tokens remain."""
+    def add(self, op: Forward, row_weight: int) -> None:
+        """Queue `op` behind the others of its sequence. Its op_id must be new, and tokens remain.
+
+        `row_weight`: what each of its rows takes of a step.
+        """
         caller = op.caller or -1 - self._arrivals
         lane, cost = self._lane_of(len(op.token_ids)), cost_of(op, len(op.token_ids))
         tag = lane.join(caller, cost, _HEAD_STARTS[op.priority])
-        entry = QueuedForward(self._arrivals, op, caller, lane, cost, tag, op.row_weight)
+        entry = QueuedForward(self._arrivals, op, caller, lane, cost, tag, row_weight)
         self._arrivals += 1
         self._entries[op.op_id] = entry
         if op.priority is Priority.LOW:
@@ -285,7 +291,8 @@ class ForwardQueue:
         """Note what `entry` has become; its deadline no longer matters."""
         entry.running = running
         self.begun += 1
-        self.reclassify(entry)  # Reuse may have made it short.
+        if running.computed:
+            self.reclassify(entry)  # Reuse may have made it short.
 
     def reclassify(self, entry: QueuedForward) -> None:
         """Move a forward in line to the lane of its class, if what it has computed made that another one."""
@@ -302,7 +309,7 @@ class ForwardQueue:
         op = entry.op
         entry.lane.step_out(entry)
         entry.lane.quit(entry.caller, entry.cost)
-        self.begun -= entry.begun
+        self.begun -= entry.running is not None
         del self._entries[op.op_id]
         queue = self._by_sequence[op.sequence]
         del queue[op.op_id]

@@ -219,18 +219,17 @@ class Forward:
     # One more token is drawn for each from the last row, if that has an output.
     sample_seeds: Sequence[int] = ()
 
-    @property
-    def row_weight(self) -> int:
-        """How many plain rows one of its rows counts for. A draw is only a part of what a row takes.
+    # Of how many of the last tokens the row of logits is computed. The row before a token scores it.
+    wanted_rows: int = field(init=False)
+    # How many plain rows one of its rows counts for. A draw is only a part of what a row takes: all draws are
+    # from the last row, and what they take is shared out among the rows, which may be scored.
+    row_weight: int = field(init=False)
 
-        All draws are from the last row, and what they take is shared out among the rows, which may be scored.
-        """
-        return self.output.row_weight + len(self.sample_seeds) // (_DRAWS_PER_ROW * max(1, self.wanted_rows))
-
-    @property
-    def wanted_rows(self) -> int:
-        """Of how many of the last tokens the row of logits is computed. The row before a token scores it."""
-        return max(self.rows, self.scored + 1) if self.scored else self.rows
+    def __post_init__(self) -> None:
+        wanted_rows = max(self.rows, self.scored + 1) if self.scored else self.rows
+        draws_weight = len(self.sample_seeds) // (_DRAWS_PER_ROW * max(1, wanted_rows))
+        object.__setattr__(self, "wanted_rows", wanted_rows)
+        object.__setattr__(self, "row_weight", self.output.row_weight + draws_weight)
 
 
 @dataclass(frozen=True, slots=True)

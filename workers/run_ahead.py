@@ -70,7 +70,7 @@ class RunAhead:
         self._max_seq_tokens = max_seq_tokens
         self._guesses_untold = guesses_untold
         self._next_id = -1
-        # All by their sequences; what is held, the oldest first.
+        # All by their sequences; what is held, the oldest first. A sequence with a guess is in `_expected`.
         self._expected: dict[int, _Expected] = {}
         self._queued: dict[int, Forward] = {}
         self._held: dict[int, _Held] = {}
@@ -86,11 +86,12 @@ class RunAhead:
 
     def follow(self, op: Forward, done: ForwardDone) -> bool:
         """Queues what is expected after an answer; returns whether anything is."""
-        # One that was queued behind this forward, after another before it, knows nothing of it.
-        self._take_back(op.sequence)
+        before = self._expected.pop(op.sequence, None)
+        if before is not None:
+            # One that was queued behind this forward, after another before it, knows nothing of it.
+            self._take_back(op.sequence)
         is_wanted = op.run_ahead or self._guesses_untold
         if not is_wanted or not _goes_on(op) or op.position + len(op.token_ids) >= self._max_seq_tokens:
-            self._expected.pop(op.sequence, None)
             return False
         guess = Forward(
             op_id=self._next_id,
@@ -104,7 +105,6 @@ class RunAhead:
             priority=op.priority,
         )
         self._next_id -= 1
-        before = self._expected.get(op.sequence)
         times = 0 if before is None else before.times
         self._expected[op.sequence] = _Expected(guess, times)
         if not op.run_ahead and not (self._guesses_untold and times >= _HABIT):
@@ -140,7 +140,9 @@ class RunAhead:
     def claim(self, op: Forward) -> ForwardDone | None:
         """The answer of what is asked for now, if it was guessed and is computed. Else no guess is left."""
         expected = self._expected.get(op.sequence)
-        if expected is None or not _is_same(expected.next, op):
+        if expected is None:
+            return None
+        if not _is_same(expected.next, op):
             self.drop([op.sequence])
             return None
         self._expected[op.sequence] = _Expected(expected.next, expected.times + 1)

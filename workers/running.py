@@ -30,7 +30,7 @@ class RunningForward:
     # A row of it has no token: nothing was appended, and it is to be rolled back.
     failure: Exception | None = None
     # Draws those that are left, a part at a time, and says what each part has cost.
-    draws: Iterator[tuple[int, list[RowOutput]]] = field(default_factory=lambda: iter(()))
+    draws: Iterator[tuple[int, list[RowOutput]]] | None = None
     # Of a tree, once all of it is computed. Nothing of it is in the sequence before.
     kept_path: list[int] = field(default_factory=list)
 
@@ -58,44 +58,26 @@ class Behind:
     computed: int
 
 
-@dataclass(frozen=True, slots=True)
 class Chunk:
-    """Run `count` tokens of a forward, from `start` on, in this step."""
+    """Run `count` tokens of a forward, from `start` on, in this step.
 
-    running: RunningForward
-    start: int
-    count: int
+    Attributes:
+        op: The request of `running`.
+        is_last: Whether nothing of the request is left to compute after it.
+        token_ids: The tokens this step appends.
+        rows: Of how many of them the row of logits is computed: the last ones, as far as the op wants them.
+        wanted: The same as indices into `token_ids`.
+        told: How many of these rows have an output: the last ones. The others only score what follows.
+    """
 
-    @property
-    def op(self) -> Forward:
-        """The request."""
-        return self.running.op
+    __slots__ = ("count", "is_last", "op", "rows", "running", "start", "token_ids", "told", "wanted")
 
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing of the request is left to compute after it."""
-        return self.start + self.count == len(self.op.token_ids)
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The tokens this step appends."""
-        return self.op.token_ids[self.start : self.start + self.count]
-
-    @property
-    def rows(self) -> int:
-        """Of how many of them the row of logits is computed: the last ones, as far as the op wants them."""
-        return self._last(self.op.wanted_rows)
-
-    @property
-    def told(self) -> int:
-        """How many of these rows have an output: the last ones. The others only score what follows."""
-        return self._last(self.op.rows)
-
-    def _last(self, count: int) -> int:
-        """How many of the op's last `count` tokens are in the chunk."""
-        return max(0, self.start + self.count - max(self.start, len(self.op.token_ids) - count))
-
-    @property
-    def wanted(self) -> range:
-        """The same as indices into `token_ids`."""
-        return range(self.count - self.rows, self.count)
+    def __init__(self, running: RunningForward, start: int, count: int) -> None:
+        op, end = running.op, start + count
+        size = len(op.token_ids)
+        self.running, self.op, self.start, self.count = running, op, start, count
+        self.is_last = end == size
+        self.token_ids = op.token_ids[start:end]
+        self.rows = max(0, end - max(start, size - op.wanted_rows))
+        self.wanted = range(count - self.rows, count)
+        self.told = max(0, end - max(start, size - op.rows))

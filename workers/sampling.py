@@ -154,19 +154,20 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         raise BadLogitsError((~finite).nonzero().flatten().tolist())
 
     others = [index for index, row in enumerate(rows) if not _is_greedy(row)]
+    if not others:
+        return chosen
     found = _choose_others(logits, rows, others)
     forbidden = [index for index, token in zip(others, found, strict=True) if token is None]
     if forbidden:
         raise NothingAllowedError(forbidden)
-    if others:
-        chosen[torch.tensor(others, device=logits.device)] = torch.tensor(found, device=logits.device)
+    chosen[torch.tensor(others, device=logits.device)] = torch.tensor(found, device=logits.device)
     return chosen
 
 
 def _is_greedy(row: SamplingRow) -> bool:
     """Whether the most likely token is chosen, whatever else is set."""
-    spec = row.spec or _GREEDY
-    return row.mask is None and spec.temperature <= 0 and not spec.changes_logits
+    spec = row.spec
+    return row.mask is None and (spec is None or (spec.temperature <= 0 and not spec.changes_logits))
 
 
 def _choose_others(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequence[int]) -> list[int | None]:

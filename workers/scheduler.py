@@ -156,7 +156,7 @@ class Scheduler:
             raise ValueError(
                 f"operation {op.op_id} wants {op.wanted_rows} rows of {len(op.token_ids)} tokens"
             )
-        self._queue.add(op)
+        self._queue.add(op, min(op.row_weight, self._most_weight))
 
     def remove(self, op_id: int) -> QueuedForward | None:
         """Drop a forward that is aborted or failed, and return its entry; None if it is not held (any more).
@@ -193,11 +193,12 @@ class Scheduler:
         self._fill(self._queue.short, left, begin, chunks)
         left.add(held_back)
         # Also in the steps after one that decoded: its callers are about to come back, and would wait for it.
-        self._prefill_share.stepped(entry.caller for entry, chunk in chunks if chunk.op.kind in _DECODES)
-        spare_tokens = max(0, left.tokens - self._prefill_share.tokens(self._queue.long.present))
-        left.tokens -= spare_tokens
-        long_had_turn |= self._fill(self._queue.long, left, begin, chunks)
-        left.tokens += spare_tokens
+        self._prefill_share.stepped([entry.caller for entry, chunk in chunks if chunk.op.kind in _DECODES])
+        if self._queue.long.line:
+            spare_tokens = max(0, left.tokens - self._prefill_share.tokens(self._queue.long.present))
+            left.tokens -= spare_tokens
+            long_had_turn |= self._fill(self._queue.long, left, begin, chunks)
+            left.tokens += spare_tokens
         # What was held back and not used after all.
         self._fill(self._queue.short, left, begin, chunks)
         self._long_goes_first = bool(self._queue.long.line) and not long_had_turn
@@ -207,10 +208,14 @@ class Scheduler:
 
     def took(self, chunks: Sequence[Chunk], took_ns: int) -> None:
         """Note how long a step took: what callers may have beside others depends on what it costs them."""
-        if all(chunk.count <= SHORT_TOKENS for chunk in chunks):
-            cost = sum(chunk.count + chunk.rows * chunk.op.row_weight for chunk in chunks)
+        longest = cost = prompt_tokens = 0
+        for chunk in chunks:
+            longest = max(longest, chunk.count)
+            cost += chunk.count + chunk.rows * chunk.op.row_weight
+            if chunk.op.kind not in _DECODES:
+                prompt_tokens += chunk.count
+        if longest <= SHORT_TOKENS:
             self._shares.learn(cost, took_ns)
-        prompt_tokens = sum(chunk.count for chunk in chunks if chunk.op.kind not in _DECODES)
         self._prefill_share.learn(prompt_tokens, took_ns)
 
     def advance(self, chunk: Chunk) -> bool:
@@ -221,7 +226,7 @@ class Scheduler:
         entry, running = self._queue.get(chunk.op.op_id), chunk.running
         if entry is None or entry.running is not running or running.computed != chunk.start + chunk.count:
             raise ValueError(f"operation {chunk.op.op_id}: tokens from {chunk.start} on were not due")
-        if running.remaining == 0:
+        if chunk.is_last:
             self._queue.leave(entry)
             return True
         self._queue.reclassify(entry)
@@ -234,7 +239,8 @@ class Scheduler:
         first = self._queue.long.line[0]
         least = int(self._long_goes_first)
         tokens = min(step.tokens // LONG_SHARE, first.remaining)
-        wanted_rows = max(0, tokens - _tokens_before_rows(first)) * self._weight(first)
+        before_rows = max(0, first.remaining - first.op.wanted_rows)
+        wanted_rows = max(0, tokens - before_rows) * first.row_weight
         part = _Budget(
             tokens=max(least, tokens),
             items=max(least, int(step.items > 1)),
@@ -266,7 +272,7 @@ class Scheduler:
             if entry.step == self._steps or (lane is self._queue.short and self._shares.is_spent(entry)):
                 i += 1
                 continue
-            if self._waits(entry):
+            if entry.behind is not None and self._waits(entry, entry.behind):
                 i += 1
                 continue
             if self._fit(entry, budget) == 0:
@@ -285,7 +291,7 @@ class Scheduler:
             chunk = Chunk(running, running.computed, count)
             entry.step = self._steps
             chunks.append((entry, chunk))
-            budget.take(chunk, self._weight(entry))
+            budget.take(chunk, entry.row_weight)
             if lane is self._queue.short:
                 self._shares.spend(entry)
             i += entry.lane is lane
@@ -300,19 +306,17 @@ class Scheduler:
         entry.lane.turn(entry.tag, entry.cost)  # Also of one that fails to begin.
         if running is None:
             self._queue.leave(entry)
-        elif running.remaining < 1:
+        elif running.computed >= len(running.op.token_ids):
             self._queue.leave(entry)
             raise ValueError(f"operation {entry.op.op_id} was begun with no tokens left to compute")
         else:
             self._queue.mark_begun(entry, running)
         return running
 
-    def _waits(self, entry: QueuedForward) -> bool:
+    def _waits(self, entry: QueuedForward, behind: Behind) -> bool:
         """Whether another forward has still to compute what this one can use."""
-        if entry.behind is None:
-            return False
-        first = self._queue.get(entry.behind.op_id)
-        if first is None or first.running is None or first.running.computed >= entry.behind.computed:
+        first = self._queue.get(behind.op_id)
+        if first is None or first.running is None or first.running.computed >= behind.computed:
             entry.behind = None
         return entry.behind is not None
 
@@ -320,24 +324,17 @@ class Scheduler:
         """Return how many tokens of `entry` fit into `budget`: 0 if none."""
         if budget.items < 1:
             return 0
-        rows = budget.rows // self._weight(entry)
-        count = min(entry.remaining, budget.tokens, _tokens_before_rows(entry) + rows)
-        if count < entry.remaining:
+        op, remaining = entry.op, entry.remaining
+        before_rows = max(0, remaining - op.wanted_rows)
+        count = min(remaining, budget.tokens, before_rows + budget.rows // entry.row_weight)
+        if count < remaining:
             # End on a page if that leaves anything: the page can be shared from now on, and the
             # next chunk begins with a page of its own.
-            start = entry.op.position + len(entry.op.token_ids) - entry.remaining
+            start = op.position + len(op.token_ids) - remaining
             aligned = (start + count) // self.page_size * self.page_size - start
             count = aligned if aligned > 0 else count
         return count
 
-    def _weight(self, entry: QueuedForward) -> int:
-        return min(entry.row_weight, self._most_weight)
-
     def check_invariants(self) -> None:
         """Assert that what is held is consistent. For tests; O(held)."""
         self._queue.check_invariants()
-
-
-def _tokens_before_rows(entry: QueuedForward) -> int:
-    """How many of the tokens to go come before the first that has a row."""
-    return max(0, entry.remaining - entry.op.wanted_rows)

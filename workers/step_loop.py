@@ -135,8 +135,9 @@ class StepLoop:
             wait_ns = 0
             # A prefill does not wait for decodes, unless it was told to run beside them.
             may_wait = not self._scheduler.has_long or self._scheduler.protects_decodes
-            if may_wait and len(self._scheduler) < self._scheduler.max_batch_items:
-                wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
+            held = len(self._scheduler)
+            if may_wait and held < self._scheduler.max_batch_items:
+                wait_ns = self._window.remaining_ns(time.monotonic_ns(), held)
             try:
                 taken = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
             except queue.Empty:
@@ -173,7 +174,11 @@ class StepLoop:
             match command:
                 case Forward():
                     self._window.arrived(command.sequence, came_ns)
-                    self._add(command)
+                    done = self._ahead.claim(command)
+                    if done is None:
+                        self._scheduler.add(command)
+                    else:
+                        self._answer(command, done)
                     return
                 case Abort():
                     self._abort(command)
@@ -193,14 +198,6 @@ class StepLoop:
         except Exception as error:
             _log.exception("a command failed")
             self._results.append(Failed(command.op_id, FailureReason.FAULT, repr(error)))
-
-    def _add(self, op: Forward) -> None:
-        """Queues a forward, or answers it if it was guessed."""
-        done = self._ahead.claim(op)
-        if done is None:
-            self._scheduler.add(op)
-        else:
-            self._answer(op, done)
 
     def _answer(self, op: Forward, done: ForwardDone) -> None:
         self._results.append(done)
@@ -280,7 +277,7 @@ class StepLoop:
     def _begin(self, op: Forward) -> RunningForward | Behind | None:
         """Prepares an operation for its first step; answers it if that fails."""
         try:
-            behind = self._engine.behind(op)
+            behind = self._engine.underway.behind(op)
             if behind is not None:
                 return behind
             return self._begin_with_room(op)

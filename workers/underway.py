@@ -30,8 +30,9 @@ class Underway:
 
     def goes_on(self, running: RunningForward) -> None:
         """A forward has begun, or some of it was computed."""
-        self.ended(running)
-        if running.remaining < self._kv_table.page_size or running.op.parents:
+        if running in self._digest_of:
+            self.ended(running)
+        if len(running.op.token_ids) - running.computed < self._kv_table.page_size or running.op.parents:
             # Of single tokens nobody waits for a page, nor of those that may go.
             return
         page_end = running.computed + self._kv_table.page_size

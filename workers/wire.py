@@ -233,7 +233,7 @@ def to_event(result: ForwardDone | Done | Failed | Adopted) -> worker_pb2.Worker
 
 def _forward_done(result: ForwardDone) -> worker_pb2.ForwardDone:
     return worker_pb2.ForwardDone(
-        outputs=[_row(row) for row in result.outputs],
+        outputs=map(_row, result.outputs),
         kept=result.kept,
         reused_tokens=result.reused,
         timing=types_pb2.StepTiming(
@@ -244,13 +244,14 @@ def _forward_done(result: ForwardDone) -> worker_pb2.ForwardDone:
         ),
         token_logprobs=result.token_logprobs,
         token_is_argmax=result.token_is_argmax,
-        samples=[
-            types_pb2.SampledToken(
-                token_id=sample.token_id, logprob=sample.logprob, sampled_logprob=sample.sampled_logprob
-            )
-            for sample in result.samples
-        ],
+        samples=map(_sample, result.samples),
         kept_path=result.kept_path,
+    )
+
+
+def _sample(row: RowOutput) -> types_pb2.SampledToken:
+    return types_pb2.SampledToken(
+        token_id=row.token_id, logprob=row.logprob, sampled_logprob=row.sampled_logprob
     )
 
 

@@ -23,7 +23,7 @@ class Worker:
     def __init__(self, *, waits: bool = True, batch_tokens: int = 64) -> None:
         self.engine: Engine = PagedAttentionExecutor.create(kv_pages=400).engine
         if not waits:
-            self.engine.behind = lambda op: None  # type: ignore[method-assign]
+            self.engine.underway.behind = lambda op: None  # type: ignore[method-assign]
         self.results: list[Result] = []
         self._loop = StepLoop(self.engine, Scheduler(batch_tokens, 16, 64), self.results.extend, 0)
 
@@ -64,8 +64,8 @@ def test_only_as_far_as_it_is_common() -> None:
     """Who has but the beginning in common does not wait for the rest."""
     worker = Worker()
     worker.run(prefill(1, context(1000)), rounds=1)
-    assert worker.engine.behind(prefill(2, [*context(500), *context(100, 3)])) == Behind(1, 496)
-    assert worker.engine.behind(prefill(2, [*context(70), *context(100, 3)])) is None
+    assert worker.engine.underway.behind(prefill(2, [*context(500), *context(100, 3)])) == Behind(1, 496)
+    assert worker.engine.underway.behind(prefill(2, [*context(70), *context(100, 3)])) is None
 
 
 def test_scores_share_their_context() -> None:
@@ -99,13 +99,13 @@ def test_nobody_waits_for_a_lower_priority() -> None:
 def test_a_step_does_not_wait_for_many_prompts_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     # A page and some: what is left of a step is offered to all others.
     worker = Worker(batch_tokens=PAGE + 4)
-    compared, behind = [], worker.engine.behind
+    compared, behind = [], worker.engine.underway.behind
 
     def compare(op: Forward) -> Behind | None:
         compared.append(op.op_id)
         return behind(op)
 
-    monkeypatch.setattr(worker.engine, "behind", compare)
+    monkeypatch.setattr(worker.engine.underway, "behind", compare)
     prompts = [prefill(number, [*context(64), number]) for number in range(1, 101)]
     worker.run(*prompts, rounds=1)
     assert len(compared) < 40

@@ -30,7 +30,7 @@ from workers.more_draws import draw_more
 from workers.operations import Accept, Forward, ForwardDone, Kind, OutputSpec, RowOutput
 from workers.row_outputs import TokenScores, add_hidden, build_outputs, score_tokens
 from workers.runners.base import Runner, StepResult, device_errors
-from workers.running import Behind, Chunk, RunningForward
+from workers.running import Chunk, RunningForward
 from workers.sampling import SamplingRow
 from workers.token_trees import kept_path
 from workers.underway import Underway
@@ -56,7 +56,8 @@ class Engine:
         self.takes_trees = takes_trees
         self.runner = runner
         self._kv_table = kv_table
-        self._underway = Underway(kv_table)
+        # Whose pages an operation that has not begun had better wait for.
+        self.underway = Underway(kv_table)
         self._counts = StepCounts()
         # In time.monotonic_ns(); 0 between steps.
         self._step_began_ns = 0
@@ -77,34 +78,35 @@ class Engine:
         sequence = table.get(op.sequence)
         if sequence is None and op.position == 0:
             sequence = table.create(op.sequence, op.salt)
-        if sequence is None or len(sequence) < op.position:
-            raise KvMissing(f"{len(sequence or ())} tokens of {op.position}")
-        if len(sequence) > op.position:
+        length = 0 if sequence is None else len(sequence)
+        if sequence is None or length < op.position:
+            raise KvMissing(f"{length} tokens of {op.position}")
+        if length > op.position:
             table.truncate(sequence, op.position)
         started_ns = time.monotonic_ns()
         # One token is always left to compute, so that every operation takes part in a step.
         reusable_tokens = len(op.token_ids) - max(op.wanted_rows, 1)
         try:
-            reused = table.match_prefix(sequence, op.token_ids, reusable_tokens)
+            reused = table.match_prefix(sequence, op.token_ids, reusable_tokens) if reusable_tokens else 0
             copies = table.reserve(sequence, len(op.token_ids) - reused)
-            try:
-                with device_errors():
-                    self.kv.copy_pages(copies)
-            except Exception:
-                table.take_back(sequence, copies)
-                raise
+            if copies:
+                self._copy_pages(sequence, copies)
         except Exception:
             self._restore(op)
             raise
         if op.kind is Kind.PREFILL:
             table.count_prompt(len(op.token_ids), reused)
         running = RunningForward(op, sequence, reused, computed=reused, started_ns=started_ns)
-        self._underway.goes_on(running)
+        self.underway.goes_on(running)
         return running
 
-    def behind(self, op: Forward) -> Behind | None:
-        """Whose pages an operation that has not begun could use if it waited for them. None: nobody's."""
-        return self._underway.behind(op)
+    def _copy_pages(self, sequence: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
+        try:
+            with device_errors():
+                self.kv.copy_pages(copies)
+        except Exception:
+            self._kv_table.take_back(sequence, copies)
+            raise
 
     def execute(self, chunks: Sequence[Chunk]) -> None:
         """One forward over chunks of operations that have begun; adds their outputs to them.
@@ -112,7 +114,7 @@ class Engine:
         Those of which a row has no token get their `failure` instead, and the others go on without them.
         On an exception nothing has been appended: the step may be run again, or its operations rolled back.
         """
-        tokens = sum(chunk.count for chunk in chunks)
+        tokens = sum([chunk.count for chunk in chunks])
         began_ns = time.monotonic_ns()
         self._step_number += 1
         self._step_tokens = tokens
@@ -144,7 +146,7 @@ class Engine:
             # The last that may fail: what it overwrites, another attempt would need.
             paths = self._keep_paths(chunks, outputs)
         first = 0
-        for chunk, chunk_scores, chunk_draws in zip(chunks, scores, draws, strict=True):
+        for chunk in chunks:
             running, last = chunk.running, first + chunk.rows
             if not chunk.op.parents:
                 self._kv_table.append(running.sequence, chunk.token_ids)
@@ -153,16 +155,16 @@ class Engine:
                 self._kv_table.append(running.sequence, [chunk.op.token_ids[i] for i in running.kept_path])
             running.computed += chunk.count
             running.steps += 1
-            self._underway.goes_on(running)
+            self.underway.goes_on(running)
             running.outputs += outputs[last - chunk.told : last]
-            running.add_scores(
-                chunk_scores.indexes, chunk_scores.scores.logprobs, chunk_scores.scores.is_argmax
-            )
-            running.draws = chunk_draws
+            if running in scores:
+                indexes, said_of_them = scores[running]
+                running.add_scores(indexes, said_of_them.logprobs, said_of_them.is_argmax)
+            running.draws = draws.get(running)
             first = last
         self._counts.steps += 1
         self._counts.batch_items += len(chunks)
-        self._counts.step_tokens += len(inputs.token_ids)
+        self._counts.step_tokens += self._step_tokens
 
     def _keep_paths(
         self, chunks: Sequence[Chunk], outputs: Sequence[RowOutput]
@@ -181,7 +183,8 @@ class Engine:
                 places = (self._kv_table.slot(running.sequence, op.position + k) for k in range(len(path)))
                 moves += [(slot, place) for slot, place in zip(slots, places, strict=True) if slot != place]
             first = last
-        self.kv.move_slots(moves)
+        if moves:
+            self.kv.move_slots(moves)
         return paths
 
     def draw(self, running: RunningForward) -> int:
@@ -189,6 +192,8 @@ class Engine:
 
         Returns what that has cost; see `draw_more`. 0: it has all.
         """
+        if running.draws is None:
+            return 0
         with device_errors():
             cost, samples = next(running.draws, (0, ()))
         running.samples += samples
@@ -197,14 +202,14 @@ class Engine:
     def complete(self, running: RunningForward, batch_items: int) -> ForwardDone:
         """Settles an operation whose tokens are all in the cache, and returns its answer."""
         op = running.op
-        while self.draw(running):
+        while running.draws is not None and self.draw(running):
             pass
-        self._underway.ended(running)
         if op.parents:
             kept = len(running.kept_path)
         else:
             kept = len(op.token_ids) if op.accept is Accept.ALL else 1 + _accepted_drafts(running)
-        self._kv_table.truncate(running.sequence, op.position + kept)
+        if kept < len(op.token_ids):
+            self._kv_table.truncate(running.sequence, op.position + kept)
         if op.ephemeral:
             self._kv_table.release(op.sequence)
         compute_ns = time.monotonic_ns() - running.started_ns
@@ -227,7 +232,7 @@ class Engine:
 
     def roll_back(self, running: RunningForward) -> None:
         """Leaves the operation's sequence as it was before it."""
-        self._underway.ended(running)
+        self.underway.ended(running)
         self._restore(running.op)
 
     def _restore(self, op: Forward) -> None:
@@ -307,14 +312,6 @@ class Engine:
         return known
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkScores:
-    """What a chunk says of scored tokens, which are these of its request."""
-
-    indexes: list[int]
-    scores: TokenScores
-
-
 def _without_failed(
     chunks: Sequence[Chunk],
     result: StepResult,
@@ -340,12 +337,14 @@ def _without_failed(
     return good, left, [rows[row] for row in kept], [specs[row] for row in kept]
 
 
-def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[_ChunkScores]:
-    """For each chunk what its rows say of the scored tokens that follow them."""
-    found, first = [], 0
+def _scores(
+    chunks: Sequence[Chunk], logits: torch.Tensor
+) -> dict[RunningForward, tuple[list[int], TokenScores]]:
+    """Which tokens of a request the rows of its chunk score, and what they say of them."""
+    found: dict[RunningForward, tuple[list[int], TokenScores]] = {}
+    first = 0
     for chunk in chunks:
-        indexes, rows = score_targets(chunk)
-        scores = TokenScores([], [])
+        indexes, rows = score_targets(chunk) if chunk.op.scored else ([], [])
         if indexes:
             targets = torch.tensor([chunk.op.token_ids[index] for index in indexes])
             # The usual case is all rows of a part: a slice of them is not copied.
@@ -354,26 +353,24 @@ def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[_ChunkScores]
             scores = score_tokens(
                 logits[picked] if in_line else logits[[first + row for row in rows]], targets
             )
-        found.append(_ChunkScores(indexes, scores))
+            found[chunk.running] = indexes, scores
         first += chunk.rows
     return found
 
 
 def _draws(
     chunks: Sequence[Chunk], logits: torch.Tensor, rows: Sequence[SamplingRow]
-) -> list[Iterator[tuple[int, list[RowOutput]]]]:
-    """For each chunk what draws more from its last row, if that is the last of its operation."""
-    draws: list[Iterator[tuple[int, list[RowOutput]]]] = []
+) -> dict[RunningForward, Iterator[tuple[int, list[RowOutput]]]]:
+    """What draws more from the last row of a chunk, if that has an output."""
+    draws: dict[RunningForward, Iterator[tuple[int, list[RowOutput]]]] = {}
     last = -1
     for chunk in chunks:
         op = chunk.op
         last += chunk.rows
-        if chunk.told and op.sample_seeds:
+        if op.sample_seeds and chunk.told:
             # A copy: the next step writes to the memory of the logits.
             row = logits[last].to(torch.float32, copy=True)
-            draws.append(draw_more(row, rows[last], op.sample_seeds, op.output))
-        else:
-            draws.append(iter(()))
+            draws[chunk.running] = draw_more(row, rows[last], op.sample_seeds, op.output)
     return draws
 
 

@@ -185,11 +185,12 @@ class KvTable:
         self._check_owned(seq)
         if n <= 0:
             return []
-        written_page, offset = divmod(len(seq), self.page_size)
+        length = len(seq)
+        written_page, offset = divmod(length, self.page_size)
         shared = offset > 0 and self._pool.refcount(seq.pages[written_page]) > 1
-        end = max(seq.reserved_len_tokens, len(seq) + n)
-        missing_pages = self._pages_for(end) - len(seq.pages)
-        fresh = self._pool.allocate(missing_pages + shared)
+        end = max(seq.reserved_len_tokens, length + n)
+        missing_pages = self._pages_for(end) - len(seq.pages) + shared
+        fresh = self._pool.allocate(missing_pages) if missing_pages else []
         for walk in self._walks:
             walk.gained(seq.key, fresh)
             walk.lost(seq.key, seq.pages[written_page : written_page + shared])
@@ -231,7 +232,7 @@ class KvTable:
             )
         seq.token_ids.extend(tokens)
         self._tokens += len(tokens)
-        for i in range(len(seq.digests), end // self.page_size):
+        for i in range(seq.digests.length, end // self.page_size):
             page_tokens = seq.token_ids[i * self.page_size : (i + 1) * self.page_size]
             digest = page_digest(_last_digest(seq), page_tokens)
             seq.digests.append(digest)
