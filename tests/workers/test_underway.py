@@ -58,6 +58,7 @@ def test_what_is_common_is_computed_once() -> None:
     done = worker.run(*(prefill(number + 1, prompt) for number, prompt in enumerate(prompts)))
     assert [done[number].reused for number in range(1, 5)] == [0, 992, 992, 992]
     assert worker.computed == 1005 + 3 * 13
+    assert not worker.engine.underway._filling, "nobody waits for what is done"
 
 
 def test_only_as_far_as_it_is_common() -> None:
