@@ -67,11 +67,9 @@ kernels: $(SERVING)
 serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)
 
-# One process more than there are cores, since tests also wait, and four at most (ARGS="-n 0": one). A process that
-# has nothing left takes tests from another.
-PROCESSES = $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4)))
+# A process for each core, up to four (one with ARGS="-n 0"); who has nothing left takes from another.
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
-	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-isa: setup ## Run the tests that depend on the CPU with fewer of its instructions, 8 minutes (ARGS="-k linear")
 	$(BIN)/python -m tests.isa $(ARGS)
