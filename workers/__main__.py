@@ -76,7 +76,8 @@ def _configure_logging(config: WorkerConfig) -> None:
             *_renderers(pretty=pretty),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(background_log()),  # type: ignore[arg-type]  # a stream
+        # In one piece: the gateway and other workers write to the same pipe.
+        logger_factory=structlog.WriteLoggerFactory(background_log()),  # type: ignore[arg-type]  # a stream
     )
     ours = logging.getLogger("workers")
     ours.setLevel(config.log_level.upper())

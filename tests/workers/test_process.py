@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -60,3 +61,24 @@ def test_it_needs_a_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         entry_point._parse_arguments()
     assert entry_point.SECRET_VARIABLE in capsys.readouterr().err
+
+
+def test_a_line_of_the_log_is_written_in_one_piece() -> None:
+    """Gateway and workers write to one pipe: a line in two writes has those of others in its middle."""
+    program = (
+        "from types import SimpleNamespace as Config; import structlog; from workers import __main__ as main;"
+        "main._configure_logging(Config(log_format='json', log_level='info'));"
+        "structlog.get_logger('a').info('hello'); main.background_log().drain(30)"
+    )
+    # What is written at once to such a pipe is read at once.
+    read_end, write_end = os.pipe2(os.O_DIRECT)
+    try:
+        subprocess.run([sys.executable, "-c", program], stderr=write_end, timeout=60, check=True)
+        line = os.read(read_end, 1 << 16)
+        assert json.loads(line)["event"] == "hello" and line.endswith(b"\n")
+        os.set_blocking(read_end, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read_end, 1 << 16)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
