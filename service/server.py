@@ -45,7 +45,7 @@ from service.caches.tenants import Tenant
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config, ConfigError
 from service.data_directory import data_directory
 from service.dispatcher import Dispatcher
-from service.doors.doors import Doors, current_tenant
+from service.doors.doors import Doors, current_tenant, current_tenant_name
 from service.doors.guest_watch import GuestWatch
 from service.doors.tls import server_credentials
 from service.doors.transport import server_options
@@ -130,7 +130,7 @@ class Gateway:
         self.state.has_recovered = len(self.caches) > 0
         self.state.slots = self.pool.slots
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool)
-        self.text = TextModel(lambda: self.state.first_ready, _current_tenant_name)
+        self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         # A journal that forgets does so with all that callers have done.
         keeps = isinstance(self.journal, SqliteJournal)
         self.spending = Spending(directory if keeps else None)
@@ -374,11 +374,6 @@ def _view_of(worker_id: str, epoch: int, ready: worker_pb2.WorkerReady, weights:
         pages_available=ready.pages_total,
         weights=weights,
     )
-
-
-def _current_tenant_name() -> str:
-    tenant = current_tenant()
-    return "" if tenant is None else tenant.name
 
 
 def _model_argument(model: str) -> str:

@@ -46,6 +46,12 @@ def current_tenant() -> Tenant | None:
     return _current.get()
 
 
+def current_tenant_name() -> str:
+    """Its name; empty where callers are not told apart."""
+    tenant = _current.get()
+    return "" if tenant is None else tenant.name
+
+
 def _needed(method: str) -> Sequence[Role]:
     if not method.startswith(_OURS):
         return ()

@@ -20,7 +20,7 @@ from starlette.types import Receive
 
 from service.api.parsing import Malformed
 from service.api.reception import Reception
-from service.doors.doors import current_tenant
+from service.doors.doors import current_tenant_name
 from service.errors import ArrivingFull, InvalidArgument, QuireError
 from service.text.bounded_json import counting, estimated
 
@@ -54,8 +54,7 @@ class Bodies:
             text = "the content-type must be application/json"
             raise InvalidArgument("BAD_CONTENT_TYPE", "", text)
         length = request.headers.get("content-length", "0")
-        found = current_tenant()
-        tenant = "" if found is None else found.name
+        tenant = current_tenant_name()
         body = Body(request.receive, self, tenant)
         if length.isdigit() and int(length) > self.max_body_bytes:
             body.refused = _too_large(self.max_body_bytes)

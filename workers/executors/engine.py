@@ -331,8 +331,9 @@ def _without_failed(
             kept += its
         first += chunk.rows
     if taps is not None:
+        left_rows = set(kept)
         for layer, states in taps.found.items():
-            taps.found[layer] = states[[at for at, row in enumerate(taps.rows[layer]) if row in kept]]
+            taps.found[layer] = states[[at for at, row in enumerate(taps.rows[layer]) if row in left_rows]]
     left = StepResult(result.logits[kept], result.chosen[kept])
     return good, left, [rows[row] for row in kept], [specs[row] for row in kept]
 
