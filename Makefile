@@ -39,7 +39,9 @@ else
 $(SERVING):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'Python 3.11 or later is needed: make PYTHON=python3.12 ...' >&2; exit 1; }
-	@ls .venv/serving-* >/dev/null 2>&1 || { echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; }
+	@# In an older environment the command `quire` is the server's. Upgrading that would remove the client's.
+	@if ls .venv/serving-* >/dev/null 2>&1; then $(BIN)/python -m pip uninstall --quiet --yes quire-llm-server; \
+	  else echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; fi
 	@rm -f .venv/serving-* .venv/installed-*
 	@echo 'Installing torch, most of about 2 GB (details in $(PIP_LOG))'
 	@$(call INSTALL,setuptools $(TORCH))

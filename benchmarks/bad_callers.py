@@ -1,9 +1,8 @@
-"""One Session caller who misbehaves, as a process: `python -m benchmarks.bad_callers KIND ADDRESS`.
+"""A misbehaving Session client, as a process: `python -m benchmarks.bad_callers KIND ADDRESS`.
 
-It prints a line when it has begun, goes on until its standard input ends, and then prints JSON: what it did.
-Three kinds do nothing wrong and are there to be compared with: one decodes without pauses, one keeps as many
-calls in flight as the client allows, and one computes and sends nothing, which shows what the mere company of
-a busy process costs.
+It prints a line when it has started, runs until its standard input ends, and then prints counters as JSON.
+Three kinds are well-behaved, for comparison: one decodes without pauses, one keeps as many calls in flight as
+the client allows, and one only uses the CPU, which shows the effect of a busy process.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from quire.v1 import executor_pb2_grpc, types_pb2
 from benchmarks.gateway_process import CHANNEL_OPTIONS
 
 _SESSION = "/quire.v1.ModelExecutorService/Session"
-# A stream that takes no message for so long is full.
+# A stream that accepts no message for this long is full.
 _FULL_S = 0.2
-# How long one that reads nothing waits for what becomes of it.
+# How long a client that reads nothing waits to be cut off.
 _STALL_S = 2.0
-# How long one that is told to end may take to release what it holds.
+# How long a client may take to release its caches when it is stopped.
 _END_S = 5.0
-# Answers of 64 kB, a few of which fill a connection's window.
+# Responses of 64 kB, a few of which fill a connection's flow-control window.
 _ROWS = 16
 _STALLED_CALLS = 64
 _FLOOD_CALLS_PER_MESSAGE = 16
@@ -42,14 +41,14 @@ _FORWARD = pb.ForwardRequest(token_ids=[1, 2])
 
 @dataclass(slots=True)
 class Done:
-    """What a caller has done so far."""
+    """Counters of a client's actions."""
 
     streams: int = 0
     calls: int = 0
 
 
 async def flood(address: str, done: Done) -> None:
-    """Sends as fast as it can and reads nothing; begins anew when no more is taken."""
+    """Sends as fast as it can and reads nothing; reopens when the stream is full."""
     stub = _stub(address)
     while True:
         stream = stub.Session()
@@ -65,7 +64,7 @@ async def flood(address: str, done: Done) -> None:
 
 
 async def stall(address: str, done: Done) -> None:
-    """Asks for large answers and reads none; begins anew when it must have been cut off."""
+    """Requests large responses and reads none; reopens after it must have been cut off."""
     stub = _stub(address)
     output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
     request = pb.ForwardRequest(token_ids=range(_ROWS), output=output)
@@ -81,7 +80,7 @@ async def stall(address: str, done: Done) -> None:
 
 
 async def repeat_tags(address: str, done: Done) -> None:
-    """Uses a tag twice, which ends the stream; begins anew at once."""
+    """Uses a tag twice, which ends the stream; reopens immediately."""
     stub = _stub(address)
     call = pb.SessionCall(tag=7, forward=_FORWARD)
     while True:
@@ -91,7 +90,7 @@ async def repeat_tags(address: str, done: Done) -> None:
 
 
 async def garbage(address: str, done: Done) -> None:
-    """Sends bytes that are no message, which ends the stream; begins anew at once."""
+    """Sends invalid bytes, which ends the stream; reopens immediately."""
     method: Any = _connect(address).stream_stream(_SESSION, None, None)
     while True:
         done.streams += 1
@@ -99,7 +98,7 @@ async def garbage(address: str, done: Done) -> None:
 
 
 async def half_close(address: str, done: Done) -> None:
-    """Opens a stream and ends it; begins anew at once."""
+    """Opens a stream and half-closes it; reopens immediately."""
     stub = _stub(address)
     while True:
         done.streams += 1
@@ -107,7 +106,7 @@ async def half_close(address: str, done: Done) -> None:
 
 
 async def decode(address: str, done: Done) -> None:
-    """Does nothing wrong: decodes on one Session, without pauses."""
+    """Well-behaved: decodes on one Session, without pauses."""
     async with AsyncClient(address) as client, client.session() as session:
         done.streams += 1
         async with await session.prefill(range(128)) as cache:
@@ -119,7 +118,7 @@ async def decode(address: str, done: Done) -> None:
 
 
 async def pipeline(address: str, done: Done) -> None:
-    """Does nothing wrong, but much: what `flood` asks for, with the client's bound, and answers are read."""
+    """Well-behaved, but with a high load: that of `flood`, with the client's limit, and reads the results."""
 
     async def ask(session: AsyncSession) -> None:
         while True:
@@ -133,7 +132,7 @@ async def pipeline(address: str, done: Done) -> None:
 
 
 async def spin(_: str, __: Done) -> None:
-    """Sends nothing: only computes."""
+    """Sends nothing, and only uses the CPU."""
     while True:
         until_s = time.monotonic() + 0.01
         while time.monotonic() < until_s:
@@ -180,7 +179,7 @@ async def _misbehave(kind: str, address: str) -> None:
     await asyncio.wait({task, told_to_end}, return_when=asyncio.FIRST_COMPLETED)
     seconds = time.monotonic() - began_s
     if task.done():
-        task.result()  # It goes on for ever unless it has failed.
+        task.result()  # It runs forever unless it has failed.
     task.cancel()
     await asyncio.wait({task}, timeout=_END_S)
     print(json.dumps({"seconds": seconds, "streams": done.streams, "calls": done.calls}))

@@ -1,4 +1,4 @@
-"""A checkout whose code is measured: this one, or an older one that it is compared with (`--against`)."""
+"""The checkout whose code is measured: this one, or another one to compare with (`--against`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a flag was called before.
+# Former names of flags.
 _OLDER_FLAGS = {"--kv-pages": "--kv-blocks"}
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Ours, but importing from the checkout, and without settings of Quire but for the instruction set."""
+    """This environment, with imports from the checkout, and of Quire's settings only the instruction set."""
     found = {
         name: value
         for name, value in os.environ.items()
@@ -26,15 +26,20 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def quire_command(root: Path, *arguments: str) -> list[str]:
-    """The checkout's `quire`, wherever its package says that lives."""
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module, function = project["scripts"]["quire"].split(":")
+    """The checkout's command `quire`, from its package's entry point."""
+    # In the client's package; in older checkouts in the server's.
+    projects = [
+        tomllib.loads((root / place / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for place in ("clients/python", ".")
+    ]
+    script = next(project["scripts"]["quire"] for project in projects if "scripts" in project)
+    module, function = script.split(":")
     code = f"import sys; from {module} import {function}; sys.exit({function}())"
     return [sys.executable, "-c", code, *arguments]
 
 
 def serve_flags(root: Path, flags: Sequence[str]) -> list[str]:
-    """Flags of `quire serve` as the checkout calls them."""
+    """Flags of `quire serve`, with the checkout's names."""
     if root == ROOT:
         return list(flags)
     command, env = quire_command(root, "serve", "--help"), environment(root)
@@ -43,6 +48,6 @@ def serve_flags(root: Path, flags: Sequence[str]) -> list[str]:
 
 
 def build_kernels(root: Path) -> None:
-    """Compiles the checkout's CPU kernels where they are not: without them it would run, and be slow."""
+    """Compiles the checkout's CPU kernels if needed, because without them it would run slowly."""
     command = [sys.executable, "-m", "kernels.cpu.library"]
     subprocess.run(command, cwd=root, env=environment(root), check=True)  # noqa: S603 - our own program

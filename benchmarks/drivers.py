@@ -1,7 +1,7 @@
-"""Loads of callers over the API: what a client's decoding loop does, and nothing else.
+"""Loads over the API: the decoding loops of clients, without other work.
 
-Each driver decodes greedily and says how long it took. A new way to call is a new driver here, an entry in
-`MODES`, and the workloads' entries that name it.
+Each driver decodes greedily and returns the time that it took. To add a way to call, add a driver here, an
+entry in `MODES`, and entries of workloads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RunnerStub: TypeAlias = "runner_pb2_grpc.ModelRunnerServiceAsyncStub"
 
 @dataclass(slots=True)
 class Caller:
-    """One sequence as its caller knows it. `base_*` is where a turn begins."""
+    """The client's state of one sequence. `base_*` is the state at the beginning of a turn."""
 
     cache_id: str
     base_len: int
@@ -38,22 +38,22 @@ class Caller:
         self.rewind()
 
     def rewind(self) -> None:
-        """Back to the beginning of a turn."""
+        """Resets to the beginning of a turn."""
         self.seq_len, self.token = self.base_len, self.base_token
 
     def request(self) -> executor_pb2.DecodeRequest:
-        """The next step: appends the token that the last one chose, fenced."""
+        """The next request: appends the token that the last step chose, fenced."""
         return executor_pb2.DecodeRequest(cache_id=self.cache_id, token_id=self.token, position=self.seq_len)
 
     def took(self, response: executor_pb2.DecodeResponse) -> None:
-        """The step was answered."""
-        # Counted and not read: the echo server's answer is always the same.
+        """Updates the state after a response."""
+        # Count instead of reading seq_len, because the echo server's response is always the same.
         self.seq_len += 1
         self.token = response.output.token_id
 
 
 async def open_callers(stub: Stub, prompts: Sequence[Sequence[int]]) -> list[Caller]:
-    """A cache for each prompt, one after the other."""
+    """Creates a cache for each prompt, one after the other."""
     callers = []
     for prompt in prompts:
         response = await stub.Prefill(executor_pb2.PrefillRequest(token_ids=prompt))
@@ -62,7 +62,7 @@ async def open_callers(stub: Stub, prompts: Sequence[Sequence[int]]) -> list[Cal
 
 
 async def rewind_callers(stub: Stub, callers: Sequence[Caller]) -> None:
-    """Cuts every cache back to where a turn begins."""
+    """Truncates every cache to the beginning of a turn."""
     for caller in callers:
         request = executor_pb2.TruncateKVRequest(cache_id=caller.cache_id, new_len=caller.base_len)
         await stub.TruncateKV(request)
@@ -86,7 +86,7 @@ async def batch_step(stub: Stub, callers: Sequence[Caller]) -> None:
 
 
 async def batch(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
-    """One caller who has all sequences, and steps them together."""
+    """One caller with all sequences, which are stepped together."""
     ns = []
     for _ in range(SETTLING_STEPS + steps):
         began_ns = time.perf_counter_ns()
@@ -96,19 +96,19 @@ async def batch(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
 
 
 async def unary(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
-    """Callers who know nothing of each other, each in a loop of Decode. One mean is measured: see `rate`."""
+    """Independent callers, each in a loop of Decode. Measures one mean: see `rate`."""
     return await _loops([stub.Decode] * len(callers), callers, steps)
 
 
 async def session(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
-    """Callers who know nothing of each other, each with a Session of its own."""
+    """Independent callers, each with its own Session."""
     async with contextlib.AsyncExitStack() as stack:
         lanes = [await stack.enter_async_context(SessionLane(stub)) for _ in callers]
         return await _loops(lanes, callers, steps)
 
 
 async def multiplexed(stub: Stub, callers: Sequence[Caller], steps: int) -> Sample:
-    """One Session that carries all sequences, each stepped again as soon as it is answered."""
+    """One Session with all sequences. Each is stepped again as soon as its result arrives."""
     begun: dict[int, int] = {}
     done: list[list[tuple[int, int]]] = [[] for _ in callers]
     async with SessionLane(stub) as lane:
@@ -128,7 +128,7 @@ async def multiplexed(stub: Stub, callers: Sequence[Caller], steps: int) -> Samp
 
 
 class SessionLane:
-    """A Session, open while its context is."""
+    """A Session as a context manager."""
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub
@@ -143,7 +143,7 @@ class SessionLane:
             raise RuntimeError("a Session has answered more than it was asked")
 
     async def __call__(self, request: executor_pb2.DecodeRequest) -> executor_pb2.DecodeResponse:
-        """One step, answered before the next."""
+        """Runs one step and waits for its result."""
         await self.write({0: request})
         ((_, response),) = await self.read()
         return response
@@ -154,10 +154,10 @@ class SessionLane:
         await self._call.write(executor_pb2.SessionRequest(calls=calls))
 
     async def read(self) -> list[tuple[int, executor_pb2.DecodeResponse]]:
-        """What has been answered, at least one. Raises RuntimeError if a step failed or the stream ended."""
+        """At least one result. Raises RuntimeError if a step failed or the stream ended."""
         message = await self._call.read()
         if not isinstance(message, executor_pb2.SessionResponse):
-            raise RuntimeError("a Session has ended early")  # noqa: TRY004 - its end has a type of its own
+            raise RuntimeError("a Session has ended early")  # noqa: TRY004 - the end of a stream has its own type
         for result in message.results:
             if result.HasField("error"):
                 raise RuntimeError(f"a step of a Session failed: {result.error.message}")
@@ -165,7 +165,7 @@ class SessionLane:
 
 
 async def execute(stub: RunnerStub, prompts: Sequence[Sequence[int]], steps: int, calls: int) -> Sample:
-    """Execute, with all sequences in so many calls. Counted from when each has had its first token."""
+    """Execute, with all sequences in this many calls. Measures from the first token of each sequence."""
     tokens = 1 + SETTLING_STEPS + steps
     items = [_execute_item(str(index), prompt, tokens) for index, prompt in enumerate(prompts)]
     arrived_ns: dict[str, list[int]] = {item.item_id: [] for item in items}
@@ -186,7 +186,7 @@ async def execute(stub: RunnerStub, prompts: Sequence[Sequence[int]], steps: int
 
 
 async def first_chunk(stub: RunnerStub, prompt: Sequence[int]) -> Sample:
-    """How long a prompt takes until its first token is there, with Execute."""
+    """The time to first token of a prompt with Execute."""
     request = runner_pb2.ExecuteRequest(items=[_execute_item("", prompt, 1)])
     request.items[0].item_id = "first"
     began_ns = time.perf_counter_ns()
@@ -199,14 +199,14 @@ async def first_chunk(stub: RunnerStub, prompt: Sequence[int]) -> Sample:
 async def score_choices(
     stub: Stub, context: Sequence[int], choices: Sequence[Sequence[int]], how: str
 ) -> Sample:
-    """How likely each of some continuations of one context is, which nobody has computed before."""
+    """Scores continuations of one new context."""
     began_ns = time.perf_counter_ns()
     await _SCORERS[how](stub, context, choices)
     return Sample([time.perf_counter_ns() - began_ns], len(context))
 
 
 async def _score_whole(stub: Stub, context: Sequence[int], choices: Sequence[Sequence[int]]) -> None:
-    """Forward of everything, one choice after another."""
+    """A full Forward for each choice, one after another."""
     for choice in choices:
         await stub.Forward(executor_pb2.ForwardRequest(token_ids=[*context, *choice]))
 
@@ -223,7 +223,7 @@ async def _score_batch(stub: Stub, context: Sequence[int], choices: Sequence[Seq
 
 
 async def _score_forks(stub: Stub, context: Sequence[int], choices: Sequence[Sequence[int]]) -> None:
-    """As it was done before: a prefill, a fork for each choice, and a verify of each."""
+    """A prefill, then a fork and a verify for each choice."""
     first = await stub.Prefill(executor_pb2.PrefillRequest(token_ids=context))
     fork = executor_pb2.ForkCacheRequest(cache_id=first.kv_cache.cache_id, count=len(choices))
     handles = [first.kv_cache, *(await stub.ForkCache(fork)).kv_caches]
@@ -255,7 +255,7 @@ _Lane = Callable[[executor_pb2.DecodeRequest], Awaitable[executor_pb2.DecodeResp
 
 
 async def _loops(lanes: Sequence[_Lane], callers: Sequence[Caller], steps: int) -> Sample:
-    """A loop for each caller, on a lane of its own."""
+    """Runs a loop for each caller, on its own connection or Session."""
     settled = asyncio.Barrier(len(callers))
 
     async def loop(lane: _Lane, caller: Caller, done: list[tuple[int, int]]) -> None:

@@ -1,8 +1,8 @@
 """A bare grpc.aio server for comparison: `python -m benchmarks.echo_server < answers.json`.
 
-Answers every method named in its standard input, {method: base64 of the answer}, with those bytes. It parses
-nothing and computes nothing, on the same event loop as the gateway, so it is what gRPC itself costs in Python
-with messages of these sizes. Prints its port; ends when killed, or with its parent's end of the input.
+Answers each method in its standard input, {method: base64 of the response}, with these bytes. It parses and
+computes nothing, and uses the same event loop as the gateway. So it measures the cost of gRPC in Python for
+messages of these sizes. Prints its port. Exits when it is killed or its standard input ends.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Decoding of other families than the one of the benchmark: native code, the library over pages, the library.
+"""Decode speed of other model families: native code, the transformers backend, and transformers itself.
 
-`python -m benchmarks.families` makes a model of each shape with random bfloat16 weights, and lets three
-competitors take turns in one process: native code, the transformers backend, and the library's own loop on
-its DynamicCache. One sequence, eight, and thirty-two in a step, 128 tokens each before the first. Minutes;
-prints a table.
+`python -m benchmarks.families` creates a model of each shape with random bfloat16 weights. Three competitors
+alternate in one process: native code, the transformers backend, and a loop with transformers' DynamicCache. A
+step has one, eight or thirty-two sequences with a context of 128 tokens. It takes minutes and prints a table.
 
-All take in the same random tokens, step by step: what a model with random weights says for itself is soon the
-same in every sequence, which then share their experts. Of a mixture of experts the table says how many of a
-layer each competitor read in a step, and which `experts_implementation` the library was fastest with.
+All append the same random tokens at each step. With its own tokens, a model with random weights soon
+generates the same ones in every sequence, so that sequences share experts. For a mixture of experts the table
+shows how many experts of a layer each competitor read in a step, and the library's fastest
+`experts_implementation`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PLAIN = "transformers"
 
 @dataclass(frozen=True)
 class _Config:
-    """What the peers read of a `PeerConfig`."""
+    """The attributes of a `PeerConfig` that the peers use."""
 
     directory: Path
     threads: int
@@ -71,7 +71,7 @@ class _Config:
 
 
 class _Routes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the experts that each layer reads: whoever computes it, the router's choice is a topk."""
+    """Counts the experts that each layer reads. In every implementation the router calls topk."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ def _measure(config: Any, experts: int, rounds: int) -> None:
 
 
 def _look_at_experts(peers: dict[str, Any], experts: int) -> str:
-    """Lets the library choose its way with experts; says which, and how many each competitor reads."""
+    """Chooses the library's expert implementation; reports it, and how many experts each competitor reads."""
     way = peers[_PLAIN].use_fastest_experts()
     means = []
     for peer in peers.values():

@@ -1,4 +1,4 @@
-"""Runs `quire serve` as a user would, with real workers on the CPU, on a free port of the loopback."""
+"""Runs `quire serve` as a process, with real workers on the CPU, on a free loopback port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 40.0
 _POLL_S = 0.02
 _MESSAGE_BYTES = 128 << 20
-# A connection of one's own, and room for large messages.
+# A separate connection for each channel, and large messages.
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
@@ -41,7 +41,7 @@ class GatewayProcess:
         command = quire_command(root, "serve", "--model", model, "--listen", "127.0.0.1:0")
         command += ["--workers", str(workers), "--device", "cpu", "--log-format", "json"]
         if root == ROOT:
-            # Older ones know no workers that outlive their gateway.
+            # Older checkouts do not have this flag.
             command += ["--orphan-grace-s", "0"]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(  # noqa: S603 - our own program
@@ -49,7 +49,7 @@ class GatewayProcess:
                 stderr=log,
                 stdout=log,
                 cwd="/",
-                # Not in the home of whoever runs it.
+                # Not in the user's home directory.
                 env=environment(root) | {"XDG_STATE_HOME": str(self.log_path.parent)},
             )
         self.address = ""
@@ -70,12 +70,12 @@ class GatewayProcess:
 
     @property
     def stub(self) -> executor_pb2_grpc.ModelExecutorServiceStub:
-        """The API, blocking."""
+        """A blocking stub."""
         assert self.channel is not None, "enter the context first"
         return executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
 
     def connect(self) -> grpc.Channel:
-        """A channel of its own (not shared with others to the same address)."""
+        """A new channel with its own connection."""
         return grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
 
     def status(self) -> executor_pb2.GetStatusResponse:
@@ -83,7 +83,7 @@ class GatewayProcess:
         return self.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10)
 
     def wait_until_ready(self) -> executor_pb2.GetStatusResponse:
-        """Until all workers are ready."""
+        """Waits until all workers are ready."""
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline_s:
             self._check_alive()
@@ -95,7 +95,7 @@ class GatewayProcess:
         raise RuntimeError(f"workers did not become ready:\n{self.log()}")
 
     def log(self) -> str:
-        """Everything the gateway and its workers have logged."""
+        """The log of the gateway and its workers."""
         return self.log_path.read_text(errors="replace")
 
     def records(self) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ from benchmarks.weights import read_model
 ARCHITECTURE = "qwen3"
 GGUF_FILE = "model-bf16.gguf"
 
-# Names in a Hugging Face checkpoint, and in a GGUF.
+# Tensor names in a Hugging Face checkpoint and in a GGUF file.
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -36,7 +36,7 @@ _NAMES = {
 
 
 def make_gguf(gguf: Any, directory: Path, shape: Shape) -> Path:
-    """The GGUF of a model's directory, made if it is not there. `gguf` is the package of that name."""
+    """The GGUF file of a model's directory, created if needed. `gguf` is the package of that name."""
     path = directory / GGUF_FILE
     if path.exists():
         return path
@@ -47,7 +47,7 @@ def make_gguf(gguf: Any, directory: Path, shape: Shape) -> Path:
         if bits.ndim == 1:
             writer.add_tensor(_gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
         else:
-            # The package knows bfloat16 as bytes.
+            # The package takes bfloat16 as bytes.
             writer.add_tensor(_gguf_name(name), bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

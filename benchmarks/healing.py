@@ -1,10 +1,10 @@
-"""What the death of a worker costs its callers: `python -m benchmarks.healing [--faults N]`.
+"""The cost of a worker's crash for its callers: `python -m benchmarks.healing [--faults N]`.
 
-Two workers have eight caches of one length, whose callers decode all the time. One worker is killed while all
-is well: its callers' calls go on at the other, once that has computed their caches again. Then the same
-number of new prompts of the same length are sent there at once, beside the same callers: what computing costs
-in that moment. A heal should take little more than noticing the death and that. Each fault waits for the
-worker that takes the dead one's place. Prints JSON; seconds.
+Two workers have eight caches of one length, whose callers decode continuously. One worker is killed. Its
+callers' calls continue on the other worker after their caches are recomputed. For comparison, the same number
+of new prompts of the same length are then sent to that worker at once, beside the same callers. A recovery
+should take little more than the detection and these prefills. Each fault waits for the replacement of the
+killed worker. Prints JSON in seconds.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from benchmarks.weights import make_model
 _SHAPE = Shape("healing", 8192, 512, 1536, 8, 8, 4, 64)
 _CALLERS = 8
 _PROMPT_TOKENS = 512
-# A cache is cut back when it has so many more, so that all are of about one length.
+# A cache is truncated when it has this many more tokens, so that all have about the same length.
 _DECODED_TOKENS = 64
 _TIMEOUT_S = 60.0
 _POLL_S = 0.02
-# Callers decode for so long before something happens.
+# How long callers decode before a fault.
 _SETTLED_S = 1.0
 
 
 @dataclass
 class Caller:
-    """One loop of Decode. `waiting_since_s` is of the call under way."""
+    """One loop of Decode. `waiting_since_s` is the start of the current call."""
 
     stub: Any
     cache: Any
     token: int
     waiting_since_s: float = 0.0
-    # Answers with replayed tokens: when they came.
+    # The times of responses with replayed tokens.
     healed_s: float | None = None
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Until cancelled; rests after an answer that took a replay, until told to go on."""
+        """Runs until cancelled. Pauses after a response with replayed tokens until it is resumed."""
         while True:
             if self.cache.seq_len >= _PROMPT_TOKENS + _DECODED_TOKENS:
                 request = pb.TruncateKVRequest(cache_id=self.cache.cache_id, new_len=_PROMPT_TOKENS)
@@ -79,7 +79,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class Fault:
-    """One death. Seconds; `healed` and `computed` have one for each caller."""
+    """One crash, in seconds. `healed` and `computed` have a value for each caller."""
 
     detected: float
     healed: list[float]
@@ -89,7 +89,7 @@ class Fault:
 async def one_fault(
     gateway: GatewayProcess, stub: Any, callers: Sequence[Caller], rng: random.Random
 ) -> Fault:
-    """Kills a worker under its callers, and measures what it would have cost them to begin there anew."""
+    """Kills a worker while its callers decode. Also measures the alternative, new prefills."""
     await asyncio.sleep(_SETTLED_S)
     status = await stub.GetStatus(pb.GetStatusRequest(), timeout=_TIMEOUT_S)
     homes = {caller.cache.worker_id for caller in callers}
@@ -110,7 +110,7 @@ async def one_fault(
 
 
 async def _begin_anew(stub: Any, rng: random.Random, length: int) -> float:
-    """How long a prompt of so many tokens takes, of which nothing is there."""
+    """The time of a new prompt of `length` tokens."""
     prompt = [rng.randrange(_SHAPE.vocab_size) for _ in range(length)]
     began_s = time.time()
     answer = await stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=_TIMEOUT_S)
@@ -120,7 +120,7 @@ async def _begin_anew(stub: Any, rng: random.Random, length: int) -> float:
 
 
 def _gone_s(gateway: GatewayProcess, epoch: int) -> float:
-    """When the gateway noticed."""
+    """When the gateway detected the crash."""
     for record in gateway.records():
         if record["event"] == "worker is gone" and record["epoch"] == epoch:
             return dt.datetime.fromisoformat(str(record["timestamp"])).timestamp()
@@ -136,7 +136,7 @@ async def _wait_until_ready(stub: Any) -> None:
 
 
 async def _spread(stub: Any, callers: Sequence[Caller], rng: random.Random) -> None:
-    """Moves half of the caches to the other worker, where they have all come together: as new ones."""
+    """Moves half of the caches to the other worker by creating them again, if all are on one worker."""
     by_worker: dict[str, list[Caller]] = {}
     for caller in callers:
         by_worker.setdefault(caller.cache.worker_id, []).append(caller)
@@ -153,7 +153,7 @@ async def _open(stub: Any, rng: random.Random) -> tuple[Any, int]:
 
 
 async def measure(gateway: GatewayProcess, faults: int, seed: int) -> list[Fault]:
-    """So many deaths, one after the other."""
+    """Runs this many crashes, one after the other."""
     rng = random.Random(seed)
     found = []
     async with grpc.aio.insecure_channel(gateway.address, options=CHANNEL_OPTIONS) as channel:
@@ -175,7 +175,7 @@ async def measure(gateway: GatewayProcess, faults: int, seed: int) -> list[Fault
 
 
 async def _catch_up(stub: Any, callers: Sequence[Caller]) -> None:
-    """A loop that was stopped may have left its last step done or not: all begin at their prompts."""
+    """Truncates all caches to their prompts, as the last step of a stopped loop may have been applied."""
     for caller in callers:
         request = pb.TruncateKVRequest(cache_id=caller.cache.cache_id, new_len=_PROMPT_TOKENS)
         caller.cache = (await stub.TruncateKV(request, timeout=_TIMEOUT_S)).kv_cache
@@ -188,7 +188,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(faults: Sequence[Fault]) -> dict[str, Any]:
-    """The waits of all callers, and for each fault its longest against noticing and computing."""
+    """The waits of all callers, and each fault's longest wait over detection plus recomputation."""
     expected = [fault.detected + max(fault.computed) for fault in faults]
     longest = [max(fault.healed) for fault in faults]
     return {
@@ -204,7 +204,7 @@ def summary(faults: Sequence[Fault]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints what it finds."""
+    """Runs the command line and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)

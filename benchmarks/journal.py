@@ -1,4 +1,4 @@
-"""What the journal costs: `python -m benchmarks.journal [--directory DIR] [--tokens N]`.
+"""The cost of the journal: `python -m benchmarks.journal [--directory DIR] [--tokens N]`.
 
 Prints JSON: how long a turn of 32 decodes waits for its commit, with an event loop that has nothing else to
 do and with one that is busy, and what it takes of the CPU; how many turns a second can be written; how large
@@ -27,14 +27,14 @@ from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheReleased, Record, TokensAppended
 from service.journal.compactor import Compactor
 from service.journal.encoding import decode, encode, seal
-from service.journal.files import DATABASE, FLOOR, Sync
+from service.journal.files import DATABASE, HIGH_WATER_MARK, Sync
 from service.journal.sqlite import SqliteJournal, open_journal
 
 _CALLERS = 32
 _TURNS = 2000
-# Between turns, of a model that takes so long for a step.
+# The pause between commits, as of a model with this step time.
 _STEP_S = 0.002
-# What a busy event loop does at a time.
+# The duration of one callback of the busy event loop.
 _WORK_S = 0.0005
 _PROMPT_TOKENS = 4000
 _DECODED_TOKENS = 500
@@ -65,7 +65,7 @@ def _per_call_us(call: Callable[[], object], times: int = 2000) -> float:
 
 
 def encoding() -> dict[str, float]:
-    """A turn as bytes."""
+    """The encoded records of an event-loop tick."""
     records = turn(1, 100)
     frames = encode(records)
     row = seal([frames], 1, 1)
@@ -101,7 +101,7 @@ async def commits(
 
 
 async def throughput(directory: Path) -> dict[str, float]:
-    """One turn after another, and all at once."""
+    """The throughput of commits one by one, and queued."""
     journal = open_journal(directory)
     await _commit(journal, [_created(1 + i) for i in range(_CALLERS)])
     turns = [turn(1, position) for position in range(2 * _TURNS)]
@@ -121,7 +121,7 @@ async def throughput(directory: Path) -> dict[str, float]:
 
 
 def decoded(tokens: int) -> Iterator[list[Record]]:
-    """Rows of one token of each caller; new callers come when the others are done."""
+    """Rows with one token of each caller. New callers replace finished ones."""
     first, position = 1, 0
     for index in range(tokens // _CALLERS):
         first, position = 1 + index // _DECODED_TOKENS * _CALLERS, index % _DECODED_TOKENS
@@ -130,14 +130,14 @@ def decoded(tokens: int) -> Iterator[list[Record]]:
 
 
 def prompts(tokens: int, first: int = 1) -> Iterator[list[Record]]:
-    """Rows of one prompt."""
+    """Rows with one prompt each."""
     prompt = array("I", range(_PROMPT_TOKENS))
     for number in range(first, first + tokens // _PROMPT_TOKENS):
         yield [_created(number), TokensAppended(number, 0, prompt, _PROMPT_TOKENS, 1)]
 
 
 def mixed(tokens: int) -> Iterator[list[Record]]:
-    """Half of each, one after the other in small parts."""
+    """Half of each, alternating in small parts."""
     rest = prompts(tokens // 2, first=10_000_000)
     every = _PROMPT_TOKENS // _CALLERS
     for index, row in enumerate(decoded(tokens // 2)):
@@ -147,9 +147,9 @@ def mixed(tokens: int) -> Iterator[list[Record]]:
 
 
 def recovery(directory: Path, rows: Iterator[list[Record]], tokens: int) -> dict[str, Any]:
-    """Three times the time until a ledger has all of them. The files were just written, and are in memory."""
+    """The recovery time, three times. The files were just written, and are in the page cache."""
     open_journal(directory).close()
-    (directory / FLOOR).unlink()
+    (directory / HIGH_WATER_MARK).unlink()
     with sqlite3.connect(directory / DATABASE) as db:
         for seq, records in enumerate(rows, start=1):
             db.execute("INSERT INTO log VALUES (?, 1, ?)", (seq, seal([encode(records)], seq, 1)))
@@ -175,7 +175,7 @@ def recovery(directory: Path, rows: Iterator[list[Record]], tokens: int) -> dict
 
 
 async def compaction(directory: Path) -> dict[str, Any]:
-    """Callers come and go: how large the file becomes, and how long portions keep the event loop."""
+    """The file's size with changing callers, and how long compaction steps block the event loop."""
     journal, ledger = open_journal(directory), Ledger()
     compactor = Compactor(ledger, journal)
     steps, written = [], 0
@@ -217,7 +217,7 @@ async def _commit(journal: SqliteJournal, records: list[Record]) -> None:
 
 
 async def _work() -> None:
-    """Keeps the interpreter to itself, but for moments."""
+    """Holds the GIL, except for short moments."""
     while True:
         until = time.perf_counter() + _WORK_S
         while time.perf_counter() < until:
@@ -226,7 +226,7 @@ async def _work() -> None:
 
 
 def main() -> None:
-    """Prints what it finds."""
+    """Runs the command line and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--tokens", type=int, default=10_000_000)

@@ -1,4 +1,4 @@
-"""Describes the machine a run was made on, what was run, and whether the machine was quiet."""
+"""Describes the machine of a run, the versions, and whether the machine was idle."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.checkout import ROOT
 
-# Of a CPU's flags, those that decide which kernels can run.
+# The CPU flags that determine which kernels can run.
 _TELLING_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "bf16", "sve")
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors")
-# Work of others, or of the host, beyond these shares of the machine makes figures doubtful.
+# If other processes or the host use more than these shares of the machine, figures are unreliable.
 MAX_OTHERS_SHARE = 0.03
 MAX_STEAL_SHARE = 0.02
 
@@ -46,12 +46,12 @@ def describe(commit: str | None = None, *, gpu: bool = False, against: Path | No
 
 
 def name(description: dict[str, Any]) -> str:
-    """What most of the time is spent on."""
+    """The device that the run measures."""
     return str(description.get("gpu") or description["cpu"])
 
 
 def slug(description: dict[str, Any]) -> str:
-    """The machine in a file's name."""
+    """The machine as part of a file name."""
     short = re.sub(r"\((R|TM)\)|CPU|Processor|@.*", " ", name(description), flags=re.IGNORECASE)
     words = re.findall(r"[a-z0-9]+", short.lower())
     return "-".join(words if "gpu" in description else [*words, f"{description['cores']}-cores"])
@@ -73,7 +73,7 @@ def times_s() -> tuple[float, float, float, float]:
 
 
 def disturbance(before: tuple[float, ...], after: tuple[float, ...]) -> dict[str, float]:
-    """Shares of the machine that others took, and that its host withheld, between two `times_s`."""
+    """Shares of the machine that other processes used, and that its host stole, between two `times_s`."""
     passed_s, busy_s, steal_s, ours_s = (late - early for early, late in zip(before, after, strict=True))
     capacity_s = max(1e-9, passed_s * (os.cpu_count() or 1))
     shares = {"others_share": max(0.0, busy_s - ours_s), "steal_share": steal_s}
@@ -100,7 +100,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _output(program: str, *arguments: str) -> str | None:
-    """What a program prints; None if it is not there or fails."""
+    """The output of a program, or None if it is missing or fails."""
     path = shutil.which(program)
     if path is None:
         return None
@@ -109,7 +109,7 @@ def _output(program: str, *arguments: str) -> str | None:
 
 
 def _cpu_info() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty elsewhere."""
+    """The first processor of /proc/cpuinfo, or empty if there is no such file."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().partition("\n\n")[0].splitlines() if path.exists() else []
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}

@@ -1,4 +1,4 @@
-"""What has to be said beside the figures."""
+"""Explanations of the figures in a report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ transformers runs with a static cache: as a graph captured around it, eagerly, a
 
 
 def notes(disturbance: Mapping[str, float], workloads: Sequence[WorkloadResult], *, gpu: bool) -> list[str]:
-    """Sentences for the reader of a result."""
+    """The notes of a result."""
     found = (_ALWAYS_ON_GPU if gpu else _ALWAYS).strip().splitlines() + _disagreements(workloads)
     if not disturbance:
         return [*found, "THE RUN WAS NOT FINISHED."]
@@ -41,7 +41,7 @@ def notes(disturbance: Mapping[str, float], workloads: Sequence[WorkloadResult],
 
 
 def _disagreements(workloads: Sequence[WorkloadResult]) -> list[str]:
-    """Whether the competitors compute the same: by the first tokens that each chose after the same prompt."""
+    """Whether the competitors chose the same first tokens after the same prompt."""
     found, compared = [], 0
     for workload in workloads:
         chosen = {f["label"]: f["first_tokens"] for f in workload["figures"] if "first_tokens" in f}

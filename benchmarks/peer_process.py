@@ -1,4 +1,4 @@
-"""The process of a competitor: started, called and ended by the suite."""
+"""The process of a competitor, which the suite starts, calls and ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.peers.base import Peer, PeerConfig, Sample, Unavailable
 
-# Module and class of each competitor. Imported in its process, and nowhere else.
+# Module and class of each competitor, imported only in its process.
 PEERS = {
     "machine": "benchmarks.peers.machine_peer:MachinePeer",
     "transformers": "benchmarks.peers.transformers_peer:TransformersPeer",
@@ -30,22 +30,22 @@ PEERS = {
     "transformers-loops": "benchmarks.peers.transformers_loops_peer:TransformersLoopsPeer",
     "bad-sessions": "benchmarks.peers.bad_session_peer:BadSessionPeer",
     "device": "benchmarks.gpu.device_peer:DevicePeer",
-    # One process each: what goes wrong on a device may leave it useless to a process.
+    # One process each, because a failure may make the device unusable in a process.
     "static-graph": "benchmarks.gpu.static_peer:StaticPeer",
     "static-eager": "benchmarks.gpu.static_peer:StaticPeer",
     "static-compiled": "benchmarks.gpu.static_peer:StaticPeer",
 }
-# Of a call: a prefill of llama.cpp takes half a minute, loading with a slow disk longer. Of ending.
+# Timeouts of a call (a prefill of llama.cpp takes half a minute, slow loading longer), and of exit.
 _CALL_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 60.0
 
 
 class PeerFailed(Exception):
-    """The competitor has failed, or does not answer. Its log says more."""
+    """The competitor has failed or does not respond. See its log."""
 
 
 class PeerProcess:
-    """One competitor. It loads with its first call; its log is kept."""
+    """One competitor. It loads with its first call. Its log is kept."""
 
     def __init__(self, config: PeerConfig, log_dir: Path, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -63,7 +63,7 @@ class PeerProcess:
         try:
             self._pipe.send((method, arguments))
             if not self._pipe.poll(self._timeout_s):
-                # What it would answer later would be taken for the answer to another call.
+                # A late response would be taken for the response to another call.
                 self.broken = f"no answer to {method} within {self._timeout_s:.0f} s"
                 raise PeerFailed(self.broken)
             answer = self._pipe.recv()
@@ -75,7 +75,7 @@ class PeerProcess:
         return answer
 
     def measure(self, method: str, **arguments: object) -> dict[str, Sample]:
-        """Calls a method that measures: its samples by the parts of the entry, one thing as ''."""
+        """Calls a measuring method: its samples by the entry's parts; a single sample has the part ''."""
         found = self.call(method, **arguments)
         return {"": found} if isinstance(found, Sample) else found
 
@@ -89,14 +89,14 @@ class PeerProcess:
 
 
 def _serve(pipe: Connection, config: PeerConfig, log_dir: Path) -> None:
-    """Answers calls until the suite closes its end, so that this process cannot outlive it."""
-    os.setsid()  # Ctrl-C is the suite's alone: it then ends everyone in order.
+    """Serves calls until the suite closes the pipe, so that this process cannot outlive it."""
+    os.setsid()  # Only the suite receives Ctrl-C. It then ends all processes in order.
     log = os.open(log_dir / f"{config.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     _import_from(config.root, log_dir / "path")
     peer: Peer | None = None
-    # Why there is no peer. Making one is not tried again: loading may take minutes to fail.
+    # The error of creating the peer. It is not retried, because loading may take minutes to fail.
     stillborn: Unavailable | PeerFailed | None = None
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
@@ -114,12 +114,12 @@ def _serve(pipe: Connection, config: PeerConfig, log_dir: Path) -> None:
             pipe.send(answer)
     if peer is not None:
         peer.close()
-    # Whatever was started and not ended, for we may have failed half-way. Us, too.
+    # Kill the process group, in case a failure has left child processes.
     os.killpg(0, signal.SIGKILL)
 
 
 def _import_from(root: Path, alone: Path) -> None:
-    """These benchmarks, and everything else from a checkout: here, and in processes started from here."""
+    """Imports these benchmarks and otherwise a checkout, in this process and its children."""
     alone.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
         (alone / "benchmarks").symlink_to(Path(__file__).parent, target_is_directory=True)

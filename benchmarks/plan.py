@@ -1,4 +1,4 @@
-"""What a run consists of: workloads, who takes part in each, and what is compared."""
+"""The parts of a run: workloads, their entries and comparisons."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Entry:
     goal: float | None = None
 
     def labels(self) -> dict[str, str]:
-        """The label of each part; of a call that measures one thing, its own, by the empty string."""
+        """The label of each part. The key of a single part is the empty string."""
         return {part: f"{self.label}: {part}" for part in self.parts} or {"": self.label}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure over another's, by their labels, in every round.
+    """The ratio of two figures, by their labels, in every round.
 
     Of tokens/s, or, with `percentile`, of that percentile of the times. `goal`: the least it should be.
     """
@@ -50,7 +50,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What all entries do in turns.
+    """A workload that all entries run in turns.
 
     Attributes:
         unit: What a sample is the time of.
@@ -73,12 +73,12 @@ class Workload:
     optional: bool = False
 
     def labels(self) -> list[str]:
-        """Of all figures."""
+        """The labels of all figures."""
         return [label for entry in self.entries for label in entry.labels().values()]
 
 
 def select(workloads: Sequence[Workload], patterns: Sequence[str]) -> list[Workload]:
-    """Those whose names match a pattern; without patterns all but the optional ones.
+    """The workloads whose names match a pattern; without patterns all except the optional ones.
 
     Raises ValueError if a pattern matches none.
     """
@@ -92,7 +92,7 @@ def select(workloads: Sequence[Workload], patterns: Sequence[str]) -> list[Workl
 
 
 def before_and_after(workload: Workload) -> Workload:
-    """Only Quire's entries, each beside the same of the other checkout, by peers called PEER@before."""
+    """Only Quire's entries, each with that of the other checkout, whose peers are named PEER@before."""
     entries: list[Entry] = []
     comparisons: list[Comparison] = []
     for entry in workload.entries:

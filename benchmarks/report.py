@@ -1,4 +1,4 @@
-"""Turns a result into tables: for the terminal and the file beside the JSON, and for the README."""
+"""Formats a result as tables for the terminal, the Markdown file and docs/performance.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Row = Sequence[str]
 
 
 def markdown(result: Result) -> str:
-    """Everything."""
+    """The whole report."""
     title = "Rehearsal: figures mean nothing" if result["suite"] == "rehearsal" else "Benchmark"
     parts = [f"# {title} of {result['date'][:10]}", description(result), f"Command: `{result['command']}`"]
     parts += [f"## {workload['title']}\n\n{_figures(workload)}" for workload in result["workloads"]]
@@ -30,21 +30,21 @@ def markdown(result: Result) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def readme_block(result: Result, source: str) -> str:
-    """What the README says: the competitors side by side, and the goals. `source`: path of the result."""
+def performance_block(result: Result, source: str) -> str:
+    """The tables of docs/performance.md: competitors and goals. `source`: path of the result."""
     return "\n\n".join(
         [
             description(result),
             _side_by_side(result),
             "Tokens/s of one over the other, against the goals of the design:",
             _ratios(result, only_with_goal=True),
-            f"From [{source}]({source}), by `python -m benchmarks.readme`. `make bench` measures anew.",
+            f"From [{source}](../{source}), by `python -m benchmarks.tables`. `make bench` measures anew.",
         ]
     )
 
 
 def description(result: Result) -> str:
-    """One paragraph: what was measured, where, and with what."""
+    """A paragraph with the machine, the model and the versions."""
     about, roof = result["machine"], result["roof"]
     commit = (about["commit"] or "no commit")[:12] + (" with changes" if about["modified"] else "")
     if about.get("against"):
@@ -137,7 +137,7 @@ def _side_by_side(result: Result) -> str:
 
 
 def _table(columns: _Row, rows: Sequence[_Row]) -> str:
-    """The first column is aligned to the left, the others to the right."""
+    """A Markdown table. The first column is left-aligned, the others right-aligned."""
     lines = [columns, ["---", *("---:" for _ in columns[1:])], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -166,7 +166,7 @@ def _spread(spread: Mapping[str, float]) -> str:
 
 
 def _number(value: float) -> str:
-    """About three digits."""
+    """A number with about three digits."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"

@@ -1,6 +1,6 @@
-"""What a run found, as it is written to JSON, and the arithmetic from samples to figures.
+"""The results of a run as JSON, and the computation of figures from samples.
 
-Figures and ratios are plain dicts of JSON; what is in them is said where they are made, here and in `run.py`.
+Figures and ratios are plain JSON dicts. Their contents are defined here and in `run.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def figure(label: str, entry: Entry, samples: Sequence[Sample], roof: Mapping[str, float]) -> Figure:
-    """What was measured at least once, a sample a round.
+    """A figure from at least one sample; there is one sample for each round.
 
     `ms`, and where there are such things `tokens_per_s` and `latency_ms`, are spreads; `reached` is a rate of
     the roof, what was reached of it, the share, and the goal for that; `more` holds means; `median_ms` is by
@@ -59,7 +59,7 @@ def figure(label: str, entry: Entry, samples: Sequence[Sample], roof: Mapping[st
 
 
 def ratio(comparison: Comparison, rounds: Mapping[str, Sequence[Sample]]) -> Ratio:
-    """A comparison round by round, so that what drifts between rounds cancels out; None if there was none."""
+    """A comparison for each round, so that drift between rounds cancels out. None without common rounds."""
     ratios = []
     pairs = zip(rounds.get(comparison.ours, ()), rounds.get(comparison.theirs, ()), strict=False)
     for ours, theirs in pairs:
@@ -67,7 +67,7 @@ def ratio(comparison: Comparison, rounds: Mapping[str, Sequence[Sample]]) -> Rat
             np.percentile(sample.ns, comparison.percentile or 50) for sample in (ours, theirs)
         )
         if comparison.percentile is None:
-            # Where a step gives no tokens, steps/s compare as well.
+            # If steps produce no tokens, compare steps/s.
             ratios.append(max(1, ours.tokens) / mine_ns / (max(1, theirs.tokens) / other_ns))
         else:
             ratios.append(mine_ns / other_ns)
@@ -76,7 +76,7 @@ def ratio(comparison: Comparison, rounds: Mapping[str, Sequence[Sample]]) -> Rat
 
 
 def write(result: Result, path: Path) -> None:
-    """As JSON with a figure on a line."""
+    """JSON with one figure per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_dump(result) + "\n", encoding="utf-8")
 
@@ -94,5 +94,5 @@ def _dump(value: object, depth: int = 0) -> str:
 
 
 def _short(value: float | np.floating[Any]) -> float:
-    """To six digits."""
+    """Rounds to six digits."""
     return float(f"{float(value):.6g}")

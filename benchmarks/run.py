@@ -39,14 +39,14 @@ _BUILD_DIR = ROOT / "build" / "benchmarks"
 _RESULTS_DIR = ROOT / "benchmarks" / "results"
 # Room for 32 sequences of 128 tokens, or 8 of 1024, with what a turn appends and then a prefill of 8 x 512.
 _KV_PAGES = 1024
-# Settings that would change what is measured.
+# Environment variables that would change the results.
 _UNWANTED = ("QUIRE_", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "GGML_", "LLAMA_")
-# On a lent GPU a call that hangs must not cost the whole loan.
+# On a GPU a hanging call must not use up the time limit.
 _GPU_CALL_TIMEOUT_S = 120.0
 
 
 class Suite:
-    """One run: the competitors that have been started, and what has been found so far."""
+    """One run: the started competitors, and the results so far."""
 
     def __init__(self, chosen: Sequence[Workload], arguments: argparse.Namespace) -> None:
         self._workloads = chosen
@@ -63,14 +63,14 @@ class Suite:
         self.log_dir = Path(tempfile.mkdtemp(prefix="quire-bench-logs-"))
 
     def run(self, path: Path) -> None:
-        """Runs the workloads; each gets its share of the time that is left. Writes after each."""
+        """Runs the workloads; each gets its share of the remaining time. Writes the results after each."""
         end_s = self._began_s + 60 * self._arguments.minutes
         for index, workload in enumerate(self._workloads):
             left = self._workloads[index:]
             run = WorkloadRun(workload, self._peer, partial(self._say, workload.title))
             self._runs.append(run)
             left_s = max(0.0, end_s - time.monotonic())
-            # A lent GPU goes back; elsewhere everything that was asked for gets its least number of rounds.
+            # On a GPU the time limit is strict; elsewhere each workload gets its minimum number of rounds.
             if self._arguments.gpu and not left_s:
                 run.skip()
             else:
@@ -81,11 +81,11 @@ class Suite:
             self.write(path)
 
     def write(self, path: Path) -> Result:
-        """What has been found so far, as JSON and Markdown."""
-        # What was reached is compared with what the machine was able to do during the whole run.
+        """Writes the results so far, as JSON and Markdown."""
+        # The roofline is the machine's peak during the whole run.
         roof = {key: median(found[key] for found in self._roofs) for key in (self._roofs or [{}])[0]}
         arguments, found = self._arguments, [run.result(roof) for run in self._runs]
-        # What the competitors used is known when they have ended.
+        # The competitors' peak memory is known when they have ended.
         disturbance = machine.disturbance(self._before, machine.times_s()) if self._ended else {}
         result = Result(
             format=FORMAT,
@@ -109,7 +109,7 @@ class Suite:
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong that should not have."""
+        """The failures, except missing installations."""
         return self._problems + [failure for run in self._runs for failure in run.failures]
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Suite:
                 self._memory |= {f"{name}: {part}" if part else name: size for part, size in memory.items()}
 
     def _peer(self, name: str) -> PeerProcess:
-        """The peer's process; another one if it has ended or hung."""
+        """The peer's process, or a new one if it has ended or hung."""
         arguments = self._arguments
         if name in self._peers and self._peers[name].broken:
             self._peers.pop(name).close()
@@ -181,7 +181,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _choose(arguments: argparse.Namespace) -> list[Workload]:
-    """Raises ValueError for a row that there is not."""
+    """Checks the names of rows. Raises ValueError for an unknown one."""
     if arguments.gpu:
         known = gpu_workloads.all_workloads(rehearsal=arguments.rehearse)
     else:
@@ -191,7 +191,7 @@ def _choose(arguments: argparse.Namespace) -> list[Workload]:
 
 
 def _path(arguments: argparse.Namespace) -> Path:
-    """Of the JSON: a name that is not taken, among the committed results if it is a whole run."""
+    """An unused path for the JSON, in the committed results if it is a full run."""
     whole = arguments.shape == DEFAULT_SHAPE and not (arguments.rows or arguments.against or arguments.gpu)
     directory = arguments.out or (_RESULTS_DIR if whole else _BUILD_DIR / "results")
     description = machine.describe(gpu=arguments.gpu)
@@ -243,7 +243,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Ended by others as by Ctrl-C (which background jobs ignore): the competitors are closed in order.
+    # Handle SIGTERM like Ctrl-C (which background jobs ignore), so that the competitors are closed in order.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())

@@ -1,4 +1,4 @@
-"""Runs a workload: every competitor in turns, round after round, as often as the time allows."""
+"""Runs a workload: all competitors take turns, for as many rounds as the time allows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.plan import Entry, Workload
 from benchmarks.results import Figure, WorkloadResult, figure, ratio
 
 GetPeer = Callable[[str], PeerProcess]
-# Told what is going on.
+# Called with progress messages.
 Report = Callable[[str], None]
 
 
@@ -30,7 +30,7 @@ class _Contestant:
     failed: bool = False
 
     def attempt(self, work: Callable[[], Any]) -> Any:
-        """The result; or None, and the problem is noted: the contestant takes no further part."""
+        """The result, or None after a failure, which is noted and excludes the contestant."""
         try:
             return work()
         except Unavailable as reason:
@@ -40,12 +40,12 @@ class _Contestant:
         return None
 
 
-# Methods of peers that draw prompts: anew in each round, and alike for all.
+# Methods of peers that use random prompts: new ones in each round, the same for all peers.
 _OF_NEW_PROMPTS = ("prefill", "first_token", "score", "loop")
 
 
 class WorkloadRun:
-    """One workload with its contestants. What goes wrong with one of them is noted, and the others go on."""
+    """One workload with its contestants. A failure of one is noted, and the others continue."""
 
     def __init__(self, workload: Workload, get_peer: GetPeer, report: Report) -> None:
         self._workload = workload
@@ -55,11 +55,11 @@ class WorkloadRun:
         self._skipped = False
 
     def skip(self) -> None:
-        """There is no time for it."""
+        """Skips the workload, because no time is left."""
         self._skipped = True
 
     def run(self, seconds: float) -> None:
-        """Prepares everyone, then takes turns until about `seconds` have passed since the call."""
+        """Prepares all contestants, then runs rounds until about `seconds` after the call."""
         end_s = time.monotonic() + seconds
         self._prepare()
         if self._workload.warm is not None:
@@ -70,7 +70,7 @@ class WorkloadRun:
         index, round_s = 0, 0.0
         while index < least or (index < most and time.monotonic() + round_s < end_s):
             began_s = time.monotonic()
-            # To and fro, so that nobody always runs first; the same prompts for everyone in a round.
+            # Alternate the order, so that none always runs first. All have the same prompts in a round.
             for contestant in self._racing()[:: 1 if index % 2 == 0 else -1]:
                 self._turn(contestant, {}, seed=index + 2)
             index, round_s = index + 1, time.monotonic() - began_s
@@ -80,7 +80,7 @@ class WorkloadRun:
                 self._get_peer(name).call("release")
 
     def result(self, roof: Mapping[str, float]) -> WorkloadResult:
-        """The figures of everyone, and the comparisons."""
+        """The figures of all contestants, and the comparisons."""
         workload = self._workload
         found: WorkloadResult = {name: getattr(workload, name) for name in ("name", "title", "unit")}
         found |= {"figures": [], "ratios": []}
@@ -89,7 +89,7 @@ class WorkloadRun:
         rounds: dict[str, list[Sample]] = {}
         for contestant in self._contestants:
             for part, label in contestant.entry.labels().items():
-                # Who fell out in one round has had no turn in the same ones as the others.
+                # A contestant that failed has not run in the same rounds as the others.
                 if not contestant.problem:
                     rounds[label] = [samples[part] for samples in contestant.rounds]
                 found["figures"].append(self._figure(contestant, label, rounds.get(label, []), roof))
@@ -98,7 +98,7 @@ class WorkloadRun:
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong that should not have."""
+        """The failures, except missing installations."""
         name = self._workload.name
         return [f"{name}: {c.entry.label}: {c.problem}" for c in self._contestants if c.failed]
 
@@ -116,7 +116,7 @@ class WorkloadRun:
         return found
 
     def _prepare(self) -> None:
-        """Starts the peers and fills their sequences, once for all entries that a peer has."""
+        """Starts the peers and prefills their sequences, once for all entries of a peer."""
         method, arguments = self._workload.prepare or ("versions", {})  # A peer loads with its first call.
         prepared: dict[str, _Contestant] = {}
         for contestant in self._contestants:

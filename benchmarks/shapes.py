@@ -1,4 +1,4 @@
-"""The models that are measured: their sizes, and what a step on them must read and compute at least."""
+"""The measured models: their sizes, and the minimum memory traffic and computation of a step."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Shape:
         return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
 
     def decode_bytes(self, batch: int, context_tokens: int) -> int:
-        """What a decode step reads at least: every matrix once (of embeddings the head), keys and values."""
+        """The minimum bytes that a decode step reads: each matrix once (the head included), and the KV."""
         matrices = self.num_hidden_layers * self.layer_elements + self.vocab_size * self.hidden_size
         kv_per_token = 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
         return ELEMENT_BYTES * (matrices + batch * context_tokens * kv_per_token)
 
     def prefill_flops(self, batch: int, tokens: int) -> int:
-        """What a prefill of `batch` prompts computes at least: causal attention, one row of logits each."""
+        """The minimum FLOP of a prefill of `batch` prompts: causal attention, one row of logits each."""
         matrices = 2 * self.num_hidden_layers * self.layer_elements * tokens
         # Scores and sums, over half of the square.
         attention = 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * tokens * tokens
         return batch * (matrices + attention + 2 * self.vocab_size * self.hidden_size)
 
     def hf_config(self) -> dict[str, Any]:
-        """The contents of config.json. No end token: loops run for as many steps as they are told to."""
+        """The contents of config.json. Without an end token, so that loops run for all their steps."""
         settings = {k: v for k, v in asdict(self).items() if k != "name"}
         return settings | {
             "architectures": ["Qwen3ForCausalLM"],
@@ -62,7 +62,7 @@ class Shape:
         }
 
 
-# Figures of the last two mean nothing: they are for trying the suite, and that of a GPU on a CPU.
+# The last two are for testing the suite, and the GPU suite on a CPU. Their figures are meaningless.
 SHAPES = {
     shape.name: shape
     for shape in (

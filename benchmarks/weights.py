@@ -1,8 +1,8 @@
 """Makes the Hugging Face directory of a shape, with seeded random bfloat16 weights, once.
 
-The safetensors file is written here and not by a library, one tensor at a time, so that this needs neither
-torch nor the memory of the model. Values are drawn by looking up 16 random bits in a table of the normal
-distribution's quantiles: seconds for 600 million, where torch takes minutes for bfloat16.
+This module writes the safetensors file itself, one tensor at a time, so that it needs neither torch nor the
+memory of the model. To draw a value it looks up 16 random bits in a table of the normal distribution's
+quantiles. That takes seconds for 600 million values; torch takes minutes for bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.shapes import ELEMENT_BYTES, Shape
 
 SEED = 20_260
 MODEL_FILE = "model.safetensors"
-# Part of the directory's name: raise it when the same shape and seed give other weights.
+# Part of the directory's name. Increment it when the same shape and seed give other weights.
 _VERSION = 1
 _PART_ELEMENTS = 1 << 24
 
@@ -29,7 +29,7 @@ Bits = NDArray[np.uint16]
 
 
 def make_model(shape: Shape, cache_dir: Path) -> Path:
-    """The directory of the shape's model, made if it is not there, beside its place: complete or absent."""
+    """The directory of the shape's model, which is created atomically if needed."""
     directory = cache_dir / f"{shape.name}-seed{SEED}-v{_VERSION}"
     if not directory.is_dir():
         partial = directory.with_name(directory.name + ".partial")
@@ -42,7 +42,7 @@ def make_model(shape: Shape, cache_dir: Path) -> Path:
 
 
 def read_model(directory: Path) -> Iterator[tuple[str, Bits]]:
-    """The tensors of a directory made here, as the bits of bfloat16, mapped from the file."""
+    """The memory-mapped tensors of a directory that this module created, as the bits of bfloat16."""
     path = directory / MODEL_FILE
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""What is measured on a CPU, and the goals of the design."""
+"""The workloads on a CPU, and the goals of the design."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CALLERS = "Quire, 32 callers, unary"
 SESSIONS = "Quire, 32 callers, Session"
 
 _PEERS = {TRANSFORMERS: "transformers", LLAMA_CPP: "llama.cpp", EXECUTOR: "executor", SERVICE: "service"}
-# Of --max-mixed-prefill-tokens; 0: learnt, which is the default.
+# Values of --max-mixed-prefill-tokens. 0: adaptive, which is the default.
 _STALL_BUDGETS = (16, 64, 512, 0)
 _EXECUTE_STEPS = 32
-# Loops that callers own: titles and sizes, by the names that peers know them by.
+# Decoding loops in the client: titles and sizes, by the names that the peers use.
 _LOOPS: dict[str, tuple[str, dict[str, int]]] = {
     "greedy": ("a greedy text", {"context": 128, "tokens": 32}),
     "chats": (
@@ -86,7 +86,7 @@ def _competitors(
 
 
 def _against_all(goals: dict[str, float]) -> list[Comparison]:
-    """The service against everything, and the executor against the others' libraries."""
+    """Compares the service with all others, and the executor with the other libraries."""
     service = [
         Comparison(SERVICE, theirs, goals.get(theirs)) for theirs in (TRANSFORMERS, LLAMA_CPP, EXECUTOR)
     ]
@@ -110,7 +110,7 @@ def _decode(
 
 
 def _decode_32(shape: Shape) -> Workload:
-    """As one BatchDecode, and as callers who know nothing of each other."""
+    """One BatchDecode, and independent callers."""
     goals = {TRANSFORMERS: 2.2, LLAMA_CPP: 4.0}
     base = _decode(shape, 32, 128, steps=8, share=2.5, goals=goals | {EXECUTOR: 0.97})
     service = base.entries[-1]
@@ -125,8 +125,8 @@ def _decode_32(shape: Shape) -> Workload:
 
 
 def _execute(shape: Shape) -> Workload:
-    """Whole texts by Execute: in one call, and as callers who know nothing of each other."""
-    # Texts of some length: their prompts are computed beside the first tokens of others.
+    """Execute: in one call, and as independent callers."""
+    # Long texts, because prompts are computed in the same steps as the first tokens of others.
     base = _decode(shape, 32, 128, steps=_EXECUTE_STEPS, share=2.0)
     entries = [entry for entry in base.entries if entry.label in (EXECUTOR, SERVICE)]
     calls = {"Execute, 32 items": 1, "Execute, 32 callers": 32}
@@ -147,7 +147,7 @@ def _execute(shape: Shape) -> Workload:
 
 
 def _first_token() -> Workload:
-    """What Execute adds to a prompt."""
+    """The overhead of Execute for a prompt."""
     calls = ("Prefill", "Execute")
     return Workload(
         name="first-token",
@@ -164,7 +164,7 @@ def _first_token() -> Workload:
 
 
 def _score() -> Workload:
-    """Four choices of five tokens behind a context of 1,000, as evaluations ask for them."""
+    """Four choices of five tokens after a context of 1,000, as in evaluations."""
     arguments = {"context_tokens": 1000, "choices": 4, "tokens": 5}
     ways = {
         "BatchForward from the choice on": "batch",
@@ -185,7 +185,7 @@ def _score() -> Workload:
 
 
 def _loop(name: str) -> Workload:
-    """What a loop over the service costs against one written by hand over transformers."""
+    """Loops over the service compared with hand-written loops over transformers."""
     title, sizes = _LOOPS[name]
     arguments = {"name": name, "sizes": sizes}
     peers = {SERVICE: "service-loops", BY_HAND: "transformers-loops"}
@@ -282,7 +282,7 @@ def _stall(budget: int) -> Workload:
 
 
 def _bad_sessions() -> Workload:
-    """What a Session that misbehaves costs other callers. The last three do nothing wrong."""
+    """The effect of a misbehaving Session on other callers. The last three are well-behaved."""
     parts = tuple(f"{way}, {when}" for way in ("unary", "session") for when in ("alone", "beside"))
     return Workload(
         name="bad-sessions",
@@ -303,7 +303,7 @@ def _bad_sessions() -> Workload:
 
 
 def _journal() -> Workload:
-    """What writing every step down costs: a call of 32, and 32 callers who know nothing of each other."""
+    """The cost of the journal: a call of 32, and 32 independent callers."""
     modes = {"BatchDecode of 32": "batch", "unary, 32 callers": "unary"}
     return Workload(
         name="journal",
@@ -323,7 +323,7 @@ def _journal() -> Workload:
 
 
 def _recovery() -> Workload:
-    """A gateway's start, and what follows when one of two workers is killed with calls in flight."""
+    """A gateway's start, and its recovery after one of two workers is killed with calls in flight."""
     return Workload(
         name="recovery",
         title="start and recovery (shipped model)",

@@ -16,19 +16,19 @@ from kernels.checks import INDEX_DTYPES, check_tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Which rows belong to which sequence, and where its pages are: the same for all layers of a forward.
+    """The rows and pages of each sequence, which are the same for all layers of a forward.
 
-    Lengths are in tokens. `query_lens` and `context_lens_host` hold the numbers of the tensors on the host,
-    so that no kernel has to read a device tensor back.
+    Lengths are in tokens. `query_lens` and `context_lens_host` are host copies of the tensors, so that no
+    kernel reads a device tensor back.
 
     Attributes:
         page_tables: [N, P] int32, the pages of each sequence in order; unused entries hold any valid page.
         query_starts: [N + 1] int32, first row of each item, and T.
-        context_lens: [N] int32, length of each sequence, the new tokens included. 0: a padded item, whose
-            rows come out as zeros.
-        query_lens: N numbers of new tokens, which add up to T.
-        context_lens_host: The numbers of `context_lens`.
-        trees: Which items are trees; None: none is.
+        context_lens: [N] int32, length of each sequence, the new tokens included. 0: a padding item, whose
+            rows of the result are zeros.
+        query_lens: The number of new tokens of each item; T in all.
+        context_lens_host: The values of `context_lens`.
+        trees: The items that are token trees; None: there are none.
     """
 
     page_tables: torch.Tensor
@@ -39,10 +39,10 @@ class AttentionBatch:
     trees: TokenTrees | None = None
 
     def __post_init__(self) -> None:
-        """Check what does not depend on a layer.
+        """Check the fields, once for all layers.
 
         Raises:
-            ValueError, TypeError: A field does not fit, by name.
+            ValueError, TypeError: A field is invalid; the message names it.
         """
         items = len(self.query_lens)
         check_tensor("page_tables", self.page_tables, (items, None), INDEX_DTYPES)

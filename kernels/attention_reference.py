@@ -1,7 +1,8 @@
-"""Paged attention in plain torch: what the compiled kernels stand in for, and what they are held to.
+"""Paged attention in plain torch: the reference of the compiled kernels, and the fallback without them.
 
-Gathers the pages of similar items and attends them together. Scores and softmax are float32 whatever the
-dtype of the pages. kernels/paged_attention.py has the checks, and what must never reach a result.
+Gathers the pages of similar items and runs their attention together. Scores and softmax are float32 for any
+dtype of the pages. kernels/paged_attention.py has the checks, and says which memory must never reach a
+result.
 
 Dimension letters: T tokens; N items; S tokens a page; H query heads; K key-value heads; G = H / K; D width of
 a key, V of a value. In a group: B items, Q tokens each, L gathered positions.
@@ -20,18 +21,18 @@ from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.attention_trees import TokenTrees, distances
 
-# The copies of K and V that a group of several items may make. A single item may need more: its own context.
+# The most bytes of K and V that are copied for a group of several items. A single long item may need more.
 GROUP_SCRATCH_BYTES = 64 << 20
-# Items with more tokens than this are attended one by one: they fill the cores alone.
+# Items with more tokens than this are run one by one: each uses all cores.
 GROUP_MAX_QUERY_TOKENS = 16
-# Queries of one item at a time: bounds the mask, and skips most of the keys that causality hides.
+# Queries of one item that are run at once. This bounds the mask, and skips most of the keys in their future.
 QUERY_BLOCK_TOKENS = 256
 MASK_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Items attended at once: the same number of new tokens, contexts of similar length, ascending."""
+    """Items that are run at once: the same number of new tokens, ascending contexts of similar length."""
 
     items: list[int]
     query_len: int
@@ -46,9 +47,9 @@ def paged_attention_reference(
     scoring: Scoring,
     skipped: Sequence[bool] | None = None,
 ) -> torch.Tensor:
-    """Attend every item to its own sequence; arguments are as in `paged_attention`, and checked.
+    """The attention of every item over its own sequence. Arguments are as in `paged_attention`, and checked.
 
-    The rows of items in `skipped` are left to the caller, unless they are padded.
+    The rows of items in `skipped` are not written, except for those of padding items.
     """
     heads, width = query.shape[1], v_pages.shape[3]
     out = torch.empty((len(query), heads, width), dtype=query.dtype, device=query.device)  # [T, H, V]
@@ -93,7 +94,7 @@ def _groups(query_lens: Sequence[int], contexts: Sequence[int], max_tokens: int)
         if (
             group is not None
             and query_len == group.query_len <= GROUP_MAX_QUERY_TOKENS
-            # Contexts ascend: this one decides the padding of the whole group.
+            # Contexts ascend, so this one determines the padding of the whole group.
             and context <= group.contexts[0] * 1.25 + 64
             and (len(group.items) + 1) * context <= max_tokens
         ):
@@ -117,8 +118,8 @@ def _gather(
     """Copy the pages that a group needs.
 
     Returns:
-        Keys [B, L, K, D] and values [B, L, K, V], zero where an item has fewer than L positions; and the
-        number of positions of each item. The last of them is the last token of the item.
+        Keys [B, L, K, D] and values [B, L, K, V], zero behind the end of shorter items; and the number of
+        positions of each item. The last position is the last token of the item.
     """
     page_size = k_pages.shape[1]
     skipped = [0] * len(group.items)  # whole pages before the window of the first query
@@ -132,7 +133,7 @@ def _gather(
     columns = torch.tensor(skipped, device=page_tables.device)[:, None] + torch.arange(
         num_pages, device=page_tables.device
     )
-    # An item with fewer pages than the longest reads entries without meaning; the copy is cleared below.
+    # For items with fewer pages this reads unused entries. Their copies are set to zero below.
     pages = page_tables[items, columns.clamp_(max=page_tables.shape[1] - 1)].flatten()  # [B * pages]
     copies = [source.index_select(0, pages).flatten(0, 1) for source in (k_pages, v_pages)]  # [B * L, K, ..]
     if min(lengths) != longest:
@@ -152,14 +153,14 @@ def _attend_one(
     values: torch.Tensor,
     scoring: Scoring,
 ) -> None:
-    """Attend a single item in blocks of queries, each over the keys that some query of the block sees.
+    """The attention of a single item in blocks of queries, each over the keys that are visible to the block.
 
-    Writes `out`, [Q, H, V]. Query is [Q, H, D]; keys are [1, L, K, D] and values [1, L, K, V], the last of
-    the L positions being that of the last query.
+    Writes `out`, [Q, H, V]. Query is [Q, H, D]; keys are [1, L, K, D] and values [1, L, K, V]. The last of
+    the L positions is that of the last query.
     """
     query_len, heads = query.shape[:2]
     length = keys.shape[1]
-    # The mask is one for all key-value heads; scores that are written down are not.
+    # A mask is shared by all key-value heads; explicit scores are not.
     masks = heads // keys.shape[2] if scoring.is_plain else heads
     step = max(1, min(QUERY_BLOCK_TOKENS, MASK_ELEMENTS // (masks * length)))
     for first in range(0, query_len, step):
@@ -195,9 +196,9 @@ def _attend_tree(
     rows: slice,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attend one tree, whose queries are `query` [Q, H, D]. Returns [Q, H, V]."""
+    """The attention of one tree with queries [Q, H, D]. Returns [Q, H, V]."""
     context, root = batch.context_lens_host[item], int(trees.roots[item])
-    # As if the root was the first query: what is before the window of that no other sees.
+    # The root counts as the first query: no query of the tree sees a key before the root's window.
     group = _Group([item], context - root, [context])
     keys, values, (length,) = _gather(group, k_pages, v_pages, batch.page_tables, scoring.sliding_window)
     ahead = distances(trees.ancestors[rows], root, context - length, context)[None]  # [1, Q, L]
@@ -205,7 +206,7 @@ def _attend_tree(
 
 
 def _ahead(own: torch.Tensor, length: int) -> torch.Tensor:
-    """How far each of `length` positions is ahead of a query, [B, Q, L]. `own`: [B, Q], which is its own."""
+    """How far each of `length` positions is ahead of the positions `own` [B, Q] of queries, as [B, Q, L]."""
     return torch.arange(length, device=own.device) - own[..., None]
 
 
@@ -220,16 +221,16 @@ def _attend(
 ) -> torch.Tensor:
     """Grouped-query attention over dense keys and values.
 
-    The G query heads of a key-value head are laid side by side as further queries of it, so that keys and
-    values are read once and never repeated in memory.
+    The G query heads of a key-value head become additional queries of it, so that keys and values are read
+    once and not repeated in memory.
 
     Args:
         query: [B, Q, H, D].
         keys: [B, L, K, D].
         values: [B, L, K, V].
-        ahead: [B, Q, L] int64, by how many positions a key is ahead of a query, which sees none that is.
-        scoring: What becomes of scores.
-        masked: Whether some query does not see all positions.
+        ahead: [B, Q, L] int64, by how many positions a key is ahead of a query. Above 0 it is not visible.
+        scoring: How scores become weights.
+        masked: Whether some positions are not visible to some query.
 
     Returns:
         [B, Q, H, V].
@@ -254,7 +255,7 @@ def _attend(
 
 
 def _visible(ahead: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
-    """Which positions a query sees, [B, Q, L] bool; `ahead` is as in `_attend`."""
+    """Which positions are visible to a query, [B, Q, L] bool; `ahead` is as in `_attend`."""
     seen = ahead <= 0
     return seen if sliding_window is None else seen & (ahead > -sliding_window)
 
@@ -267,15 +268,15 @@ def _attend_in_steps(
     mask: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """The formulas of kernels/attention_scoring.py one by one, in float32: torch's own lacks them.
+    """The formulas of kernels/attention_scoring.py one by one in float32, for those that torch does not have.
 
     Args:
         query: [B, K, G * Q, D].
         keys: [B, K, L, D].
         values: [B, K, L, V].
         ahead: [B, Q, L], as in `_attend`.
-        mask: [B, Q, L] bool, True where a query sees a key; None: everywhere.
-        scoring: What becomes of scores.
+        mask: [B, Q, L] bool, True if a key is visible to a query; None: all are.
+        scoring: How scores become weights.
 
     Returns:
         [B, K, G * Q, V] with the dtype of query.

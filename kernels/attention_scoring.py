@@ -1,7 +1,7 @@
-"""How attention turns scores into weights: what a layer says beside its queries, keys and values.
+"""How attention turns scores into weights: the settings of a layer besides its queries, keys and values.
 
-A score is the product of a query and a key. On its way to a weight it is scaled; then either capped or, by
-the distance of the key, lowered; and of the softmax over the keys that are seen a sink takes a share:
+A score is the product of a query and a key. It is scaled, then either capped or lowered by the distance of
+the key. The softmax over the visible keys may have an additional term, the sink:
 
     s = scale * query . key
     s = softcap * tanh(s / softcap)                        soft-capping: Gemma 2
@@ -23,14 +23,14 @@ from kernels.checks import check_tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """The numbers in the formulas above, the same for all tokens of a forward.
+    """The parameters of the formulas above, the same for all tokens of a forward.
 
     Attributes:
         scale: Multiplies the scores.
-        sliding_window: Positions a token sees, its own included; None: all of them.
-        softcap: What scores stay below in size; None: any.
-        sinks: [H] float32 contiguous, the logit of each head's sink; -inf is none.
-        alibi_slopes: [H] float32 contiguous, what a head's scores lose with each position of distance.
+        sliding_window: The number of positions that a token attends to, its own included; None: all.
+        softcap: The bound of the absolute value of scores; None: no bound.
+        sinks: [H] float32 contiguous, the logit of each head's sink; -inf: no sink.
+        alibi_slopes: [H] float32 contiguous, the decrease of a head's scores per position of distance.
     """
 
     scale: float
@@ -41,11 +41,11 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but a scale and a mask."""
+        """Whether there is only a scale and a mask."""
         return self.softcap is None and self.sinks is None and self.alibi_slopes is None
 
     def check(self, heads: int, device: torch.device) -> None:
-        """Check it for a layer of so many query heads. Reads no tensor's content.
+        """Check the parameters for a layer with `heads` query heads. Does not read the content of tensors.
 
         Raises:
             ValueError, TypeError: A field does not fit, by name.

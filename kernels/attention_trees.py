@@ -1,16 +1,16 @@
-r"""Which new tokens of a batch are trees, and what each of them sees.
+r"""The token trees of a batch, and which tokens each of their tokens attends to.
 
-The tokens of a tree are alternatives for how a sequence goes on. They lie in slots one behind the other, the
-root first and each behind the token that it follows; but a token's position is its depth behind the root's,
-and of the tree it sees its own path only. It does see all of the sequence before the root.
+The tokens of a tree are alternative continuations of a sequence. Their slots are consecutive, the root first,
+and each token comes after its parent. The position of a token is the root's position plus its depth. A token
+attends to the whole sequence before the root, and in the tree only to its own path from the root.
 
     slots      ... 40 41 | 42 43 44 45 46        42 -- 43 -- 45
     positions  ... 40 41 | 42 43 43 44 44          \-- 44 -- 46
     ancestors              1, 11, 101, 1011, 10101 (binary, the root's bit last)
 
-As slots ascend along a path, the bits say depths too: between a token and one that it sees lie as many
-positions as its path has tokens from that one on, less one. GPUs, which would count bits for each pair of
-tokens, are told the depths.
+Slots ascend along a path, so the bits also give distances: the distance from a token to one on its path is
+the number of bits above that one's. GPUs would have to count bits for each pair of tokens, so they get the
+depths.
 
 Dimension letters: T tokens of the batch; N items.
 """
@@ -24,20 +24,21 @@ import torch
 
 from kernels.checks import INDEX_DTYPES, check_tensor
 
-# Bits of a number of `ancestors`.
+# The number of bits in an element of `ancestors`.
 MAX_TREE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTrees:
-    """The trees of a batch. Its other items are causal, as ever.
+    """The trees of a batch. Its other items are causal.
 
     Attributes:
-        roots: [N] int32, the index in its sequence's slots of each tree's root, which an earlier step may
-            have computed; of an item that is no tree its context length.
-        ancestors: [T] int64, bit j: the row sees slot root + j, its own included. 0: the row is of no tree.
-        depths: [N, 64] int32, of each tree those of the tokens in slots root, root + 1 and so on.
-        is_tree: N of them, on the host.
+        roots: [N] int32, the index of each tree's root among the slots of its sequence; an earlier step may
+            have computed the root. For an item that is not a tree, its context length.
+        ancestors: [T] int64, bit j: the row attends to slot root + j, its own included. 0: not a row of a
+            tree.
+        depths: [N, 64] int32, for each tree the depths of the tokens in slots root, root + 1 and so on.
+        is_tree: Whether each item is a tree, on the host.
     """
 
     roots: torch.Tensor
@@ -46,7 +47,7 @@ class TokenTrees:
     is_tree: Sequence[bool]
 
     def check(self, query_lens: Sequence[int]) -> None:
-        """Check it for a batch of these items. Raises ValueError or TypeError, by name."""
+        """Check the fields for a batch of these items. Raises ValueError or TypeError."""
         check_tensor("roots", self.roots, (len(query_lens),), INDEX_DTYPES)
         check_tensor("ancestors", self.ancestors, (sum(query_lens),), (torch.int64,))
         check_tensor("depths", self.depths, (len(query_lens), MAX_TREE_TOKENS), INDEX_DTYPES)
@@ -58,9 +59,9 @@ class TokenTrees:
 
 
 def depths_and_ancestors(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of each token of a tree its depth, the root's 0, and its `ancestors` as an int64.
+    """The depth of each token of a tree, 0 for the root, and its `ancestors` as an int64.
 
-    parents: of each token but the root the index of the one that it follows, which comes before it.
+    `parents`: for each token except the root the index of its parent, which is lower than its own.
     """
     depths, seen = [0], [1]
     for index, parent in enumerate(parents, start=1):
@@ -71,20 +72,20 @@ def depths_and_ancestors(parents: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def distances(ancestors: torch.Tensor, root: int, first: int, end: int) -> torch.Tensor:
-    """How far keys are ahead of the rows of one tree: never above 0 where a row sees a key, else 1.
+    """How far keys are ahead of the rows of one tree: at most 0 if the key is visible to the row, else 1.
 
     Args:
-        ancestors: [Q] those of the rows.
+        ancestors: [Q], those of the rows.
         root: The tree's first slot.
         first: The slot of the first key, at most `root`.
-        end: The slot behind the last key, at most MAX_TREE_TOKENS behind `root`.
+        end: One past the slot of the last key, at most root + MAX_TREE_TOKENS.
 
     Returns:
         [Q, end - first] int64.
     """
     places = torch.arange(MAX_TREE_TOKENS, device=ancestors.device)
     sees = (ancestors[:, None] >> places) & 1  # [Q, 64]
-    # Of the tokens that a row sees: how many come later on its path.
+    # For each token on the path of a row: how many tokens of the path come after it.
     later = sees.flip(1).cumsum(1).flip(1) - 1
     among = torch.where(sees.bool(), -later, 1)[:, : end - root]
     before = torch.arange(first, root, device=ancestors.device)

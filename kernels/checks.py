@@ -24,7 +24,7 @@ def check_tensor(
     Args:
         name: The argument's name, for the message.
         tensor: The argument.
-        shape: The expected size of each dimension; None where any size is right.
+        shape: The expected size of each dimension; None: any size.
         dtypes: The allowed dtypes.
 
     Raises:
@@ -32,9 +32,11 @@ def check_tensor(
         TypeError: The dtype is not allowed.
     """
     actual = tensor.shape
-    if len(actual) != len(shape) or any(
-        want is not None and want != got for want, got in zip(shape, actual, strict=True)
-    ):
+    fits = len(actual) == len(shape)
+    # A generator expression would call a function for each dimension.
+    for want, got in zip(shape, actual, strict=False):
+        fits = fits and (want is None or want == got)
+    if not fits:
         expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}: shape must be [{expected}], got {list(actual)}")
     if tensor.dtype not in dtypes:
@@ -70,12 +72,12 @@ def check_pages(
 
     Args:
         k_pages: Pages of keys.
-        v_pages: Pages of values, to be of the same shape, but for their width where that is said.
-        kv_heads: K, or None where any is right.
+        v_pages: Pages of values.
+        kv_heads: K; None: any.
         width: D.
-        other_name: The name of what is to have their dtype and device.
+        other_name: The name of the argument whose dtype and device they must have.
         other: That argument.
-        value_width: The width of values; None: that of keys.
+        value_width: The width of values; None: the same as that of keys.
 
     Raises:
         ValueError: A shape differs, or pages are not contiguous.

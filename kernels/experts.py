@@ -1,16 +1,17 @@
-"""Mixture of experts: which experts a token goes to, and what they make of it.
+"""Mixture of experts: the routing of tokens, and the experts' outputs.
 
-An expert is a gated feed-forward block, down(activation(gate x) * (up x)), and a token has k of them, chosen
-and weighted by `route`. In `experts` the rows of a batch are grouped, so that the matrices of an expert are
-read once for all the rows it got, and not at all if it got none.
+An expert is a gated feed-forward network, down(activation(gate x) * (up x)). `route` chooses k experts for
+each token, with weights. `experts` groups the rows of a batch by expert, so that the matrices of an expert
+are read once for all of its rows, and not at all if it has none.
 
-Roundings are those of the operations one by one: both projections to the dtype of x, the activation and its
-product with up as in `kernels.gated_activation`. The k results of a token are weighted and summed in float32,
-in the order of k, and rounded once. (transformers sums in the order of the experts, in the dtype of x.)
+Results are rounded as if the operations ran one by one: both projections to the dtype of x, the activation
+and its product with up as in `kernels.gated_activation`. The k results of a token are weighted and summed in
+float32, in the order of k, and rounded once. (transformers sums in the order of the experts, in the dtype of
+x.)
 
-A row's bits do not depend on which other rows are there, as far as the matrix library keeps that promise for
-a product: the sum over k does. On the CPU packed bfloat16 weights keep it for up to 32 rows of an expert (see
-`kernels.cpu.experts`), if widths are even; on a GPU it is kept among batches of one tile configuration (see
+The bits of a row do not depend on the other rows if the matrix library guarantees that for a product; the sum
+over k guarantees it. On the CPU it holds for packed bfloat16 weights with even widths and up to 32 rows of an
+expert (see `kernels.cpu.experts`); on a GPU among batches with the same tile configuration (see
 `kernels.cuda.experts`).
 
 Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts of a
@@ -30,7 +31,7 @@ from kernels.cpu import experts as cpu
 from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
 from kernels.linear import can_pack, linear, pack_weight
 
-# One matrix an expert: [E, O, I], or E tensors [O, I], or those of `pack_experts`.
+# One matrix per expert: a tensor [E, O, I], or E tensors [O, I], or the result of `pack_experts`.
 ExpertWeights = torch.Tensor | Sequence[torch.Tensor] | cpu.PackedWeights
 
 
@@ -44,20 +45,20 @@ def route(
     """Choose the experts of each token: those with the highest scores.
 
     Args:
-        logits: [T, E] of the router; float32, bfloat16 or float16.
-        k: Experts of a token.
-        normalize: Divide the scores of the chosen by their sum: always in Mixtral, `norm_topk_prob` in
-            Qwen3-MoE.
+        logits: [T, E], the router's output; float32, bfloat16 or float16.
+        k: The number of experts for each token.
+        normalize: Divide the scores of the chosen experts by their sum: always in Mixtral, `norm_topk_prob`
+            in Qwen3-MoE.
         score: How logits become scores: "softmax" over all experts, in float32.
-        dtype: Of the weights, rounded once at the end. None: that of the logits, as in Qwen3-MoE; Mixtral has
-            torch.float32.
+        dtype: The dtype of the weights, which are rounded once at the end. None: that of the logits, as in
+            Qwen3-MoE; Mixtral uses torch.float32.
 
     Returns:
-        expert_ids [T, k] int64, the best first, each once; expert_weights [T, k]. Which of two equal scores
-        comes first is up to torch.topk.
+        expert_ids [T, k] int64, the best first, without repetition; expert_weights [T, k]. torch.topk decides
+        the order of equal scores.
 
     Raises:
-        ValueError, TypeError: An argument does not fit, by name.
+        ValueError, TypeError: An argument is invalid; the message names it.
     """
     check_tensor("logits", logits, (None, None), FLOAT_DTYPES)
     if not 1 <= k <= logits.shape[1]:
@@ -72,15 +73,14 @@ def route(
 
 
 def pack_experts(weight: ExpertWeights) -> ExpertWeights:
-    """Lay the matrices of all experts out for the matrix library of the CPU, as `kernels.linear.pack_weight`.
+    """Pack the matrices of all experts for the CPU's matrix library, as `kernels.linear.pack_weight` does.
 
     Args:
-        weight: The plain matrices, which are not needed any more. Of a list that nobody else holds, each is
-            freed before the next one is packed; one tensor stays whole until the caller drops it.
+        weight: The plain matrices. A list is mutated: each matrix is replaced by the packed one, and freed if
+            there is no other reference. A single tensor is not mutated.
 
     Returns:
-        E tensors [O, I] for `experts`; a given list has them too. Where packing does not apply, what was
-        given: on a GPU the one tensor that its kernel takes.
+        E packed tensors [O, I] for `experts`; or `weight` itself if it cannot be packed, as on a GPU.
     """
     if not can_pack(weight[0]):
         return weight
@@ -116,7 +116,7 @@ def experts(
     expert_weights: torch.Tensor,
     activation: Activation = "silu",
 ) -> torch.Tensor:
-    """Send each token through its experts and add up what they make of it.
+    """The weighted sum of the outputs of each token's experts.
 
     Args:
         x: [T, C]; float32, bfloat16 or float16.
@@ -126,14 +126,14 @@ def experts(
         expert_ids: [T, k] int64, from 0 to E - 1. On a GPU any other id makes its row undefined, and no
             other row.
         expert_weights: [T, k]; dtype of x, or float32.
-        activation: Of the gate; see `kernels.gated_activation`.
+        activation: The activation of the gate; see `kernels.gated_activation`.
 
     Returns:
         A new tensor [T, C] with the dtype of x.
 
     Raises:
-        ValueError, TypeError: An argument does not fit, by name.
-        IndexError, RuntimeError: An id is none of an expert (on the CPU).
+        ValueError, TypeError: An argument is invalid; the message names it.
+        IndexError, RuntimeError: An expert id is out of range (on the CPU).
     """
     _check(x, gate_up, down, expert_ids, expert_weights)
     if x.is_cuda:
@@ -163,8 +163,8 @@ def _run_experts(
     outputs: torch.Tensor,
     above_rows: int = 0,
 ) -> None:
-    """Fill what experts with more than `above_rows` rows make of them into outputs [T * k, C], one by one."""
-    # Pairs of a token and one of its choices, numbered as in `outputs`, by expert.
+    """Write the outputs of experts with more than `above_rows` rows to outputs [T * k, C], one by one."""
+    # Pairs of a token and one of its experts, numbered as in `outputs`, sorted by expert.
     pairs = expert_ids.flatten().argsort(stable=True)  # [T * k]
     counts = expert_ids.flatten().bincount(minlength=len(gate_up)).tolist()
     if len(counts) > len(gate_up):
@@ -182,7 +182,7 @@ def _run_experts(
 def _weighted_sum(outputs: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
     """The sum over k in its order, in float32: [T, k, C], [T, k] -> [T, C] in the dtype of the first."""
     weights = expert_weights.float()[:, :, None]  # [T, k, 1]
-    # One by one: `sum` may add in another order for another T.
+    # Not by `sum`, whose order of additions may depend on T.
     total = outputs[:, 0].float() * weights[:, 0]  # [T, C]
     for choice in range(1, outputs.shape[1]):
         total += outputs[:, choice].float() * weights[:, choice]
@@ -196,7 +196,7 @@ def _check(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
 ) -> None:
-    """Check the arguments of `experts`. Of separate matrices only the first is looked at: there are many."""
+    """Check the arguments of `experts`. Of separate matrices only the first is checked, to save time."""
     check_tensor("x", x, (None, None), FLOAT_DTYPES)
     check_tensor("expert_ids", expert_ids, (len(x), None), (torch.int64,))
     if not expert_ids.shape[1]:

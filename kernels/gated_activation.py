@@ -1,7 +1,7 @@
-"""The gate of a feed-forward block: activation(gate) * up, on the output of the fused gate-up projection.
+"""The gate of a feed-forward network: activation(gate) * up, on the output of the fused gate-up projection.
 
-SwiGLU has `silu`, x * sigmoid(x); GeGLU has `gelu`, x times the normal distribution function at x, or
-`gelu_tanh`, the approximation of it by a hyperbolic tangent (in Hugging Face "gelu_pytorch_tanh").
+SwiGLU has `silu`, x * sigmoid(x). GeGLU has `gelu`, x times the normal distribution function at x, or its
+approximation with tanh, `gelu_tanh` (in Hugging Face "gelu_pytorch_tanh").
 
 Dimension letters: T tokens; I intermediate width.
 """
@@ -35,13 +35,13 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> 
 
     Args:
         gate_up: [T, 2 * I], the gate in the first half and up in the second; float32, bfloat16 or float16.
-        activation: Of the gate, one of ACTIVATIONS.
+        activation: The activation of the gate, one of ACTIVATIONS.
 
     Returns:
         A new tensor [T, I] with the dtype of gate_up.
 
     Raises:
-        ValueError, TypeError: An argument does not fit, by name.
+        ValueError, TypeError: An argument is invalid; the message names it.
     """
     check_tensor("gate_up", gate_up, (None, None), FLOAT_DTYPES)
     if gate_up.shape[1] % 2:

@@ -1,6 +1,6 @@
 """Writes the keys and values of new tokens into the pages of the KV cache.
 
-Dimension letters: T tokens; P pages; S tokens a page; K key-value heads; D head width.
+Dimension letters: T tokens; P pages; S tokens per page; K key-value heads; D head width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def kv_write_reference(
     used = slots >= 0  # [T]
     if not bool(used.all()):
         key, value, slots = key[used], value[used], slots[used]
-    # A slot is a row of the pages laid end to end.
+    # A slot is a row of the concatenated pages.
     slots = slots.long()
     k_pages.flatten(0, 1).index_copy_(0, slots, key)  # [P * S, K, D]
     v_pages.flatten(0, 1).index_copy_(0, slots, value)
@@ -36,17 +36,17 @@ def kv_write(
 ) -> None:
     """Write each token's key and value to its slot.
 
-    Mutates `k_pages` and `v_pages`: exactly the slots named, nothing else. Two tokens must not share a slot.
+    Mutates only these slots of `k_pages` and `v_pages`. Two tokens must not have the same slot.
 
     Args:
         key: [T, K, D]; float32, bfloat16 or float16.
         value: [T, K, D]; dtype of key.
         k_pages: [P, S, K, D] contiguous; dtype of key.
         v_pages: [P, S, K, D] contiguous; dtype of key.
-        slots: [T] int32 or int64, page * S + offset; negative for a padded token, which is not written.
+        slots: [T] int32 or int64, page * S + offset; negative for a padding token, which is not written.
 
     Raises:
-        ValueError, TypeError: An argument does not fit, by name.
+        ValueError, TypeError: An argument is invalid; the message names it.
         IndexError, RuntimeError: A slot is beyond the last page (on the CPU).
     """
     tokens, heads, width = key.shape

@@ -1,8 +1,8 @@
-"""Projections: x W^T + b, with W laid out for the matrix library where that is faster.
+"""Projections: x W^T + b, with W packed for the matrix library if that is faster.
 
-oneDNN multiplies bfloat16 fastest from a blocked layout. Given a plain matrix it finds its way through anew
-in every call; packed once, the same bytes are read once and in order. The packed matrix replaces the plain
-one: it has the same size, and nothing but `linear` can read it.
+oneDNN multiplies bfloat16 fastest from a blocked layout, in which it reads the weight once and in order. A
+plain matrix costs extra work in every call. The packed matrix replaces the plain one: it has about the same
+size, and only `linear` can read it.
 
 Dimension letters: T rows; I inputs; O outputs.
 """
@@ -15,12 +15,12 @@ from torch.nn import functional
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import linear as cpu
 
-# A hint for the layout. Measured: it makes no difference to the speed at other numbers of rows.
+# A hint for the layout. In measurements it did not change the speed at other numbers of rows.
 _TYPICAL_ROWS = 32
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether `pack_weight` would change this weight's layout: bfloat16 on a CPU that multiplies it."""
+    """Whether `pack_weight` packs this weight: it is bfloat16, on a CPU that multiplies bfloat16."""
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16
@@ -30,10 +30,10 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Lay a weight [O, I] out for `linear`.
+    """Pack a weight [O, I] for `linear`.
 
     Returns:
-        An opaque tensor of the same size, or the weight itself where packing does not apply.
+        An opaque tensor of about the same size, or the weight itself if it cannot be packed.
     """
     if not can_pack(weight):
         return weight
@@ -58,7 +58,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         A new tensor [T, O] with the dtype of x.
 
     Raises:
-        ValueError, TypeError: `x` does not fit.
+        ValueError, TypeError: `x` is invalid.
     """
     check_tensor("x", x, (None, weight.shape[1]), FLOAT_DTYPES)
     if not weight.is_mkldnn or not len(x):

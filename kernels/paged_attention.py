@@ -1,16 +1,16 @@
 """Causal attention of a mixed batch over paged keys and values.
 
-An item is a run of new tokens of one sequence: one token when decoding, many when prefilling or verifying.
-Its last token is the last of its context. Or its tokens are a tree, of which each sees its own path
-(kernels/attention_trees.py). A token sees every position up to its own, or with a sliding window
-of W only the last W of them. Keys and values of the new tokens are in the pages already. What else may become
-of a score is in kernels/attention_scoring.py.
+An item has consecutive new tokens of one sequence: one token in a decode, many in a prefill or verify. Its
+last token is the last of its context. Or its tokens are a tree, of which each attends to its own path
+(kernels/attention_trees.py). A token attends to all positions up to its own, or with a sliding window of W to
+the last W of them. Keys and values of the new tokens are in the pages already. kernels/attention_scoring.py
+has the formula of the weights.
 
-What this module must not do: let memory that holds no token of the sequence (the end of a last page, page 0
-behind an unused page table entry) reach a result. 0 * NaN is NaN, so masking the scores is not enough.
+Memory without a token of the sequence (the end of the last page, pages of unused page table entries) must
+never reach a result. Masking the scores is not enough, since 0 * NaN is NaN.
 
-Dimension letters: T tokens; N items; P pages in the longest page table; S tokens a page; H query heads;
-K key-value heads; G = H / K; D width of a key; V width of a value, which most models have the same.
+Dimension letters: T tokens; N items; P pages in the longest page table; S tokens per page; H query heads;
+K key-value heads; G = H / K; D width of a key; V width of a value, in most models equal to D.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kernels.attention_scoring import Scoring
 from kernels.checks import FLOAT_DTYPES, check_pages, check_tensor
 from kernels.cpu import paged_attention as cpu
 
-# Head widths that the kernels of CUDA devices are made and checked for; others are left to torch there.
+# The head widths that the CUDA kernels support; other widths run in torch.
 CUDA_WIDTHS = (64, 80, 96, 128, 256)
-# The same for keys and values of different widths: those of DeepSeek's latent attention in its plain form.
+# The supported pairs of different widths of keys and values: DeepSeek's latent attention in its plain form.
 CUDA_WIDTH_PAIRS = ((192, 128),)
 
 
@@ -41,7 +41,7 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend every item to its own sequence.
+    """The attention of every item over its own sequence.
 
     Args:
         query: [T, H, D]; float32, bfloat16 or float16; heads contiguous.
@@ -49,9 +49,9 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
         v_pages: [pages, S, K, V] contiguous; dtype of query.
         batch: Rows and pages of the items.
         scale: Multiplies the scores.
-        sliding_window: Positions a token sees, its own included; None: all of them.
-        softcap: Bounds the scaled scores to less than this, smoothly: softcap * tanh(score / softcap).
-        sinks: [H] float32, a logit for each head that takes its share of the softmax and has no value.
+        sliding_window: The number of positions that a token attends to, its own included; None: all.
+        softcap: Bounds the absolute value of the scaled scores: softcap * tanh(score / softcap).
+        sinks: [H] float32, for each head a logit that is a term of the softmax and has no value.
         alibi_slopes: [H] float32; slope * (key position - own position) is added to the scaled scores. Not
             together with softcap.
 
@@ -59,7 +59,7 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
         A new contiguous tensor [T, H, V] with the dtype of query.
 
     Raises:
-        ValueError, TypeError: An argument does not fit, by name.
+        ValueError, TypeError: An argument is invalid; the message names it.
     """
     scoring = Scoring(scale, sliding_window, softcap, sinks, alibi_slopes)
     _check(query, k_pages, v_pages, batch, scoring)
@@ -81,11 +81,11 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
         return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
     long_items = max(batch.query_lens, default=0) > GROUP_MAX_QUERY_TOKENS
     if long_items and not cpu.can_attend_chunks(query, k_pages, v_pages, batch):
-        # Long chunks are matrix products: torch is good at them where the kernel has no instructions for it.
+        # Without the kernel for long chunks, torch is faster: they are matrix products.
         short = [length <= GROUP_MAX_QUERY_TOKENS for length in batch.query_lens]
         out = paged_attention_reference(query, k_pages, v_pages, batch, scoring, skipped=short)
     else:
-        allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # padded rows are not written
+        allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # rows of padding stay zero
         out = allocate((*query.shape[:2], v_pages.shape[3]), dtype=query.dtype)  # [T, H, V]
     cpu.attend(out, query, k_pages, v_pages, batch, GROUP_MAX_QUERY_TOKENS, scoring)
     return out
@@ -98,7 +98,7 @@ def _check(
     batch: AttentionBatch,
     scoring: Scoring,
 ) -> None:
-    """Raises what `paged_attention` says."""
+    """Check the arguments of `paged_attention`."""
     check_tensor("query", query, (sum(batch.query_lens), None, None), FLOAT_DTYPES)
     heads, width = query.shape[1:]
     check_tensor("v_pages", v_pages, (None, None, None, None), FLOAT_DTYPES)

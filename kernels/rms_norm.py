@@ -2,10 +2,10 @@
 
     y = weight * cast(x / sqrt(mean(x^2) + eps))
 
-The mean and the division are done in float32. With a weight of the dtype of x, the result is rounded to it
-*before* it is multiplied by the weight: the order of the casts in Hugging Face's Qwen3RMSNorm and
-LlamaRMSNorm, so that bf16 agrees too. With a float32 weight the product is made in float32 as well and
-rounded once: the order in Gemma3RMSNorm, whose weight is 1 + w, and in Olmo2RMSNorm.
+The mean and the division are computed in float32. If the weight has the dtype of x, the quotient is rounded
+to that dtype *before* it is multiplied by the weight, as in Hugging Face's Qwen3RMSNorm and LlamaRMSNorm, so
+that bf16 agrees too. With a float32 weight the product is computed in float32 and rounded once, as in
+Gemma3RMSNorm, whose weight is 1 + w, and in Olmo2RMSNorm.
 
 Dimension letters: T tokens; H heads (absent for a whole row); D normalised width.
 """
@@ -28,11 +28,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 def check_norm_weight(name: str, weight: torch.Tensor, other_name: str, x: torch.Tensor) -> None:
-    """Check that a weight has the dtype of what it scales, or float32, and its device.
-
-    Raises:
-        TypeError: It has not.
-    """
+    """Check that a weight has the dtype of x, or float32, and the device of x. Raises TypeError."""
     if weight.dtype is not torch.float32 or weight.device != x.device:
         check_same(name, weight, other_name, x)
 
@@ -49,7 +45,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         A new tensor with the shape and dtype of x.
 
     Raises:
-        ValueError, TypeError: An argument does not fit, by name.
+        ValueError, TypeError: An argument is invalid; the message names it.
     """
     check_tensor("x", x, [None] * x.dim(), FLOAT_DTYPES)
     if x.dim() not in (2, 3):
@@ -76,11 +72,11 @@ def add_rms_norm_reference(
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add x to the residual stream and normalise the sum.
 
-    Mutates `residual`, which holds residual + x afterwards.
+    Mutates `residual`, which becomes residual + x.
 
     Args:
-        x: [T, D] what the last block computed; float32, bfloat16 or float16.
-        residual: [T, D] the residual stream; dtype of x.
+        x: [T, D], the output of the previous sublayer; float32, bfloat16 or float16.
+        residual: [T, D], the residual stream; dtype of x.
         weight: [D]; dtype of x, or float32.
         eps: Added to the mean square; positive.
 
@@ -88,7 +84,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         A new tensor [T, D], the norm of the sum.
 
     Raises:
-        ValueError, TypeError: An argument does not fit, by name.
+        ValueError, TypeError: An argument is invalid; the message names it.
     """
     check_tensor("x", x, (None, None), FLOAT_DTYPES)
     check_tensor("residual", residual, x.shape, FLOAT_DTYPES)

@@ -1,26 +1,29 @@
 """Rotary position embedding in the rotate-half form, and the table of its cosines and sines.
 
-Only the first R elements of a head are turned, in most models all of it. Element i of their first half is
-paired with element i of their second half, and each pair is turned by position * frequency_i. The table is
-float32 and so is the rotation; the result is rounded once.
+The first R elements of a head are rotated, in most models all D. Element i of their first half and element i
+of their second half are a pair, which is rotated by position * frequency_i. The table and the rotation are
+float32, and the result is rounded once.
 
-A paged cache holds keys that are turned already, so an angle must be a function of the position alone. Two
-types of transformers choose frequencies by the length of the text so far, for its first tokens too:
+A paged cache has keys that are rotated already, so an angle must depend on the position only. In
+transformers, two types have frequencies that depend on the current length of the sequence, also for its first
+tokens:
 
-- "dynamic" has the default frequencies up to `max_position_embeddings`, and others with every token after
-  that. Here it ends there: a longer table is refused.
-- "longrope" has one list of factors for texts up to `original_max_position_embeddings` and another for longer
-  ones. Here a model has one list for all texts, as in vLLM: the long factors if it serves texts longer than
-  the original, else the short ones. So a spec whose `max_position_embeddings` is the original length agrees
-  with transformers on every text that it serves, and one with a larger value on those that are longer than
-  the original.
+- "dynamic" has the default frequencies up to `max_position_embeddings`. Beyond it they change with every
+token,
+  so a longer table is refused here.
+- "longrope" has one list of factors for sequences up to `original_max_position_embeddings` and another for
+longer
+  ones. Here a model has one list for all sequences, as in vLLM: the long factors if it serves sequences
+  longer than the original length, else the short ones. So if `max_position_embeddings` is the original
+  length, results agree with transformers for all sequences; if it is larger, for sequences longer than the
+  original length.
 
-Frequencies are computed in the order of transformers, to the bit: one rounding of the fastest pair is an
-angle of 5e-4 at the position 4,000, which a sharp attention makes 3e-3 of the logits.
+Frequencies are computed with the same operations in the same order as in transformers, to the bit: one
+rounding of the fastest pair is an angle of 5e-4 at position 4,000, which can change logits by 3e-3.
 
-All types of ROPE_INIT_FUNCTIONS in transformers 5.23 are here. Not "axial", which is for images.
+All types of ROPE_INIT_FUNCTIONS in transformers 5.23 are supported, except "axial", which is for images.
 
-Dimension letters: T tokens; H heads; D head width; R width that is turned; M positions in the table.
+Dimension letters: T tokens; H heads; D head width; R rotated elements of a head; M positions in the table.
 """
 
 from __future__ import annotations
@@ -32,31 +35,31 @@ from dataclasses import dataclass
 import torch
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
-# Types that depend on the length which the model was trained with.
+# Types that depend on the length with which the model was trained.
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
-# Types that depend on the longest text.
+# Types that depend on the longest sequence.
 _WITH_LONGEST_TEXT = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Which frequencies are used: the `rope_parameters` of a Hugging Face config.
+    """The parameters of the frequencies: `rope_parameters` in a Hugging Face config.
 
     Fields that a type does not use are ignored.
 
     Attributes:
         theta: The base of the frequencies.
         rope_type: One of ROPE_TYPES.
-        factor: By how much the context was extended. For longrope it makes the attention factor only, and is
-            max_position_embeddings / original_max_position_embeddings of the config where that names none.
-        original_max_position_embeddings: The length in tokens that the model was trained with before its
+        factor: By how much the context was extended. With longrope it changes the attention factor only; its
+            default there is max_position_embeddings / original_max_position_embeddings of the config.
+        original_max_position_embeddings: The length in tokens with which the model was trained before its
             context was extended.
-        max_position_embeddings: The longest text that is served, in tokens; of dynamic and longrope.
-        short_factor: Of longrope, by pair [R / 2].
-        long_factor: Of longrope, by pair [R / 2].
-        partial_rotary_factor: Of proportional, which turns that share of the pairs of a whole head; for all
-            other types it is said by the width of the table.
-        attention_factor: What cosines and sines are multiplied by; None: derived. Of yarn and longrope.
+        max_position_embeddings: For dynamic and longrope: the longest sequence that is served, in tokens.
+        short_factor: For longrope: a factor for each pair, [R / 2].
+        long_factor: For longrope: a factor for each pair, [R / 2].
+        partial_rotary_factor: For proportional: the share of a head's pairs that is rotated. For all other
+            types the width of the table determines it.
+        attention_factor: For yarn and longrope: multiplies cosines and sines; None: derived.
     """
 
     theta: float
@@ -77,7 +80,7 @@ class RopeSpec:
     partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a type that is not supported or a number that makes no sense for it."""
+        """Raises ValueError for a type that is not supported, or a number that is invalid for the type."""
         for name in ("short_factor", "long_factor"):  # lists in JSON; a spec can be hashed
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.rope_type not in ROPE_TYPES:
@@ -107,21 +110,21 @@ class RopeSpec:
             )
 
     def longrope_factors(self) -> tuple[str, Sequence[float]]:
-        """The factors by pair that a model of type longrope has for all its texts, and their name."""
+        """For longrope: the name of the list of factors that is used for all sequences, and the list."""
         if self.max_position_embeddings > self.original_max_position_embeddings:
             return "long_factor", self.long_factor
         return "short_factor", self.short_factor
 
 
 def rope_frequencies(spec: RopeSpec, rotary_dim: int) -> tuple[torch.Tensor, float]:
-    """The angle per position of each pair, and what the cosines and sines are multiplied by.
+    """The angle per position of each pair, and the factor of cosines and sines.
 
     Args:
-        spec: Which frequencies.
+        spec: The parameters.
         rotary_dim: R; even. The whole head, D, for proportional.
 
     Returns:
-        [R / 2] float32 in radians per position, and the attention factor (1.0 but for yarn and longrope).
+        [R / 2] float32 in radians per position, and the attention factor (1.0 except for yarn and longrope).
 
     Raises:
         ValueError: rotary_dim is odd, or longrope has factors for another number of pairs.
@@ -140,14 +143,14 @@ def rope_frequencies(spec: RopeSpec, rotary_dim: int) -> tuple[torch.Tensor, flo
     if spec.rope_type == "longrope":
         return _longrope_frequencies(spec, periods), _longrope_attention_factor(spec)
     if spec.rope_type == "proportional":
-        # The pairs that are not turned come last, with angles of zero.
+        # The last pairs are not rotated: their angles are zero.
         frequencies[int(spec.partial_rotary_factor * rotary_dim // 2) :] = 0.0
         return frequencies / spec.factor, 1.0
-    return frequencies, 1.0  # dynamic too: see the module's docstring
+    return frequencies, 1.0  # also for dynamic: see the module's docstring
 
 
 def _llama3_frequencies(spec: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
-    """Slow pairs are slowed by `factor`, fast ones kept, those between interpolated. [R / 2] -> [R / 2]."""
+    """Divides slow frequencies by `factor`, keeps fast ones, interpolates in between. [R / 2] -> [R / 2]."""
     turns = spec.original_max_position_embeddings / (2 * math.pi / frequencies)  # over the trained length
     kept = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * frequencies / spec.factor + kept * frequencies
@@ -157,7 +160,7 @@ def _yarn_frequencies(spec: RopeSpec, periods: torch.Tensor, rotary_dim: int) ->
     """NTK-by-parts (arXiv 2309.00071, section 3.2): a linear ramp over the pair index. [R / 2] -> [R / 2]."""
 
     def pair_with(turns: float) -> float:
-        """The (fractional) pair that makes this many turns over the trained length."""
+        """The (fractional) index of the pair with this many rotations over the trained length."""
         length = spec.original_max_position_embeddings
         return rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
@@ -173,7 +176,7 @@ def _yarn_frequencies(spec: RopeSpec, periods: torch.Tensor, rotary_dim: int) ->
 
 
 def _yarn_attention_factor(spec: RopeSpec) -> float:
-    """The temperature of yarn, applied to cosines and sines (so its square reaches the scores)."""
+    """The temperature of yarn. It multiplies cosines and sines, so scores are multiplied by its square."""
 
     def scale(mscale: float) -> float:
         return 1.0 if spec.factor <= 1 else 0.1 * mscale * math.log(spec.factor) + 1.0
@@ -186,7 +189,7 @@ def _yarn_attention_factor(spec: RopeSpec) -> float:
 
 
 def _longrope_frequencies(spec: RopeSpec, periods: torch.Tensor) -> torch.Tensor:
-    """Each pair is slowed by a factor of its own (arXiv 2402.13753). [R / 2] -> [R / 2]."""
+    """Divides each frequency by its own factor (arXiv 2402.13753). [R / 2] -> [R / 2]."""
     name, factors = spec.longrope_factors()
     if len(factors) != len(periods):
         raise ValueError(f"{name}: must have {len(periods)} entries, one a pair, got {len(factors)}")
@@ -194,7 +197,7 @@ def _longrope_frequencies(spec: RopeSpec, periods: torch.Tensor) -> torch.Tensor
 
 
 def _longrope_attention_factor(spec: RopeSpec) -> float:
-    """The temperature of longrope, applied as yarn's is."""
+    """The temperature of longrope. It multiplies cosines and sines, as that of yarn does."""
     if spec.attention_factor is not None:
         return spec.attention_factor
     if spec.factor <= 1:
@@ -208,10 +211,10 @@ def rope_table(
     """Cosines and sines of every position.
 
     Args:
-        spec: Which frequencies.
+        spec: The parameters.
         rotary_dim: R; even. The whole head, D, for proportional.
         max_positions: M.
-        device: Of the result.
+        device: The device of the result.
 
     Returns:
         [M, R] float32: the cosines of the R / 2 pairs, then their sines.
@@ -228,7 +231,7 @@ def rope_table(
     frequencies, attention_factor = rope_frequencies(spec, rotary_dim)
     half = rotary_dim // 2
     table = torch.empty(max_positions, rotary_dim, dtype=torch.float32)  # [M, R]
-    # Angles are computed on the CPU for every device: one table, whatever the device's cosine does.
+    # Computed on the CPU, so that the table has the same bits on every device.
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)  # [M, R / 2]
     torch.cos(angles, out=table[:, :half])
     torch.sin(angles, out=table[:, half:])
@@ -238,14 +241,12 @@ def rope_table(
 
 
 def apply_rope_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Turn the heads of each token to its position, in plain torch.
-
-    `kernels.rope_kv_write` is what models use.
+    """Rotate the heads of each token by its position, in plain torch. Models use `kernels.rope_kv_write`.
 
     Args:
-        x: [T, H, D] queries, keys, or both side by side.
-        cos_sin: [T, R] float32, the rows of `rope_table` at the positions of the tokens. What lies beyond R
-            in a head stays as it is.
+        x: [T, H, D], queries, keys, or both concatenated.
+        cos_sin: [T, R] float32, the rows of `rope_table` at the positions of the tokens. The elements of a
+            head beyond R are copied.
 
     Returns:
         A new contiguous tensor [T, H, D] with the dtype of x.

@@ -1,12 +1,12 @@
-"""What happens between the fused q, k and v projection and attention: QK-norm, rotation, and the KV write.
+"""QK-norm, rotation and KV write: the operations between the fused q, k and v projection and attention.
 
-Each query and key head is RMS-normalised (in models that do so) and turned to its token's position: all of
-it, its first elements or, in a layer without positions, nothing. Keys and values are written to the token's
-slot. Roundings are those of the three operations one after the other: the normalised head is rounded as
-`kernels.rms_norm` says, the rotated one once.
+Each query and key head is RMS-normalised (in models with QK-norm) and rotated by its token's position: the
+whole head, its first elements, or nothing in a layer without rotary embedding. Keys and values are written to
+the token's slot. Results are rounded as if the three operations ran one after the other: the normalised head
+as in `kernels.rms_norm`, the rotated one once.
 
-Dimension letters: T tokens; H query heads; K key-value heads; D head width; R width that is turned; P pages;
-S tokens a page.
+Dimension letters: T tokens; H query heads; K key-value heads; D head width; R rotated elements of a head;
+P pages; S tokens per page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rope_kv_write_reference(
     """The three operations in plain torch; see `rope_kv_write`."""
     kv_heads, width = k_pages.shape[2:]
     by_head = qkv.view(len(qkv), qkv.shape[1] // width, width)  # [T, H + 2 * K, D]
-    # Queries and keys, side by side, are normalised and turned as one.
+    # Query and key heads are adjacent, and are normalised and rotated together.
     rotated, value = by_head[:, :-kv_heads], by_head[:, -kv_heads:]
     if qk_norm is not None:
         rotated = rms_norm_reference(rotated, qk_norm, eps)
@@ -51,9 +51,9 @@ def rope_kv_write(
     v_pages: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Normalise and turn queries and keys, and write keys and values to their slots.
+    """Normalise and rotate queries and keys, and write keys and values to their slots.
 
-    Mutates `k_pages` and `v_pages`: exactly the slots named, nothing else. Two tokens must not share a slot.
+    Mutates only these slots of `k_pages` and `v_pages`. Two tokens must not have the same slot.
 
     Args:
         qkv: [T, (H + 2 * K) * D], the query heads, then the key heads, then the value heads; float32,
@@ -61,17 +61,17 @@ def rope_kv_write(
         qk_norm: [H + K, D], the norm weight of each query and key head, over the whole head; dtype of qkv, or
             float32. None: they are not normalised.
         cos_sin: [T, R] float32, the rows of `rope_table` at the positions of the tokens, R even and at most
-            D: the first R elements of each head are turned. None: no head is turned.
-        slots: [T] int32 or int64, page * S + offset; negative for a padded token, which is not written.
+            D: the first R elements of each head are rotated. None: no head is rotated.
+        slots: [T] int32 or int64, page * S + offset; negative for a padding token, which is not written.
         k_pages: [P, S, K, D] contiguous; dtype of qkv.
         v_pages: [P, S, K, D] contiguous; dtype of qkv.
-        eps: Of the norm; positive.
+        eps: Added to the mean square; positive.
 
     Returns:
         The queries [T, H, D], heads contiguous.
 
     Raises:
-        ValueError, TypeError: An argument does not fit, by name.
+        ValueError, TypeError: An argument is invalid; the message names it.
         IndexError, RuntimeError: A slot is beyond the last page (on the CPU).
     """
     kv_heads, width = k_pages.shape[2:]

@@ -1,6 +1,6 @@
-"""Standard error that never blocks who writes to it. The twin of `workers/logging.py`.
+"""Standard error with non-blocking writes. `workers/logging.py` has the same class.
 
-A pipe that nobody reads would otherwise stop the thread that logs, and with it all that it serves.
+Without it a pipe that is not read would block the thread that logs, and with it the server.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ import threading
 import time
 from collections.abc import Callable
 
-# What may wait to be written.
+# The limit of the queue.
 _MAX_WAITING_BYTES = 4 << 20
-# Between attempts where the file itself does not block.
+# The delay between attempts on a non-blocking file.
 _RETRY_S = 0.05
 
 
 class BackgroundLog:
-    """A text stream on a file descriptor; a thread of its own writes. What finds no room is dropped.
+    """A text stream on a file descriptor, written by a thread. Lines that do not fit the queue are dropped.
 
-    When writing works again, `tell_dropped` is called with the number of lines that were dropped.
+    When writing works again, `on_dropped` is called with the number of dropped lines.
     """
 
-    def __init__(self, fd: int, tell_dropped: Callable[[int], None]) -> None:
+    def __init__(self, fd: int, on_dropped: Callable[[int], None]) -> None:
         self._fd = fd
-        self._tell_dropped = tell_dropped
+        self._on_dropped = on_dropped
         self._waiting: collections.deque[bytes] = collections.deque()
         self._waiting_bytes = 0
         self._dropped = 0
         self._changed = threading.Condition()
-        # A daemon: a write that is stuck must not keep the process.
+        # A daemon thread: a blocked write must not keep the process alive.
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     def write(self, text: str) -> int:
-        """Hands lines over. Never blocks."""
+        """Queues lines. Never blocks."""
         data = text.encode(errors="backslashreplace")
         with self._changed:
             if self._waiting_bytes + len(data) > _MAX_WAITING_BYTES:
@@ -46,10 +46,10 @@ class BackgroundLog:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: who writes does not wait. See `drain`."""
+        """Does nothing. See `drain`."""
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until all is written, for `timeout_s` at most."""
+        """Waits until everything is written, for `timeout_s` at most."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
@@ -68,10 +68,10 @@ class BackgroundLog:
                     dropped, self._dropped = 0, self._dropped + data.count(b"\n")
                 self._changed.notify_all()
             if dropped:
-                self._tell_dropped(dropped)
+                self._on_dropped(dropped)
 
     def _write(self, data: bytes) -> bool:
-        """Writes all of it, however long that takes. False if nobody can ever read it."""
+        """Writes all of `data`, however long that takes. False if the reader is gone."""
         rest = memoryview(data)
         while rest:
             try:

@@ -1,11 +1,11 @@
 """The gateway's settings: declared once in `Config`, parsed once, then passed explicitly and never changed.
 
-A setting comes from the first of these that names it: a flag (`--max-batch-tokens`), the environment
-(`QUIRE_MAX_BATCH_TOKENS`), the TOML file named by `--config` (`max_batch_tokens`), the default. A field's
-declaration below drives all of them, and the help text. A bad setting is refused with `ConfigError` wherever
-it comes from: also in the file or the environment when a flag overrides it, because it waits for another day.
+The value of a setting comes from the first of these that has it: a flag (`--max-batch-tokens`), the
+environment (`QUIRE_MAX_BATCH_TOKENS`), the TOML file given by `--config` (`max_batch_tokens`), the default.
+The declaration of a field below defines all of them, and the help text. A bad setting is refused with
+`ConfigError`, also in a file or the environment when a flag overrides it, because it would fail later.
 
-This module does not know what the settings do, and it reads no model.
+This module does not use the settings, and it reads no model.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ ENV_PREFIX = "QUIRE_"
 SHIPPED_MODEL = "adder"
 WEIGHTLESS_MODEL = "paged-attention"
 
-# Environment names with the prefix that are not settings: the file, the target of the other commands, and
-# what workers read themselves (kernels/cpu/library.py).
+# Environment variables with the prefix that are not settings: the file, those of the client commands, and
+# those that workers read themselves (kernels/cpu/library.py).
 _OTHER_ENV = (
     "QUIRE_CONFIG", "QUIRE_TARGET", "QUIRE_TOKEN", "QUIRE_CA", "QUIRE_CERT", "QUIRE_KEY", "QUIRE_CPU_ISA",
 )  # fmt: skip
 _AUTO = "auto"
 _DTYPES = (_AUTO, "bfloat16", "float16", "float32")
 _KIB, _MIB = 1 << 10, 1 << 20
-# A gRPC message's size is a signed 32-bit number.
+# The size of a gRPC message is a signed 32-bit number.
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
 # Longest path of a Unix socket on Linux, without the final zero.
 _MAX_SOCKET_PATH_BYTES = 107
-# As the hub has them, and nothing that means another place in a path.
+# The ids that the hub allows. None of them leads elsewhere when used in a path.
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
 _MAX_HUB_ID = 96
@@ -49,7 +49,7 @@ _YEAR_S = 365 * _DAY_S
 
 
 class ConfigError(Exception):
-    """A setting that cannot be used: says which, where it came from, its value, and what is allowed."""
+    """An invalid setting: its name, its source, its value, and the allowed values."""
 
     def __init__(self, setting: str, source: str, value: object, allowed: str) -> None:
         super().__init__(f"{setting} = {value!r} (from {source}) is refused: {allowed}")
@@ -61,20 +61,20 @@ class ConfigError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a field's declaration says beside its type and default."""
+    """The parts of a field's declaration beside its type and default."""
 
     help: str
-    # Where the help lists it, and those that follow it up to the next with a group.
+    # In the help: the group of this setting and of those after it, up to the next with a group.
     group: str = ""
-    # For numbers: both ends are allowed. A NaN lies outside.
+    # The range of a number, inclusive. NaN is not in it.
     minimum: float = -math.inf
     maximum: float = math.inf
     choices: tuple[str, ...] = ()
-    # For strings: whether a value can be used, and in words what can.
+    # For strings: whether a value is valid, and the valid values in words.
     accepts: Callable[[str], bool] | None = None
     allowed: str = ""
-    # What is the matter with one that cannot, where more can be said than what can.
-    why_not: Callable[[Any], str] | None = None
+    # Describes the problem of an invalid value, if more can be said than `allowed`.
+    problem: Callable[[Any], str] | None = None
 
 
 def _setting(default: Any, help_text: str, **rule: Any) -> Any:
@@ -82,8 +82,8 @@ def _setting(default: Any, help_text: str, **rule: Any) -> Any:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether it names a model of the Hugging Face hub, and not a directory here."""
-    return len(model) <= _MAX_HUB_ID and bool(_HUB_ID.fullmatch(model)) and not _is_there(model)
+    """Whether it names a model on the Hugging Face hub, not a local directory."""
+    return len(model) <= _MAX_HUB_ID and bool(_HUB_ID.fullmatch(model)) and not _may_exist(model)
 
 
 def _is_model(value: str) -> bool:
@@ -91,31 +91,29 @@ def _is_model(value: str) -> bool:
     return shipped or _is_file(str(Path(value) / "config.json")) or is_hub_id(value)
 
 
-def _why_no_model(value: str) -> str:
-    matter = "it does not exist"
+def _model_problem(value: str) -> str:
+    problem = "it does not exist"
     try:
-        if _is_there(value):
+        if _may_exist(value):
             path = Path(value)
             names = [file.name for file in path.iterdir()] if path.is_dir() else [value]
-            matter = other_format(names) or "it has no config.json"
+            problem = other_format(names) or "it has no config.json"
     except OSError as error:
-        matter = f"it cannot be looked into ({error.strerror})"
-    return f"{matter}; must be {_MODELS}"
+        problem = f"it cannot be read ({error.strerror})"
+    return f"{problem}; must be {_MODELS}"
 
 
 def other_format(names: Collection[str]) -> str:
-    """What files are that hold no model for us, and what to give instead; "" where they are not known."""
+    """Names the format of model files that cannot be served, and what to use instead; "" if it is unknown."""
     if "adapter_config.json" in names:
-        return (
-            "it is a LoRA adapter (PEFT): merge it into its base model and give the directory of the result"
-        )
+        return "it is a LoRA adapter (PEFT): merge it into its base model and use the directory of the result"
     if any(name.lower().endswith(".gguf") for name in names):
-        return "it is GGUF, for llama.cpp: give the model that it was made from, as safetensors"
+        return "it is in GGUF format, for llama.cpp: use the original model in safetensors format"
     return ""
 
 
-def _is_there(path: str) -> bool:
-    """Whether something has that name, or may have: what cannot be looked at counts as there."""
+def _may_exist(path: str) -> bool:
+    """Whether the path exists. True if that cannot be determined."""
     try:
         Path(path).stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -126,12 +124,12 @@ def _is_there(path: str) -> bool:
 
 
 def _is_file(value: str) -> bool:
-    # The method of Path raises where a directory on the way cannot be looked into.
+    # Path.is_file raises if a directory of the path cannot be read.
     return not value or os.path.isfile(value)  # noqa: PTH113
 
 
 def is_private(listen: str) -> bool:
-    """Whether only this machine can reach the address. A name but localhost may be anywhere."""
+    """Whether only this machine can reach the address. Any host name but localhost may be remote."""
     host = listen.rpartition(":")[0].strip("[]")
     try:
         return listen.startswith("unix:") or host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -146,7 +144,7 @@ def _is_listen_address(value: str) -> bool:
     host, colon, port = value.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
         return False
-    # A bare IPv6 address has colons of its own, so it needs brackets.
+    # An IPv6 address contains colons, so it needs brackets.
     return ":" not in host or (host.startswith("[") and host.endswith("]"))
 
 
@@ -168,65 +166,65 @@ _SWITCH: Any = {"choices": ("off", "on")}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Every setting of `quire serve`. Build it with `load_config`, which checks; units are in the names."""
+    """Every setting of `quire serve`. Units are in the names. `load_config` builds and checks it."""
 
     model: str = _setting(
         SHIPPED_MODEL,
-        "the model to serve: the shipped adder, the weightless paged-attention, a Hugging Face directory, or"
-        " ORG/NAME on the Hugging Face hub, which is taken from the local cache or downloaded",
+        "the model to serve: adder (shipped), paged-attention (without weights), a Hugging Face model"
+        " directory, or ORG/NAME on the Hugging Face hub, from the local cache or downloaded",
         accepts=_is_model,
         allowed=f"must be {_MODELS}",
-        why_not=_why_no_model,
+        problem=_model_problem,
         group="model",
     )
     model_revision: str | None = _setting(
         None,
-        "commit, branch or tag of a model of the hub; auto is its main branch",
+        "commit, branch or tag of a model on the hub; auto is its main branch",
         accepts=_is_revision,
         allowed=f"must be the name of a commit, branch or tag, or {_AUTO}",
     )
     model_download: str = _setting(
-        "on", "whether a model of the hub that is not in the local cache is downloaded", **_SWITCH
+        "on", "download a model of the hub if it is not in the local cache", **_SWITCH
     )
-    dtype: str = _setting(_AUTO, "format of weights and KV; auto takes the model's", choices=_DTYPES)
+    dtype: str = _setting(_AUTO, "data type of weights and KV cache; auto is the model's", choices=_DTYPES)
     model_backend: str = _setting(
         _AUTO,
-        "whose code computes the model: this server's own, or the transformers library's over the same pages;"
-        " auto takes native where it understands all of the config",
+        "implementation of the model: native, or the transformers library with this server's paged KV cache;"
+        " auto is native if it supports everything in the model's config",
         choices=(_AUTO, "native", "transformers"),
     )
     no_self_check: str = _setting(
         "off",
-        "serve a model without comparing it with the transformers library's plain forward",
+        "skip the comparison of the model with the transformers library at start",
         **_SWITCH,
     )
-    runtimes: str = _setting("", "TOML file of further runtimes, such as providers, and of routing", **_FILE)
+    runtimes: str = _setting("", "TOML file of routing and further runtimes, such as providers", **_FILE)
     listen: str = _setting(
         "127.0.0.1:50051",
-        "the address to serve on; port 0 takes a free port",
+        "the address to listen on; port 0 is a free port",
         accepts=_is_listen_address,
         allowed=f"must be host:port, [ipv6]:port, or unix:/path of at most {_MAX_SOCKET_PATH_BYTES} bytes",
         group="addresses and access",
     )
     openai_listen: str = _setting(
         "",
-        "also serve OpenAI's API over HTTP on this address; port 0 takes a free port",
+        "also serve OpenAI's API over HTTP on this address; port 0 is a free port",
         accepts=_is_http_address,
         allowed="must be host:port or [ipv6]:port",
     )
     insecure: str = _setting(
-        "off", "listen beyond this machine without TLS: whoever is on the way reads and writes all", **_SWITCH
+        "off", "allow remote clients without TLS: the network can read and change all traffic", **_SWITCH
     )
-    tls_cert: str = _setting("", "PEM file of the server's certificate and its chain; turns TLS on", **_FILE)
+    tls_cert: str = _setting("", "PEM file of the server's certificate and its chain; enables TLS", **_FILE)
     tls_key: str = _setting("", "PEM file of the certificate's key", **_FILE)
     tls_client_ca: str = _setting(
-        "", "PEM file of CAs; only clients with a certificate of theirs may connect", **_FILE
+        "", "PEM file of CAs; clients must have a certificate that one of them signed", **_FILE
     )
     tokens: str = _setting("", "TOML file of bearer tokens and tenants, see `quire token`", **_FILE)
-    reflection: str = _setting("on", "whether the server describes its calls to clients", **_SWITCH)
+    reflection: str = _setting("on", "offer gRPC server reflection", **_SWITCH)
     workers: int = _setting(
         1,
-        "worker processes; sequences are spread over them, each holds the weights",
+        "number of worker processes; each loads the weights and serves a part of the sequences",
         minimum=1,
         maximum=256,
         group="workers and their memory",
@@ -235,189 +233,187 @@ class Config:
         None, "compute threads in each worker on the CPU; auto is cores / workers", minimum=1, maximum=4096
     )
     device: str = _setting(
-        _AUTO, "where workers compute; auto takes a GPU if there is one", choices=(_AUTO, "cpu", "cuda")
+        _AUTO, "device of the workers; auto is a GPU if there is one", choices=(_AUTO, "cpu", "cuda")
     )
     kv_pages: int | None = _setting(
-        None, "KV pages of 16 tokens in each worker; auto fits them to memory", minimum=1, maximum=1 << 30
+        None, "KV pages of 16 tokens in each worker; auto depends on memory", minimum=1, maximum=1 << 30
     )
     gpu_memory_utilization: float = _setting(
         0.9,
-        "share of a GPU's memory that may be taken in all, which sizes its KV pages",
+        "fraction of a GPU's memory to use in total; it determines the number of KV pages",
         minimum=0.05,
         maximum=1,
     )
     cuda_graphs: str = _setting(
         _AUTO,
-        "CUDA graphs for decode steps on a GPU; off launches every kernel, as where capturing failed",
+        "CUDA graphs for decode steps on a GPU; off launches every kernel separately",
         choices=(_AUTO, "off"),
     )
     max_batch_tokens: int = _setting(
         512,
-        "most tokens in one step of a worker; longer prompts run in chunks",
+        "maximum tokens in one step of a worker; longer prompts are split into chunks",
         minimum=1,
         maximum=1 << 20,
         group="steps",
     )
     max_mixed_prefill_tokens: int | None = _setting(
         None,
-        "most prompt tokens in a step that also decodes; by default, what makes it twice as long",
+        "maximum prompt tokens in a step that also decodes; auto is as many as double the step's time",
         minimum=1,
         maximum=1 << 20,
     )
-    max_batch_items: int = _setting(256, "most items in one step of a worker", minimum=1, maximum=65_536)
+    max_batch_items: int = _setting(256, "maximum items in one step of a worker", minimum=1, maximum=65_536)
     max_queued_operations: int = _setting(
         4096,
-        "operations that may wait or run before calls are refused",
+        "maximum operations that wait or run; further calls are refused",
         minimum=1,
         maximum=1 << 24,
         group="limits",
     )
     max_wait_s: float = _setting(
         300.0,
-        "a call that would wait longer for its turn, or has, is refused, whatever its deadline",
+        "maximum time in the queue; calls that would wait longer, or have, are refused",
         minimum=0.01,
         maximum=_DAY_S,
     )
     default_lease_s: float = _setting(
-        1800.0, "how long an unused cache lives if its caller does not say", minimum=1, maximum=_YEAR_S
+        1800.0, "lease of a cache if the call does not give one", minimum=1, maximum=_YEAR_S
     )
-    max_lease_s: float = _setting(
-        float(_DAY_S), "longest lease a caller may ask for", minimum=1, maximum=_YEAR_S
-    )
+    max_lease_s: float = _setting(float(_DAY_S), "longest lease of a cache", minimum=1, maximum=_YEAR_S)
     max_request_bytes: int = _setting(
-        16 * _MIB, "largest request accepted", minimum=_KIB, maximum=_MAX_MESSAGE_BYTES
+        16 * _MIB, "maximum size of a request", minimum=_KIB, maximum=_MAX_MESSAGE_BYTES
     )
     max_response_bytes: int = _setting(
-        64 * _MIB, "largest response sent", minimum=_KIB, maximum=_MAX_MESSAGE_BYTES
+        64 * _MIB, "maximum size of a response", minimum=_KIB, maximum=_MAX_MESSAGE_BYTES
     )
     max_session_calls: int = _setting(
         1024,
-        "calls of one session that may be unanswered before it is not read further",
+        "maximum unanswered calls of one Session; the server then stops reading from it",
         minimum=1,
         maximum=1 << 20,
     )
     max_calls_per_message: int = _setting(
-        4096, "calls in one message of a session", minimum=1, maximum=1 << 20
+        4096, "maximum calls in one message of a Session", minimum=1, maximum=1 << 20
     )
-    max_items_per_call: int = _setting(1024, "items in one batch", minimum=1, maximum=1 << 20)
-    max_caches: int = _setting(65_536, "caches in all", minimum=1, maximum=1 << 24)
+    max_items_per_call: int = _setting(1024, "maximum items in one batch", minimum=1, maximum=1 << 20)
+    max_caches: int = _setting(65_536, "maximum caches in total", minimum=1, maximum=1 << 24)
     max_journal_bytes: int = _setting(
         256 * _MIB,
-        "what is remembered of all caches: 4 bytes a token, which forks share, and 664 a cache",
+        "maximum size of the journal's contents: 4 bytes per token, which forks share, and 664 per cache",
         minimum=_KIB,
         maximum=1 << 50,
     )
     max_unread_bytes: int = _setting(
         512 * _MIB,
-        "answers of all calls that are computed, or not yet read",
+        "maximum size of all answers that are being computed or not yet read",
         minimum=_KIB,
         maximum=1 << 50,
     )
     max_arriving_bytes: int = _setting(
         256 * _MIB,
-        "requests that are slow to arrive, of all callers; each counts as max_request_bytes. Over HTTP also"
-        " the bodies of all requests that are not answered, of which a tenant may have half",
+        "maximum size of all requests that are slow to arrive, where each counts as max_request_bytes; over"
+        " HTTP also of the bodies of all unanswered requests, half of it per tenant",
         minimum=_KIB,
         maximum=1 << 50,
     )
     message_timeout_s: float = _setting(
         30.0,
-        "how long a request may take to arrive; and how long a new connection may take to speak gRPC",
+        "timeout for a request to arrive, and for the handshake of a new connection",
         minimum=0.1,
         maximum=_DAY_S,
     )
     max_sessions: int = _setting(
-        1024, "sessions, and other streams of requests, that may be open at once", minimum=1, maximum=1 << 20
+        1024, "maximum open Sessions and other request streams", minimum=1, maximum=1 << 20
     )
     max_executions: int = _setting(
         4096,
-        "executions under way or being read, of all callers; as many that have ended may be kept beside",
+        "maximum executions that run or are being read; as many finished ones may be stored besides",
         minimum=1,
         maximum=1 << 20,
     )
     max_connections: int = _setting(
         4096,
-        "connections at once, the newest beyond are hung up on; not bounded where there is no /proc",
+        "maximum gRPC connections, and as many over HTTP; further ones are closed",
         minimum=1,
         maximum=1 << 20,
     )
     session_stall_s: float = _setting(
-        30.0, "a session whose caller reads no answer for longer is ended", minimum=0.1, maximum=_DAY_S
+        30.0, "end a Session whose client reads no answer for this time", minimum=0.1, maximum=_DAY_S
     )
     drain_grace_s: float = _setting(
         30.0,
-        "how long a stopping server lets calls in flight finish",
+        "how long a stopping server waits for calls in flight",
         minimum=0,
         maximum=_DAY_S,
         group="stopping",
     )
     lame_duck_s: float = _setting(
         0.0,
-        "how long a stopping server still takes calls after health says NOT_SERVING",
+        "how long a stopping server still accepts calls after health checks return NOT_SERVING",
         minimum=0,
         maximum=_DAY_S,
     )
     worker_start_timeout_s: float = _setting(
         600.0,
-        "how long a worker may take to load and run its first forward",
+        "timeout for a worker to load the model and run its first forward",
         minimum=1,
         maximum=_DAY_S,
         group="worker health",
     )
     suspect_after_s: float = _setting(
         0.5,
-        "a worker that is silent for longer gets no new sequences while another is there",
+        "a worker that sends nothing for this time gets no new sequences if there is another one",
         minimum=0.02,
         maximum=_DAY_S,
     )
     heartbeat_timeout_s: float = _setting(
-        10.0, "a worker that is silent for longer is killed and replaced", minimum=0.1, maximum=_DAY_S
+        10.0, "a worker that sends nothing for this time is killed and replaced", minimum=0.1, maximum=_DAY_S
     )
     step_timeout_s: float = _setting(
         60.0,
-        "a worker whose step takes longer, and 20 times what such a step should, is killed and replaced",
+        "a worker is killed and replaced if a step takes longer than this and 20 times the expected time",
         minimum=0.1,
         maximum=_DAY_S,
     )
     journal: str = _setting(
         _AUTO,
-        "where caches are written down; auto is sqlite, in the data directory, if there is one",
+        "storage of the journal of caches; auto is sqlite in data_dir if there is one, else memory",
         choices=(_AUTO, "sqlite", "memory"),
         group="state on disk",
     )
     journal_sync: str = _setting(
         "normal",
-        "what an answer waits for: normal outlives a crash of the gateway, full that of the machine",
+        "durability of an answer: normal survives a crash of the gateway, full also one of the machine",
         choices=("normal", "full"),
     )
     orphan_grace_s: float = _setting(
         60.0,
-        "how long workers outlive a gateway that was killed, so that the next one with this data_dir and"
-        " these settings has them as they are; 0 ends them with it",
+        "how long workers keep running after the gateway was killed, for the next one with the same data_dir"
+        " and settings to adopt; with 0 they end with the gateway",
         minimum=0,
         maximum=_DAY_S,
     )
     data_dir: str | None = _setting(
         None,
-        "where caches are written down, and workers found again; auto is a directory for each address and"
-        " model in the user's state directory, and none for a port that is chosen anew each time",
+        "directory for the journal and for the adoption of workers; auto is one for each address and model in"
+        " the user's state directory, and none with port 0",
         accepts=bool,
         allowed=f"must be a directory, or {_AUTO}",
     )
     log_level: str = _setting(
         "info",
-        "least severe record that is logged",
+        "minimum level of log records",
         choices=("debug", "info", "warning", "error"),
         group="log",
     )
     log_format: str = _setting(
-        _AUTO, "form of the log; auto is pretty on a terminal", choices=(_AUTO, "json", "pretty")
+        _AUTO, "format of the log; auto is pretty on a terminal, else json", choices=(_AUTO, "json", "pretty")
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Setting:
-    """One field of Config, ready to be parsed."""
+    """One field of Config, with what is needed to parse it."""
 
     name: str
     kind: type
@@ -435,7 +431,7 @@ class _Setting:
 
     @property
     def allowed(self) -> str:
-        """In words, what values can be used."""
+        """The valid values, in words."""
         if self.rule.choices:
             return "must be one of " + ", ".join(self.rule.choices)
         if self.kind is str:
@@ -445,7 +441,7 @@ class _Setting:
         return f"must be {number} from {self.rule.minimum:.12g} to {self.rule.maximum:.12g}{or_auto}"
 
     def parse(self, value: object, source: str, *, text: bool) -> Any:
-        """Converts and checks one value; `text`: it is a string because its source has nothing else."""
+        """Converts and checks one value. `text`: the source has only strings, so numbers are parsed."""
         if self.optional and value == _AUTO:
             return None
         try:
@@ -453,8 +449,8 @@ class _Setting:
         except (TypeError, ValueError):
             raise ConfigError(self.name, source, value, self.allowed) from None
         if not self._accepts(parsed):
-            why_not = self.rule.why_not
-            allowed = why_not(parsed) if why_not is not None else self.allowed
+            problem = self.rule.problem
+            allowed = problem(parsed) if problem is not None else self.allowed
             raise ConfigError(self.name, source, value, allowed)
         return parsed
 
@@ -462,7 +458,7 @@ class _Setting:
         if text and self.kind is not str:
             return typing.cast(float, self.kind(value))
         accepted = (int, float) if self.kind is float else (self.kind,)
-        # A bool is an int to Python, but `workers = true` is a mistake.
+        # In Python a bool is an int, but `workers = true` is a mistake.
         if isinstance(value, bool) or not isinstance(value, accepted):
             raise TypeError
         return typing.cast(str | float, self.kind(value))
@@ -497,11 +493,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if setting.rule.group:
             add = parser.add_argument_group(setting.rule.group).add_argument
         default = _AUTO if setting.default is None else f"{setting.default}" or "none"
-        # A switch without a value is switched on.
-        bare: Any = {"nargs": "?", "const": "on"} if setting.rule.choices == _SWITCH["choices"] else {}
+        # A switch without a value means on.
+        optional_value: Any = (
+            {"nargs": "?", "const": "on"} if setting.rule.choices == _SWITCH["choices"] else {}
+        )
         add(
             setting.flag,
-            **bare,
+            **optional_value,
             metavar="|".join(setting.rule.choices) or setting.kind.__name__.upper(),
             help=f"{setting.rule.help} ({setting.allowed}; default {default}; env {setting.env})",
         )
@@ -510,8 +508,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def load_config(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
     """Merges flags over environment over file over defaults.
 
-    `flags` maps field names to strings, as `vars()` of a namespace made by `add_flags` does (None: not given;
-    names that are not settings are passed over). Raises ConfigError for the first bad setting.
+    `flags` maps field names to strings, like `vars()` of the namespace that `add_flags` fills (None: not
+    given). Names that are not settings are ignored. Raises ConfigError for the first bad setting.
     """
     path = flags.get("config") or environ.get("QUIRE_CONFIG")
     values: dict[str, tuple[Any, str]] = {}
@@ -529,23 +527,21 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
         raise ConfigError("default_lease_s", source, config.default_lease_s, allowed)
     if config.model_revision is not None and not is_hub_id(config.model):
         _, source = values["model_revision"]
-        raise ConfigError(
-            "model_revision", source, config.model_revision, "goes with a model of the hub only"
-        )
-    _check_doors(config, {name: source for name, (_, source) in values.items()})
+        raise ConfigError("model_revision", source, config.model_revision, "is only for a model of the hub")
+    _check_authentication(config, {name: source for name, (_, source) in values.items()})
     return config
 
 
-def _check_doors(config: Config, sources: Mapping[str, str]) -> None:
-    """Raises ConfigError for TLS by halves, and for an address that all can reach and none is kept from."""
+def _check_authentication(config: Config, sources: Mapping[str, str]) -> None:
+    """Raises ConfigError for incomplete TLS settings, and for a public address without TLS."""
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
         value = getattr(config, name)
         if value and not getattr(config, other):
-            raise ConfigError(name, sources[name], value, f"needs {other} beside it")
+            raise ConfigError(name, sources[name], value, f"needs {other} too")
     for name in ("listen", "openai_listen"):
         value = getattr(config, name)
         if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
-            allowed = "beyond this machine TLS is needed (tls_cert and tls_key), or insecure = on"
+            allowed = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
             raise ConfigError(name, sources.get(name, "default"), value, allowed)
 
 

@@ -1,4 +1,4 @@
-"""Where a gateway keeps what outlives it: its journal, and how to find its workers."""
+"""The data directory, which survives the gateway: its journal, and the registry of its workers."""
 
 from __future__ import annotations
 
@@ -6,34 +6,44 @@ import contextlib
 import hashlib
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from service.config import Config
-from service.pool.directory import state_dir
 
 _MODEL_BYTES = 4
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
-# Of a directory that is being removed, or was when something interrupted it.
+# The suffix of a directory whose removal has started, and may have been interrupted.
 REMOVED = ".removed"
 _NAME = re.compile(rf"[A-Za-z0-9.-]+-[0-9a-f]{{{2 * _MODEL_BYTES}}}({re.escape(REMOVED)})*")
 
 
-def data_directory(config: Config) -> Path | None:
-    """The configured one, else one for each address and model.
+def state_dir() -> Path:
+    """The directory of the user's state, by the XDG base directory specification."""
+    home = os.environ.get("HOME", "")
+    # The specification says to ignore relative paths. A user may have no home.
+    for base in (os.environ.get("XDG_STATE_HOME", ""), home and f"{home}/.local/state"):
+        if base.startswith("/"):
+            return Path(base) / "quire"
+    return Path(tempfile.gettempdir()) / "quire"
 
-    None: there is none that the next gateway would find.
+
+def data_directory(config: Config) -> Path | None:
+    """The configured directory, or a default one for each address and model.
+
+    None if the port is chosen at each start: the next gateway could not find it.
     """
     if config.data_dir is not None:
         return Path(config.data_dir).resolve()
     if config.listen.endswith(":0"):
         return None
-    # A digest: sockets lie below it, whose paths have to be short.
+    # A digest, because the paths of the sockets below it must be short.
     model = hashlib.blake2b(config.model.encode(), digest_size=_MODEL_BYTES).hexdigest()
     return state_dir() / f"{_NOT_IN_NAMES.sub('-', config.listen).strip('-')}-{model}"
 
 
 def data_directories() -> list[Path]:
-    """Those of this user, of all addresses and models; not what `data_dir` of some config names."""
+    """The default directories of this user, of all addresses and models."""
     with contextlib.suppress(FileNotFoundError), os.scandir(state_dir()) as entries:
         return [
             Path(entry.path)

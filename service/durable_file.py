@@ -1,4 +1,4 @@
-"""Small files that have to outlive a crash of the system."""
+"""Writes small files that survive a crash of the system."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from service.logging import get_logger
 _log = get_logger(__name__)
 
 
-def write(path: Path, text: str) -> None:
-    """Replaces a file as a whole. Blocks on the disk. Raises OSError: nothing has changed."""
+def write(path: Path, text: str, *, sync: bool = True) -> None:
+    """Replaces a private file atomically. Blocks on the disk. Raises OSError if nothing was changed.
+
+    Without `sync` it does not wait for the disk, so a crash of the system may undo it.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # First: once the new file is in its place nothing can be taken back any more.
+    # Opened first, because a failure after the replacement could not undo it.
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(descriptor)
         temporary.replace(path)
         try:
-            os.fsync(directory)
+            if sync:
+                os.fsync(directory)
         except OSError as error:
-            # It is there; only a crash of the system could undo it.
+            # The file is replaced. Only a crash of the system could undo it.
             _log.warning("the directory cannot be synced", path=str(path), error=error.strerror)
     finally:
         os.close(directory)

@@ -1,541 +1,360 @@
-"""Every failure a client can see: one exception tree, and the gRPC code of each.
+"""Every failure that a client can see: one class each, with its gRPC code, its reason and its message.
 
-    QuireError
-    ├── InvalidArgument        INVALID_ARGUMENT     reason and field given by the check that failed
-    ├── CacheNotFound          NOT_FOUND            CACHE_NOT_FOUND
-    ├── RuntimeNotFound        NOT_FOUND            RUNTIME_NOT_FOUND
-    ├── PositionMismatch       FAILED_PRECONDITION  POSITION_MISMATCH
-    ├── Unsupported            FAILED_PRECONDITION  UNSUPPORTED_BY_EXECUTOR
-    ├── NoTokenizer            FAILED_PRECONDITION  NO_TOKENIZER
-    ├── WeightsChanged         FAILED_PRECONDITION  WEIGHTS_CHANGED
-    ├── LoadFailed             FAILED_PRECONDITION  LOAD_FAILED
-    ├── BadRuntimes            FAILED_PRECONDITION  BAD_RUNTIMES
-    ├── ExecutionLost          FAILED_PRECONDITION  EXECUTION_LOST
-    ├── SequenceTooLong        OUT_OF_RANGE         SEQUENCE_TOO_LONG
-    ├── TruncateBeyondEnd      OUT_OF_RANGE         TRUNCATE_BEYOND_END
-    ├── KvExhausted            RESOURCE_EXHAUSTED   KV_EXHAUSTED
-    ├── QueueFull              RESOURCE_EXHAUSTED   QUEUE_FULL
-    ├── TooManyExecutions      RESOURCE_EXHAUSTED   QUEUE_FULL
-    ├── Overloaded             RESOURCE_EXHAUSTED   OVERLOADED
-    ├── CacheLimit             RESOURCE_EXHAUSTED   CACHE_LIMIT
-    ├── JournalFull            RESOURCE_EXHAUSTED   JOURNAL_FULL
-    ├── AnswersFull            RESOURCE_EXHAUSTED   ANSWERS_FULL
-    ├── ArrivingFull           RESOURCE_EXHAUSTED   ARRIVING_FULL
-    ├── SessionLimit           RESOURCE_EXHAUSTED   SESSION_LIMIT
-    ├── SlowConsumer           RESOURCE_EXHAUSTED   SLOW_CONSUMER
-    ├── QuotaExceeded          RESOURCE_EXHAUSTED   QUOTA
-    ├── NoMemory               RESOURCE_EXHAUSTED   NO_MEMORY
-    ├── Unauthenticated        UNAUTHENTICATED      reason given by the door
-    ├── RoleMissing            PERMISSION_DENIED    ROLE_MISSING
-    ├── NoWorker               UNAVAILABLE          NO_WORKER
-    ├── Draining               UNAVAILABLE          DRAINING
-    ├── WorkerLost             UNAVAILABLE          WORKER_LOST
-    ├── JournalUnavailable     UNAVAILABLE          JOURNAL_UNAVAILABLE
-    ├── ResumedElsewhere       ABORTED              RESUMED_ELSEWHERE
-    ├── Loading                ABORTED              LOADING
-    ├── DeadlinePassed         DEADLINE_EXCEEDED    DEADLINE_PASSED
-    ├── MessageTimeout         DEADLINE_EXCEEDED    MESSAGE_TIMEOUT
-    ├── WorkerFault            INTERNAL             WORKER_FAULT
-    ├── SequenceQuarantined    INTERNAL             SEQUENCE_QUARANTINED
-    ├── ProviderFailure        by the reason: PROVIDER_CODES
-    └── InternalError          INTERNAL             INTERNAL
-
-Messages are written for the caller and hold only what the caller sent or may know. RetryInfo is attached only
-where trying again can help.
+Messages are for the caller. They contain only what the caller sent or may know. RetryInfo is attached only
+where a retry can help.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Self
 
-# What ends a task or the process without anything having failed. Where a call has to be answered, all else is
-# caught: a panic of a library in Rust is a BaseException, and no Exception.
+# These end a task or the process without a failure. Code that must answer a call catches everything else: a
+# panic of a library in Rust is a BaseException but not an Exception.
 NOT_FAILURES = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 class QuireError(Exception):
     """A failure with a stable reason and the name of its gRPC code.
 
-    `metadata` holds numbers a program can act on, as strings.
+    `metadata` has values for programs, as strings.
     """
 
     code: str = "INTERNAL"
     reason: str = "INTERNAL"
+    message: str = "internal error"
+    retry_after_s: float | None = None
+
+    def __init_subclass__(
+        cls, *, code: str = "", reason: str = "", retry_after_s: float | None = None
+    ) -> None:
+        """Sets what a class declares in its first line. Without a reason, each instance sets its own."""
+        super().__init_subclass__()
+        cls.code = code or cls.code
+        cls.reason = reason or cls.reason
+        cls.retry_after_s = retry_after_s
 
     def __init__(
-        self,
-        message: str,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        retry_after_s: float | None = None,
+        self, message: str | None = None, *, retry_after_s: float | None = None, **metadata: object
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.metadata = dict(metadata or {})
-        self.retry_after_s = retry_after_s
+        """Arguments that are not given have the values that the class declares."""
+        if message is not None:
+            self.message = message
+        super().__init__(self.message)
+        self.metadata = {name: str(value) for name, value in metadata.items()}
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
-    def of_one(self, index: int, count: int) -> Self:
-        """The failure of one of `count` caches that a call is about, which says so if there are several."""
+    def with_index(self, index: int, count: int) -> Self:
+        """Names the cache that failed by its index, if the call has several (`count`). Returns itself."""
         if count > 1:
             self.metadata["index"] = str(index)
         return self
 
-    def untraced(self) -> Self:
-        """The failure without the way it took, for one that is kept or answered.
+    def without_traceback(self) -> Self:
+        """Drops the traceback of an error that is stored or sent. Returns itself.
 
-        The frames of a traceback hold what was refused, and often the error itself: a cycle. A refused
-        request would stay in memory until the next garbage collection, which counts objects, not bytes.
+        Its frames refer to the refused request, and often to the error itself: a cycle. The request would
+        stay in memory until the next garbage collection, which counts objects, not bytes.
         """
         self.__traceback__ = None
         return self
 
 
-class InvalidArgument(QuireError):
-    """The request itself is wrong. `field` is its path, such as `items[3].token_id`."""
-
-    code = "INVALID_ARGUMENT"
+class InvalidArgument(QuireError, code="INVALID_ARGUMENT"):
+    """The request is invalid. `field` is the path of the field, such as `items[3].token_id`."""
 
     def __init__(self, reason: str, field: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
         self.field = field
 
-    def below(self, prefix: str) -> InvalidArgument:
-        """The same failure seen from the message that contains this one."""
+    def nested_in(self, prefix: str) -> InvalidArgument:
+        """The same failure with the field's path as seen from the enclosing message."""
         return InvalidArgument(self.reason, f"{prefix}.{self.field}", self.message)
 
 
 def too_many(field: str, limit: int) -> InvalidArgument:
-    """More calls in a message, items in a batch or fields in either than the server takes at a time."""
-    return InvalidArgument(f"TOO_MANY_{field.upper()}", field, f"at most {limit} {field} are taken at a time")
+    """A message has more calls, items or fields than the server accepts."""
+    return InvalidArgument(f"TOO_MANY_{field.upper()}", field, f"at most {limit} {field} are allowed")
 
 
 def too_many_forks(limit: int) -> InvalidArgument:
-    """A fork of more caches than a batch has items."""
-    return InvalidArgument("TOO_MANY_ITEMS", "forks", f"at most {limit} caches are copied at a time")
+    """A ForkCaches has more forks than a batch may have items."""
+    return InvalidArgument("TOO_MANY_ITEMS", "forks", f"at most {limit} forks are allowed")
 
 
-class CacheNotFound(QuireError):
-    """Never existed, released, expired, or another tenant's."""
-
-    code = "NOT_FOUND"
-    reason = "CACHE_NOT_FOUND"
-
-    def __init__(self) -> None:
-        super().__init__("no such cache: it never existed, was released, or its lease ran out")
+def reused_request_id() -> InvalidArgument:
+    """The request id belongs to another request."""
+    return InvalidArgument("REQUEST_ID_REUSED", "request_id", "the request_id belongs to another request")
 
 
-class RuntimeNotFound(QuireError):
-    """The configuration has no runtime of that name."""
+class CacheNotFound(QuireError, code="NOT_FOUND", reason="CACHE_NOT_FOUND"):
+    """The cache never existed, was released, has expired, or belongs to another tenant."""
 
-    code = "NOT_FOUND"
-    reason = "RUNTIME_NOT_FOUND"
-
-    def __init__(self) -> None:
-        super().__init__("no such runtime: ListRuntimes names those there are")
+    message = "no such cache: it never existed, was released, or its lease expired"
 
 
-class PositionMismatch(QuireError):
-    """The stated position is neither the length nor the base of an identical last append."""
+class RuntimeNotFound(QuireError, code="NOT_FOUND", reason="RUNTIME_NOT_FOUND"):
+    """The configuration has no runtime with this name."""
 
-    code = "FAILED_PRECONDITION"
-    reason = "POSITION_MISMATCH"
+    message = "no such runtime: ListRuntimes returns the names of all runtimes"
+
+
+class PositionMismatch(QuireError, code="FAILED_PRECONDITION", reason="POSITION_MISMATCH"):
+    """`position` is not the cache's length, and the append does not repeat the last one."""
 
     def __init__(self, stated: int, actual: int) -> None:
-        super().__init__(
-            f"position {stated} was stated, the cache has {actual} tokens",
-            metadata={"position": str(stated), "seq_len": str(actual)},
-        )
+        message = f"position is {stated}, but the cache has {actual} tokens"
+        super().__init__(message, position=stated, seq_len=actual)
 
 
-class Unsupported(QuireError):
-    """The executor in use cannot do it."""
-
-    code = "FAILED_PRECONDITION"
-    reason = "UNSUPPORTED_BY_EXECUTOR"
+class Unsupported(QuireError, code="FAILED_PRECONDITION", reason="UNSUPPORTED_BY_EXECUTOR"):
+    """The executor does not support the request."""
 
 
-class NoTokenizer(QuireError):
-    """Text was sent or wanted, and the model has no tokenizer."""
+class NoTokenizer(QuireError, code="FAILED_PRECONDITION", reason="NO_TOKENIZER"):
+    """Text was sent or requested, and the model has no tokenizer."""
 
-    code = "FAILED_PRECONDITION"
-    reason = "NO_TOKENIZER"
-
-    def __init__(self) -> None:
-        super().__init__("the model has no tokenizer: send and ask for tokens")
+    message = "the model has no tokenizer: send token ids and request token ids"
 
 
-class WeightsChanged(QuireError):
-    """The server has other weights now than those of the cache, or than those the call was checked for."""
-
-    code = "FAILED_PRECONDITION"
-    reason = "WEIGHTS_CHANGED"
+class WeightsChanged(QuireError, code="FAILED_PRECONDITION", reason="WEIGHTS_CHANGED"):
+    """The server serves other weights than those of the cache, or than those the call was checked against."""
 
     def __init__(self, *, can_be_repeated: bool = False) -> None:
-        """`can_be_repeated`: the call is about no cache of the weights before."""
-        super().__init__(
-            "the server serves other weights now: "
-            + ("nothing was applied, call again" if can_be_repeated else "this cache can only be released"),
-            retry_after_s=0.01 if can_be_repeated else None,
-        )
+        """`can_be_repeated`: the call uses no cache of the previous weights, so a retry can succeed."""
+        advice = "nothing was applied, retry" if can_be_repeated else "this cache can only be released"
+        retry_after_s = 0.01 if can_be_repeated else None
+        super().__init__(f"the server now serves other weights: {advice}", retry_after_s=retry_after_s)
 
 
-class LoadFailed(QuireError):
-    """Other weights could not be loaded. What was served is served on."""
-
-    code = "FAILED_PRECONDITION"
-    reason = "LOAD_FAILED"
+class LoadFailed(QuireError, code="FAILED_PRECONDITION", reason="LOAD_FAILED"):
+    """New weights could not be loaded. The server keeps serving the previous ones."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"{why}; the weights before are served on")
+        super().__init__(f"{why}; the server keeps serving the previous weights")
 
 
-class BadRuntimes(QuireError):
-    """The file of runtimes cannot be used. `why` names the place in it, and none of its contents."""
-
-    code = "FAILED_PRECONDITION"
-    reason = "BAD_RUNTIMES"
+class BadRuntimes(QuireError, code="FAILED_PRECONDITION", reason="BAD_RUNTIMES"):
+    """The runtimes file is invalid. `why` gives the location in the file, and none of its contents."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"the file of runtimes cannot be used: {why}")
+        super().__init__(f"the runtimes file cannot be used: {why}")
 
 
-class SequenceTooLong(QuireError):
-    """The append would grow the sequence past the model's context or the whole pool: waiting cannot help."""
+class ExecutionLost(QuireError, code="FAILED_PRECONDITION", reason="EXECUTION_LOST"):
+    """A client resumes an execution, and the chunks that it has not read are gone."""
 
-    code = "OUT_OF_RANGE"
-    reason = "SEQUENCE_TOO_LONG"
+    message = (
+        "the chunks after resume_after are not stored any more, and generating them again could give another"
+        " text: use another request_id"
+    )
+
+
+class SequenceTooLong(QuireError, code="OUT_OF_RANGE", reason="SEQUENCE_TOO_LONG"):
+    """The sequence would exceed the model's context or the whole KV pool. Waiting cannot help."""
 
     def __init__(self, wanted: int, limit: int) -> None:
-        super().__init__(
-            f"the sequence would have {wanted} tokens, at most {limit} can be held",
-            metadata={"wanted_tokens": str(wanted), "kv_capacity_tokens": str(limit)},
-        )
+        message = f"the sequence would have {wanted} tokens, the limit is {limit}"
+        super().__init__(message, wanted_tokens=wanted, kv_capacity_tokens=limit)
 
 
-class TruncateBeyondEnd(QuireError):
-    """A truncation to more tokens than there are."""
-
-    code = "OUT_OF_RANGE"
-    reason = "TRUNCATE_BEYOND_END"
+class TruncateBeyondEnd(QuireError, code="OUT_OF_RANGE", reason="TRUNCATE_BEYOND_END"):
+    """A truncation to more tokens than the cache has."""
 
     def __init__(self, new_len: int, actual: int) -> None:
-        super().__init__(
-            f"new_len {new_len} is past the end: the cache has {actual} tokens",
-            metadata={"new_len": str(new_len), "seq_len": str(actual)},
-        )
+        message = f"new_len is {new_len}, but the cache has only {actual} tokens"
+        super().__init__(message, new_len=new_len, seq_len=actual)
 
 
-class KvExhausted(QuireError):
-    """The worker has too few pages, even after giving up all cached ones."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "KV_EXHAUSTED"
+class KvExhausted(QuireError, code="RESOURCE_EXHAUSTED", reason="KV_EXHAUSTED", retry_after_s=0.1):
+    """The worker has too few KV pages, even after the eviction of all cached ones."""
 
     def __init__(self, needed: int, available: int) -> None:
         self.pages_needed, self.pages_available = needed, available
-        super().__init__(
-            f"{needed} KV pages are needed, {available} are available: release or truncate caches",
-            metadata={"pages_needed": str(needed), "pages_available": str(available)},
-            retry_after_s=0.1,
-        )
+        message = f"needs {needed} KV pages, {available} are available: release or truncate caches"
+        super().__init__(message, pages_needed=needed, pages_available=available)
 
 
-class QueueFull(QuireError):
-    """More operations wait than the server allows."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "QUEUE_FULL"
+class QueueFull(QuireError, code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
+    """The queue has as many operations as the server allows."""
 
     def __init__(self, limit: int, retry_after_s: float) -> None:
-        super().__init__(
-            f"{limit} operations are already waiting or running",
-            metadata={"limit": str(limit)},
-            retry_after_s=retry_after_s,
-        )
+        message = f"{limit} operations are already waiting or running"
+        super().__init__(message, retry_after_s=retry_after_s, limit=limit)
 
 
-class TooManyExecutions(QuireError):
-    """As many executions are under way as may be, of all or of the tenant."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "QUEUE_FULL"
+class TooManyExecutions(QuireError, code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
+    """As many executions run as the server, or the tenant, may have."""
 
     def __init__(self, limit: int, retry_after_s: float, *, of_tenant: bool = False) -> None:
-        super().__init__(
-            f"{limit} executions{' of the tenant' if of_tenant else ''} are already under way",
-            metadata={"limit": str(limit)},
-            retry_after_s=retry_after_s,
-        )
+        message = f"{limit} executions{' of the tenant' if of_tenant else ''} are already running"
+        super().__init__(message, retry_after_s=retry_after_s, limit=limit)
 
 
-class Overloaded(QuireError):
-    """What stands ahead of it would take longer than the call may wait, or has."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "OVERLOADED"
+class Overloaded(QuireError, code="RESOURCE_EXHAUSTED", reason="OVERLOADED"):
+    """The work ahead in the queue takes longer than the call may wait, or the call has waited that long."""
 
     def __init__(self, expected_s: float, left_s: float, retry_after_s: float) -> None:
         super().__init__(
-            f"it would take about {expected_s:.2f} seconds, at its priority it may take {left_s:.2f}",
-            metadata={"expected_ms": str(int(expected_s * 1000)), "left_ms": str(int(left_s * 1000))},
+            f"the call would take about {expected_s:.2f} seconds, its priority allows {left_s:.2f}",
             retry_after_s=retry_after_s,
+            expected_ms=int(expected_s * 1000),
+            left_ms=int(left_s * 1000),
         )
 
 
-class CacheLimit(QuireError):
-    """There are as many caches as the server allows. Leases run out, so trying again can help."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "CACHE_LIMIT"
+class CacheLimit(QuireError, code="RESOURCE_EXHAUSTED", reason="CACHE_LIMIT", retry_after_s=1.0):
+    """There are as many caches as the server allows. A retry can help because leases expire."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"at most {limit} caches can be held: release some",
-            metadata={"limit": str(limit)},
-            retry_after_s=1.0,
-        )
+        super().__init__(f"the server has {limit} caches, its limit: release some", limit=limit)
 
 
-class JournalFull(QuireError):
-    """No more tokens can be remembered until caches are released, or their leases run out."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "JOURNAL_FULL"
+class JournalFull(QuireError, code="RESOURCE_EXHAUSTED", reason="JOURNAL_FULL", retry_after_s=1.0):
+    """The journal has no room for more tokens until caches are released or their leases expire."""
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(
-            f"the tokens of all caches fill {limit_bytes} bytes: release or truncate some",
-            metadata={"limit_bytes": str(limit_bytes)},
-            retry_after_s=1.0,
-        )
+        message = f"the tokens of all caches take {limit_bytes} bytes, the limit: release or truncate some"
+        super().__init__(message, limit_bytes=limit_bytes)
 
 
-class AnswersFull(QuireError):
-    """The answers that are under way, or not yet read, leave no room for this one."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "ANSWERS_FULL"
+class AnswersFull(QuireError, code="RESOURCE_EXHAUSTED", reason="ANSWERS_FULL", retry_after_s=0.1):
+    """Answers that are computed or not yet read leave no memory for this one."""
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(
-            f"answers of {limit_bytes} bytes are under way or not yet read",
-            metadata={"limit_bytes": str(limit_bytes)},
-            retry_after_s=0.1,
-        )
+        message = f"answers that are computed or not yet read take {limit_bytes} bytes, the limit"
+        super().__init__(message, limit_bytes=limit_bytes)
 
 
-class ArrivingFull(QuireError):
-    """Too many requests are slow to arrive, the newest of which end; or bodies over HTTP take too much."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "ARRIVING_FULL"
+class ArrivingFull(QuireError, code="RESOURCE_EXHAUSTED", reason="ARRIVING_FULL", retry_after_s=1.0):
+    """Too many requests are slow to arrive, so the newest are refused; or HTTP bodies take too much."""
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(
-            f"requests that are slow to arrive, and those of HTTP, may take {limit_bytes} bytes in all",
-            metadata={"limit_bytes": str(limit_bytes)},
-            retry_after_s=1.0,
-        )
+        message = f"requests that are slow to arrive and HTTP bodies take {limit_bytes} bytes, the limit"
+        super().__init__(message, limit_bytes=limit_bytes)
 
 
-class SessionLimit(QuireError):
-    """As many sessions are open as the server allows."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "SESSION_LIMIT"
+class SessionLimit(QuireError, code="RESOURCE_EXHAUSTED", reason="SESSION_LIMIT", retry_after_s=1.0):
+    """As many Sessions are open as the server allows."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"{limit} sessions are open",
-            metadata={"limit": str(limit)},
-            retry_after_s=1.0,
-        )
+        super().__init__(f"{limit} Sessions are open, the limit", limit=limit)
 
 
-class SlowConsumer(QuireError):
-    """A session's caller does not read its answers."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "SLOW_CONSUMER"
+class SlowConsumer(QuireError, code="RESOURCE_EXHAUSTED", reason="SLOW_CONSUMER"):
+    """The client of a Session does not read its answers."""
 
     def __init__(self, stalled_s: float) -> None:
-        super().__init__(f"no answer was read for {stalled_s:g} seconds; what was not answered is undone")
+        super().__init__(f"no answer was read for {stalled_s:g} seconds; unanswered calls are undone")
 
 
-class QuotaExceeded(QuireError):
-    """The tenant holds, or asks for, as much as it may."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "QUOTA"
+class QuotaExceeded(QuireError, code="RESOURCE_EXHAUSTED", reason="QUOTA"):
+    """The tenant has used up a quota."""
 
     def __init__(self, quota: str, limit: float, retry_after_s: float | None = None) -> None:
-        super().__init__(
-            f"the tenant's quota {quota} of {limit:g} is used up",
-            metadata={"quota": quota, "limit": f"{limit:g}"},
-            retry_after_s=retry_after_s,
-        )
+        message = f"the tenant's quota {quota} of {limit:g} is used up"
+        super().__init__(message, retry_after_s=retry_after_s, quota=quota, limit=f"{limit:g}")
 
 
-class NoMemory(QuireError):
-    """Other weights do not fit beside those that are served."""
-
-    code = "RESOURCE_EXHAUSTED"
-    reason = "NO_MEMORY"
+class NoMemory(QuireError, code="RESOURCE_EXHAUSTED", reason="NO_MEMORY"):
+    """New weights do not fit in memory beside those that are served."""
 
     def __init__(self, needed_bytes: int, available_bytes: int) -> None:
-        super().__init__(
-            f"the weights need {needed_bytes >> 20} MiB beside those that are served, and"
-            f" {available_bytes >> 20} MiB are free",
-            metadata={"needed_bytes": str(needed_bytes), "available_bytes": str(available_bytes)},
+        message = (
+            f"the new weights need {needed_bytes >> 20} MiB beside those that are served,"
+            f" {available_bytes >> 20} MiB are free"
         )
+        super().__init__(message, needed_bytes=needed_bytes, available_bytes=available_bytes)
 
 
-class Unauthenticated(QuireError):
-    """Nobody knows who calls. Says nothing of which tokens exist."""
-
-    code = "UNAUTHENTICATED"
+class Unauthenticated(QuireError, code="UNAUTHENTICATED"):
+    """The caller is unknown. The error does not reveal which tokens exist."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
-class RoleMissing(QuireError):
-    """The caller is known and may not make this call."""
-
-    code = "PERMISSION_DENIED"
-    reason = "ROLE_MISSING"
+class RoleMissing(QuireError, code="PERMISSION_DENIED", reason="ROLE_MISSING"):
+    """The caller is known but may not make this call."""
 
     def __init__(self, role: str) -> None:
-        super().__init__(f"this call needs the role {role}", metadata={"role": role})
+        super().__init__(f"this call needs the role {role}", role=role)
 
 
-class NoWorker(QuireError):
+class NoWorker(QuireError, code="UNAVAILABLE", reason="NO_WORKER", retry_after_s=1.0):
     """No worker is ready."""
 
-    code = "UNAVAILABLE"
-    reason = "NO_WORKER"
-
-    def __init__(self) -> None:
-        super().__init__("no worker is ready", retry_after_s=1.0)
+    message = "no worker is ready"
 
 
-class Draining(QuireError):
+class Draining(QuireError, code="UNAVAILABLE", reason="DRAINING", retry_after_s=1.0):
     """The server is shutting down."""
 
-    code = "UNAVAILABLE"
-    reason = "DRAINING"
-
-    def __init__(self) -> None:
-        super().__init__("the server is draining", retry_after_s=1.0)
+    message = "the server is draining"
 
 
-class WorkerLost(QuireError):
-    """Workers died again and again while they computed it. Trying again can succeed at once."""
+class WorkerLost(QuireError, code="UNAVAILABLE", reason="WORKER_LOST", retry_after_s=0.1):
+    """Workers died repeatedly during the call. An immediate retry can succeed."""
 
-    code = "UNAVAILABLE"
-    reason = "WORKER_LOST"
-
-    def __init__(self) -> None:
-        super().__init__("workers died during the call; nothing was applied", retry_after_s=0.1)
+    message = "workers died during the call; nothing was applied"
 
 
-class JournalUnavailable(QuireError):
-    """The journal cannot be written: a full disk, say. Trying again can help once that is mended."""
+class JournalUnavailable(QuireError, code="UNAVAILABLE", reason="JOURNAL_UNAVAILABLE", retry_after_s=1.0):
+    """The journal cannot be written, for example on a full disk. A retry helps once that is fixed."""
 
-    code = "UNAVAILABLE"
-    reason = "JOURNAL_UNAVAILABLE"
-
-    def __init__(self) -> None:
-        super().__init__("the journal cannot be written; nothing was applied", retry_after_s=1.0)
+    message = "the journal cannot be written; nothing was applied"
 
 
-class ResumedElsewhere(QuireError):
-    """Another client reads the execution now."""
+class ResumedElsewhere(QuireError, code="ABORTED", reason="RESUMED_ELSEWHERE"):
+    """Another client now reads the execution."""
 
-    code = "ABORTED"
-    reason = "RESUMED_ELSEWHERE"
-
-    def __init__(self) -> None:
-        super().__init__("the execution was asked for again with its request_id, and goes on there")
+    message = "another call resumed the execution by its request_id"
 
 
-class ExecutionLost(QuireError):
-    """A client has a part of an execution, and what follows it is not there any more."""
+class Loading(QuireError, code="ABORTED", reason="LOADING", retry_after_s=1.0):
+    """New weights are being loaded, or the previous ones are still in use."""
 
-    code = "FAILED_PRECONDITION"
-    reason = "EXECUTION_LOST"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "what follows resume_after is not there any more, and made again it could be another text:"
-            " ask under another request_id"
-        )
+    message = "weights are already being loaded, or the previous ones drained: retry later"
 
 
-class Loading(QuireError):
-    """Other weights are being loaded, or those before are still in use."""
-
-    code = "ABORTED"
-    reason = "LOADING"
-
-    def __init__(self) -> None:
-        super().__init__("weights are being loaded or drained: one after the other", retry_after_s=1.0)
-
-
-class DeadlinePassed(QuireError):
-    """The call's deadline passed before its turn came, or a sample's before its end."""
-
-    code = "DEADLINE_EXCEEDED"
-    reason = "DEADLINE_PASSED"
+class DeadlinePassed(QuireError, code="DEADLINE_EXCEEDED", reason="DEADLINE_PASSED"):
+    """The call's deadline passed before it started, or a sample's deadline before it was finished."""
 
     def __init__(self, *, has_begun: bool = False) -> None:
-        """`has_begun`: a part of a sample is there."""
+        """`has_begun`: a part of the sample was generated."""
         super().__init__(
-            "the deadline passed before the sample's end; what came before stands"
+            "the deadline passed before the sample was finished; the chunks sent so far are valid"
             if has_begun
-            else "the deadline passed before the call's turn came; nothing was applied"
+            else "the deadline passed before the call was started; nothing was applied"
         )
 
 
-class MessageTimeout(QuireError):
+class MessageTimeout(QuireError, code="DEADLINE_EXCEEDED", reason="MESSAGE_TIMEOUT"):
     """The request took too long to arrive."""
 
-    code = "DEADLINE_EXCEEDED"
-    reason = "MESSAGE_TIMEOUT"
-
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(
-            f"the request did not arrive within {timeout_s:g} seconds; nothing was applied",
-            metadata={"timeout_s": f"{timeout_s:g}"},
-        )
+        message = f"the request did not arrive within {timeout_s:g} seconds; nothing was applied"
+        super().__init__(message, timeout_s=f"{timeout_s:g}")
 
 
-class WorkerFault(QuireError):
-    """A step failed inside the worker; nothing was applied."""
+class WorkerFault(QuireError, code="INTERNAL", reason="WORKER_FAULT"):
+    """A step failed in the worker; nothing was applied."""
 
-    code = "INTERNAL"
-    reason = "WORKER_FAULT"
-
-    def __init__(self) -> None:
-        super().__init__("the step failed in the worker; nothing was applied")
+    message = "the step failed in the worker; nothing was applied"
 
 
-class SequenceQuarantined(QuireError):
-    """Workers died of this cache's tokens: it is not computed any more, and may only be released."""
+class SequenceQuarantined(QuireError, code="INTERNAL", reason="SEQUENCE_QUARANTINED"):
+    """Workers died while they computed this cache. It is quarantined and can only be released."""
 
-    code = "INTERNAL"
-    reason = "SEQUENCE_QUARANTINED"
-
-    def __init__(self) -> None:
-        super().__init__("workers died while they computed this sequence; it is not computed any more")
+    message = "workers died while they computed this sequence: it is quarantined, and can only be released"
 
 
-# What a remote provider's failure is to callers. Trouble with this server's credentials must not look like
-# trouble with theirs: UNAUTHENTICATED, PERMISSION_DENIED. INVALID_ARGUMENT would have to name a field.
+# The gRPC code of each failure of a remote provider. UNAUTHENTICATED and PERMISSION_DENIED do not occur: a
+# problem with this server's credentials must not look like one with the caller's. INVALID_ARGUMENT would have
+# to name a field.
 PROVIDER_CODES = {
     "RATE_LIMITED": "RESOURCE_EXHAUSTED",
     "BACKPRESSURE": "RESOURCE_EXHAUSTED",
@@ -555,17 +374,15 @@ PROVIDER_CODES = {
 
 
 class ProviderFailure(QuireError):
-    """A runtime's provider has failed, or a runtime was not asked. `field`: of an item, what it cannot do."""
+    """A provider failed, or was not called. `field`: the field of an item that it does not support."""
 
     def __init__(
         self, reason: str, message: str, *, field: str = "", retry_after_s: float | None = None
     ) -> None:
-        super().__init__(message, metadata={"field": field} if field else {}, retry_after_s=retry_after_s)
+        metadata = {"field": field} if field else {}
+        super().__init__(message, retry_after_s=retry_after_s, **metadata)
         self.reason, self.code = reason, PROVIDER_CODES[reason]
 
 
 class InternalError(QuireError):
-    """A bug of ours. The log has the rest, under the request id."""
-
-    def __init__(self) -> None:
-        super().__init__("internal error")
+    """A bug in this server. The log has details under the request id."""

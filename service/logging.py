@@ -1,12 +1,12 @@
-"""Logging of the gateway: one line a record on standard error, JSON unless a person is watching.
+"""Logging of the gateway: one line per record on standard error, as JSON unless it is a terminal.
 
-Every record has `timestamp` (ISO 8601, UTC), `level`, `logger` and `event`, and the `request_id` of the call
-that is being handled, if there is one. Records of libraries (grpc, asyncio, warnings) take the same path.
+Every record has `timestamp` (ISO 8601, UTC), `level`, `logger` and `event`, and the `request_id` of the
+current call, if there is one. Records of libraries (grpc, asyncio, warnings) are logged in the same way.
 
-What callers send stays out of the log: bytes, protobuf messages and lists are logged as their sizes, token
-ids and texts not at all, and tracebacks carry no values of local variables. Control characters are escaped.
+The log has no contents of requests: bytes, protobuf messages and lists are logged as their sizes, token ids
+and texts not at all, and tracebacks have no values of local variables. Control characters are escaped.
 
-Logging never blocks: where nobody reads standard error, lines are dropped, counted, and their number told.
+Logging never blocks: if standard error is not read, lines are dropped, and their number is logged later.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import io
 import logging
 import sys
 from array import array
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TextIO
 
 import structlog
@@ -26,11 +28,11 @@ from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 from service.background_log import BackgroundLog
 from service.printable import escaped
 
-# Names under which contents of requests would appear, whatever their type.
+# Keys whose values are contents of requests, whatever their type.
 _CONTENT_KEYS = frozenset({"token_id", "token_ids", "prompt", "text"})
 _KEYS_OF_LINES = frozenset({"exception", "stack"})
 _REQUEST_ID = "request_id"
-# How long an end of the process waits for its log to be written.
+# How long the process waits at its end until the log is written.
 _DRAIN_S = 1.0
 _COMMON_KEYS = ("timestamp", "level", "logger", "event", _REQUEST_ID)
 
@@ -38,12 +40,12 @@ _COMMON_KEYS = ("timestamp", "level", "logger", "event", _REQUEST_ID)
 def configure_logging(level: str = "info", log_format: str = "auto", stream: TextIO | None = None) -> None:
     """Sends every log record of this process to `stream`, by default standard error.
 
-    Replaces what was set before. `log_format` is "json", "pretty", or "auto", which is pretty on a terminal.
+    Replaces an earlier configuration. `log_format` is "json", "pretty", or "auto": pretty on a terminal.
     """
     terminal = (stream or sys.stderr).isatty()
     pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
+        _add_request_id,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -57,7 +59,7 @@ def configure_logging(level: str = "info", log_format: str = "auto", stream: Tex
         ],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=False,  # or a second call of this function would not reach old loggers
+        cache_logger_on_first_use=False,  # so that a second call of this function applies to old loggers
     )
     handler = logging.StreamHandler(stream if stream is not None else _background_log())
     handler.addFilter(_is_worth_logging)
@@ -73,7 +75,7 @@ def configure_logging(level: str = "info", log_format: str = "auto", stream: Tex
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # At debug these two tell of every poll and every call, which hides our own records.
+    # At debug level these two log every poll and every call, which would hide the gateway's own records.
     for noisy in ("grpc._cython.cygrpc", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.INFO, root.level))
     logging.captureWarnings(True)
@@ -81,7 +83,7 @@ def configure_logging(level: str = "info", log_format: str = "auto", stream: Tex
 
 @functools.cache
 def _background_log() -> BackgroundLog:
-    """The one writer of this process to standard error."""
+    """The only writer of this process to standard error."""
     log = BackgroundLog(
         sys.stderr.fileno(), lambda lines: get_logger(__name__).warning("log lines were dropped", lines=lines)
     )
@@ -90,7 +92,7 @@ def _background_log() -> BackgroundLog:
 
 
 def drain_log() -> None:
-    """Waits a moment for what was logged to be written: before an end that asks nobody."""
+    """Waits up to a second until the log is written. For an exit that skips atexit handlers."""
     _background_log().drain(_DRAIN_S)
 
 
@@ -100,26 +102,26 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     return logger
 
 
-def tells_details() -> bool:
-    """Whether records of the level debug are logged. To ask costs little; to log one that is not, 8 us."""
-    return logging.getLogger().isEnabledFor(logging.DEBUG)
+# Whether debug records are logged. This check is cheap; a debug record that is dropped costs 8 us.
+logs_debug: Callable[[], bool] = functools.partial(logging.getLogger().isEnabledFor, logging.DEBUG)
+
+# It is never reset: grpc.aio handles each call in its own task, with its own context.
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+# Adds a request id to all further records of the current task.
+bind_request_id: Callable[[str], object] = _request_id.set
+# The request id of the current task, or an empty string.
+current_request_id: Callable[[], str] = _request_id.get
 
 
-def bind_request_id(request_id: str) -> None:
-    """Adds a request id to all further records of the current task.
-
-    It needs no undoing: grpc.aio handles each call in a task of its own, whose context goes with it.
-    """
-    structlog.contextvars.bind_contextvars(**{_REQUEST_ID: request_id})
-
-
-def current_request_id() -> str:
-    """The request id bound in the current task, or an empty string."""
-    return str(structlog.contextvars.get_contextvars().get(_REQUEST_ID, ""))
+def _add_request_id(_logger: WrappedLogger, _method: str, record: EventDict) -> EventDict:
+    request_id = _request_id.get()
+    if request_id:
+        record.setdefault(_REQUEST_ID, request_id)
+    return record
 
 
 def redact_contents(_logger: WrappedLogger, _method: str, record: EventDict) -> EventDict:
-    """Processor: replaces values that can hold what a caller sent by their sizes."""
+    """Processor: replaces values that may have contents of requests by their sizes."""
     for key, value in record.items():
         if key.startswith("_"):  # structlog's own
             continue
@@ -137,16 +139,16 @@ def redact_contents(_logger: WrappedLogger, _method: str, record: EventDict) -> 
 
 
 def _renderers(*, pretty: bool, colors: bool) -> list[Processor]:
-    # Both with plain tracebacks: structlog's others print local variables, which hold requests.
+    # Both use plain tracebacks: structlog's default prints local variables, which have contents of requests.
     if pretty:
         console = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_escaped_traceback)
         return [_escape_controls, console]
-    # JSON escapes controls by itself, and all that is not ASCII.
+    # JSON escapes control characters, and all that is not ASCII.
     return [structlog.processors.ExceptionRenderer(), _order_keys, structlog.processors.JSONRenderer()]
 
 
 def _escape_controls(_logger: WrappedLogger, _method: str, record: EventDict) -> EventDict:
-    """Texts in one line that a terminal only shows. Others are shown by their repr, which escapes."""
+    """Processor: escapes control characters in texts. Other values are shown by repr, which escapes."""
     return {
         key: escaped(value, keep_lines=key in _KEYS_OF_LINES) if isinstance(value, str) else value
         for key, value in record.items()
@@ -160,13 +162,13 @@ def _escaped_traceback(stream: TextIO, error: ExcInfo) -> None:
 
 
 def _order_keys(_logger: WrappedLogger, _method: str, record: EventDict) -> EventDict:
-    """What every line has comes first, so that lines can be read one below the other."""
+    """Processor: puts the keys that every line has first, so that lines are easy to compare."""
     common = {key: record.pop(key) for key in _COMMON_KEYS if key in record}
     return {**common, **record}
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """False for grpc's report, at ERROR with a traceback, that a client cancelled while it was written to."""
+    """False for grpc's error, with a traceback, that a client cancelled a call during a write."""
     error = record.exc_info[0] if record.exc_info else None
     name = error.__name__ if error is not None else ""
     return not (record.name.startswith("grpc") and name == "ExecuteBatchError")

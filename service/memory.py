@@ -1,8 +1,8 @@
-"""How much memory the gateway itself takes, and giving back to the system what of it is free.
+"""Measures the gateway's memory, and returns free memory to the system.
 
-What large messages took is freed when they have been looked at, but glibc's allocator keeps most of it:
-pieces that are still in use lie between those that are not, and each thread frees into an arena of its own.
-14 messages of 15 MiB left 200 to 290 MiB behind for as long as the process lived; with this, 0 to 5 MiB.
+After large messages are freed, glibc's allocator keeps most of their memory, because of fragmentation and one
+arena per thread. 14 messages of 15 MiB left 200 to 290 MiB behind until the process ended; with this module,
+0 to 5 MiB.
 """
 
 from __future__ import annotations
@@ -14,85 +14,85 @@ from typing import Any
 
 import psutil
 
-# What is larger gets pages of its own, which go back at once. glibc would raise this with use, up to 32 MiB.
-_OWN_PAGES_BYTES = 1 << 20
+# Larger allocations use mmap, and are returned when freed. glibc would raise this threshold up to 32 MiB.
+_MMAP_THRESHOLD_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3
 _INTERVAL_S = 1.0
-# Memory is worth looking through from so much more than there was at best.
-_WORTH_BYTES = 32 << 20
-# It is still needed if looking through it gave back less.
-_GAIN_BYTES = 8 << 20
-# Looking takes up to tens of milliseconds of another core: while nothing comes of it, it is done less often.
-_MAX_PAUSE = 32
+# Trim when resident memory is this much above its minimum.
+_MIN_EXCESS_BYTES = 32 << 20
+# A trim that returns less has failed: the memory is in use.
+_MIN_GAIN_BYTES = 8 << 20
+# A trim takes up to tens of milliseconds of a core. After each failure the interval doubles, up to this.
+_MAX_INTERVAL_TICKS = 32
 
 
-class OwnMemory:
-    """Knows the last figure, for moments in which no descriptor is left to ask the system with."""
+class ProcessMemory:
+    """The resident memory of this process. Remembers the last value, in case no file descriptor is free."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._last_bytes = 0
 
     def resident_bytes(self) -> int:
-        """Now; or as it was, where the system does not say."""
+        """The current value, or the last one if it cannot be read."""
         with contextlib.suppress(OSError, psutil.Error):
             self._last_bytes = self._process.memory_info().rss
         return self._last_bytes
 
 
 class TrimPolicy:
-    """When to look through free memory. Knows what looking through gave back. No I/O."""
+    """Decides when to trim, from the results of earlier trims. No I/O."""
 
     def __init__(self, resident_bytes: int) -> None:
-        self._least_bytes = resident_bytes
-        self._pause = 1
+        self._min_bytes = resident_bytes
+        self._interval_ticks = 1
         self._ticks = 0
 
     def due(self, resident_bytes: int) -> bool:
-        """Whether to look through it now; asked at even intervals."""
-        self._least_bytes = min(self._least_bytes, resident_bytes)
-        if resident_bytes - self._least_bytes < _WORTH_BYTES:
-            self._pause, self._ticks = 1, 0
+        """Whether to trim now. Called at regular intervals."""
+        self._min_bytes = min(self._min_bytes, resident_bytes)
+        if resident_bytes - self._min_bytes < _MIN_EXCESS_BYTES:
+            self._interval_ticks, self._ticks = 1, 0
             return False
         self._ticks += 1
-        return self._ticks >= self._pause
+        return self._ticks >= self._interval_ticks
 
-    def trimmed(self, before_bytes: int, after_bytes: int) -> None:
-        """It was looked through: so much was resident before and after."""
+    def on_trimmed(self, before_bytes: int, after_bytes: int) -> None:
+        """Records a trim, with the resident memory before and after it."""
         self._ticks = 0
-        if before_bytes - after_bytes >= _GAIN_BYTES:
-            self._pause = 1
-        elif self._pause < _MAX_PAUSE:
-            self._pause *= 2
+        if before_bytes - after_bytes >= _MIN_GAIN_BYTES:
+            self._interval_ticks = 1
+        elif self._interval_ticks < _MAX_INTERVAL_TICKS:
+            self._interval_ticks *= 2
         else:
-            # All of it is in use, and will be.
-            self._least_bytes, self._pause = after_bytes, 1
+            # All of it seems to be in use for long: this is the new minimum.
+            self._min_bytes, self._interval_ticks = after_bytes, 1
 
 
-class MemoryReturner:
-    """Looks at the process's memory for as long as it runs. Does nothing where glibc is not."""
+class MemoryTrimmer:
+    """Trims the process's free memory when `TrimPolicy` says so. Does nothing without glibc."""
 
-    def __init__(self, memory: OwnMemory, libc: Any = None) -> None:
+    def __init__(self, memory: ProcessMemory, libc: Any = None) -> None:
         self._memory = memory
         self._libc = libc if libc is not None else _glibc()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         if self._libc is None:
             return
-        self._libc.mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
+        self._libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         policy = TrimPolicy(self._memory.resident_bytes())
         while True:
             await asyncio.sleep(_INTERVAL_S)
             before_bytes = self._memory.resident_bytes()
             if policy.due(before_bytes):
-                # No thread may be had now. The gateway's life does not depend on this.
+                # There may be no free thread. The trim is optional.
                 with contextlib.suppress(RuntimeError):
                     await asyncio.to_thread(self._libc.malloc_trim, 0)
-                policy.trimmed(before_bytes, self._memory.resident_bytes())
+                policy.on_trimmed(before_bytes, self._memory.resident_bytes())
 
 
 def _glibc() -> Any:
-    """The C library, if it is one with `malloc_trim`."""
+    """The C library if it has `malloc_trim`, else None."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "malloc_trim") and hasattr(library, "mallopt") else None

@@ -1,23 +1,22 @@
-"""A clock that runs only while the gateway does, for judging others by their silence.
+"""A clock that stops while the gateway is stopped, for the timeouts of workers and clients.
 
-Pure: time comes in as beats. One that comes late, because the gateway was stopped or its event loop busy,
-counts as little more than one: what others said meanwhile is still unread, and that is not their fault.
+Pure: the caller passes time in, tick by tick. A late tick, because the gateway was stopped or its event loop
+was blocked, counts as two ticks at most: messages that arrived meanwhile are not read yet.
 """
 
 from __future__ import annotations
 
-# A beat may come late by as much again before the rest of it is the gateway's own.
 _MAX_BEATS_CHARGED = 2
 
 
 class RunningClock:
     """Starts at 0."""
 
-    def __init__(self, beat_s: float) -> None:
-        """`beat_s`: how far apart beats are meant to be."""
-        self._beat_s = beat_s
+    def __init__(self, tick_s: float) -> None:
+        """`tick_s`: the intended time between ticks."""
+        self._tick_s = tick_s
         self.now_s = 0.0
 
-    def beat(self, elapsed_s: float) -> None:
-        """Time has passed since the last beat."""
-        self.now_s += min(elapsed_s, _MAX_BEATS_CHARGED * self._beat_s)
+    def tick(self, elapsed_s: float) -> None:
+        """Advances the clock by the time since the last tick."""
+        self.now_s += min(elapsed_s, _MAX_BEATS_CHARGED * self._tick_s)

@@ -281,15 +281,15 @@ SIZES = [
     BadDirectory(
         "wider than the files",
         setting(hidden_size=1 << 17),
-        rf"{_FILE}tensor .* has shape \[97, 64\], the config asks for \[97, 131072\]",
+        rf"{_FILE}tensor .* has shape \[97, 64\], but the config asks for \[97, 131072\]",
     ),
     BadDirectory("a terabyte of weights", _as_large_as_it_says, r"the weights of .* need \d+ MiB, \d+ MiB"),
 ]
 
 SETTINGS = [
     BadDirectory("no config", remove(CONFIG), f"{_CONFIG}cannot be read: No such file"),
-    BadDirectory("an empty config", write(CONFIG, b""), f"{_CONFIG}is not sound JSON"),
-    BadDirectory("half a config", sparse(CONFIG, 100), f"{_CONFIG}is not sound JSON"),
+    BadDirectory("an empty config", write(CONFIG, b""), f"{_CONFIG}is not valid JSON"),
+    BadDirectory("half a config", sparse(CONFIG, 100), f"{_CONFIG}is not valid JSON"),
     BadDirectory("a config of a list", write(CONFIG, b"[]"), f"{_CONFIG}must be a JSON object"),
     BadDirectory("a config in another encoding", write(CONFIG, b'{"\xff": 1}'), f"{_CONFIG}.*'utf-8' codec"),
     BadDirectory("a nested config", write(CONFIG, _NESTED), f"{_CONFIG}is nested too deeply"),
@@ -299,7 +299,7 @@ SETTINGS = [
     BadDirectory("a huge config", sparse(CONFIG, 1 << 40), f"{_CONFIG}is larger than 1024 KiB"),
     BadDirectory("a setting twice", raw_setting("vocab_size", "97"), f"{_CONFIG}.*vocab_size occurs twice"),
     BadDirectory("NaN in the config", setting(rms_norm_eps=float("nan")), f"{_CONFIG}.*NaN is not a number"),
-    BadDirectory("an endless integer", raw_setting("x", "9" * 5000), f"{_CONFIG}is not sound JSON"),
+    BadDirectory("an endless integer", raw_setting("x", "9" * 5000), f"{_CONFIG}is not valid JSON"),
     BadDirectory("a huge integer", raw_setting("partial", "9" * 4000), f"{_CONFIG}partial: must be at most"),
     BadDirectory("a huge epsilon", setting(rms_norm_eps=10**400), f"{_CONFIG}rms_norm_eps: must be from"),
     BadDirectory(
@@ -426,7 +426,7 @@ NUMBERS = [
 ]
 
 TOKENIZERS = [
-    BadDirectory("half a tokenizer", sparse(TOKENIZER, 100), f"{_TOKENIZER}is not sound JSON"),
+    BadDirectory("half a tokenizer", sparse(TOKENIZER, 100), f"{_TOKENIZER}is not valid JSON"),
     BadDirectory("a nested tokenizer", write(TOKENIZER, _NESTED), f"{_TOKENIZER}is nested too deeply"),
     BadDirectory(
         "a tokenizer of lists", write(TOKENIZER, b"[" + b"[]," * 20_000_000), f"{_TOKENIZER}holds more than"
@@ -434,7 +434,7 @@ TOKENIZERS = [
     BadDirectory(
         "the tokenizer of a larger model",
         write(TOKENIZER, json.dumps({"model": {"vocab": {"a": 0, "b": 151_642}}})),
-        f"{_TOKENIZER}has token 151642, the model's vocab_size is {VOCAB}",
+        f"{_TOKENIZER}has token 151642, but the model's vocab_size is {VOCAB}",
     ),
     BadDirectory(
         "a token added beyond the vocabulary",
@@ -449,7 +449,7 @@ TOKENIZERS = [
         )
         for token_id in _NOT_IDS
     ),
-    BadDirectory("no tokenizer", write(TOKENIZER, '{"auths": {}}'), f"{_TOKENIZER}is no tokenizer"),
+    BadDirectory("no tokenizer", write(TOKENIZER, '{"auths": {}}'), f"{_TOKENIZER}is not a tokenizer"),
 ]
 
 PICKLES = [
@@ -465,17 +465,17 @@ TEMPLATES = [
         "a template of bytes", write(TEMPLATE, b"\xff{{ x }}"), r"/chat_template\.jinja: is not UTF-8"
     ),
     BadDirectory(
-        "a link to a secret", link(TEMPLATE, "/etc/passwd"), r"/chat_template\.jinja: is no template"
+        "a link to a secret", link(TEMPLATE, "/etc/passwd"), r"/chat_template\.jinja: is not a template"
     ),
     BadDirectory("a FIFO as the template", fifo(TEMPLATE), r"/chat_template\.jinja: is not a regular file"),
     BadDirectory(
-        "half a tokenizer_config", write(TOKENIZER_CONFIG, "{"), f"{_TOKENIZER_CONFIG}is not sound JSON"
+        "half a tokenizer_config", write(TOKENIZER_CONFIG, "{"), f"{_TOKENIZER_CONFIG}is not valid JSON"
     ),
     *(
         BadDirectory(
             f"a chat_template of {value!r}",
             write(TOKENIZER_CONFIG, json.dumps({"chat_template": value})),
-            f"{_TOKENIZER_CONFIG}chat_template: must be a text, or a list of texts with names",
+            f"{_TOKENIZER_CONFIG}chat_template: must be a string, or a list of strings with distinct",
         )
         for value in (
             1,
@@ -490,7 +490,7 @@ TEMPLATES = [
         BadDirectory(
             f"a bos_token of {value!r}",
             write(TOKENIZER_CONFIG, json.dumps({"chat_template": "x", "bos_token": value})),
-            f"{_TOKENIZER_CONFIG}bos_token: must be a text, or an object",
+            f"{_TOKENIZER_CONFIG}bos_token: must be a string, or an object",
         )
         for value in (1, {}, {"content": 2}, ["<s>"], "\ud800")
     ),
@@ -507,7 +507,7 @@ TEMPLATES = [
     BadDirectory(
         "an eos_token of a number",
         all_of(write(TEMPLATE, "{{ x }}"), write(SPECIAL_TOKENS, json.dumps({"eos_token": 2}))),
-        r"/special_tokens_map\.json: eos_token: must be a text, or an object",
+        r"/special_tokens_map\.json: eos_token: must be a string, or an object",
     ),
 ]
 

@@ -3,7 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from quire.v1 import types_pb2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from service.text.chat_template import DEFAULT, make_task, new_pool, render
 
 # Headers around each message; the date; a system message that is taken out of the list.
 LLAMA = """{{- bos_token }}
@@ -188,3 +196,24 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def render_chat(
+    template: types_pb2.ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    name: str = DEFAULT,
+    **settings: Any,
+) -> str:
+    """The prompt of some messages, by a process of its own. Raises TemplateError."""
+    task = make_task(template, messages, name=name, **settings)
+
+    async def written() -> str:
+        pool = new_pool()
+        try:
+            return await render(pool, template.sources[name], task)
+        finally:
+            pool.close()
+
+    # In a thread: the caller may run on an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, written()).result()

@@ -10,14 +10,22 @@ from grpc_status import rpc_status
 
 def reason_of(error: Any) -> str:
     """The reason of a call's error; empty: it has none."""
+    return info_of(error).reason
+
+
+def info_of(error: Any) -> error_details_pb2.ErrorInfo:
+    """The reason of a call's error and what belongs to it; empty: it has none."""
     status = rpc_status.from_call(error)
-    return "" if status is None else status_reason(status)
+    return error_details_pb2.ErrorInfo() if status is None else status_info(status)
 
 
 def status_reason(status: status_pb2.Status) -> str:
     """The reason of a status; empty: it has none."""
+    return status_info(status).reason
+
+
+def status_info(status: status_pb2.Status) -> error_details_pb2.ErrorInfo:
+    """The reason of a status and what belongs to it; empty: it has none."""
     info = error_details_pb2.ErrorInfo()
-    for detail in status.details:
-        if detail.Unpack(info):
-            return info.reason
-    return ""
+    any(detail.Unpack(info) for detail in status.details)
+    return info

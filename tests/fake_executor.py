@@ -23,8 +23,10 @@ from grpc_status import rpc_status
 from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 from tokenizers import Tokenizer
 
-from service.runtimes.sample import Plan, Sample
+from service.runtimes.sample import Sample, SampleSpec
+from service.text.chat_template import TemplateError
 from service.text.stops import StopTexts
+from tests.chat_templates import render_chat
 
 VOCAB = 1000
 EOS = 999
@@ -76,6 +78,8 @@ class FakeExecutor(
         self.chat_template: types_pb2.ChatTemplate | None = None
         self.sampling_defaults: types_pb2.SamplingParams | None = None
         self.max_seq_len = 4096
+        # The tokens that executions began with.
+        self.prompts: list[list[int]] = []
         self.decode_delay_s = 0.0
         self.decoding = threading.Event()
         # An execution has ended, however it did.
@@ -280,14 +284,34 @@ class FakeExecutor(
         yield runner_pb2.ExecuteResponse(started=runner_pb2.ExecutionStarted(runtime="local"))
         for item in request.items:
             cache_id = f"execution-{item.item_id}"
-            self.caches[cache_id] = list(item.tokens.token_ids)
-            self._prompt_len[cache_id] = len(item.tokens.token_ids)
+            try:
+                prompt = self._prompt(item)
+            except TemplateError as error:
+                status = rich_status(grpc.StatusCode.INVALID_ARGUMENT, "BAD_CHAT", str(error))
+                chunk = runner_pb2.SampleChunk(
+                    item_id=item.item_id, finish_reason=runner_pb2.FINISH_REASON_ERROR, error=status
+                )
+                yield runner_pb2.ExecuteResponse(chunks=[chunk])
+                continue
+            self.prompts.append(prompt)
+            self.caches[cache_id] = list(prompt)
+            self._prompt_len[cache_id] = len(prompt)
             try:
                 for chunk in self._steps(cache_id, item, context):
                     yield runner_pb2.ExecuteResponse(chunks=[chunk])
             finally:
                 del self.caches[cache_id]
                 self.ended.set()
+
+    def _prompt(self, item: Any) -> list[int]:
+        """As the real ones make it. Raises TemplateError."""
+        if not item.HasField("chat"):
+            return list(item.tokens.token_ids)
+        roles = {runner_pb2.CHAT_ROLE_SYSTEM: "system", runner_pb2.CHAT_ROLE_USER: "user"}
+        messages = [{"role": roles[said.role], "content": said.content} for said in item.chat.messages]
+        assert self.chat_template is not None
+        text = render_chat(self.chat_template, messages)
+        return Tokenizer.from_buffer(self.tokenizer_json).encode(text, add_special_tokens=False).ids
 
     def CancelExecution(self, request: Any, context: Any) -> runner_pb2.CancelExecutionResponse:
         with self._call("CancelExecution", request, context):
@@ -296,7 +320,7 @@ class FakeExecutor(
     def _steps(self, cache_id: str, item: Any, context: Any) -> Iterator[runner_pb2.SampleChunk]:
         tokens = self.caches[cache_id]
         room = self.max_seq_len - len(tokens) + 1
-        plan = Plan(
+        spec = SampleSpec(
             item_id=item.item_id,
             prompt=list(tokens),
             max_tokens=min(item.max_tokens or room, room),
@@ -305,7 +329,7 @@ class FakeExecutor(
             tokenizer=Tokenizer.from_buffer(self.tokenizer_json) if self.tokenizer_json else None,
             with_logprobs=item.logprobs,
         )
-        sample = Sample(plan, 0)
+        sample = Sample(spec, 0)
         while not sample.is_finished and context.is_active():
             self.decoding.set()
             time.sleep(self.decode_delay_s)

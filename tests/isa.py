@@ -24,7 +24,7 @@ TESTS = (
     "tests/workers/test_families.py",
     "tests/workers/test_hidden_states.py",
     "tests/workers/test_library_model.py",
-    "tests/workers/test_native_proof.py",
+    "tests/workers/test_native_parity_check.py",
     "tests/workers/test_packed_linear.py",
     "tests/e2e/test_families.py",
     "tests/e2e/test_hidden_states.py",

@@ -21,30 +21,28 @@ WORKER_LAYERS = (
     {"step_loop"},
     {
         "scheduler",
-        "prefill_share",
-        "step_shares",
-        "forward_queue",
+        "caller_limits",
+        "request_queue",
         "coalescing",
-        "run_ahead",
-        "underway",
+        "prelaunch",
+        "prefix_wait",
         "distribution",
-        "more_draws",
+        "extra_samples",
         "batch",
-        "running",
-        "keeping",
+        "adoption",
         "executors",
     },
     {"runners"},
     {"models", "row_outputs", "device_sampling"},
     {"sampling", "counter_rng", "logit_settings"},
-    {"kv"},
-    {"operations", "logging", "leash", "token_trees"},
+    {"operations"},
+    {"kv", "logging", "orphan_timer", "token_trees"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
 WITHOUT_TORCH = (
     "workers.coalescing",
     "workers.operations",
-    "workers.running",
+    "workers.request_queue",
     "workers.scheduler",
     "workers.kv.page_pool",
     "workers.kv.prefix_index",
@@ -63,50 +61,56 @@ SERVICE_ROOMS = {
     "service.printable": (),
     "service.memory": (),
     "service.running_clock": (),
+    "service.token_bucket": (),
     "service.background_log": (),
     "service.logging": ("service.background_log", "service.printable"),
     "service.durable_file": ("service.logging",),
-    "service.doors": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
-    "service.caches": ("service.errors",),
+    "service.auth": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
+    "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
-        "service.caches.records", "service.caches.ledger", "service.caches.chunks", "service.caches.counts",
+        "service.caches.records", "service.caches.ledger", "service.caches.segments", "service.caches.counts",
         "service.logging",
     ),
     "service.dispatcher": (
         "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
         "service.logging",
     ),
-    "service.data_directory": ("service.config", "service.pool.directory"),
+    "service.data_directory": ("service.config",),
     "service.pool": (
-        "service.caches", "service.config", "service.durable_file", "service.errors", "service.logging",
-        "service.running_clock",
+        "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
+        "service.logging", "service.running_clock",
     ),
     "service.api": (
         "service.caches.requests", "service.config", "service.dispatcher", "service.errors",
-        "service.doors", "service.logging", "service.memory", "service.pool.base", "service.pool.supervisor",
-        "service.pool.rotation",
+        "service.auth", "service.logging", "service.memory", "service.pool.model_versions",
+        "service.pool.supervisor", "service.pool.rolling_restart",
         "service.printable", "service.running_clock",
     ),
     "service.text": ("service.errors", "service.logging", "service.printable"),
     "service.runtimes": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.config",
-        "service.dispatcher", "service.doors", "service.durable_file", "service.errors", "service.logging",
-        "service.pool", "service.printable", "service.text",
+        "service.dispatcher", "service.auth", "service.durable_file", "service.errors", "service.logging",
+        "service.pool", "service.printable", "service.text", "service.token_bucket",
     ),
     "service.openai": (
-        "service.api", "service.config", "service.doors", "service.errors", "service.logging",
+        "service.api", "service.config", "service.auth", "service.errors", "service.logging",
         "service.printable", "service.runtimes", "service.text",
     ),
-    "service.server": (
+    "service.listening": ("service.auth.unix_socket",),
+    "service.gateway": (
         "service.api", "service.caches", "service.config", "service.data_directory", "service.dispatcher",
-        "service.doors", "service.errors",
-        "service.journal", "service.logging", "service.memory", "service.openai", "service.pool",
-        "service.runtimes", "service.text",
+        "service.auth", "service.errors",
+        "service.journal", "service.listening", "service.logging", "service.memory", "service.openai",
+        "service.pool", "service.runtimes", "service.text",
+    ),
+    "service.server": (
+        "service.auth.unix_socket", "service.config", "service.errors", "service.gateway",
+        "service.journal.base", "service.listening", "service.logging", "service.pool.launcher",
+        "service.runtimes.sources",
     ),
     "service.cli": (
-        "service.config", "service.data_directory", "service.doors.descriptors", "service.doors.tokens",
-        "service.errors", "service.journal.files", "service.logging", "service.pool.directory",
-        "service.printable", "service.server", "service.text",
+        "service.config", "service.data_directory", "service.auth.connections", "service.auth.tokens",
+        "service.errors", "service.journal.files", "service.logging", "service.printable", "service.server",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.
@@ -242,12 +246,51 @@ def test_the_caches_know_no_messages() -> None:
     assert offenders("service", wire, elsewhere) == []
 
 
+# How the modules of the caches call an operation and a cache, as whose fields they set.
+OF_CACHES = {"operation": "Operation", "entry": "CacheEntry", "suspect": "CacheEntry"}
+
+
+def stated_writers() -> dict[tuple[str, str], str]:
+    """The module that is to write a field once its object is made, by class and field, as entries.py says."""
+    path = ROOT / "service" / "caches" / "entries.py"
+    lines, stated = path.read_text().splitlines(), {}
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.ClassDef) or node.name not in OF_CACHES.values():
+            continue
+        fields = (field for field in node.body if isinstance(field, ast.AnnAssign))
+        for field in fields:
+            above = [line for line in lines[node.lineno : field.lineno] if "# Written by " in line]
+            if above:
+                assert isinstance(field.target, ast.Name)
+                stated[node.name, field.target.id] = above[-1].split("Written by ")[1].split(".py")[0]
+    return stated
+
+
+def test_each_field_of_a_cache_or_an_operation_has_one_writer() -> None:
+    stated, wrong, written = stated_writers(), [], set()
+    for path in sorted((ROOT / "service").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+                continue
+            of = str(getattr(node.value, "attr", "") or getattr(node.value, "id", ""))
+            field = (OF_CACHES.get(of, ""), node.attr)
+            if "caches" in path.parts and of in OF_CACHES:
+                written.add(field)
+                if stated.get(field) != path.stem:
+                    wrong.append(f"{path.name}:{node.lineno} writes {of}.{node.attr}")
+    assert wrong == []
+    assert written == stated.keys() - NEVER_STORED, "and nobody else has to"
+
+
+# Only what they hold changes.
+NEVER_STORED = {("CacheEntry", "waiting")}
+
+
 def test_only_the_pool_speaks_with_workers() -> None:
-    """Others read the answers and descriptions that pass through them."""
+    """Others read the answers and descriptions that pass through them, or write the options that do."""
     readers = (
-        "service.api.answers",
+        "service.api.append_codec",
         "service.api.server_state",
-        "service.server",
         "service.text.text_model",
     )
     assert offenders("service", ("quire.v1.worker_pb2",), ("service.pool", *readers)) == []
@@ -273,7 +316,7 @@ def test_the_gateway_never_loads_torch() -> None:
 
 def test_the_command_line_starts_quickly() -> None:
     """`quire --help` and `quire status` must not wait for what they do not use."""
-    loaded = loaded_after("import service.cli.main")
+    loaded = loaded_after("import quire.cli.main, service.cli.commands")
     unused = {
         "grpc",
         "rich",
@@ -298,8 +341,10 @@ def test_the_client_needs_only_what_it_declares() -> None:
     for module, path in modules("quire").items():
         if within(module, STUBS):
             continue
-        # Its extra; tests/client/test_imports.py sees that nothing loads it by itself.
+        # Its extras; tests/client/test_imports.py sees that nothing loads them by itself.
         extra = {"tokenizers"} if module == "quire.text" else set()
+        if within(module, "quire.cli"):
+            extra = {"numpy", "psutil", "rich", "uvloop"}
         outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
         assert outside <= {"quire", "grpc", "google"} | extra, module
 

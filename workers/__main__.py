@@ -1,4 +1,4 @@
-"""Entry point of a worker process: `python -m workers`. A gateway starts it; it does not outlive it long."""
+"""Entry point of a worker process: `python -m workers`. Started by a gateway, and ends soon after it."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from quire.v1 import worker_pb2_grpc
 from quire.v1.worker_pb2 import WorkerConfig
 
 from workers.executors.base import ModelExecutor
-from workers.leash import Leash
 from workers.logging import background_log
+from workers.orphan_timer import OrphanTimer
 from workers.server import Progress, WorkerServer
 
-# sysexits.h EX_CONFIG: starting again with the same configuration cannot help.
+# EX_CONFIG of sysexits.h: a restart with the same configuration would fail too.
 EXIT_CONFIG = 78
 EXIT_FAILED = 1
 _HOP_SLACK_BYTES = 16 << 20
-# What a GetModelInfoResponse holds beside tokenizer and chat template, generously.
+# An upper bound for a GetModelInfoResponse without tokenizer and chat template.
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 _STOP_TIMEOUT_S = 1.0
-# What a gateway has to show to connect. Not on the command line, which everybody on the machine can read.
+# The secret that a gateway needs to connect. Not on the command line, which all users can read.
 SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
-# By it the gateway ends a worker; SIGTERM also reaches those that it still needs.
+# The gateway ends a worker by this signal. SIGTERM may reach the whole process group during a drain.
 END_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 WEIGHTLESS_MODEL = "paged-attention"
-# A step of a smaller model is over before another thread is awake, and idle threads spin for a while.
+# With fewer parameters for each thread, waking the threads takes longer than a step, and idle ones spin.
 _LEAST_PARAMETERS_PER_THREAD = 2_000_000
 
 _log = structlog.get_logger("workers")
 
 
 class ConfigurationError(Exception):
-    """What was asked for cannot be had on this machine or with this model."""
+    """This machine or this model does not support the configuration."""
 
 
 def _parse_arguments() -> tuple[str, WorkerConfig, str]:
-    """The address to serve on, what to serve, and the secret of whom to serve."""
+    """The address to serve on, the configuration, and the gateway's secret."""
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
     parser.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:/path or host:port")
     parser.add_argument("--config", required=True, metavar="JSON", help="a quire.v1.WorkerConfig")
@@ -66,7 +66,7 @@ def _parse_arguments() -> tuple[str, WorkerConfig, str]:
 
 
 def _configure_logging(config: WorkerConfig) -> None:
-    """Lines like the gateway's, on the same standard error."""
+    """Log in the gateway's format, to the standard error that both share."""
     pretty = config.log_format == "pretty" or (config.log_format == "auto" and sys.stderr.isatty())
     structlog.configure(
         processors=[
@@ -76,23 +76,23 @@ def _configure_logging(config: WorkerConfig) -> None:
             *_renderers(pretty=pretty),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-        # In one piece: the gateway and other workers write to the same pipe.
+        # Each line in one write: the gateway and other workers write to the same pipe.
         logger_factory=structlog.WriteLoggerFactory(background_log()),  # type: ignore[arg-type]  # a stream
     )
-    ours = logging.getLogger("workers")
-    ours.setLevel(config.log_level.upper())
-    ours.addHandler(_ToOurLog())
+    standard = logging.getLogger("workers")
+    standard.setLevel(config.log_level.upper())
+    standard.addHandler(_ToStructlog())
 
 
-class _ToOurLog(logging.Handler):
-    """Lines of modules that do without structlog: machines with a GPU may lack it."""
+class _ToStructlog(logging.Handler):
+    """Forwards the lines of modules that use `logging`, because GPU machines may lack structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         structlog.get_logger(record.name).log(record.levelno, record.getMessage())
 
 
 def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
-    # Plain tracebacks: structlog's others print local variables, which hold callers' tokens.
+    # structlog's other tracebacks print local variables, which contain callers' tokens.
     if pretty:
         plain = structlog.dev.plain_traceback
         return [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
@@ -100,10 +100,10 @@ def _renderers(*, pretty: bool) -> list[structlog.typing.Processor]:
 
 
 def _end_with_the_gateway() -> None:
-    """The gateway holds the other end of our standard input; when that closes, however it did, we end.
+    """End this process when its standard input closes, whose other end the gateway holds.
 
-    On Linux the kernel also kills us when the gateway's main thread, which started us, is gone: even while we
-    are stopped. What died before that was asked for has closed our standard input.
+    On Linux the kernel also kills this process when the gateway's main thread, which started it, ends: even
+    while it is stopped. If the gateway ended before that was set up, standard input is closed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -116,10 +116,11 @@ def _end_with_the_gateway() -> None:
     threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
 
 
-def _outlive_the_gateway(grace_s: float) -> Leash:
-    """Without a stream for that long we end; and at once if the gateway ends before others can find us.
+def _outlive_the_gateway(grace_s: float) -> OrphanTimer:
+    """End this process after `grace_s` without a stream.
 
-    It writes to our standard input when it has written us down.
+    The gateway writes to standard input when it has registered the worker. If it ends before that, no other
+    gateway could find the worker, which ends at once.
     """
 
     def watch() -> None:
@@ -130,33 +131,33 @@ def _outlive_the_gateway(grace_s: float) -> Leash:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     standard_input = select.poll()
     standard_input.register(0, 0)
-    # One that is there waits until all is imported; one that is not may have gone when that began.
+    # A gateway that is gone may have ended when this process started: then the age counts for the grace.
     is_gone = bool(standard_input.poll(0))
     age_s = max(0.0, time.time() - psutil.Process().create_time())
-    leash = Leash(grace_s, spent_s=age_s if is_gone else 0.0)
+    orphan_timer = OrphanTimer(grace_s, spent_s=age_s if is_gone else 0.0)
     threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
-    return leash
+    return orphan_timer
 
 
 def _choose_device(config: WorkerConfig) -> str:
     """The device as torch names it. With "auto" a GPU, if there is one that can run the model.
 
-    Each worker has a GPU of its own: two of them would each take what the other counts on.
+    Each worker has its own GPU: each sizes its pool for all of a GPU's memory.
     """
     import torch
 
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if not torch.cuda.is_available():
-        raise ConfigurationError("device = cuda was asked for, and this machine has no CUDA device")
+        raise ConfigurationError("device = cuda, and this machine has no CUDA device")
     if config.device == "auto" and not _runs_on_cuda(config):
-        _log.info("the GPU has no kernels for this model's head_dim, which is run on the CPU")
+        _log.info("the model runs on the CPU: there are no GPU kernels for its head_dim")
         return "cpu"
     count = torch.cuda.device_count()
     if config.device_index >= count:
         raise ConfigurationError(
             f"workers = {config.device_index + 1} or more, and this machine has {count} CUDA devices:"
-            " each worker takes one of its own; set device = cpu, or fewer workers"
+            " each worker needs its own; set device = cpu, or fewer workers"
         )
     torch.cuda.set_device(config.device_index)  # kernels are launched on the thread's current device
     return f"cuda:{config.device_index}"
@@ -171,7 +172,7 @@ def _runs_on_cuda(config: WorkerConfig) -> bool:
 
 
 def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
-    # Imported here, on the compute thread: torch takes seconds, and the stream should answer meanwhile.
+    # Imported on the compute thread: torch takes seconds to import, and the stream must answer meanwhile.
     import torch
 
     from workers.models.active_kernels import check_instruction_set
@@ -182,14 +183,14 @@ def _make_executor(config: WorkerConfig, progress: Progress) -> ModelExecutor:
     if config.model == WEIGHTLESS_MODEL:
         from workers.executors.weightless import PagedAttentionExecutor
 
-        # Its operations are over before another thread is awake, which would only take a core from others.
+        # Its operations are too short for a second thread.
         torch.set_num_threads(1)
         return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
     from workers.executors.llm import LlmExecutor, StepLimits
     from workers.models.files import unchanged_settings
 
     if config.no_self_check == "on":
-        _log.warning("the model is served without having proved itself: no_self_check is on")
+        _log.warning("the model is served without its self-check: no_self_check is on")
     directory = Path(config.model)
     with unchanged_settings(directory):
         executor = LlmExecutor.load(
@@ -217,7 +218,7 @@ def _kv_pages(config: WorkerConfig) -> int | None:
     return config.kv_pages if config.HasField("kv_pages") else None
 
 
-async def _serve(address: str, config: WorkerConfig, secret: str, leash: Leash | None) -> int:
+async def _serve(address: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
     from workers.scheduler import Scheduler
 
     worker = WorkerServer(
@@ -232,10 +233,10 @@ async def _serve(address: str, config: WorkerConfig, secret: str, leash: Leash |
             ),
         ),
         secret=secret,
-        leash=leash,
+        orphan_timer=orphan_timer,
     )
     asyncio.get_running_loop().add_signal_handler(END_SIGNAL, worker.end)
-    beating = asyncio.create_task(leash.run()) if leash is not None else None
+    ticking = asyncio.create_task(orphan_timer.run()) if orphan_timer is not None else None
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", config.max_request_bytes + _HOP_SLACK_BYTES),
@@ -250,22 +251,22 @@ async def _serve(address: str, config: WorkerConfig, secret: str, leash: Leash |
     try:
         await worker.ended
     except BaseException as error:
-        # A library's panic is no Exception.
+        # Panics of Rust libraries are no Exceptions.
         status = report(error, config.model)
-    if beating is not None:
-        beating.cancel()
+    if ticking is not None:
+        ticking.cancel()
     worker.stop(_STOP_TIMEOUT_S)
     return status
 
 
 def report(error: BaseException, model: str) -> int:
-    """Logs why no model is served. Returns the exit status."""
+    """Log why the worker ends. Returns the exit status."""
     from workers.kv.sizing import KvSizingError
     from workers.models.errors import ModelError
     from workers.sampling import BadLogitsError
 
-    if isinstance(error, BadLogitsError):  # of the warm-up: those of an operation are its caller's
-        error = ModelError(f"{model}: its answers are not finite, though its weights are: they overflow")
+    if isinstance(error, BadLogitsError):  # in the warm-up; later ones only fail their operation
+        error = ModelError(f"{model}: its logits are not finite, though its weights are: they overflow")
     if isinstance(error, ConfigurationError | ModelError | KvSizingError):
         _log.error("cannot serve with this configuration", error=str(error))
         return EXIT_CONFIG
@@ -274,27 +275,27 @@ def report(error: BaseException, model: str) -> int:
 
 
 def main() -> int:
-    """Runs a worker until its gateway ends it, or goes away and does not come back in time."""
+    """Run a worker until its gateway ends it, or has been gone for too long."""
     address, config, secret = _parse_arguments()
     _configure_logging(config)
     structlog.contextvars.bind_contextvars(worker_id=config.worker_id, pid=os.getpid())
-    # Ctrl-C reaches the whole process group; the gateway drains first and then ends its workers.
-    # A service manager's SIGTERM reaches all processes of the service; so may the SIGUSR2 that leaves us.
+    # Ctrl-C and a service manager's SIGTERM reach all processes, but the gateway drains before it ends its
+    # workers. So may SIGUSR2, which ends a gateway and leaves its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    leash = None
+    orphan_timer = None
     if config.orphan_grace_s:
-        leash = _outlive_the_gateway(config.orphan_grace_s)
+        orphan_timer = _outlive_the_gateway(config.orphan_grace_s)
     else:
         _end_with_the_gateway()
-    # Neither the server nor the loop is closed, the end of the process does that: both would cancel the
-    # gateway's stream, and of one that is in its last lines gRPC prints a traceback.
-    return uvloop.new_event_loop().run_until_complete(_serve(address, config, secret, leash))
+    # Neither the server nor the loop is closed. Both would cancel the gateway's stream, and gRPC prints a
+    # traceback if that is about to end.
+    return uvloop.new_event_loop().run_until_complete(_serve(address, config, secret, orphan_timer))
 
 
 if __name__ == "__main__":
     sys.stdout.flush()
-    # Not sys.exit: a compute thread inside a long step must not hold up the end.
+    # Not sys.exit: that would wait for a compute thread in a long step.
     status = main()
     background_log().drain(_STOP_TIMEOUT_S)
     os._exit(status)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import (
     MAX_TREE_TOKENS,
     AttentionBatch,
@@ -18,19 +19,18 @@ from workers.models.inputs import (
     TokenTrees,
     depths_and_ancestors,
 )
-from workers.models.taps import Taps
-from workers.operations import GREEDY, Forward, OutputSpec, RowChoice
-from workers.running import Chunk
+from workers.operations import GREEDY, Chunk, Forward, OutputSpec, RowChoice
 from workers.sampling import Draft, SamplingRow
 from workers.token_trees import children_of, path_to
 
-_LIKE_ALL = RowChoice()
+_NO_OWN_CHOICE = RowChoice()
+_GREEDY_ROW = SamplingRow()
 
 
 def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
     """Builds the inputs of one forward over `chunks`, in their order, on the host.
 
-    The pages for their tokens are reserved.
+    The pages for their tokens must be reserved.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -41,18 +41,17 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
     context_lens: list[int] = []
     is_tree: list[bool] = []
     for chunk in chunks:
-        sequence, first_row = chunk.running.sequence, len(token_ids)
-        # Of a tree nothing is in the sequence yet.
-        length = len(sequence) + (chunk.start if chunk.op.parents else 0)
-        end = length + chunk.count
+        forward, first_row = chunk.forward, len(token_ids)
+        start, pages = forward.position + chunk.start, forward.kv.pages
+        end = start + chunk.count
         token_ids.extend(chunk.token_ids)
-        positions.extend(_positions_in_tree(chunk) if chunk.op.parents else range(length, end))
-        slots += [sequence.pages[i // page_size] * page_size + i % page_size for i in range(length, end)]
+        positions.extend(_positions_in_tree(chunk) if forward.parents else range(start, end))
+        slots += [pages[i // page_size] * page_size + i % page_size for i in range(start, end)]
         wanted_rows.extend(range(first_row + chunk.wanted.start, first_row + chunk.count))
         query_starts.append(len(token_ids))
         query_lens.append(chunk.count)
         context_lens.append(end)
-        is_tree.append(bool(chunk.op.parents))
+        is_tree.append(bool(forward.parents))
     return ForwardInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),  # [T]
         positions=torch.tensor(positions, dtype=torch.int64),  # [T]
@@ -70,22 +69,22 @@ def pack(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
 
 
 def _positions_in_tree(chunk: Chunk) -> list[int]:
-    """The index in the sequence of each of its tokens, if only its path is there."""
-    depths, _ = depths_and_ancestors(chunk.op.parents)
-    return [chunk.op.position + depth for depth in depths[chunk.start : chunk.start + chunk.count]]
+    """The position of each token in the sequence that consists of its path only."""
+    depths, _ = depths_and_ancestors(chunk.forward.parents)
+    return [chunk.forward.position + depth for depth in depths[chunk.start : chunk.start + chunk.count]]
 
 
 def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], is_tree: list[bool]) -> TokenTrees:
-    """What attention has to know of those chunks that are of trees."""
+    """The trees of the chunks, for attention."""
     roots: list[int] = []
     ancestors: list[int] = []
     depths = torch.zeros((len(chunks), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
     for item, (chunk, context) in enumerate(zip(chunks, context_lens, strict=True)):
-        if chunk.op.parents:
-            roots.append(chunk.op.position)
-            deep, seen = depths_and_ancestors(chunk.op.parents)
-            ancestors += seen[chunk.start : chunk.start + chunk.count]
-            depths[item, : len(deep)] = torch.tensor(deep)
+        if chunk.forward.parents:
+            roots.append(chunk.forward.position)
+            tree_depths, tree_ancestors = depths_and_ancestors(chunk.forward.parents)
+            ancestors += tree_ancestors[chunk.start : chunk.start + chunk.count]
+            depths[item, : len(tree_depths)] = torch.tensor(tree_depths)
         else:
             roots.append(context)
             ancestors += [0] * chunk.count
@@ -101,7 +100,7 @@ def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size
     counts = [-(-length // page_size) for length in context_lens]
     longest = max(counts)
     rows = [
-        chunk.running.sequence.pages[:count].tolist() + [0] * (longest - count)
+        chunk.forward.kv.pages[:count].tolist() + [0] * (longest - count)
         for chunk, count in zip(chunks, counts, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.int32)  # [N, P]
@@ -111,24 +110,28 @@ def sampling_rows(chunks: Sequence[Chunk]) -> list[SamplingRow]:
     """How the token of each wanted row is chosen; R entries in the order of `ForwardInputs.wanted_rows`."""
     rows: list[SamplingRow] = []
     for chunk in chunks:
-        # The first ones only say how likely the next token was.
-        rows += [SamplingRow()] * (chunk.rows - chunk.told)
-        rows += _rows_of_tree(chunk) if chunk.op.parents else _rows_of_chain(chunk)
+        forward = chunk.forward
+        if forward.output.sampling is None and forward.output.mask is None and not forward.choices:
+            rows += [_GREEDY_ROW] * chunk.rows
+            continue
+        # The rows before those with an output only score the next token.
+        rows += [_GREEDY_ROW] * (chunk.rows - chunk.output_rows)
+        rows += _rows_of_tree(chunk) if forward.parents else _rows_of_chain(chunk)
     return rows
 
 
 def _rows_of_chain(chunk: Chunk) -> list[SamplingRow]:
-    """Of tokens that follow each other."""
-    op, committed, counted_from = chunk.op, len(chunk.running.sequence), _counted_from(chunk.op)
+    """The rows of a chunk whose tokens are consecutive."""
+    op, counted_from = chunk.forward, _counted_from(chunk.forward)
     rows: list[SamplingRow] = []
     history: Sequence[int] | NDArray[np.int64] = ()
-    if chunk.told and _needs_history(op):
-        # One for all rows of the chunk: each of them a history of its own would cost tokens x rows.
-        history = np.concatenate([chunk.running.sequence.token_ids.as_array(), chunk.token_ids])
-    for index in range(chunk.count - chunk.told, chunk.count):
-        # The chosen token would stand at this position; the tokens before it are its history.
-        position = committed + index + 1
-        choice = op.choices[chunk.start + index] if op.choices else _LIKE_ALL
+    if chunk.output_rows and _needs_history(op):
+        # One for all rows of the chunk: a separate history for each would cost tokens x rows.
+        history = np.concatenate([op.kv.token_ids.as_array(), chunk.token_ids])
+    for index in range(chunk.count - chunk.output_rows, chunk.count):
+        # The position of the chosen token; the tokens before it are its history.
+        position = op.position + chunk.start + index + 1
+        choice = op.choices[chunk.start + index] if op.choices else _NO_OWN_CHOICE
         draft = None
         if choice.draft is not None:
             draft = Draft((op.token_ids[chunk.start + index + 1],), choice.draft)
@@ -146,14 +149,14 @@ def _rows_of_chain(chunk: Chunk) -> list[SamplingRow]:
 
 
 def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
-    """Of a tree, each as if its path was all there is."""
-    op = chunk.op
+    """The rows of a tree's chunk. The history of each is the sequence and its path in the tree."""
+    op = chunk.forward
     children = children_of(op.parents)
     history: Sequence[int] | NDArray[np.int64] = ()
     if _needs_history(op):
-        history = chunk.running.sequence.token_ids.as_array().astype(np.int64)
+        history = op.kv.token_ids.as_array().astype(np.int64)
     for index, position in enumerate(_positions_in_tree(chunk), start=chunk.start):
-        choice = op.choices[index] if op.choices else _LIKE_ALL
+        choice = op.choices[index] if op.choices else _NO_OWN_CHOICE
         draft = None
         if choice.draft is not None:
             draft = Draft([op.token_ids[child] for child in children[index]], choice.draft)
@@ -169,39 +172,39 @@ def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
 
 
 def _needs_history(op: Forward) -> bool:
-    """Whether it matters which tokens are before a row."""
+    """Whether its rows need the tokens before them."""
     return op.output.sampling is not None and op.output.sampling.has_penalty
 
 
 def _counted_from(op: Forward) -> int:
-    """Where the tokens begin that frequency and presence penalties count."""
+    """The first position that frequency and presence penalties count."""
     sampling = op.output.sampling
     return op.prompt_len if sampling is None or sampling.penalty_from is None else sampling.penalty_from
 
 
 def output_specs(chunks: Sequence[Chunk]) -> list[OutputSpec]:
-    """What is to be said of each wanted row; R entries in the order of `ForwardInputs.wanted_rows`."""
+    """The requested outputs of each wanted row; R entries in the order of `ForwardInputs.wanted_rows`."""
     specs: list[OutputSpec] = []
     for chunk in chunks:
-        specs += [GREEDY] * (chunk.rows - chunk.told) + [chunk.op.output] * chunk.told
+        specs += [GREEDY] * (chunk.rows - chunk.output_rows) + [chunk.forward.output] * chunk.output_rows
     return specs
 
 
-def taps_of(specs: Sequence[OutputSpec]) -> Taps | None:
-    """Which rows are read in which layers. None: nobody asks for hidden states."""
+def captured_layers(specs: Sequence[OutputSpec]) -> HiddenStateCapture | None:
+    """Which rows' hidden states are captured in which layers. None: none are requested."""
     rows: dict[int, list[int]] = {}
     for index, spec in enumerate(specs):
         for layer in dict.fromkeys(spec.hidden.layers) if spec.hidden is not None else ():
             rows.setdefault(layer, []).append(index)
-    return Taps(rows) if rows else None
+    return HiddenStateCapture(rows) if rows else None
 
 
 def score_targets(chunk: Chunk) -> tuple[list[int], list[int]]:
-    """What is scored by a chunk: the indexes of the request's tokens, and of each the wanted row for it.
+    """The tokens that a chunk scores: their indexes in the request, and for each the row that scores it.
 
     Rows count from the chunk's first wanted one.
     """
-    op, first_row = chunk.op, chunk.start + chunk.wanted.start
+    op, first_row = chunk.forward, chunk.start + chunk.wanted.start
     first_scored, end = len(op.token_ids) - op.scored, chunk.start + chunk.count
     if op.parents:
         scored = [

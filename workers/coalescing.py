@@ -1,32 +1,31 @@
-"""How long to wait for callers who are about to come back, before starting a step without them.
+"""How long a step waits for callers that are about to send their next request (ADR 6).
 
-After a step its callers get their tokens and most of them send the next one within a millisecond or two. They
-do not come at the same instant, and a step that starts with the first of them costs as much as one with all.
-So the loop waits for those it has just answered, under these bounds:
+After a step its callers get their tokens, and most send the next request within a millisecond or two, but not
+at the same instant. A step that starts with the first request costs as much as one with all of them. So the
+loop waits for the callers that it has just answered, within these bounds:
 
-- never longer than a share of the last step (but for the next paragraph), nor than a fixed time;
-- never for a caller who did not come back in time the last time (agents, people, finished loops);
-- not at all for a lone caller, or with a full step at hand. (The step loop sees to the latter, and does not
-  wait while a prefill has work to run.)
+- at most a share of the last step's time, and never longer than a fixed time;
+- not for a caller that came too late the last time (agents, people, finished loops);
+- not for a caller that is alone. (See also `Scheduler.may_delay_step`.)
 
-Where steps are so short that answers take longer to travel than to compute, no caller is back within such a
-share. Steps would run with whoever came first, and take the cores from those who bring the others. So when
-messages with new operations follow each other closely, a step waits for more, for two milliseconds at most.
+If steps are shorter than the round trip to a caller, no caller comes back within that share. Steps would run
+with a few requests, and take CPU time from the senders of others. So while messages with new requests follow
+each other closely, a step waits for more of them, at most two milliseconds.
 
-Pure bookkeeping: no clock, no queue.
+Bookkeeping only: no clock, no queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
-# A step is at most this much later than it could have been.
+# The wait as a share of the last step's time.
 _MAX_SHARE = 0.25
 _MAX_WAIT_NS = 20_000_000
-# Or, with many callers and short steps, this much; worth it if a message is to come meanwhile.
+# The wait with many callers and short steps, if another message is expected within that time.
 _BUSY_WAIT_NS = 2_000_000
 _BUSY_GAP_NS = _BUSY_WAIT_NS
-# How many messages the mean gap between two of them remembers, about.
+# The moving average of the gap between messages covers about so many messages.
 _GAP_MEMORY = 8
 _LONGEST_GAP_NS = 10_000_000
 # More sequences than are answered within a few steps.
@@ -34,75 +33,62 @@ _REMEMBERED = 1 << 14
 
 
 class CoalescingWindow:
-    """Remembers who was answered by the last steps and who is known to come back. Times in ns."""
+    """Tracks which sequences were answered by the last steps, and which come back in time. Times in ns."""
 
     def __init__(self) -> None:
-        # Answered by the last step, not back yet, and waited for.
+        # Sequences that were answered and have no new request yet: when they were answered, and until when
+        # they are in time. The oldest first.
+        self._answered: dict[int, tuple[int, int]] = {}
+        # Sequences that came back in time after their last answer.
+        self._punctual: set[int] = set()
+        # The punctual sequences that the last step has answered, without a new request yet.
         self._expected: set[int] = set()
-        # Answered by the last step, not back yet, and not waited for.
-        self._unhurried: set[int] = set()
-        # Came back in time after their last answer.
-        self._prompt: set[int] = set()
-        # Answered by the last steps and not taken since: until when it would have been back in time.
-        self._in_time: dict[int, int] = {}
-        # Answered a moment ago and not back yet, by when that was, the oldest first.
-        self._away: dict[int, int] = {}
+        self._opened_ns = 0
         self._closes_ns = 0
-        self._busy_closes_ns = 0
         self._last_message_ns = 0
         self._mean_gap_ns = _LONGEST_GAP_NS
 
-    def opened(self, answered: Iterable[int], now_ns: int, step_ns: int) -> None:
-        """A step has answered these sequences and took `step_ns`; those of the step before are given up."""
-        self._prompt -= self._expected
-        self._expected.clear()
-        self._unhurried.clear()
-        for sequence in list(self._away):
-            if self._away[sequence] > now_ns - _MAX_WAIT_NS:
-                break
-            del self._away[sequence]
+    def step_done(self, answered: Collection[int], now_ns: int, step_ns: int) -> None:
+        """Note that a step took `step_ns` and answered these sequences. Stop waiting for earlier ones."""
+        self._punctual -= self._expected
+        self._expected = self._punctual.intersection(answered)
+        self._opened_ns = now_ns
         self._closes_ns = now_ns + min(int(step_ns * _MAX_SHARE), _MAX_WAIT_NS)
         for sequence in answered:
-            (self._expected if sequence in self._prompt else self._unhurried).add(sequence)
-            self._away[sequence] = now_ns
-            self._in_time[sequence] = self._closes_ns
-        # Who has gone for good is not remembered for long.
-        while len(self._in_time) > _REMEMBERED:
-            del self._in_time[next(iter(self._in_time))]
-        self._busy_closes_ns = now_ns + _BUSY_WAIT_NS
+            self._answered.pop(sequence, None)
+            self._answered[sequence] = now_ns, self._closes_ns
+        while len(self._answered) > _REMEMBERED:
+            del self._answered[next(iter(self._answered))]
 
-    def message(self, now_ns: int) -> None:
-        """New operations have come, one or several at once."""
-        gap_ns = min(now_ns - self._last_message_ns, _LONGEST_GAP_NS)
-        self._mean_gap_ns += (gap_ns - self._mean_gap_ns) // _GAP_MEMORY
-        self._last_message_ns = now_ns
+    def request_arrived(self, sequence: int, arrived_ns: int) -> None:
+        """Note the next request of a sequence. If it is in time, the sequence is waited for next time.
 
-    def arrived(self, sequence: int, came_ns: int) -> None:
-        """A sequence has its next operation, which came then. If in time, it is waited for next time.
-
-        It may have been taken a step later than it came: callers in two halves, each of which comes back
-        while the other's step runs, would otherwise never share one.
+        `arrived_ns` may be a step before it was taken. Otherwise two halves of the callers, each of which
+        arrives while the other's step runs, would never share one. Requests of one message have one time.
         """
-        if came_ns <= self._in_time.pop(sequence, 0):
-            self._prompt.add(sequence)
+        if arrived_ns != self._last_message_ns:
+            gap_ns = min(arrived_ns - self._last_message_ns, _LONGEST_GAP_NS)
+            self._mean_gap_ns += (gap_ns - self._mean_gap_ns) // _GAP_MEMORY
+            self._last_message_ns = arrived_ns
+        _, in_time_ns = self._answered.pop(sequence, (0, 0))
+        if arrived_ns <= in_time_ns:
+            self._punctual.add(sequence)
         self._expected.discard(sequence)
-        self._unhurried.discard(sequence)
-        self._away.pop(sequence, None)
 
     def forget(self, sequence: int) -> None:
-        """A sequence is gone."""
+        """Note that a sequence was released."""
+        self._answered.pop(sequence, None)
+        self._punctual.discard(sequence)
         self._expected.discard(sequence)
-        self._unhurried.discard(sequence)
-        self._prompt.discard(sequence)
-        self._in_time.pop(sequence, None)
-        self._away.pop(sequence, None)
 
     def remaining_ns(self, now_ns: int, waiting: int) -> int:
-        """How much longer to wait, with `waiting` operations at hand; 0: start the step."""
+        """How much longer to wait while `waiting` requests are queued. 0: start the step."""
         if not waiting:
-            # Without anything to run there is nothing to hold back: the first arrival ends the idling.
+            # There is nothing to delay: the loop is idle until the first request arrives.
             return 0
         closes_ns = self._closes_ns if self._expected else 0
-        if self._away and self._mean_gap_ns <= _BUSY_GAP_NS:
-            closes_ns = max(closes_ns, self._busy_closes_ns)
+        if self._answered and self._mean_gap_ns <= _BUSY_GAP_NS:
+            last_ns, _ = self._answered[next(reversed(self._answered))]
+            if last_ns > self._opened_ns - _MAX_WAIT_NS:
+                closes_ns = max(closes_ns, self._opened_ns + _BUSY_WAIT_NS)
         return max(0, closes_ns - now_ns)

@@ -1,23 +1,23 @@
-"""Random numbers that are a pure function of (seed, position, token id): no state, no order of calls.
+"""Random numbers that are a pure function of (seed, position, token id): without state or order of calls.
 
-The draw for the token at one position is a race: every token of the vocabulary gets its own number, and a
-caller may ask for the numbers of a few tokens only. So a replay, another batch, another device or a kernel
-that visits the vocabulary in tiles draws the same tokens.
+A draw is an argmax over the vocabulary: each token has its own random number, and numbers can be computed for
+a few tokens only. So a replay, another batch, another device or a kernel that processes the vocabulary in
+tiles draws the same tokens.
 
-The definition, which a kernel has to repeat to draw the same tokens:
+The definition, which a kernel has to implement to draw the same tokens:
 
     key     = output number `position` (from 0) of SplitMix64 whose state starts at mix64(seed)
     uniform = tl.rand(key, token_id)                    Philox4x32-10, counter (token_id, 0, 0, 0)
     gumbel  = -log(-log1p(-max(uniform, 2**-32)))       in float64
 
-The tail of a Gumbel that wins races is its upper one. It is taken from uniforms near 0, where float32 has its
-full resolution (2**-31 here), and not from those near 1 (2**-24): with a vocabulary of 152k the coarse end
-would make the two best of a flat distribution tie in about one draw out of a hundred. float64, so that two
-devices whose logarithms differ in the last bit disagree on a winner practically never.
+The upper tail of the Gumbel distribution decides the argmax. It is computed from uniforms near 0, where
+float32 has its full resolution (2**-31 here), and not from those near 1 (2**-24): with a vocabulary of 152k
+the two best tokens of a flat distribution would tie in about one draw out of a hundred. In float64, two
+devices whose logarithms differ in the last bit practically never draw different tokens.
 
-numpy rather than torch: it has unsigned integers, and a call costs a third as much. Nothing here knows of
-logits or sampling settings. Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011);
-Steele et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+numpy rather than torch: it has unsigned integers, and a call costs a third as much. Sources: Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3" (SC 2011); Steele et al., "Fast splittable pseudorandom number
+generators" (OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _PHILOX_WEYL_1 = 0xBB67AE85
 # As in triton.language.random: just under 2**-31, so that the largest integer still gives less than 1.
 _UNIFORM_SCALE = np.float32(4.6566127342e-10)
 
-# A uniform of 0 stands for [0, 2**-31): its middle is taken, and the logarithm stays finite.
+# A uniform of 0 stands for [0, 2**-31). Its middle is used, so that the logarithm is finite.
 _SMALLEST_UNIFORM = 2.0**-32
 
-# No token's gumbel is larger.
+# The largest possible noise.
 GUMBEL_MAX = -math.log(-math.log1p(-_SMALLEST_UNIFORM))
 
-# Elements worked on at a time: the temporaries of Philox then stay in a core's second-level cache.
-_CHUNK = 16384
+# Ids computed at once: the temporaries of Philox fit a core's second-level cache.
+_IDS_AT_ONCE = 16384
 
 Words = NDArray[np.uint64]
 
@@ -101,7 +101,7 @@ def _next_word(word: Words, high: Words, round_key: int) -> None:
 
 
 def uniform(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """What `tl.rand(key, token_id)` gives for each id, bit by bit.
+    """The value of `tl.rand(key, token_id)` for each id, bit by bit.
 
     Args:
         key: in [0, 2**64), from `mix_key`.
@@ -116,15 +116,15 @@ def uniform(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
 
 
 def uniform_reference(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """`uniform` in numpy, which takes some 30 times as long as compiled code."""
+    """`uniform` in numpy, which takes about 30 times as long as compiled code."""
     result = np.empty(token_ids.shape, dtype=np.float32)
-    for start in range(0, len(token_ids), _CHUNK):
-        ids = token_ids[start : start + _CHUNK].astype(np.uint64)
+    for start in range(0, len(token_ids), _IDS_AT_ONCE):
+        ids = token_ids[start : start + _IDS_AT_ONCE].astype(np.uint64)
         zero = np.zeros_like(ids)
         word = philox((ids, zero, zero, zero), key)[0]
         # Triton reads the word as int32 and folds the negative half onto the other: x < 0 becomes -x - 1.
         folded = np.minimum(word, _MASK32 - word).view(np.int64).astype(np.float32)
-        result[start : start + _CHUNK] = folded * _UNIFORM_SCALE
+        result[start : start + _IDS_AT_ONCE] = folded * _UNIFORM_SCALE
     return result
 
 
@@ -141,11 +141,11 @@ def gumbel(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def gumbel_of(uniforms: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The noise that is made of uniform numbers, [N] each: the smaller the number, the larger the noise."""
+    """The noise for uniform numbers, [N] each. It decreases with the number."""
     u = np.maximum(uniforms.astype(np.float64), _SMALLEST_UNIFORM)
     return -np.log(-np.log1p(-u))
 
 
 def uniform_of(noise: float) -> float:
-    """The uniform number that this noise is made of: those with at least as much have at most this one."""
+    """The inverse of `gumbel_of`: tokens with at least this noise have at most this uniform number."""
     return -math.expm1(-math.exp(-noise))

@@ -1,11 +1,10 @@
-"""Logits to tokens on the device they are on: what `workers.sampling` does on the CPU, by its contract.
+"""Chooses tokens on a GPU, with the same results as `workers.sampling` on the CPU.
 
-One pass over all rows judges their raw logits, and chooses for greedy rows and plain draws. Rows with other
-settings are then copied, since masks, biases and penalties change logits in place, and chosen from the copy.
-What the rows need goes to the device in one transfer; one comes back, to say for which rows nothing can be
-chosen. Tokens stay on the device.
+One pass over all rows validates their raw logits, and chooses tokens for greedy rows and plain draws. Rows
+with other settings are then copied, since masks, biases and penalties change logits in place. One transfer
+sends all settings, and one returns which rows have no valid choice. Tokens stay on the device.
 
-Against the CPU: greedy choices are the same, with whatever settings, and so are the logits after bias and
+Compared with the CPU, greedy choices are the same with all settings. So are the logits after bias and
 penalties, bit by bit. Draws are the same unless float64 rounding decides: two scores within about 1e-14 of
 each other, or a token at the very edge of top_p or min_p (see `kernels.cuda.sampling_cut`).
 
@@ -30,21 +29,21 @@ from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 _GREEDY = Sampling()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Rows copied at a time: copy and scratch take 8 bytes a token, 160 MB for 128 rows of 152k. One program works
-# on a row, so much fewer would leave multiprocessors idle.
+# Rows copied at once: copy and scratch take 8 bytes for each logit, 160 MB for 128 rows of 152k. A row is one
+# program of the kernel, so far fewer rows would leave multiprocessors idle.
 _ROWS_AT_ONCE = 128
 
-# Every array of a transfer begins at a multiple of this many bytes, for which kernels are specialised.
+# The alignment in bytes of each array in a transfer, for which kernels are specialised.
 _ALIGNMENT = 16
 
 _INT32_MAX = 2**31 - 1
 _NONE = np.zeros(0, dtype=np.int64)
 
-Columns = dict[str, NDArray[Any]]  # what some rows need, by the name of a kernel's argument
+Columns = dict[str, NDArray[Any]]  # settings of some rows, by the name of a kernel's argument
 
 
 def is_simple(row: SamplingRow) -> bool:
-    """Whether a temperature and a key are all that a row's choice needs: it is made without a copy."""
+    """Whether a row's choice only needs a temperature and a key, and so no copy."""
     spec = row.spec or _GREEDY
     return row.mask is None and not spec.changes_logits and not _cuts(spec)
 
@@ -62,8 +61,8 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
     Raises:
         ValueError: shapes, strides or dtype do not fit.
-        BadLogitsError: names all unusable rows, whether or not their bad values would be chosen from.
-        NothingAllowedError: names all rows without an allowed token, once no row has bad logits.
+        BadLogitsError: for all rows with bad values, also if a mask excludes them.
+        NothingAllowedError: for all rows without an allowed token, if no row has bad logits.
     """
     if logits.ndim != 2 or len(logits) != len(rows) or not logits.shape[1] or logits.dtype not in _DTYPES:
         raise ValueError(f"logits {logits.dtype} {tuple(logits.shape)} for {len(rows)} rows")
@@ -73,7 +72,7 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
     others = [index for index, row in enumerate(rows) if not is_simple(row)]
     chunks = [others[first : first + _ROWS_AT_ONCE] for first in range(0, len(others), _ROWS_AT_ONCE)]
-    # The others are judged with the rest, and need no noise yet.
+    # The others are validated in the same pass, as greedy rows, which need no noise.
     plain = [row if is_simple(row) else SamplingRow() for row in rows]
     settings = [_draws(plain), *(_settings(rows, chunk, logits.shape[1]) for chunk in chunks)]
     draws, *adjusted = _send(settings, logits.device)
@@ -81,16 +80,16 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     best = torch.empty(len(rows) + len(others), dtype=torch.float32, device=logits.device)
     sampling.choose(logits, draws["temperatures"], draws["keys"], chosen, best[: len(rows)])
-    judged = len(rows)
+    validated = len(rows)
     for columns in adjusted:
         where = columns["where"]  # [C]
         ids = torch.empty_like(where)
         copy = logits.index_select(0, where).float()  # [C, V]
-        _choose_adjusted(copy, columns, ids, best[judged : judged + len(ids)])
+        _choose_adjusted(copy, columns, ids, best[validated : validated + len(ids)])
         chosen.index_copy_(0, where, ids)
-        judged += len(ids)
+        validated += len(ids)
 
-    usable = best.isfinite().tolist()  # the one wait for the device
+    usable = best.isfinite().tolist()  # the only wait for the device
     if not all(usable[: len(rows)]):
         raise BadLogitsError([index for index in range(len(rows)) if not usable[index]])
     if not all(usable):
@@ -101,7 +100,7 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best: Tensor) -> None:
-    """Choose by all settings. Mutates copy [C, V], and ids [C] and best [C] as `choose` does."""
+    """Choose with all settings. Mutates copy [C, V], and ids [C] and best [C] as `choose` does."""
     from kernels.cuda import sampling, sampling_adjust, sampling_cut  # noqa: PLC0415 - as in choose_tokens
 
     if "words" in columns:
@@ -121,12 +120,12 @@ def _choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best
 
 
 def _cuts(spec: Sampling) -> bool:
-    """Whether top_k, top_p or min_p may matter: the most likely token is never cut off."""
+    """Whether top_k, top_p or min_p may matter. They never exclude the most likely token."""
     return spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1.0 or spec.min_p > 0.0)
 
 
 def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> Columns:
-    """What the rows with these indices need; the columns of settings that none of them has are left out."""
+    """The columns for the rows with these indexes, without those of settings that no row has."""
     some = [rows[index] for index in where]
     columns = {"where": np.array(where, dtype=np.int64), **_draws(some)}
     return columns | _masks(some, vocab) | _penalties(some, vocab) | _limits(some)
@@ -177,7 +176,7 @@ def _penalties(rows: Sequence[SamplingRow], vocab: int) -> Columns:
 
 
 def _row_penalties(row: SamplingRow, spec: Sampling, counter: HistoryCounter, vocab: int) -> Columns:
-    """The tokens that bias or penalties of one row name, ascending, and what each of them does to it."""
+    """The tokens that a row's bias or penalties change, ascending, and the change of each."""
     biased = in_vocabulary(spec.logit_bias, vocab)
     seen, counts = row.counts(counter) if spec.has_penalty else (_NONE, _NONE)
     if spec.repetition_penalty == 1.0:
@@ -193,13 +192,13 @@ def _row_penalties(row: SamplingRow, spec: Sampling, counter: HistoryCounter, vo
 
 
 def _send(tables: Sequence[Columns], device: torch.device) -> list[dict[str, Tensor]]:
-    """The same arrays as tensors on the device, all in one transfer. They are views of one buffer."""
+    """Send all arrays to the device in one transfer. The tensors are views of one buffer."""
     starts, size = [], 0
     arrays = [array for table in tables for array in table.values()]
     for array in arrays:
         starts.append(size)
         size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    pinned = device.type == "cuda"  # so that the host need not wait for the transfer
+    pinned = device.type == "cuda"  # so that the host does not wait for the transfer
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     bytes_of = buffer.numpy()
     for start, array in zip(starts, arrays, strict=True):
@@ -211,6 +210,6 @@ def _send(tables: Sequence[Columns], device: torch.device) -> list[dict[str, Ten
 
 
 def _view(buffer: Tensor, start: int, array: NDArray[Any]) -> Tensor:
-    """The bytes from start on, as a tensor of the array's shape and type."""
+    """The bytes from `start` on, as a tensor with the array's shape and type."""
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     return buffer[start : start + array.nbytes].view(dtype).view(array.shape)

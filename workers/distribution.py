@@ -1,16 +1,15 @@
-"""The distribution that a token is drawn from, and drawing against another model's draft of it.
+"""The distribution from which a token is drawn, and rejection sampling of drafts (speculative decoding).
 
-`sampling` draws without ever writing the distribution down. Here it is written down, on the host and for
-single rows: for callers who want to know how likely their token was, and for speculative decoding that loses
-nothing.
+`sampling` draws without computing the whole distribution. Here it is computed, on the host and for single
+rows: for log-probabilities of drawn tokens, and for lossless speculative decoding.
 
-A draft x, drawn from q, is kept with probability min(1, p(x) / q(x)); else the token is drawn from what p has
-more than q, max(0, p - q). So it is distributed as p, whatever q is (Leviathan et al., "Fast inference from
-transformers via speculative decoding", and Chen et al., "Accelerating large language model decoding with
-speculative sampling", both 2023). Where several were drawn from q, each on its own, the next one is a draft
-of that rest (Miao et al., "SpecInfer: accelerating large language model serving with tree-based speculative
-inference and verification", 2024). All draws are pure functions of (seed, position), and of other streams
-than plain draws, which a draft may have been made with.
+A draft x, drawn from q, is kept with probability min(1, p(x) / q(x)). Otherwise the token is drawn from the
+residual max(0, p - q), normalised. So the token is distributed as p for any q (Leviathan et al., "Fast
+inference from transformers via speculative decoding", and Chen et al., "Accelerating large language model
+decoding with speculative sampling", both 2023). If several drafts were drawn independently from q, each is
+tried against the residual that the one before leaves (Miao et al., "SpecInfer: accelerating large language
+model serving with tree-based speculative inference and verification", 2024). All draws are pure functions of
+(seed, position). They use other random streams than plain draws, which may have made the drafts.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from workers.logit_settings import HistoryCounter, Ids, Masks
 from workers.operations import OutputSpec, Sampling
 from workers.sampling import Draft, Reals, Row, SamplingRow, adjusted, best_k
 
-# Streams of their own: any numbers but 0.
+# They separate the streams from those of plain draws: any numbers but 0.
 _KEEP_STREAM = 0xD1B54A32D192ED03
 _RESIDUAL_STREAM = 0x8CB92BA72F3D8DD7
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Which tokens can be drawn, and how likely each is.
+    """The tokens that can be drawn, and their probabilities.
 
     Attributes:
         ids: [n], ascending.
-        probabilities: [n] float64, above 0, together 1.
+        probabilities: [n] float64, above 0, whose sum is 1.
     """
 
     ids: Ids
@@ -50,20 +49,20 @@ class Distribution:
         at = int(np.searchsorted(self.ids, token_id))
         return float(self.probabilities[at]) if at < len(self.ids) and self.ids[at] == token_id else 0.0
 
-    def beyond(self, draft: Draft) -> Distribution | None:
-        """What is more likely here than in what a draft was drawn from; None: nothing, but for rounding."""
+    def residual(self, draft: Draft) -> Distribution | None:
+        """The normalised max(0, p - q), where q is the draft's distribution. None: p and q are the same."""
         more = self.probabilities - draft.of(self.ids)
         left = np.flatnonzero(more > 0)
         return Distribution(self.ids[left], more[left] / more[left].sum()) if len(left) else None
 
 
 def distribution(logits: Row, row: SamplingRow, masks: Masks, counter: HistoryCounter) -> Distribution:
-    """What the token of a row is drawn from.
+    """The distribution from which the token of a row is drawn.
 
     Args:
         logits: [V] float32, accepted by `choose_tokens` with this row. Not modified.
-        row: How it is chosen; without a temperature the most likely token has all of it.
-        masks, counter: Of the vocabulary; may be shared by rows of one step.
+        row: How it is chosen; without a temperature the most likely token has probability 1.
+        masks, counter: For this vocabulary; may be shared by rows of one step.
     """
     spec = row.spec or Sampling()
     values = adjusted(logits, row, masks, counter)
@@ -82,7 +81,7 @@ def distribution(logits: Row, row: SamplingRow, masks: Masks, counter: HistoryCo
 
 
 def _smallest_set(weights: Reals, top_p: float) -> NDArray[np.bool_]:
-    """[n] the most likely tokens, the lower id first among equals, until together they reach top_p."""
+    """[n] which tokens are in the top_p set: the most likely ones, the lower id first, that reach top_p."""
     order = np.argsort(-weights, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
     kept = np.zeros(len(weights), dtype=np.bool_)
@@ -92,13 +91,13 @@ def _smallest_set(weights: Reals, top_p: float) -> NDArray[np.bool_]:
 
 
 def choose_with_draft(target: Distribution, draft: Draft, seed: int, position: int) -> int:
-    """One of the draft's tokens, or another in their place: a draw from `target`.
+    """Keep one of the draft's tokens, or draw another one: in all a draw from `target`.
 
     Args:
-        target: What the model says.
-        draft: Tokens and what they were drawn from, each on its own; their probabilities there are above 0.
-        seed: Of the stream.
-        position: Where the token would stand.
+        target: The model's distribution.
+        draft: Independently drawn tokens and their distribution, where their probabilities are above 0.
+        seed: Of the random stream.
+        position: The position of the token.
     """
     proposed = draft.of(np.asarray(draft.token_ids))
     numbers = np.arange(len(proposed), dtype=np.int64)
@@ -106,17 +105,17 @@ def choose_with_draft(target: Distribution, draft: Draft, seed: int, position: i
     for token, limit in zip(draft.token_ids, keep * proposed, strict=True):
         if limit < target.of(token):
             return token
-        left = target.beyond(draft)
-        if left is None:
-            # They are the same but for rounding, which has to end somewhere.
+        residual = target.residual(draft)
+        if residual is None:
+            # Both distributions are equal up to rounding, so any likely token will do.
             return int(target.ids[target.probabilities.argmax()])
-        target = left
+        target = residual
     noise = gumbel(mix_key(seed ^ _RESIDUAL_STREAM, position), target.ids)
     return int(target.ids[(np.log(target.probabilities) + noise).argmax()])
 
 
-def with_drafts(logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The tokens of a step: where a draft stands it is kept or replaced, elsewhere it is what was chosen.
+def apply_drafts(logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The tokens of a step: `chosen`, but for rows with drafts the result of `choose_with_draft`.
 
     Args:
         logits: [R, V], any floating dtype and device. Not modified.
@@ -142,9 +141,10 @@ def with_drafts(logits: Tensor, chosen: Tensor, rows: Sequence[SamplingRow]) -> 
 def sampled_logprobs(
     logits: Tensor, chosen: Sequence[int], rows: Sequence[SamplingRow], specs: Sequence[OutputSpec]
 ) -> dict[int, float]:
-    """By row, for those that ask for it: the log-probability of what was chosen, among what could be drawn.
+    """By row, if requested: the log-probability of the chosen token in the distribution it was drawn from.
 
-    A token that rounding has put just outside of a cut is -infinity there. Arguments as for `with_drafts`.
+    -infinity for a token that rounding has moved just outside of top_k, top_p or min_p. Arguments as for
+    `apply_drafts`.
     """
     wanted = [index for index, spec in enumerate(specs) if spec.sampled_logprob]
     if not wanted:

@@ -1,12 +1,12 @@
-"""What a worker can be asked to do, and what it answers: plain data without protobuf or torch.
+"""The commands of a worker and their results: plain data without protobuf or torch.
 
-`wire.py` translates the wire protocol into these and back; everything below it speaks only these.
+`wire.py` converts messages to these and back.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from workers.kv.table import KvSequence
+
 
 class Kind(enum.Enum):
-    """What a forward is to its caller.
+    """The kind of a forward. Each kind is counted separately.
 
-    Counted apart. Prefills do not delay the others; a scoring is answered with its tokens' log-probabilities.
+    Prefills are limited beside decodes and verifies. A scoring returns its tokens' log-probabilities.
     """
 
     PREFILL = enum.auto()
@@ -28,7 +30,7 @@ class Kind(enum.Enum):
 
 
 class Priority(enum.Enum):
-    """Who goes first."""
+    """The scheduling priority."""
 
     LOW = enum.auto()
     NORMAL = enum.auto()
@@ -36,16 +38,16 @@ class Priority(enum.Enum):
 
 
 class Accept(enum.Enum):
-    """Which drafts a verify keeps: all of them, or those that equal the chosen token before them.
+    """Which drafts a verify keeps: all of them, or those that equal the token chosen before them.
 
-    All of a tree cannot be kept: its root is.
+    ALL keeps only the root of a tree, whose other tokens are alternatives.
     """
 
     ALL = enum.auto()
     CHOSEN = enum.auto()
 
 
-# See `Forward.row_weight`.
+# Extra samples that count as one row: see `Forward.row_weight`.
 _DRAWS_PER_ROW = 16
 # See `OutputSpec.row_weight`.
 _LOGITS_WEIGHT = 3
@@ -78,18 +80,18 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
-    # Where frequency and presence penalties begin to count; None: behind the prompt.
+    # The first position that frequency and presence penalties count. None: after the prompt.
     penalty_from: int | None = None
 
     @property
     def has_penalty(self) -> bool:
-        """Whether the tokens of the sequence so far matter."""
+        """Whether a penalty is set, so that the tokens of the sequence are needed."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias or penalties change logits, which also a greedy choice sees."""
+        """Whether bias or penalties change logits. They also affect a greedy choice."""
         return bool(self.logit_bias) or self.has_penalty
 
 
@@ -103,11 +105,11 @@ class TokenMask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbabilities:
-    """What another model drew a token from.
+    """The distribution from which another model drew a token.
 
     Attributes:
         ids: [n] int64, ascending; None: all tokens of the vocabulary.
-        probabilities: [n] float64, together 1.
+        probabilities: [n] float64, whose sum is 1.
     """
 
     ids: NDArray[np.int64] | None
@@ -116,7 +118,7 @@ class DraftProbabilities:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowChoice:
-    """How one row of a verify differs: a mask of its own, and what the next token was drawn from."""
+    """The settings of one row of a verify: its mask, and the distribution of the next draft."""
 
     mask: TokenMask | None = None
     draft: DraftProbabilities | None = None
@@ -127,9 +129,9 @@ class HiddenSpec:
     """Which hidden states of a row are returned.
 
     Attributes:
-        layers: As the transformers library counts them: 0 is the embedding, i what layer i leaves, the number
-            of layers the last one, after the final norm. At least one.
-        number_format: Of the answer.
+        layers: Numbered as in the transformers library: 0 is the embedding, i the output of layer i, and the
+            number of layers the last one's after the final norm. At least one.
+        number_format: The format in which they are returned.
     """
 
     layers: Sequence[int]
@@ -152,10 +154,9 @@ class OutputSpec:
 
     @property
     def row_weight(self) -> int:
-        """How many plain rows one of these counts for: what is read, copied and sent beside the choice.
+        """How many plain rows this row costs, by the data that is read, copied and sent.
 
-        Logits of a vocabulary are hundreds of kilobytes, a hidden state is tens; lists as long as people read
-        cost nothing extra.
+        Logits of a vocabulary take hundreds of kilobytes, a hidden state tens. Short lists are free.
         """
         lists = (self.top_logprobs + len(self.logprob_token_ids)) // _LISTED_PER_ROW
         layers = 0 if self.hidden is None else -(-len(self.hidden.layers) // _LAYERS_PER_ROW)
@@ -167,7 +168,7 @@ GREEDY = OutputSpec()
 
 @dataclass(slots=True)
 class RowOutput:
-    """What one row of logits says about the token that follows it."""
+    """The results of one row of logits: the token chosen there, and what else was requested."""
 
     token_id: int
     logprob: float | None = None
@@ -175,21 +176,26 @@ class RowOutput:
     top_ids: Sequence[int] = ()
     top_logprobs: Sequence[float] = ()
     chosen_logprobs: Sequence[float] = ()
-    # One row, little-endian, in the asked-for format.
+    # One row, little-endian, in the requested format.
     logits: bytes | None = None
     logits_format: LogitsFormat | None = None
-    # One for each layer that was asked for, in that order; likewise.
+    # One row for each requested layer, in the requested order and format.
     hidden: Sequence[bytes] = ()
     hidden_format: LogitsFormat | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Forward:
-    """Append `token_ids` to `sequence` at `position`: the one primitive.
+    """Append `token_ids` to `sequence` at `position`: the one primitive, from the command to its answer.
 
-    `rows` of its last tokens have an output: 0 none, 1 the last, len(token_ids) all. `scored` of its last
-    tokens are answered with their log-probabilities behind those before them: all but the first can be.
+    The last `rows` tokens have an output: 0 none, 1 the last, len(token_ids) all. The last `scored` tokens
+    are answered with their log-probabilities given the tokens before. The first token cannot be scored.
+
+    The request does not change. The scheduler and its queue write the scheduling state. The engine writes
+    what was computed, and the answer. All may read everything.
     """
+
+    # The request.
 
     op_id: int
     sequence: int
@@ -199,37 +205,136 @@ class Forward:
     output: OutputSpec = GREEDY
     accept: Accept = Accept.ALL
     kind: Kind = Kind.PREFILL
-    # Operations of one caller queue behind each other. 0: a caller of its own.
+    # The caller for fair queueing. 0: a caller of its own.
     caller: int = 0
     prompt_len: int = 0
     ephemeral: bool = False
-    # Of a sequence that begins: it shares pages with those of the same salt only.
+    # For a new sequence: it shares pages only with sequences of the same salt.
     salt: bytes = b""
     priority: Priority = Priority.NORMAL
-    # time.monotonic_ns() after which it is not started any more. None: no limit.
+    # It expires if it has not begun by this time.monotonic_ns(). None: never.
     deadline_ns: int | None = None
     arrived_ns: int = 0
-    # The chosen token is expected to be appended next, with the same output: see `run_ahead`.
-    run_ahead: bool = False
+    # The caller will probably append the chosen token next, with the same output: see `prelaunch`.
+    prelaunch: bool = False
     scored: int = 0
     # One for each token, or empty.
     choices: Sequence[RowChoice] = ()
-    # The tokens are a tree (`token_trees`), all of whose rows are wanted; empty: they follow each other.
+    # If not empty, the tokens are a tree (`token_trees`), and all of its rows are wanted.
     parents: Sequence[int] = ()
-    # One more token is drawn for each from the last row, if that has an output.
+    # One extra token is drawn for each from the last row, if that has an output.
     sample_seeds: Sequence[int] = ()
+    # It is computed before it is requested: see `prelaunch`.
+    is_prelaunched: bool = False
 
-    # Of how many of the last tokens the row of logits is computed. The row before a token scores it.
+    # The number of last tokens whose row of logits is computed. The row before a token scores it.
     wanted_rows: int = field(init=False)
-    # How many plain rows one of its rows counts for. A draw is only a part of what a row takes: all draws are
-    # from the last row, and what they take is shared out among the rows, which may be scored.
+    # How many plain rows each of its rows costs. An extra sample costs a fraction of a row. All are from the
+    # last row, but their cost is divided among the rows.
     row_weight: int = field(init=False)
 
+    # Scheduling. Valid from `Scheduler.add` on.
+
+    # Its number in order of arrival.
+    arrival: int = field(default=-1, init=False)
+    # The key of its flow in fair queueing: its caller, or a negative number if it has none.
+    flow: int = field(default=0, init=False)
+    # Its service class, its cost there, and its place in that queue: (virtual_start, arrival).
+    is_long: bool = field(default=False, init=False)
+    cost: int = field(default=0, init=False)
+    virtual_start: int = field(default=0, init=False)
+    is_enqueued: bool = field(default=False, init=False)
+    # How much of a step's rows each of its rows takes.
+    row_budget: int = field(default=1, init=False)
+    # The number of the last step that it was put into.
+    step: int = field(default=-1, init=False)
+    # It begins once `waits_for` has computed `waits_until` tokens, or has left.
+    waits_for: Forward | None = field(default=None, init=False, repr=False)
+    waits_until: int = field(default=0, init=False)
+
+    # What was computed. Valid from `Engine.begin` on.
+
+    has_begun: bool = field(default=False, init=False)
+    # It has pages reserved for the remaining tokens, or for all tokens of a tree.
+    kv: KvSequence = field(init=False, repr=False)
+    started_ns: int = field(default=0, init=False)
+    # Tokens of the request whose KV is in the cache, and how many of them were reused from shared pages.
+    computed: int = field(default=0, init=False)
+    reused: int = field(default=0, init=False)
+    steps: int = field(default=0, init=False)
+    # The number of forwards in its last step.
+    batch_items: int = field(default=0, init=False)
+    # The digest of the page that it fills next, if other forwards may wait for that: see `prefix_wait`.
+    filling_digest: bytes | None = field(default=None, init=False)
+    # Why one of its rows has no token. Nothing was appended then, and the forward has to be rolled back.
+    failure: Exception | None = field(default=None, init=False)
+    # Draws the remaining extra samples in batches, and yields each batch with its cost.
+    draws: Iterator[tuple[int, list[RowOutput]]] | None = field(default=None, init=False, repr=False)
+
+    # The answer. Complete after `Engine.complete`.
+
+    outputs: list[RowOutput] = field(default_factory=list, init=False)
+    # For each scored token: its log-probability, and whether no other token was more likely.
+    token_logprobs: list[float] = field(default_factory=list, init=False)
+    token_is_argmax: list[bool] = field(default_factory=list, init=False)
+    # One for each of `sample_seeds`, without lists and logits.
+    samples: list[RowOutput] = field(default_factory=list, init=False)
+    # For a tree: the indexes of the kept tokens. Only these are appended to the sequence.
+    kept_path: list[int] = field(default_factory=list, init=False)
+    # The number of tokens that are kept in the sequence.
+    kept: int = field(default=0, init=False)
+    queue_ns: int = field(default=0, init=False)
+    compute_ns: int = field(default=0, init=False)
+
     def __post_init__(self) -> None:
-        wanted_rows = max(self.rows, self.scored + 1) if self.scored else self.rows
-        draws_weight = len(self.sample_seeds) // (_DRAWS_PER_ROW * max(1, wanted_rows))
-        object.__setattr__(self, "wanted_rows", wanted_rows)
-        object.__setattr__(self, "row_weight", self.output.row_weight + draws_weight)
+        self.wanted_rows = max(self.rows, self.scored + 1) if self.scored else self.rows
+        self.row_weight = self.output.row_weight
+        if self.sample_seeds:
+            self.row_weight += len(self.sample_seeds) // (_DRAWS_PER_ROW * max(1, self.wanted_rows))
+
+    @property
+    def remaining(self) -> int:
+        """Tokens left to compute."""
+        return len(self.token_ids) - self.computed
+
+    def add_scores(
+        self, indexes: Sequence[int], logprobs: Sequence[float], is_argmax: Sequence[bool]
+    ) -> None:
+        """Store the scores of the request's tokens with these indexes."""
+        if not self.token_logprobs:
+            self.token_logprobs, self.token_is_argmax = [0.0] * self.scored, [False] * self.scored
+        first = len(self.token_ids) - self.scored
+        for index, logprob, best in zip(indexes, logprobs, is_argmax, strict=True):
+            self.token_logprobs[index - first], self.token_is_argmax[index - first] = logprob, best
+
+
+class Chunk:
+    """The part of a forward that runs in this step: `count` tokens from `start` on.
+
+    Attributes:
+        is_last: Whether it ends the forward.
+        has_many: Whether it has more than one token. A GPU has a separate kernel for single tokens.
+        token_ids: The tokens this step appends.
+        rows: The number of its last tokens whose row of logits is computed.
+        wanted: The same as indexes into `token_ids`.
+        output_rows: The number of last rows with an output. The rows before only score the next token.
+        cost: Its tokens, and its rows by their weight.
+    """
+
+    __slots__ = (
+        "cost", "count", "forward", "has_many", "is_last",
+        "output_rows", "rows", "start", "token_ids", "wanted",
+    )  # fmt: skip
+
+    def __init__(self, forward: Forward, start: int, count: int) -> None:
+        end, size = start + count, len(forward.token_ids)
+        self.forward, self.start, self.count = forward, start, count
+        self.is_last, self.has_many = end == size, count > 1
+        self.token_ids = forward.token_ids[start:end]
+        self.rows = max(0, end - max(start, size - forward.wanted_rows))
+        self.wanted = range(count - self.rows, count)
+        self.output_rows = max(0, end - max(start, size - forward.rows))
+        self.cost = count + self.rows * forward.row_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +357,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Forget sequences. Unknown ones are passed over."""
+    """Remove sequences. Unknown ones are ignored."""
 
     op_id: int
     sequences: Sequence[int]
@@ -260,7 +365,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Drop a forward that has not finished and roll its sequence back. It gets no answer then."""
+    """Drop an unfinished forward and roll back its sequence. That forward gets no answer."""
 
     op_id: int
     target_op_id: int
@@ -268,15 +373,15 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class CheckIntegrity:
-    """Answer once the commands before it are done; with `walk_pages`, check the pool's invariants too."""
+    """Answer once the commands before it are done. With `check_pages`, also check the pool's invariants."""
 
     op_id: int
-    walk_pages: bool = False
+    check_pages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the gateway knows of a sequence: its first `length` tokens, and their digest (`keeping`)."""
+    """The gateway's state of a sequence: its length, and the digest of its tokens (`adoption`)."""
 
     sequence: int
     length: int
@@ -285,7 +390,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Cut each claimed sequence to its length, and release those with other tokens and those not claimed."""
+    """Truncate each claimed sequence, and release those with other tokens and those not claimed."""
 
     op_id: int
     claims: Sequence[Claim]
@@ -295,17 +400,17 @@ Command = Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt
 
 
 @dataclass(frozen=True, slots=True)
-class StartOver:
-    """Another stream begins, or none: roll back every forward, answer nothing asked before, say what is held.
+class Reset:
+    """The stream has changed: roll back all forwards, drop all results, and report the sequences.
 
-    No command of a gateway's: it comes between those of one and of the next.
+    The server submits it before the commands of a new stream, and when a stream ends (`stream` is 0 then).
     """
 
     stream: int
 
 
 class FailureReason(enum.Enum):
-    """Why a command failed. Nothing of a failed command is applied."""
+    """Why a command failed. A failed command has no effect."""
 
     KV_MISSING = enum.auto()
     KV_EXHAUSTED = enum.auto()
@@ -315,37 +420,15 @@ class FailureReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardDone:
-    """A forward that was applied. `kept` tokens of it stay in the sequence."""
-
-    op_id: int
-    sequence: int
-    outputs: Sequence[RowOutput]
-    kept: int
-    reused: int
-    # Of the scored tokens: the log-probability, and whether no other token was more likely.
-    token_logprobs: Sequence[float]
-    token_is_argmax: Sequence[bool]
-    queue_ns: int
-    compute_ns: int
-    steps: int
-    batch_items: int
-    # For each of `sample_seeds`, without lists and logits.
-    samples: Sequence[RowOutput] = ()
-    # Of a tree: the indexes of the tokens that stay.
-    kept_path: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
-    """A control command that was carried out."""
+    """A command other than a forward was carried out."""
 
     op_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A command that was not carried out. `detail` is for logs, never for clients."""
+    """A command failed. `detail` is for logs, never for clients."""
 
     op_id: int
     reason: FailureReason
@@ -356,15 +439,15 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """All commands before the request have been carried out. `intact` is None if no page was looked at."""
+    """The answer to `CheckIntegrity`. `intact` is None if no page was checked."""
 
     op_id: int
     intact: bool | None
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
-    """The answer to `StartOver`: (sequence, length) of all that are held. The stream's own answers follow."""
+class HeldSequences:
+    """The answer to `Reset`: (sequence, length) of all sequences. Later results are the new stream's."""
 
     stream: int
     sequences: Sequence[tuple[int, int]]
@@ -378,4 +461,5 @@ class Adopted:
     kept: Sequence[int]
 
 
-Result = ForwardDone | Done | Failed | IntegrityReport | Holdings | Adopted
+# A complete forward is its own result.
+Result = Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted

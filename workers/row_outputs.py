@@ -1,8 +1,7 @@
-"""What a row says, as plain data: log-probabilities, the most likely tokens, logits and hidden states.
+"""The outputs of rows as plain data: log-probabilities, the most likely tokens, logits and hidden states.
 
 Log-probabilities are those of the model's own distribution: the log-softmax, in float32, of the logits
-before any sampling setting. Each row's numbers are the same bits whatever other rows are beside it. Nothing
-here knows how a token was chosen.
+before any sampling setting. Each row's numbers are bitwise independent of the other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from workers.operations import LogitsFormat, OutputSpec, RowOutput
 from workers.sampling import BadLogitsError, best_k
 
-# Rows whose log-softmax is in memory at a time: 10 MB at a vocabulary of 152k.
+# Rows whose log-softmax is in memory at once: 10 MB for a vocabulary of 152k.
 _ROWS_AT_A_TIME = 16
 
 # For each format: the number type, an integer type of its size (numpy has no bfloat16), its name in numpy.
@@ -29,7 +28,7 @@ _ENCODINGS = {
 
 
 def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -> list[RowOutput]:
-    """One RowOutput for each row, with what its spec asks for.
+    """One RowOutput for each row, with what its spec requests.
 
     `top_ids` are ordered by logit, the lower id first among equals, so the greedy token is always the first
     (two logits may differ by less than their log-probabilities resolve). There are V of them at most.
@@ -64,25 +63,25 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of given tokens: how likely they were (-inf: ruled out), and whether no other token was more likely."""
+    """For given tokens: the log-probability (-inf: impossible), and whether no other was more likely."""
 
     logprobs: list[float]
     is_argmax: list[bool]
 
 
 def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
-    """What rows say of one given token each.
+    """Score one given token for each row.
 
     Args:
         logits: [R, V] floating point. Not modified.
         targets: [R] int64 in [0, V), any device.
 
     Returns:
-        R of both.
+        R log-probabilities, and R flags.
 
     Raises:
         ValueError: shapes do not fit.
-        BadLogitsError: rows with NaN or +infinity, or nothing but -infinity.
+        BadLogitsError: rows with NaN or +infinity, or only -infinity.
     """
     if logits.ndim != 2 or tuple(targets.shape) != (logits.shape[0],):
         raise ValueError(f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}")
@@ -91,9 +90,9 @@ def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
     is_argmax: list[bool] = []
     for start in range(0, logits.shape[0], _ROWS_AT_A_TIME):
         end = start + _ROWS_AT_A_TIME
-        block, wanted = logits[start:end].float(), targets[start:end].unsqueeze(1)
-        scores += torch.log_softmax(block, dim=-1).gather(1, wanted).flatten().tolist()
-        is_argmax += (block.gather(1, wanted).flatten() >= block.amax(dim=-1)).tolist()
+        group, wanted = logits[start:end].float(), targets[start:end].unsqueeze(1)
+        scores += torch.log_softmax(group, dim=-1).gather(1, wanted).flatten().tolist()
+        is_argmax += (group.gather(1, wanted).flatten() >= group.amax(dim=-1)).tolist()
     bad = [row for row, score in enumerate(scores) if math.isnan(score)]
     if bad:
         raise BadLogitsError(bad)
@@ -103,20 +102,20 @@ def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
 def add_hidden(
     outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], found: Mapping[int, Tensor]
 ) -> None:
-    """Fill in the hidden states that specs ask for.
+    """Set the hidden states that specs request.
 
     Args:
-        outputs: R of them, which are changed.
+        outputs: R of them. Mutated.
         specs: R of them.
-        found: By layer, [K, C] of those rows whose specs name the layer, in the order of the rows.
+        found: By layer, [K, C] for the rows whose specs name the layer, in the order of the rows.
     """
-    # In one transfer each, however many rows it has.
-    left = {layer: iter(states.cpu()) for layer, states in found.items()}
+    # One transfer for each layer.
+    remaining = {layer: iter(states.cpu()) for layer, states in found.items()}
     for output, spec in zip(outputs, specs, strict=True):
         if spec.hidden is not None:
             # A layer may be named twice.
             encoded = {
-                layer: encode_row(next(left[layer]), spec.hidden.number_format)
+                layer: encode_row(next(remaining[layer]), spec.hidden.number_format)
                 for layer in dict.fromkeys(spec.hidden.layers)
             }
             output.hidden = [encoded[layer] for layer in spec.hidden.layers]
@@ -131,19 +130,19 @@ def encode_row(row: Tensor, number_format: LogitsFormat) -> bytes:
 
 
 def _log_softmax_rows(logits: Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """(row, its [V] log-softmax), a few rows at a time. A tensor is a view that lives until the next one."""
+    """Yields (row, its [V] log-softmax), computed for a few rows at a time. The tensors are views."""
     for start in range(0, len(rows), _ROWS_AT_A_TIME):
         group = rows[start : start + _ROWS_AT_A_TIME]
         first, end = group[0], group[-1] + 1
-        # The usual case is every row: a slice of them is not copied.
-        block = logits[first:end] if end - first == len(group) else logits[group]
-        yield from zip(group, torch.log_softmax(block.float(), dim=-1), strict=True)
+        # Usually the rows are contiguous: slicing does not copy them.
+        some = logits[first:end] if end - first == len(group) else logits[group]
+        yield from zip(group, torch.log_softmax(some.float(), dim=-1), strict=True)
 
 
 def _listed_ids(specs: Sequence[OutputSpec], logits: Tensor) -> dict[int, Tensor]:
-    """[n] `logprob_token_ids` beside `logits` by the identity of their spec: rows of a request share one.
+    """By id of a spec, which rows of a request share: its [n] `logprob_token_ids`, on the device of `logits`.
 
-    Raises ValueError for one that is not in the vocabulary.
+    Raises ValueError for an id that is not in the vocabulary.
     """
     listed: dict[int, Tensor] = {}
     for spec in specs:
@@ -158,7 +157,7 @@ def _listed_ids(specs: Sequence[OutputSpec], logits: Tensor) -> dict[int, Tensor
 def _add_logprobs(
     output: RowOutput, spec: OutputSpec, logits: Tensor, logprobs: Tensor, listed: Tensor | None
 ) -> None:
-    """Fill in the log-probabilities `spec` asks for. logits, logprobs: [V]; listed: [n]."""
+    """Set the log-probabilities that `spec` requests. logits, logprobs: [V]; listed: [n]."""
     if spec.logprob or spec.top_logprobs:
         if spec.top_logprobs:
             output.top_ids = best_k(logits.float().cpu().numpy(), spec.top_logprobs).tolist()

@@ -1,14 +1,14 @@
-"""Logits to tokens: the settings of `Sampling` and `TokenMask`, then a greedy or a random choice.
+"""Chooses tokens from logits: the settings of `Sampling` and `TokenMask`, then a greedy or random choice.
 
-Every row is chosen alone: its token is a pure function of its logits, its settings, its seed and its
-position, whatever else is in the batch and whatever was drawn before. Settings apply in the order of
-types.proto. Where tokens tie, the lowest id comes first, in the choice and in every "most likely".
+Each row is chosen independently. Its token is a pure function of its logits, settings, seed and position. It
+does not depend on the rest of the batch or on earlier draws. Settings apply in the order of types.proto.
+Among equal logits the lowest id comes first, in the choice and in every "most likely".
 
-Numbers: logits are float32, and stay so after each of bias, repetition and frequency/presence penalty, which
-are computed in float64 and rounded once; finite values stay finite. What follows is float64.
+Numbers: logits are float32. Bias, repetition penalty and frequency/presence penalty are each computed in
+float64 and rounded once to float32; finite values stay finite. All later steps use float64.
 
-Not known here: where logits come from, the wire, and the ranges of settings (the gateway checks them; token
-ids beyond the vocabulary are passed over, so that one row never takes the batch down with an index error).
+The gateway checks the ranges of settings. Token ids beyond the vocabulary are ignored here, so that one row
+cannot make the batch fail with an index error.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _NEG_INF = float("-inf")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _GREEDY = Sampling()
 
-# Log-weights below the best token's at which a superset of the top_p set is looked for, nearest first.
+# Distances below the best log-weight that are tried for a superset of the top_p set, smallest first.
 _TOP_P_CUTS = (3.0, 6.0, 9.0, 12.0)
 
-# With so many draws from one row its tokens are sorted once: each race is then of the top_p set only.
+# For at least so many draws from one row, its tokens are sorted once to find the top_p set.
 _MANY_DRAWS = 16
-# What sums in another order may differ by, relative to them, is far less.
+# Far more than the relative difference of sums in another order.
 _SUM_SLACK = 1e-9
 
-# Racing fewer tokens than this, ruling some out beforehand costs more than it saves.
-_SMALL_RACE = 2048
-# Log-weights below the best token's of those that set the pace.
-_RACE_HEAD = 4.0
-# What rounding may do to a uniform number (float32) is far less.
-_RACE_SLACK = 1e-6
+# With fewer candidates, pruning costs more than it saves.
+_MIN_PRUNED = 2048
+# Tokens within this distance of the best log-weight determine the score that others have to reach.
+_HEAD_WEIGHT = 4.0
+# Far more than the rounding error of a uniform number (float32).
+_UNIFORM_SLACK = 1e-6
 
-# Logits that are worth a thread: a millisecond or so.
-_LEAST_OF_A_THREAD = 1 << 17
+# The least logits for another thread: about a millisecond of work.
+_MIN_LOGITS_PER_THREAD = 1 << 17
 
 Row = NDArray[np.float32]  # [V] logits
 Reals = NDArray[np.float64]
@@ -60,13 +60,13 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that another model drew, each on its own, and what from. The first that can be kept is."""
+    """Independent draws of another model, and their distribution. The first acceptable one is kept."""
 
     token_ids: Sequence[int]
     drawn_from: DraftProbabilities
 
     def of(self, token_ids: Ids) -> Reals:
-        """[n] how likely each of these tokens was there."""
+        """[n] the probability of each of these tokens in that distribution."""
         ids, probabilities = self.drawn_from.ids, self.drawn_from.probabilities
         if ids is None:
             return probabilities[token_ids]
@@ -75,7 +75,7 @@ class Draft:
 
 
 class SamplingError(Exception):
-    """No token can be chosen for some rows. Nothing was chosen for the others: call again without `rows`.
+    """No token can be chosen for some rows. To choose for the others, call again without `rows`.
 
     SamplingError
     ├── BadLogitsError       (also a FloatingPointError): the model's logits are unusable
@@ -108,13 +108,13 @@ class SamplingRow:
     Attributes:
         spec: None is greedy.
         mask: None allows every token.
-        position: of the chosen token in its sequence, which keys the draw.
-        history: every token of the sequence before it; read only where a penalty is set. Rows of one
-            forward share it, and it may go on beyond this one's.
-        history_len: the tokens of `history` that are before it; None: all.
-        draft: what stands there already, and what it was drawn from; `distribution` chooses then.
-        path: the tokens between those of `history` and this one, which rows of a tree do not share.
-        prompt_len: the tokens of `history` that frequency and presence penalties do not count.
+        position: of the chosen token in its sequence; it determines the draw.
+        history: the tokens of the sequence before it; only used for penalties. Rows of one forward share it,
+            so it may contain later tokens too.
+        history_len: how many tokens of `history` are before it; None: all.
+        draft: the drafts for this position; `distribution` chooses then.
+        path: the tokens between `history` and this one, in a token tree.
+        prompt_len: how many tokens of `history` frequency and presence penalties do not count.
     """
 
     spec: Sampling | None = None
@@ -127,7 +127,7 @@ class SamplingRow:
     path: Sequence[int] = ()
 
     def counts(self, counter: HistoryCounter) -> TokenCounts:
-        """The tokens before it."""
+        """Counts the tokens before it."""
         return counter.count(self.history, self.prompt_len, self.history_len, self.path)
 
 
@@ -143,12 +143,12 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
     Raises:
         ValueError: shapes or dtype do not fit.
-        BadLogitsError: names all unusable rows, whether or not their bad values would be chosen from.
-        NothingAllowedError: names all rows without an allowed token, once no row has bad logits.
+        BadLogitsError: for all rows with bad values, also if a mask excludes them.
+        NothingAllowedError: for all rows without an allowed token, if no row has bad logits.
     """
     if logits.ndim != 2 or len(logits) != len(rows) or not logits.shape[1] or logits.dtype != torch.float32:
         raise ValueError(f"logits {logits.dtype} {tuple(logits.shape)} for {len(rows)} rows")
-    best, chosen = _most_likely(logits)
+    best, chosen = _argmax_rows(logits)
     finite = best.isfinite()
     if not finite.all():
         raise BadLogitsError((~finite).nonzero().flatten().tolist())
@@ -165,16 +165,15 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _is_greedy(row: SamplingRow) -> bool:
-    """Whether the most likely token is chosen, whatever else is set."""
+    """Whether the row's choice is the largest logit of the model."""
     spec = row.spec
     return row.mask is None and (spec is None or (spec.temperature <= 0 and not spec.changes_logits))
 
 
 def _choose_others(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequence[int]) -> list[int | None]:
-    """The tokens of rows that settings choose, in the order of `indexes`; None: nothing is allowed.
+    """The tokens of rows that are not greedy, in the order of `indexes`. None: nothing is allowed.
 
-    A row of a large vocabulary takes milliseconds, in which numpy lets other threads run: several are chosen
-    at once. A row's token does not depend on what is beside it.
+    A large vocabulary takes milliseconds for each row. numpy releases the GIL, so threads choose in parallel.
     """
     return _in_threads(lambda part: _choose_some(logits, rows, part), indexes, logits.shape[1])
 
@@ -182,12 +181,12 @@ def _choose_others(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequenc
 def _in_threads(
     work: Callable[[Sequence[int]], list[_Token]], items: Sequence[int], size: int
 ) -> list[_Token]:
-    """What `work` makes of items that take so many logits each, in order. They may be worked on in parts."""
-    # One item is never handed over: whoever works on it may be in a thread already.
-    parts = min(torch.get_num_threads(), len(items), len(items) * size // _LEAST_OF_A_THREAD)
+    """The results of `work` for items of `size` logits each, in order. Several threads may each do a part."""
+    # A single item stays in this thread, which may be one of the pool's: so nested calls cannot deadlock.
+    parts = min(torch.get_num_threads(), len(items), len(items) * size // _MIN_LOGITS_PER_THREAD)
     if parts < 2:
         return work(items)
-    # Neighbours stay together: they share masks and histories.
+    # Contiguous parts: neighbours share masks and histories.
     cuts = [len(items) * part // parts for part in range(parts + 1)]
     some = [items[first:end] for first, end in itertools.pairwise(cuts)]
     return list(itertools.chain.from_iterable(_threads(parts).map(work, some)))
@@ -211,7 +210,7 @@ def _threads(count: int) -> ThreadPoolExecutor:
 
 
 def adjusted(logits: Row, row: SamplingRow, masks: Masks, counter: HistoryCounter) -> Row:
-    """Logits after mask, bias and penalties: [V] float32; those that were given if there are none."""
+    """Logits after mask, bias and penalties: [V] float32. Returns `logits` itself if none is set."""
     spec = row.spec or _GREEDY
     values = logits
     if row.mask is not None:
@@ -231,42 +230,42 @@ def best_k(row: Row, k: int) -> Ids:
     Returns:
         At most k ids: tokens with a logit of -infinity are left out.
     """
-    # Each block's maximum is some token's logit, so at least k tokens reach the k-th largest of the maxima.
-    # Few more do: what is left to sort is small, and finding it reads the row once or twice.
+    # The row is divided into groups. At least k tokens reach the k-th largest of the groups' maxima, and few
+    # more do: so there is little to sort, and finding it reads the row once or twice.
     bound = np.float32(_NEG_INF)
-    block = min(256, len(row) // (2 * k))
-    if block >= 8:
-        maxima = row[: len(row) // block * block].reshape(-1, block).max(axis=1)
+    group = min(256, len(row) // (2 * k))
+    if group >= 8:
+        maxima = row[: len(row) // group * group].reshape(-1, group).max(axis=1)
         bound = np.partition(maxima, -k)[-k]
     ids = np.flatnonzero(row >= bound if bound > _NEG_INF else row > _NEG_INF)
-    order = np.argsort(-row[ids], kind="stable")  # stable: ids ascend, and stay so among equals
+    order = np.argsort(-row[ids], kind="stable")  # stable: ids stay ascending among equal logits
     return ids[order[:k]]
 
 
-def _most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, NaN above all, and the lowest id that has it: [R] and [R] int64."""
+def _argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row (NaN counts as largest), and its lowest id: [R] and [R] int64."""
     if logits.device.type != "cpu":
         best, ids = logits.max(dim=-1)
         return best, ids
-    # As torch promises, numpy returns the first of equals; it is ten times as fast, being vectorised.
+    # Like torch, numpy returns the first of equal values; it is ten times as fast, because it is vectorised.
     ids = torch.from_numpy(logits.numpy().argmax(axis=1))
     return logits.gather(1, ids.unsqueeze(1)).squeeze(1), ids
 
 
 def _choose_one(adjusted: Row, row: SamplingRow, spec: Sampling) -> int | None:
-    """The token of one row after mask, bias and penalties; None where nothing is allowed."""
+    """The token of one row after mask, bias and penalties. None: nothing is allowed."""
     token = int(adjusted.argmax())
     best = float(adjusted[token])
     if not math.isfinite(best):
         return None
     if spec.temperature <= 0:
         return token
-    (token,) = Race(adjusted, best, spec, 1).draw((mix_key(spec.seed, row.position),))
+    (token,) = GumbelSampler(adjusted, best, spec, 1).draw((mix_key(spec.seed, row.position),))
     return token
 
 
 def _adjusted(row: Row, spec: Sampling, history: TokenCounts | None) -> Row:
-    """A copy of row with logit_bias and penalties applied. Only the tokens they name are touched."""
+    """A copy of row with logit_bias and penalties applied. Only the tokens they name change."""
     row = row.copy()
     if spec.logit_bias:
         ids = in_vocabulary(spec.logit_bias, len(row))
@@ -291,13 +290,13 @@ def _column(table: Mapping[int, float], ids: Ids) -> Reals:
 
 
 def _store(row: Row, ids: Ids, values: Reals) -> None:
-    """Set row[ids], rounded to float32. Forbidden tokens stay forbidden, finite values stay finite."""
+    """Set row[ids], rounded to float32. Values of -infinity and finite values stay such."""
     finite = np.clip(values, -_FLOAT32_MAX, _FLOAT32_MAX).astype(np.float32)
     row[ids] = np.where(row[ids] == _NEG_INF, row[ids], finite)
 
 
 class _Candidates(NamedTuple):
-    """Tokens still in the race, and their log-weights relative to the best token's."""
+    """Tokens that may be drawn, and their log-weights relative to the best token's."""
 
     ids: Ids  # [n], ascending
     log_weights: Reals  # [n]
@@ -306,87 +305,87 @@ class _Candidates(NamedTuple):
         return _Candidates(self.ids[index], self.log_weights[index])
 
 
-class Race:
-    """Draws from the softmax of a row (largest value: `best`), cut by top_k, top_p and min_p.
+class GumbelSampler:
+    """Draws from the softmax of a row (largest value: `best`), restricted by top_k, top_p and min_p.
 
-    top_p needs no sorted vocabulary. The race is run over a superset of the top_p set; if its winner is in
-    the set (the tokens before it weigh less than p), it is the set's winner too. If not, no token from the
-    winner down is in the set, and the race is run again over those above.
+    A draw is the argmax of log-weight + Gumbel noise. top_p needs no sorting: the argmax is taken over a
+    superset of the top_p set. If the more likely tokens weigh less than p, the argmax is in the set. If not,
+    no token from it down is in the set, and the argmax is taken again over the tokens above.
     """
 
     def __init__(self, row: Row, best: float, spec: Sampling, draws: int) -> None:
-        """`draws`: how many are expected; for many it is worth it to rule tokens out beforehand."""
+        """`draws`: how many are expected. For many draws impossible tokens are removed first."""
         top_k = 0 < spec.top_k < len(row)
         ids = np.sort(best_k(row, spec.top_k)) if top_k else np.arange(len(row))
         log_weights = row[ids].astype(np.float64) if top_k else row.astype(np.float64)
         log_weights -= best
         log_weights /= spec.temperature
-        runners = _Candidates(ids, log_weights)
+        candidates = _Candidates(ids, log_weights)
 
-        self._limit = math.inf
+        self._top_p_mass = math.inf
         if spec.top_p < 1.0:
             weights = np.exp(log_weights)
-            self._limit = spec.top_p * float(weights.sum())
+            self._top_p_mass = spec.top_p * float(weights.sum())
             for cut in _TOP_P_CUTS:
                 near = np.flatnonzero(log_weights >= -cut)
-                if weights[near].sum() >= self._limit:
-                    runners = runners.take(near)
+                if weights[near].sum() >= self._top_p_mass:
+                    candidates = candidates.take(near)
                     break
         if spec.min_p > 0.0:
-            runners = runners.take(np.flatnonzero(np.exp(runners.log_weights) >= spec.min_p))
+            candidates = candidates.take(np.flatnonzero(np.exp(candidates.log_weights) >= spec.min_p))
         if draws >= _MANY_DRAWS:
-            runners = _that_can_win(runners, self._limit)
-        self._runners = runners
+            candidates = _drop_impossible(candidates, self._top_p_mass)
+        self._candidates = candidates
 
     @property
     def size(self) -> int:
-        """How many tokens take part: what one draw costs."""
-        return len(self._runners.ids)
+        """The number of candidates, which is the cost of a draw."""
+        return len(self._candidates.ids)
 
     def draw(self, keys: Sequence[int]) -> list[int]:
-        """The winner for each key."""
+        """The token drawn with each key."""
         return _in_threads(
-            lambda part: [_winner(self._runners, self._limit, key) for key in part], keys, self.size
+            lambda part: [_draw_one(self._candidates, self._top_p_mass, key) for key in part], keys, self.size
         )
 
 
-def _that_can_win(runners: _Candidates, limit: float) -> _Candidates:
-    """Those that are not forbidden and, but for rounding, among the most likely that reach `limit`."""
+def _drop_impossible(candidates: _Candidates, limit: float) -> _Candidates:
+    """The candidates that can be drawn: not forbidden, and, up to rounding, in the top_p set of `limit`."""
     if limit == math.inf:
-        return runners.take(np.flatnonzero(runners.log_weights > _NEG_INF))
-    order = np.argsort(-runners.log_weights, kind="stable")  # stable: ids ascend, and stay so among equals
-    order = order[: np.count_nonzero(runners.log_weights > _NEG_INF)]
-    # [n] what a token and all before it weigh; in the set are those before which less than `limit` is.
-    reached = np.cumsum(np.exp(runners.log_weights[order]))
+        return candidates.take(np.flatnonzero(candidates.log_weights > _NEG_INF))
+    order = np.argsort(-candidates.log_weights, kind="stable")  # stable: ids stay ascending among equals
+    order = order[: np.count_nonzero(candidates.log_weights > _NEG_INF)]
+    # [n] the weight of a token and all before it. The set has the tokens before which is less than `limit`.
+    reached = np.cumsum(np.exp(candidates.log_weights[order]))
     count = 1 + int(np.searchsorted(reached[:-1], limit * (1 + _SUM_SLACK)))
-    return runners.take(np.sort(order[:count]))
+    return candidates.take(np.sort(order[:count]))
 
 
-def _winner(runners: _Candidates, limit: float, key: int) -> int:
-    """The winner among those that, from the best on, weigh less than `limit` together."""
+def _draw_one(candidates: _Candidates, limit: float, key: int) -> int:
+    """A draw from the most likely tokens that together reach the weight `limit`."""
     while True:
-        token, log_weight = _race(runners, key)
+        token, log_weight = _gumbel_argmax(candidates, key)
         if limit == math.inf:
             return token
-        before = runners.log_weights > log_weight
-        before |= (runners.log_weights == log_weight) & (runners.ids < token)
-        above = runners.take(np.flatnonzero(before))
+        before = candidates.log_weights > log_weight
+        before |= (candidates.log_weights == log_weight) & (candidates.ids < token)
+        above = candidates.take(np.flatnonzero(before))
         if len(above.ids) == 0 or np.exp(above.log_weights).sum() < limit:
             return token
-        runners = above
+        candidates = above
 
 
-def _race(runners: _Candidates, key: int) -> tuple[int, float]:
-    """The id and log-weight of the runner with the largest log-weight + gumbel.
+def _gumbel_argmax(candidates: _Candidates, key: int) -> tuple[int, float]:
+    """The id and log-weight of the candidate with the largest log-weight + gumbel.
 
-    What takes time is the noise's logarithms. No log-weight is above 0: once some token has a score, only
-    those with at least as much noise can beat it, which their uniform numbers tell.
+    The logarithms of the noise take most of the time. No log-weight is above 0: so only tokens whose noise is
+    at least the best score so far can exceed it. Their uniform numbers show this without a logarithm.
     """
-    uniforms = uniform(key, runners.ids)
-    if len(runners.ids) > _SMALL_RACE:
-        head = np.flatnonzero(runners.log_weights >= -_RACE_HEAD)[:_SMALL_RACE]
-        leader = float((runners.log_weights[head] + gumbel_of(uniforms[head])).max(initial=_NEG_INF))
-        near = np.flatnonzero(uniforms <= uniform_of(leader) * (1 + _RACE_SLACK))
-        runners, uniforms = runners.take(near), uniforms[near]
-    winner = (runners.log_weights + gumbel_of(uniforms)).argmax()
-    return int(runners.ids[winner]), float(runners.log_weights[winner])
+    uniforms = uniform(key, candidates.ids)
+    if len(candidates.ids) > _MIN_PRUNED:
+        head = np.flatnonzero(candidates.log_weights >= -_HEAD_WEIGHT)[:_MIN_PRUNED]
+        best_score = float((candidates.log_weights[head] + gumbel_of(uniforms[head])).max(initial=_NEG_INF))
+        near = np.flatnonzero(uniforms <= uniform_of(best_score) * (1 + _UNIFORM_SLACK))
+        candidates, uniforms = candidates.take(near), uniforms[near]
+    best = (candidates.log_weights + gumbel_of(uniforms)).argmax()
+    return int(candidates.ids[best]), float(candidates.log_weights[best])

@@ -1,11 +1,10 @@
-"""The worker's side of the hop: one stream at a time, one compute thread.
+"""The worker's gRPC server: one stream at a time, one compute thread.
 
-The asyncio thread serves the stream; the compute thread loads the model and runs the step loop. Commands of
-one message are handed over together, results come back once per step, and whatever has queued up while a
-message was written goes into the next one.
+The asyncio thread serves the stream. The compute thread loads the model and runs the step loop. Commands of
+one message are submitted together. Events that queue up while a message is written go into the next one.
 
-With a leash the worker outlives its stream for a while, with all sequences. Another stream takes over from
-the one before it: it begins when the step loop has said what is held. What was computed before is nobody's.
+With an orphan timer the worker and its sequences outlive a stream for a while. A new stream replaces the
+current one. It is served once the step loop has dropped earlier commands and has listed its sequences.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from workers import wire
 from workers.executors.base import ModelExecutor
-from workers.leash import Leash
 from workers.models.active_kernels import NOT_COMPILED
-from workers.operations import Command, Holdings, IntegrityReport, Result, StartOver
+from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
+from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
 _log = structlog.get_logger(__name__)
 
 _TARGET_MESSAGE_BYTES = 4 << 20
-# Progress is for eyes: more often than this is noise.
+# The least time between two progress events.
 _PROGRESS_INTERVAL_S = 0.2
-# A gateway that stops ends its workers within this: nobody need be told then that it is gone.
+# A gateway that stops ends its workers within this time. Only later a missing gateway is logged.
 _ORPHAN_LOG_S = 1.0
-# The call's metadata that shows who may connect.
+# The key of the secret in the call's metadata.
 SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
 
 Progress = Callable[[str, int, int], None]
@@ -48,22 +47,22 @@ MakeScheduler = Callable[[ModelExecutor], Scheduler]
 
 
 class _Stream:
-    """What is to be sent to the gateway that is connected."""
+    """The stream to the connected gateway, and the events to send on it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.events: deque[worker_pb2.WorkerEvent] = deque()
         self.wake = asyncio.Event()
-        # Another one has taken its place.
+        # Another stream has replaced this one.
         self.replaced = asyncio.Event()
-        # The step loop has let go of what streams before this one asked for.
-        self.has_begun = False
+        # The step loop has dropped the commands of earlier streams.
+        self.is_ready = False
 
 
 class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     """Owns the compute thread and the queue of events. Serves one stream, of a gateway that has the secret.
 
-    Without a `leash` it ends with its stream.
+    Without an `orphan_timer` it ends with its stream.
     """
 
     def __init__(
@@ -72,24 +71,24 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         make_scheduler: MakeScheduler,
         *,
         secret: str,
-        leash: Leash | None = None,
+        orphan_timer: OrphanTimer | None = None,
     ) -> None:
         self._make_executor = make_executor
         self._make_scheduler = make_scheduler
         self._secret = secret.encode()
-        self._leash = leash
+        self._orphan_timer = orphan_timer
         self._loop = asyncio.get_running_loop()
         self._stream: _Stream | None = None
-        self._streams = 0
+        self._stream_count = 0
         self._executor: ModelExecutor | None = None
         self._scheduler: Scheduler | None = None
         self._vocab_size = self._num_layers = 0
-        self._steps: StepLoop | None = None
+        self._step_loop: StepLoop | None = None
         self._last_progress_s = 0.0
         self._process = psutil.Process(os.getpid())
         self._memory_bytes = 0
         self._thread = threading.Thread(target=self._compute, name="compute", daemon=True)
-        # Set when the worker should end: to an exception if it cannot go on.
+        # Done when the worker should end; has an exception if the worker failed.
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     def start(self) -> None:
@@ -97,13 +96,13 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._thread.start()
 
     def end(self) -> None:
-        """Has the worker end: `ended` is set. On the event loop."""
+        """Ends the worker, by setting `ended`. Called on the event loop."""
         self._end(None)
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the compute thread after its running step, if that ends in time."""
-        if self._steps is not None:
-            self._steps.stop()
+        """Stops the compute thread after its running step. Waits at most `timeout_s`."""
+        if self._step_loop is not None:
+            self._step_loop.stop()
             self._thread.join(timeout_s)
 
     # The compute thread.
@@ -115,22 +114,22 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             _log.info("kernels in use", kernels=", ".join(kernels))
             if NOT_COMPILED in kernels:
                 _log.warning(
-                    "the CPU kernels are not compiled, and torch, which is slower, stands in for them;"
-                    " `make setup` compiles them where there is a g++"
+                    "the CPU kernels are not compiled, and slower torch code replaces them;"
+                    " `make setup` compiles them if there is a g++"
                 )
             executor.warmup()
             scheduler = self._make_scheduler(executor)
-            able = executor.capabilities()
-            steps = StepLoop(
+            capabilities = executor.capabilities()
+            step_loop = StepLoop(
                 executor.engine,
                 scheduler,
                 self._emit,
-                able.kv_capacity_tokens,
-                # On a CPU a step takes the cores from those who bring the next commands.
-                guesses_untold=not able.device.startswith("cpu"),
+                capabilities.kv_capacity_tokens,
+                # On a CPU steps compete for cores with the processes that send the next commands.
+                prelaunch_unrequested=not capabilities.device.startswith("cpu"),
             )
-            self._loop.call_soon_threadsafe(self._became_ready, executor, scheduler, steps)
-            steps.run()
+            self._loop.call_soon_threadsafe(self._on_loaded, executor, scheduler, step_loop)
+            step_loop.run()
             executor.shutdown()
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._end, error)
@@ -149,16 +148,16 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     # The event loop's thread.
 
-    async def Connect(  # type: ignore[override]  # grpc.aio's other style: it writes by itself
+    async def Connect(  # type: ignore[override]  # the style of grpc.aio that calls context.write
         self,
         request_iterator: AsyncIterator[worker_pb2.ConnectRequest],
         context: grpc.aio.ServicerContext[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse],
     ) -> None:
-        """Serves the gateway until either side ends, or another stream takes over."""
-        if not self._may_connect(context.invocation_metadata()):
+        """Serves the gateway until either side ends the stream, or another stream replaces it."""
+        if not self._is_authorized(context.invocation_metadata()):
             _log.warning("a stream without the worker's secret was refused")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{SECRET_KEY} is wrong")
-        stream = self._take_over()
+        stream = self._replace_stream()
         tasks = [
             asyncio.create_task(self._read(stream, request_iterator)),
             asyncio.create_task(self._write(stream, context)),
@@ -173,43 +172,43 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             for result in results:
                 if isinstance(result, Exception):
                     _log.error("the stream failed", exc_info=result)
-            self._lose(stream)
+            self._on_disconnect(stream)
 
-    def _may_connect(self, metadata: grpc.aio.Metadata | None) -> bool:
-        shown = dict(metadata or ()).get(SECRET_KEY, b"")
-        return hmac.compare_digest(shown if isinstance(shown, bytes) else shown.encode(), self._secret)
+    def _is_authorized(self, metadata: grpc.aio.Metadata | None) -> bool:
+        secret = dict(metadata or ()).get(SECRET_KEY, b"")
+        return hmac.compare_digest(secret if isinstance(secret, bytes) else secret.encode(), self._secret)
 
-    def _take_over(self) -> _Stream:
-        """Makes a stream the only one."""
+    def _replace_stream(self) -> _Stream:
+        """Makes a new stream the current one, and ends the one before it."""
         if self._stream is not None:
             self._stream.replaced.set()
-        self._streams += 1
-        self._stream = _Stream(self._streams)
-        if self._leash is not None:
-            self._leash.hold()
-        self._start_over()
+        self._stream_count += 1
+        self._stream = _Stream(self._stream_count)
+        if self._orphan_timer is not None:
+            self._orphan_timer.connected()
+        self._reset_step_loop()
         return self._stream
 
-    def _lose(self, stream: _Stream) -> None:
-        """A stream has ended: with it the worker, unless another has come, or may."""
+    def _on_disconnect(self, stream: _Stream) -> None:
+        """Ends the worker, or starts its orphan timer, if the current stream has ended."""
         if stream is not self._stream:
             return
         self._stream = None
-        if self._leash is None:
+        if self._orphan_timer is None:
             self._end(None)
             return
-        self._leash.let_go()
-        self._start_over()
-        self._loop.call_later(_ORPHAN_LOG_S, self._say_if_alone)
+        self._orphan_timer.disconnected()
+        self._reset_step_loop()
+        self._loop.call_later(_ORPHAN_LOG_S, self._log_if_disconnected)
 
-    def _say_if_alone(self) -> None:
+    def _log_if_disconnected(self) -> None:
         if self._stream is None:
             _log.warning("the gateway is gone; waiting for another one")
 
-    def _start_over(self) -> None:
-        """Has the step loop let go of what was asked for on streams before."""
-        if self._steps is not None:
-            self._steps.submit([StartOver(self._streams if self._stream is not None else 0)])
+    def _reset_step_loop(self) -> None:
+        """Makes the step loop drop the commands of earlier streams."""
+        if self._step_loop is not None:
+            self._step_loop.submit([Reset(self._stream_count if self._stream is not None else 0)])
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[worker_pb2.ConnectRequest]) -> None:
         async for request in requests:
@@ -217,21 +216,21 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
                 return
             commands: list[Command] = []
             for message in request.commands:
-                if message.WhichOneof("command") == "snapshot" and not _waits(message.snapshot):
+                if message.WhichOneof("command") == "snapshot" and not _is_ordered(message.snapshot):
                     self._send([self._snapshot(message.op_id)])
                     continue
                 try:
                     commands.append(wire.to_command(message, self._vocab_size, self._num_layers))
                 except (KeyError, ValueError) as error:
-                    self._send([_refusal(message.op_id, repr(error))])
+                    self._send([_error_event(message.op_id, repr(error))])
             if commands:
                 self._submit(commands)
 
     def _submit(self, commands: Sequence[Command]) -> None:
-        if self._steps is None:
-            self._send([_refusal(command.op_id, "the worker is not ready") for command in commands])
+        if self._step_loop is None:
+            self._send([_error_event(command.op_id, "the worker is not ready") for command in commands])
         else:
-            self._steps.submit(commands)
+            self._step_loop.submit(commands)
 
     async def _write(
         self,
@@ -257,15 +256,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             message.pages_available = self._executor.engine.pages_available
         return message
 
-    def _became_ready(self, executor: ModelExecutor, scheduler: Scheduler, steps: StepLoop) -> None:
-        self._executor, self._scheduler, self._steps = executor, scheduler, steps
+    def _on_loaded(self, executor: ModelExecutor, scheduler: Scheduler, step_loop: StepLoop) -> None:
+        self._executor, self._scheduler, self._step_loop = executor, scheduler, step_loop
         self._vocab_size, self._num_layers = executor.info().vocab_size, executor.info().num_layers
-        self._start_over()
+        self._reset_step_loop()
 
-    def _begin(self, stream: _Stream, holdings: Sequence[tuple[int, int]]) -> None:
-        """Tells a gateway that it can be served."""
+    def _send_ready(self, stream: _Stream, holdings: Sequence[tuple[int, int]]) -> None:
+        """Sends a gateway the description of the worker: from now on it is served."""
         assert self._executor is not None and self._scheduler is not None, "its step loop runs"
-        stream.has_begun = True
+        stream.is_ready = True
         ready = wire.to_ready(
             self._executor.info(),
             self._executor.capabilities(),
@@ -279,13 +278,13 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._send([worker_pb2.WorkerEvent(ready=ready), self._snapshot(0)])
 
     def _send_results(self, results: Sequence[Result]) -> None:
-        """Sends what the gateway that is connected has asked for; the rest was for one before it."""
+        """Sends the results that the connected gateway has asked for, and drops those for earlier ones."""
         stream, events = self._stream, []
         for result in results:
-            if isinstance(result, Holdings):
+            if isinstance(result, HeldSequences):
                 if stream is not None and stream.number == result.stream:
-                    self._begin(stream, result.sequences)
-            elif stream is None or not stream.has_begun:
+                    self._send_ready(stream, result.sequences)
+            elif stream is None or not stream.is_ready:
                 continue
             elif isinstance(result, IntegrityReport):
                 events.append(self._snapshot(result.op_id, intact=result.intact))
@@ -300,14 +299,14 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _snapshot(self, op_id: int, *, intact: bool | None = None) -> worker_pb2.WorkerEvent:
         snapshot = worker_pb2.WorkerSnapshot()
-        # Without a descriptor to look with, it is as it was.
+        # It fails if the process has no free file descriptor. Then the last value is reported.
         with contextlib.suppress(OSError):
             self._memory_bytes = self._process.memory_info().rss
-        if self._executor is not None and self._steps is not None:
+        if self._executor is not None and self._step_loop is not None:
             snapshot = wire.to_snapshot(
                 self._executor.cache_metrics_snapshot(),
                 self._executor.status(),
-                operations_in_flight=self._steps.operations_in_flight,
+                operations_in_flight=self._step_loop.operations_in_flight,
                 memory_bytes=self._memory_bytes,
                 intact=intact,
                 lora_adapters=self._executor.lora_metrics_snapshot(),
@@ -323,10 +322,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             self.ended.set_exception(error)
 
 
-def _waits(snapshot: worker_pb2.SnapshotCommand) -> bool:
+def _is_ordered(snapshot: worker_pb2.SnapshotCommand) -> bool:
     return snapshot.ordered or snapshot.check_integrity
 
 
-def _refusal(op_id: int, detail: str) -> worker_pb2.WorkerEvent:
+def _error_event(op_id: int, detail: str) -> worker_pb2.WorkerEvent:
     reason = worker_pb2.WORKER_ERROR_REASON_FAULT
     return worker_pb2.WorkerEvent(op_id=op_id, error=worker_pb2.WorkerError(reason=reason, detail=detail))

@@ -1,11 +1,11 @@
 """The step loop: take -> pack -> forward -> sample -> emit. READ FIRST in the worker.
 
-One thread owns the engine and the scheduler, and everything in them. Commands come in through a queue in
-batches; between two steps all that have come are taken, so that whatever arrived together runs together.
-Results go out once per step, and before it what is known already. What a cancelled or failed operation did is
-rolled back before the next step.
+One thread owns the engine and the scheduler, and everything in them. Commands arrive through a queue, in
+batches. Between two steps the loop takes all commands that have arrived, so that those that arrived together
+run together. Results are emitted after each step, and before it those that are complete already. A cancelled
+or failed operation is rolled back before the next step.
 
-It does not know protobuf, sockets or the event loop: `server.py` does.
+Protobuf, sockets and the event loop are in `server.py`.
 """
 
 from __future__ import annotations
@@ -18,47 +18,46 @@ from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
+from workers.adoption import keep_confirmed, report_sequences
 from workers.coalescing import CoalescingWindow
 from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing, NoTrees
-from workers.keeping import keep_claimed, take_stock
 from workers.kv.page_pool import OutOfPages
 from workers.operations import (
     Abort,
     Adopt,
     CheckIntegrity,
+    Chunk,
     Command,
     Done,
     Failed,
     FailureReason,
     Fork,
     Forward,
-    ForwardDone,
     IntegrityReport,
     Release,
+    Reset,
     Result,
-    StartOver,
     Truncate,
 )
-from workers.run_ahead import PATIENCE_S, RunAhead, is_guess
+from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
-from workers.running import Behind, Chunk, RunningForward
 from workers.scheduler import Scheduler
 
 _log = structlog.get_logger(__name__)
 
 Emit = Callable[[Sequence[Result]], None]
 
-# What is drawn of samples between two steps, in what `draw_more` counts: a few milliseconds' worth.
-_DRAWN_AT_ONCE = 1 << 21
-# Forwards that draw in turns: one that has begun takes several times the memory of its row of logits.
-_MOST_DRAWING = 16
+# Cost of the extra samples drawn between two steps, as `draw_extra_samples` counts it: a few milliseconds.
+_DRAW_BUDGET = 1 << 21
+# At most so many forwards draw samples in turns: each takes several times the memory of its row of logits.
+_MAX_DRAWING = 16
 
 
 class StepLoop:
-    """Runs commands on an engine until stopped. `emit` is called on the loop's thread, once per round.
+    """Runs commands on an engine until stopped. Calls `emit` on its thread, at most twice per round.
 
-    A round is `take`, `step`, `flush`: `run` repeats it, and whoever has its thread may go through one.
+    A round is `take`, `flush`, `step`, `flush`. `run` repeats it; a test may call these instead.
     """
 
     def __init__(
@@ -68,31 +67,33 @@ class StepLoop:
         emit: Emit,
         max_seq_tokens: int,
         *,
-        guesses_untold: bool = False,
+        prelaunch_unrequested: bool = False,
     ) -> None:
-        """`max_seq_tokens`: the longest sequence that the engine has room for. Further: see `RunAhead`."""
+        """`max_seq_tokens`: the longest sequence that fits the engine. The rest: see `Prelauncher`."""
         self._engine = engine
         self._scheduler = scheduler
         self._emit = emit
-        # Commands, and when they came.
-        self._inbox: queue.SimpleQueue[tuple[Sequence[Command | StartOver], int] | None] = queue.SimpleQueue()
+        # Commands, and when they arrived. None ends the loop.
+        self._inbox: queue.SimpleQueue[tuple[Sequence[Command | Reset], int] | None] = queue.SimpleQueue()
         self._results: list[Result] = []
-        # Sequences whose callers the running step has answered, and who may come back with the next token.
+        # Sequences that the running step has answered, whose callers may soon send the next token.
         self._answered: list[int] = []
         self._window = CoalescingWindow()
-        self._ahead = RunAhead(engine, scheduler, max_seq_tokens, guesses_untold=guesses_untold)
+        self._prelauncher = Prelauncher(
+            engine, scheduler, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
+        )
         self._stopping = threading.Event()
-        # Forwards that have run, and in how large a step, some of whose samples are to be drawn yet.
-        self._drawing: deque[tuple[RunningForward, int]] = deque()
-        # Who waits for the walk under way, and for the next one; see `_go_on_walking`.
-        self._walk: Iterator[None] | None = None
-        self._walking_for: list[int] = []
-        self._to_walk_for: list[int] = []
+        # Forwards that have run, and have extra samples left to draw.
+        self._drawing: deque[Forward] = deque()
+        # The running integrity check, the commands it answers, and those for the next check.
+        self._integrity_check: Iterator[None] | None = None
+        self._checked_for: list[int] = []
+        self._next_checked_for: list[int] = []
 
     # Called by other threads.
 
-    def submit(self, commands: Sequence[Command | StartOver]) -> None:
-        """Queues commands that take effect in this order. Those of one call are seen together."""
+    def submit(self, commands: Sequence[Command | Reset]) -> None:
+        """Queues commands. They take effect in this order, and those of one call are taken together."""
         self._inbox.put((commands, time.monotonic_ns()))
 
     def stop(self) -> None:
@@ -102,7 +103,7 @@ class StepLoop:
 
     @property
     def operations_in_flight(self) -> int:
-        """Forwards held by the scheduler, and those of which samples are to be drawn yet."""
+        """The forwards in the scheduler, and those with extra samples left to draw."""
         return len(self._scheduler) + len(self._drawing)
 
     # The loop's thread.
@@ -111,33 +112,29 @@ class StepLoop:
         """Runs until `stop`."""
         while not self._stopping.is_set():
             self.take()
-            # Also what was asked for, and is computed already: its callers need not wait for the next step.
+            # Requests that were prelaunched are answered already: their callers need not wait for a step.
             self.flush()
             self.step()
             self.flush()
 
     def take(self) -> None:
-        """Takes all commands that have come; waits for one if there is nothing to run.
+        """Takes all commands that have arrived. Waits for one if there is nothing to run.
 
-        With something to run it may wait a moment for callers who are about to come back.
+        If there is, it may wait for requests that are about to arrive; see `CoalescingWindow`.
         """
-        is_busy = len(self._scheduler) or self._drawing or self._walk is not None or self._to_walk_for
+        is_checking = self._integrity_check is not None or self._next_checked_for
+        is_busy = len(self._scheduler) or self._drawing or is_checking
         taken = None if is_busy else self._wait()
         while True:
-            commands, came_ns = taken or ((), 0)
-            if any(isinstance(command, Forward) for command in commands):
-                self._window.message(came_ns)
+            commands, arrived_ns = taken or ((), 0)
             for command in commands:
-                if isinstance(command, StartOver):
-                    self._start_over(command)
+                if isinstance(command, Reset):
+                    self._reset(command)
                 else:
-                    self._carry_out(command, came_ns)
+                    self._carry_out(command, arrived_ns)
             wait_ns = 0
-            # A prefill does not wait for decodes, unless it was told to run beside them.
-            may_wait = not self._scheduler.has_long or self._scheduler.protects_decodes
-            held = len(self._scheduler)
-            if may_wait and held < self._scheduler.max_batch_items:
-                wait_ns = self._window.remaining_ns(time.monotonic_ns(), held)
+            if self._scheduler.may_delay_step:
+                wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
             try:
                 taken = self._inbox.get(timeout=wait_ns / 1e9) if wait_ns else self._inbox.get_nowait()
             except queue.Empty:
@@ -147,65 +144,66 @@ class StepLoop:
             if self._stopping.is_set():
                 return
 
-    def _wait(self) -> tuple[Sequence[Command | StartOver], int] | None:
-        """The next commands, and when they came; None: the loop is to end. Nothing is computed meanwhile."""
-        if self._ahead.holds_any:
+    def _wait(self) -> tuple[Sequence[Command | Reset], int] | None:
+        """Waits for commands. Returns them and when they arrived, or None to end the loop."""
+        if self._prelauncher.ready:
             try:
-                return self._inbox.get(timeout=PATIENCE_S)
+                return self._inbox.get(timeout=HOLD_TIMEOUT_S)
             except queue.Empty:
-                self._ahead.drop_all()
+                self._prelauncher.drop_all()
         return self._inbox.get()
 
-    def _start_over(self, command: StartOver) -> None:
-        """Nothing of what was asked before is gone on with, or answered. What fails here ends the worker."""
-        self._ahead.drop_all()
-        for entry in self._scheduler.clear():
-            if entry.running is not None:
-                self._engine.roll_back(entry.running)
+    def _reset(self, command: Reset) -> None:
+        """Drops all earlier commands and their results. An error here ends the worker."""
+        self._prelauncher.drop_all()
+        for forward in self._scheduler.clear():
+            if forward.has_begun:
+                self._engine.roll_back(forward)
         while self._drawing:
-            self._engine.roll_back(self._drawing.popleft()[0])
-        # A walk without owner leaves the table by itself.
-        self._walk, self._walking_for, self._to_walk_for = None, [], []
+            self._engine.roll_back(self._drawing.popleft())
+        # An iterator that is dropped unregisters itself from the table.
+        self._integrity_check, self._checked_for, self._next_checked_for = None, [], []
         self._answered, self._window = [], CoalescingWindow()
-        self._results = [take_stock(self._engine, command.stream)]
+        self._results = [report_sequences(self._engine, command.stream)]
 
-    def _carry_out(self, command: Command, came_ns: int) -> None:
+    def _carry_out(self, command: Command, arrived_ns: int) -> None:
         try:
             match command:
                 case Forward():
-                    self._window.arrived(command.sequence, came_ns)
-                    done = self._ahead.claim(command)
-                    if done is None:
-                        self._scheduler.add(command)
+                    self._window.request_arrived(command.sequence, arrived_ns)
+                    if command.sequence in self._prelauncher.expected and self._prelauncher.consume(command):
+                        self._answer(command)
                     else:
-                        self._answer(command, done)
+                        self._scheduler.add(command)
                     return
                 case Abort():
                     self._abort(command)
                     return
                 case CheckIntegrity():
-                    self._check(command)
+                    self._request_check(command)
                     return
                 case Adopt():
-                    self._ahead.drop_all()
-                    self._results.append(keep_claimed(self._engine, command))
+                    self._prelauncher.drop_all()
+                    self._results.append(keep_confirmed(self._engine, command))
                     return
                 case _:
                     self._change(command)
             self._results.append(Done(command.op_id))
-        except KvMissing as error:
-            self._results.append(Failed(command.op_id, FailureReason.KV_MISSING, str(error)))
         except Exception as error:
-            _log.exception("a command failed")
-            self._results.append(Failed(command.op_id, FailureReason.FAULT, repr(error)))
+            self._results.append(_failure(command.op_id, error, "a command failed"))
 
-    def _answer(self, op: Forward, done: ForwardDone) -> None:
-        self._results.append(done)
-        if not self._ahead.follow(op, done) and not op.ephemeral:
-            self._answered.append(op.sequence)
+    def _answer(self, forward: Forward) -> None:
+        """Answers a forward that is complete, and prelaunches the next one of its sequence."""
+        self._results.append(forward)
+        prelauncher = self._prelauncher
+        may_follow = (
+            forward.prelaunch or prelauncher.prelaunch_unrequested or forward.sequence in prelauncher.expected
+        )
+        if not (may_follow and prelauncher.prelaunch_next(forward)) and not forward.ephemeral:
+            self._answered.append(forward.sequence)
 
     def _change(self, command: Fork | Truncate | Release) -> None:
-        self._ahead.drop(command.sequences if isinstance(command, Release) else (command.sequence,))
+        self._prelauncher.drop(command.sequences if isinstance(command, Release) else (command.sequence,))
         match command:
             case Fork():
                 self._engine.fork(command.sequence, command.children)
@@ -217,172 +215,171 @@ class StepLoop:
                     self._window.forget(sequence)
 
     def _abort(self, command: Abort) -> None:
-        """Drops a forward that is queued, between two of its chunks or drawing; it gets no answer."""
-        entry = self._scheduler.remove(command.target_op_id)
-        if entry is not None and entry.running is not None:
-            self._engine.roll_back(entry.running)
-        for drawing in [one for one in self._drawing if one[0].op.op_id == command.target_op_id]:
-            self._drawing.remove(drawing)
-            self._engine.roll_back(drawing[0])
+        """Drops a forward that is queued, between two chunks, or drawing. It gets no answer."""
+        forward = self._scheduler.remove(command.target_op_id)
+        if forward is not None and forward.has_begun:
+            self._engine.roll_back(forward)
+        for forward in [one for one in self._drawing if one.op_id == command.target_op_id]:
+            self._drawing.remove(forward)
+            self._engine.roll_back(forward)
 
-    def _check(self, command: CheckIntegrity) -> None:
-        if command.walk_pages:
-            self._to_walk_for.append(command.op_id)
+    def _request_check(self, command: CheckIntegrity) -> None:
+        if command.check_pages:
+            self._next_checked_for.append(command.op_id)
         else:
             self._results.append(IntegrityReport(command.op_id, intact=None))
 
-    def _go_on_walking(self) -> None:
-        """Looks at some more pages for those who asked whether the pool is intact, and answers at the end.
+    def _continue_check(self) -> None:
+        """Checks one more slice of the pool, and answers after the last one.
 
-        A pool takes long to go through, so this is done between steps. Who asks meanwhile waits for the next
-        walk, together with all others who do.
+        Checking a whole pool takes long, so it is done in slices between steps. Commands that arrive
+        meanwhile share the next check.
         """
-        if self._walk is None:
-            if not self._to_walk_for:
-                return
-            self._walking_for, self._to_walk_for = self._to_walk_for, []
-            self._walk = self._engine.walk_integrity()
+        if self._integrity_check is None:
+            self._checked_for, self._next_checked_for = self._next_checked_for, []
+            self._integrity_check = self._engine.check_integrity_in_slices()
         intact = True
         try:
-            next(self._walk)
+            next(self._integrity_check)
             return
         except StopIteration:
             pass
         except Exception:
-            _log.exception("the pool has lost its integrity")
+            _log.exception("the integrity check of the KV pool failed")
             intact = False
-        self._walk = None
-        self._results += [IntegrityReport(op_id, intact) for op_id in self._walking_for]
+        self._integrity_check = None
+        self._results += [IntegrityReport(op_id, intact) for op_id in self._checked_for]
 
     def step(self) -> None:
-        """One forward over whatever the scheduler picks, and a slice of a check of the pool."""
-        self._go_on_walking()
-        self._ahead.next_step()
-        batch = self._scheduler.next_batch(time.monotonic_ns(), self._begin)
-        for op in batch.expired:
-            self._results.append(Failed(op.op_id, FailureReason.TIMEOUT))
-        if not batch.chunks:
-            self._go_on_drawing()
-            self._ahead.drop_unclaimed(time.monotonic_ns())
-            return
+        """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check."""
+        if self._integrity_check is not None or self._next_checked_for:
+            self._continue_check()
+        self._prelauncher.next_step()
         began_ns = time.monotonic_ns()
-        self._run(batch.chunks)
-        self._go_on_drawing()
+        for forward in self._scheduler.expire(began_ns):
+            self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
+        chunks = self._scheduler.next_batch(self._begin)
+        if chunks:
+            began_ns = time.monotonic_ns()
+            self._run(chunks)
+        if self._drawing:
+            self._draw_samples()
         now_ns = time.monotonic_ns()
-        self._scheduler.took(batch.chunks, now_ns - began_ns)
-        self._window.opened(self._answered, now_ns, now_ns - began_ns)
-        self._answered = []
-        self._ahead.drop_unclaimed(now_ns)
+        if chunks:
+            self._scheduler.record_step(chunks, now_ns - began_ns)
+            self._window.step_done(self._answered, now_ns, now_ns - began_ns)
+            self._answered = []
+        if self._prelauncher.ready:
+            self._prelauncher.drop_expired(now_ns)
 
-    def _begin(self, op: Forward) -> RunningForward | Behind | None:
-        """Prepares an operation for its first step; answers it if that fails."""
+    def _begin(self, forward: Forward) -> bool:
+        """Prepares a forward for its first step, and answers it if that fails. See `scheduler.Begin`."""
         try:
-            behind = self._engine.underway.behind(op)
-            if behind is not None:
-                return behind
-            return self._begin_with_room(op)
+            # A forward of one token shares no page with others.
+            if len(forward.token_ids) > 1 and self._engine.prefix_waits.must_wait(forward):
+                return False
+            if forward.is_prelaunched and not self._prelauncher.may_begin(forward):
+                self._prelauncher.forget(forward)
+                return False
+            try:
+                self._engine.begin(forward)
+                return True
+            except OutOfPages:
+                # A requested forward takes precedence: it gets the pages of prelaunched ones.
+                if not forward.is_prelaunched:
+                    if self._prelauncher.free_pages():
+                        return self._begin(forward)
+                    if self._prelauncher.wait_for_pages(forward):
+                        return False
+                raise
         except DeviceLostError:
             raise
-        except OutOfPages as error:
-            failure = Failed(
-                op.op_id,
-                FailureReason.KV_EXHAUSTED,
-                pages_needed=error.needed,
-                pages_available=error.available,
-            )
-        except KvMissing as error:
-            failure = Failed(op.op_id, FailureReason.KV_MISSING, str(error))
-        except NoTrees as error:
-            failure = Failed(op.op_id, FailureReason.UNSUPPORTED, str(error))
         except Exception as error:
-            _log.exception("an operation could not begin")
-            failure = Failed(op.op_id, FailureReason.FAULT, repr(error))
-        self._fail(op, failure)
-        return None
+            self._fail(forward, _failure(forward.op_id, error, "an operation could not begin"))
+            return False
 
-    def _begin_with_room(self, op: Forward) -> RunningForward | Behind | None:
-        """As `Engine.begin`. Nobody is refused for pages that guesses have, and a guess may have to go."""
-        if is_guess(op):
-            if self._ahead.may_begin(op):
-                return self._engine.begin(op)
-            self._ahead.forget(op)
-            return None
-        while True:
-            try:
-                return self._engine.begin(op)
-            except OutOfPages:
-                if self._ahead.make_room():
-                    continue
-                behind = self._ahead.wait_for_room()
-                if behind is None:
-                    raise
-                return behind
-
-    def _fail(self, op: Forward, failure: Failed) -> None:
-        """Answers a forward that has left; of a guess nobody is told."""
-        if is_guess(op):
-            self._ahead.forget(op)
+    def _fail(self, forward: Forward, failure: Failed) -> None:
+        """Answers a failed forward that has left the scheduler. A prelaunched one gets no answer."""
+        if forward.is_prelaunched:
+            self._prelauncher.forget(forward)
         else:
             self._results.append(failure)
 
     def _run(self, chunks: Sequence[Chunk]) -> None:
-        """Runs the chunks together; if that fails, each alone, so that only the cause of it fails."""
+        """Runs the chunks together. If that fails, runs each alone, so that only the failing ones fail."""
         try:
             self._engine.execute(chunks)
         except DeviceLostError:
-            # Nothing on the device can be used any more: the process ends, and another takes its place.
+            # The device is unusable: the process ends, and the gateway starts another one.
             raise
         except Exception as error:
             if len(chunks) == 1:
-                self._fail_running(chunks[0].running, error)
+                self._fail_running(chunks[0].forward, error)
                 return
-            _log.warning("a shared step failed; its items are run one by one", error=repr(error))
+            _log.warning("a step failed; its items are run one by one", error=repr(error))
             for chunk in chunks:
                 self._run([chunk])
             return
         for chunk in chunks:
-            if chunk.running.failure is not None:
-                self._fail_running(chunk.running, chunk.running.failure)
+            forward = chunk.forward
+            if forward.failure is not None:
+                self._fail_running(forward, forward.failure)
+            elif not self._scheduler.advance(chunk):
                 continue
-            if not self._scheduler.advance(chunk):
-                continue
-            if is_guess(chunk.op):
-                # Its caller had what he needs to go on when this began.
-                self._ahead.hold(chunk.running, len(chunks))
-                self._answered.append(chunk.op.sequence)
-            elif chunk.op.sample_seeds:
-                self._drawing.append((chunk.running, len(chunks)))
+            elif forward.is_prelaunched:
+                # Its caller was answered when it was queued, so its next request may arrive soon.
+                self._prelauncher.mark_ready(forward)
+                self._answered.append(forward.sequence)
+            elif forward.sample_seeds:
+                self._drawing.append(forward)
             else:
-                self._answer(chunk.op, self._engine.complete(chunk.running, len(chunks)))
+                self._engine.complete(forward)
+                self._answer(forward)
 
-    def _fail_running(self, running: RunningForward, error: Exception) -> None:
-        """Undoes and answers a forward that has failed."""
+    def _fail_running(self, forward: Forward, error: Exception) -> None:
+        """Rolls back and answers a forward that has failed."""
         _log.error("a forward failed", exc_info=error)
-        self._scheduler.remove(running.op.op_id)
-        self._engine.roll_back(running)
-        self._fail(running.op, Failed(running.op.op_id, FailureReason.FAULT, repr(error)))
+        self._scheduler.remove(forward.op_id)
+        self._engine.roll_back(forward)
+        self._fail(forward, Failed(forward.op_id, FailureReason.FAULT, repr(error)))
 
-    def _go_on_drawing(self) -> None:
-        """Draws some of the samples that are left, of one forward after the other; answers who has all."""
-        left = _DRAWN_AT_ONCE
+    def _draw_samples(self) -> None:
+        """Draws some of the extra samples, one forward after the other. Answers forwards that have all."""
+        left = _DRAW_BUDGET
         while self._drawing and left > 0:
-            running, batch_items = self._drawing.popleft()
+            forward = self._drawing.popleft()
             try:
-                cost = self._engine.draw(running)
+                cost = self._engine.draw(forward)
             except DeviceLostError:
                 raise
             except Exception as error:
-                self._fail_running(running, error)
+                self._fail_running(forward, error)
                 continue
             left -= cost
             if cost:
-                # Before those that have not begun.
-                self._drawing.insert(_MOST_DRAWING - 1, (running, batch_items))
+                # Before the forwards that have not started to draw.
+                self._drawing.insert(_MAX_DRAWING - 1, forward)
             else:
-                self._answer(running.op, self._engine.complete(running, batch_items))
+                self._engine.complete(forward)
+                self._answer(forward)
 
     def flush(self) -> None:
-        """Hands out the results that have come together."""
+        """Emits the results so far."""
         if self._results:
             results, self._results = self._results, []
             self._emit(results)
+
+
+def _failure(op_id: int, error: Exception, what: str) -> Failed:
+    """The answer for a command that has failed. Logs unexpected errors."""
+    match error:
+        case OutOfPages():
+            needed, available = error.needed, error.available
+            return Failed(op_id, FailureReason.KV_EXHAUSTED, pages_needed=needed, pages_available=available)
+        case KvMissing():
+            return Failed(op_id, FailureReason.KV_MISSING, str(error))
+        case NoTrees():
+            return Failed(op_id, FailureReason.UNSUPPORTED, str(error))
+        case _:
+            _log.error(what, exc_info=error)
+            return Failed(op_id, FailureReason.FAULT, repr(error))

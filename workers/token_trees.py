@@ -1,7 +1,7 @@
-"""Trees of drafts: alternatives for how a sequence goes on, of which one path is kept.
+"""Trees of drafts: alternative continuations of a sequence, of which one path is kept.
 
-A tree is the list of its tokens and, of each but the first, the *parent*: the index of the token that it
-follows, which comes before it. Plain data; what attention makes of it is in kernels/attention_trees.py.
+A tree is a list of tokens and, for each but the first, its *parent*: the index of the token it follows, which
+is before it in the list. For attention over trees see kernels/attention_trees.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def children_of(parents: Sequence[int]) -> list[list[int]]:
-    """Of each token the indexes of those that follow it, ascending."""
+    """For each token the indexes of its children, ascending."""
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for index, parent in enumerate(parents, start=1):
         children[parent].append(index)
@@ -26,15 +26,15 @@ def path_to(parents: Sequence[int], index: int) -> list[int]:
 
 
 def kept_path(token_ids: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """The path that is kept: from the root on, each time the first child that is the token chosen there.
+    """The kept path: from the root on, always the first child that equals the chosen token.
 
-    chosen: of each token of the tree what follows it.
+    chosen: for each token of the tree, the token that the model chose after it.
     """
     children = children_of(parents)
     path = [0]
     while True:
-        right = (child for child in children[path[-1]] if token_ids[child] == chosen[path[-1]])
-        following = next(right, None)
-        if following is None:
+        matches = (child for child in children[path[-1]] if token_ids[child] == chosen[path[-1]])
+        child = next(matches, None)
+        if child is None:
             return path
-        path.append(following)
+        path.append(child)

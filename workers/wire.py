@@ -1,8 +1,9 @@
-"""The worker protocol's messages as operations, and results as messages. The only reader of both."""
+"""Converts messages of the worker protocol to operations, and results to messages."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import zlib
 from collections.abc import Sequence
@@ -30,7 +31,6 @@ from workers.operations import (
     FailureReason,
     Fork,
     Forward,
-    ForwardDone,
     HiddenSpec,
     Kind,
     LogitsFormat,
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 # More tokens than any vocabulary has.
 _MAX_VOCABULARY = 1 << 22
+# The cache of decoded options: how many, and up to which encoded size.
+_CACHED_OPTIONS = 4096
+_MAX_CACHED_BYTES = 256
 
 _KINDS = {worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}"): kind for kind in Kind}
 _PRIORITIES = {types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL} | {
@@ -77,10 +80,10 @@ _REASONS = {
 def to_command(  # noqa: PLR0911 - one for each command
     message: worker_pb2.WorkerCommand, vocab_size: int = _MAX_VOCABULARY, num_layers: int = 0
 ) -> Command:
-    """Decodes a command. Raises ValueError for one that is not known; snapshots are the server's own.
+    """Decodes a command. The server itself handles snapshots that are not ordered.
 
-    So it does for a mask of more tokens than `vocab_size`, before it reads them, and for hidden states behind
-    `num_layers`.
+    Raises ValueError for an unknown command, for a mask of more than `vocab_size` tokens (without decoding
+    it), and for hidden states beyond `num_layers`.
     """
     op_id = message.op_id
     match message.WhichOneof("command"):
@@ -104,15 +107,16 @@ def to_command(  # noqa: PLR0911 - one for each command
 
 
 def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int, num_layers: int) -> Forward:
-    now_ns = time.monotonic_ns()
+    now_ns, data = time.monotonic_ns(), message.options
+    context = (message.default_seed, message.keep_all, vocab_size, num_layers)
+    options = _cached_options(data, *context) if len(data) <= _MAX_CACHED_BYTES else None
+    if options is None:
+        options = _to_options(worker_pb2.ForwardOptions.FromString(data), *context)
     return Forward(
         op_id=op_id,
         sequence=message.sequence,
         position=message.position,
         token_ids=list(message.token_ids),
-        rows=message.rows,
-        output=_to_output(message.output, vocab_size, num_layers) if message.HasField("output") else GREEDY,
-        accept=Accept.CHOSEN if message.accept else Accept.ALL,
         kind=_KINDS[message.kind],
         caller=message.caller,
         prompt_len=message.prompt_len,
@@ -121,12 +125,36 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int,
         priority=_PRIORITIES[message.priority],
         deadline_ns=now_ns + message.timeout_ns if message.timeout_ns else None,
         arrived_ns=now_ns,
-        run_ahead=message.run_ahead,
-        scored=message.scored,
-        choices=[_to_choice(row, vocab_size) for row in message.verify_rows],
-        sample_seeds=tuple(message.sample_seeds),
-        parents=tuple(message.parents),
+        prelaunch=message.prelaunch,
+        **options,
     )
+
+
+@functools.lru_cache(_CACHED_OPTIONS)
+def _cached_options(data: bytes, *context: int) -> dict[str, Any] | None:
+    """None for options with masks. They are not cached: decoded they may be far larger than encoded."""
+    options = worker_pb2.ForwardOptions.FromString(data)
+    if options.output.HasField("mask") or options.verify_rows:
+        return None
+    return _to_options(options, *context)
+
+
+def _to_options(
+    options: worker_pb2.ForwardOptions, default_seed: int, keep_all: int, vocab_size: int, num_layers: int
+) -> dict[str, Any]:
+    """The fields of a Forward that its options set. Forwards with equal options may share them."""
+    output = options.output
+    if output.HasField("sampling") and not output.sampling.HasField("seed"):
+        output.sampling.seed = default_seed
+    return {
+        "rows": options.rows,
+        "scored": options.scored,
+        "output": _to_output(output, vocab_size, num_layers) if options.HasField("output") else GREEDY,
+        "accept": Accept.CHOSEN if options.accept and not keep_all else Accept.ALL,
+        "choices": [_to_choice(row, vocab_size) for row in options.verify_rows],
+        "sample_seeds": tuple(options.sample_seeds),
+        "parents": tuple(options.parents),
+    }
 
 
 def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: int) -> OutputSpec:
@@ -143,7 +171,7 @@ def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: in
 
 
 def _to_hidden(message: types_pb2.HiddenStates, num_layers: int) -> HiddenSpec:
-    """No layer means the last. Raises ValueError for one that is not there."""
+    """No layers mean the last one. Raises ValueError for a layer that the model does not have."""
     layers = tuple(message.layers) or (num_layers,)
     if max(layers) > num_layers:
         raise ValueError(f"hidden states of layers {layers} of {num_layers}")
@@ -151,7 +179,7 @@ def _to_hidden(message: types_pb2.HiddenStates, num_layers: int) -> HiddenSpec:
 
 
 def _to_sampling(message: types_pb2.SamplingParams) -> Sampling:
-    """Unset fields keep the defaults that have no effect."""
+    """Unset fields keep the defaults of `Sampling`, which have no effect."""
     given = {
         field.name: getattr(message, field.name)
         for field, _ in message.ListFields()
@@ -168,7 +196,7 @@ def _to_choice(message: types_pb2.VerifyRow, vocab_size: int) -> RowChoice:
 
 
 def _to_draft(message: types_pb2.DraftProbabilities) -> DraftProbabilities:
-    """The gateway has checked them; what rounding left out of their sum is shared out."""
+    """The gateway has checked them. They are scaled so that their sum is 1 despite rounding."""
     if message.dense:
         ids, probabilities = None, np.frombuffer(message.dense, dtype="<f4").astype(np.float64)
     else:
@@ -180,14 +208,14 @@ def _to_draft(message: types_pb2.DraftProbabilities) -> DraftProbabilities:
 
 
 def _to_mask(message: types_pb2.TokenMask, vocab_size: int) -> TokenMask:
-    """Whatever it was sent as becomes bits here, once: they are read for every row, in every step.
+    """Converts any encoding of a mask to bits once, since every row of every step reads it.
 
-    The gateway has checked it. Raises ValueError for more than a vocabulary has.
+    The gateway has checked it. Raises ValueError for more tokens than the vocabulary has.
     """
-    kind, most = message.WhichOneof("kind"), (vocab_size + 31) // 32 * 4
+    kind, max_bytes = message.WhichOneof("kind"), (vocab_size + 31) // 32 * 4
     if kind in ("packed", "deflated"):
-        packed = _inflated(message.deflated, most + 1) if kind == "deflated" else message.packed
-        if len(packed) > most:
+        packed = _inflated(message.deflated, max_bytes + 1) if kind == "deflated" else message.packed
+        if len(packed) > max_bytes:
             raise ValueError(f"a mask of {len(packed)} bytes for {vocab_size} tokens")
         return TokenMask(packed=packed)
     ids = message.forbidden.ids if kind == "forbidden" else message.allowed.ids
@@ -199,23 +227,23 @@ def _to_mask(message: types_pb2.TokenMask, vocab_size: int) -> TokenMask:
         allowed = np.ones(vocab_size, dtype=np.bool_)
         allowed[listed] = False
     else:
-        allowed = np.zeros(listed.max(initial=0) + 1, dtype=np.bool_)  # bits that are missing forbid
+        allowed = np.zeros(listed.max(initial=0) + 1, dtype=np.bool_)  # missing bits mean forbidden
         allowed[listed] = True
     return TokenMask(packed=np.packbits(allowed, bitorder="little").tobytes())
 
 
-def _inflated(deflated: bytes, most: int) -> bytes:
-    """So many bytes of a zlib stream at most. Raises ValueError."""
+def _inflated(deflated: bytes, max_bytes: int) -> bytes:
+    """The first `max_bytes` of a zlib stream. Raises ValueError if it is not one."""
     try:
-        return zlib.decompressobj().decompress(deflated, most)
+        return zlib.decompressobj().decompress(deflated, max_bytes)
     except zlib.error as error:
         raise ValueError(f"a mask that is no zlib stream: {error}") from None
 
 
-def to_event(result: ForwardDone | Done | Failed | Adopted) -> worker_pb2.WorkerEvent:
+def to_event(result: Forward | Done | Failed | Adopted) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
-        case ForwardDone():
+        case Forward():
             return worker_pb2.WorkerEvent(op_id=result.op_id, forward=_forward_done(result))
         case Done():
             return worker_pb2.WorkerEvent(op_id=result.op_id, done=worker_pb2.ControlDone())
@@ -231,7 +259,7 @@ def to_event(result: ForwardDone | Done | Failed | Adopted) -> worker_pb2.Worker
             return worker_pb2.WorkerEvent(op_id=result.op_id, error=error)
 
 
-def _forward_done(result: ForwardDone) -> worker_pb2.ForwardDone:
+def _forward_done(result: Forward) -> worker_pb2.ForwardDone:
     return worker_pb2.ForwardDone(
         outputs=map(_row, result.outputs),
         kept=result.kept,
@@ -289,15 +317,15 @@ def to_ready(
     max_batch_items: int,
     holdings: Sequence[tuple[int, int]],
 ) -> worker_pb2.WorkerReady:
-    """Describes a worker that can serve; `holdings` are the sequences it has kept, with their lengths."""
+    """Describes a worker that can serve. `holdings`: the sequences that it has, with their lengths."""
     defaults = text.sampling_defaults
-    says_how = defaults != SamplingDefaults()
+    has_defaults = defaults != SamplingDefaults()
     return worker_pb2.WorkerReady(
         pid=pid,
         model=types_pb2.ModelDescription(**_fields(model)),
         tokenizer_json=text.tokenizer_json,
         chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
-        sampling_defaults=types_pb2.SamplingParams(**_fields(defaults)) if says_how else None,
+        sampling_defaults=types_pb2.SamplingParams(**_fields(defaults)) if has_defaults else None,
         executor=types_pb2.ExecutorCapabilities(
             **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
         ),
@@ -315,7 +343,7 @@ def to_snapshot(
     intact: bool | None,
     lora_adapters: Sequence[LoraAdapterMetrics] = (),
 ) -> worker_pb2.WorkerSnapshot:
-    """Says how a worker is."""
+    """Encodes the metrics of a worker."""
     return worker_pb2.WorkerSnapshot(
         pool=types_pb2.PoolUsage(**_fields(pool)),
         counts=types_pb2.StepCounts(**_fields(status.counts)),
@@ -332,5 +360,5 @@ def to_snapshot(
 
 
 def _fields(record: DataclassInstance) -> dict[str, Any]:
-    """The fields of a record by name: messages that tell of the same thing have the same ones."""
+    """The fields of a dataclass by name. The messages have fields of the same names."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

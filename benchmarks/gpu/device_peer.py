@@ -1,4 +1,4 @@
-"""Quire on a GPU: kernels by themselves, and models through the executor and its graph runner.
+"""Quire on a GPU: single kernels, and models with the executor and its graph runner.
 
 A decode step is measured in two ways. With the host in the loop it is a call of `batch_decode`: pages,
 packing, launch, reading the tokens. Device-fed, the graph is replayed on the tokens that it chose itself:
@@ -24,7 +24,7 @@ from benchmarks.gpu.model import Bench, make_bench
 from benchmarks.gpu.requests import serve
 from workers.operations import GREEDY
 
-# A turn stays within the page that its first step begins: the graph's page tables hold no more.
+# A turn stays within the page that its first step starts, because the graph's page tables have no more.
 _STEPS = PAGE_SIZE - 1
 _COPY_BYTES = 8 << 30
 _MATMUL_SIZE = 8192
@@ -47,7 +47,7 @@ class DevicePeer(Peer):
         return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
 
     def roof(self) -> dict[str, float]:
-        """Bytes that a large copy reads and writes per second, operations per second of a square product."""
+        """Bytes per second of a large copy (read and written), and FLOP/s of a square product."""
         copy_bytes, size = (1 << 16, 32) if self._rehearsal else (_COPY_BYTES, _MATMUL_SIZE)
         source = torch.ones(copy_bytes, dtype=torch.uint8, device=self._device)
         target = torch.empty_like(source)
@@ -65,14 +65,14 @@ class DevicePeer(Peer):
         return Sample(self._timer.kernel(call.run), bytes_read=call.bytes_moved, flops=call.flops)
 
     def load(self, shape_name: str, batch: int, context_tokens: int, prompt_tokens: int) -> None:
-        """A model, `batch` sequences that look prefilled, and room for what turns add."""
+        """Loads a model with `batch` prefilled-looking sequences, and space for the tokens of turns."""
         pool_tokens = batch * (context_tokens + 2 * PAGE_SIZE) + prompt_tokens + PAGE_SIZE
         self._bench = make_bench(SHAPES[shape_name], pool_tokens, batch, rehearsal=self._rehearsal)
         self._bench.fill(batch, context_tokens)
         self._context_tokens, self._loaded = context_tokens, f"{shape_name}, {batch} sequences"
 
     def decode(self, batch: int, fed: bool = False) -> Sample:
-        """Of the first `batch` sequences, which are left as they were."""
+        """Decode steps of the first `batch` sequences, which are then truncated to their old lengths."""
         assert self._bench is not None
         executor, runner = self._bench.executor, self._bench.runner
         tokens = list(range(batch))
@@ -83,7 +83,7 @@ class DevicePeer(Peer):
 
         if fed:
             step()
-            ns = [self._timer.once(lambda: runner.run_ahead(_STEPS, batch)) // _STEPS]
+            ns = [self._timer.once(lambda: runner.replay_last(_STEPS, batch)) // _STEPS]
         else:
             ns = timed_steps(step, _STEPS)
         for key in range(batch):
@@ -91,7 +91,7 @@ class DevicePeer(Peer):
         return Sample(ns, batch)
 
     def prefill(self, tokens: int, seed: int) -> Sample:
-        """Of one prompt; each time another, so that none of it is found in the pages."""
+        """Prefill of one prompt, each time a new one, so that nothing is in the prefix cache."""
         assert self._bench is not None
         executor, key = self._bench.executor, -1
         (prompt,) = prompts(self._bench.shape.vocab_size, 1, tokens, seed)

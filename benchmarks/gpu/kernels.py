@@ -1,4 +1,4 @@
-"""Each kernel by itself: what to call, and what that reads and writes, or computes, at least.
+"""Single kernels: their calls, with the minimum bytes or FLOP of each.
 
 Dimension letters: T tokens; N items; H query heads; K key-value heads; D head width; C hidden width;
 I intermediate width; V vocabulary; R rows.
@@ -21,7 +21,7 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One launch, and what it is measured by."""
+    """One launch, with its bytes or FLOP."""
 
     run: Callable[[], object]
     bytes_moved: int = 0
@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class KernelBench:
-    """Makes calls at the widths of a model; each method is named by the plan and takes its sizes."""
+    """Makes calls with the widths of a model. The plan names the methods and gives their sizes."""
 
     shape: Shape
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class KernelBench:
         return Call(self._attention([1] * batch, context), read)
 
     def prefill_attention(self, tokens: int, context: int) -> Call:
-        # A token sees all before it and itself; scores and sums are two products.
+        # Causal attention; scores and sums are two products.
         pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
         heads, _kv_heads, width = self._heads()
         return Call(self._attention([tokens], context), flops=4 * heads * width * pairs)

@@ -1,4 +1,4 @@
-"""Models of random weights, made on the device, in executors with sequences that look prefilled."""
+"""Models with random weights, created on the device, in executors with prefilled-looking sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEED = 20_260
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """An executor and what it is made of. Sequences are named 0, 1, 2 and so on."""
+    """An executor and its parts. Sequences have the ids 0, 1, 2 and so on."""
 
     shape: Shape
     executor: LlmExecutor
@@ -33,7 +33,7 @@ class Bench:
     runner: CudaGraphRunner
 
     def fill(self, batch: int, tokens: int) -> None:
-        """Makes `batch` sequences of random tokens, their keys and values being what lies in the pages."""
+        """Creates `batch` sequences of random tokens, whose KV is the current content of their pages."""
         dice = random.Random(SEED)
         for key in range(batch):
             sequence = self.table.create(key)

@@ -1,6 +1,6 @@
-"""Many requests at once, as nano-vllm measures itself: prompts and outputs of random lengths, tokens drawn.
+"""Many concurrent requests, as in nano-vllm's benchmark: random prompt and output lengths, with sampling.
 
-Prompts are prefilled first, as many in a step as its tokens allow; then all decode, fewer and fewer.
+First all prompts are prefilled, as many in a step as its token budget allows. Then all decode until they end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TEMPERATURE = 0.6
 
 
 def serve(bench: Bench, count: int, low: int, high: int, step_tokens: int) -> Sample:
-    """From the first prompt to the last token. Sequences 0 to `count` must be free."""
+    """The time from the first prompt to the last token. Sequences 0 to `count` must be free."""
     dice, vocabulary = random.Random(SEED), range(bench.shape.vocab_size)
     prompts = [dice.choices(vocabulary, k=dice.randint(low, high)) for _ in range(count)]
     wanted = [dice.randint(low, high) for _ in range(count)]
@@ -49,7 +49,7 @@ def serve(bench: Bench, count: int, low: int, high: int, step_tokens: int) -> Sa
 
 
 def _groups(prompts: list[list[int]], step_tokens: int) -> list[list[int]]:
-    """Keys in their order, together as many tokens as a step takes."""
+    """Groups of keys, in order, each with at most the token budget of a step."""
     groups: list[list[int]] = [[]]
     room = step_tokens
     for key, prompt in enumerate(prompts):

@@ -11,7 +11,7 @@ from benchmarks.shapes import ELEMENT_BYTES, Shape
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape(Shape):
-    """A Qwen3 with experts in the place of every MLP, whose weights a token's few experts make up."""
+    """A Qwen3 with a mixture of experts instead of each MLP."""
 
     num_experts: int = 128
     num_experts_per_tok: int = 8
@@ -19,11 +19,11 @@ class ExpertsShape(Shape):
 
     @property
     def layer_elements(self) -> int:
-        """Elements of the matrices of one layer that a token goes through."""
+        """Elements of the matrices of one layer that one token uses."""
         return self._elements(self.num_experts_per_tok)
 
     def decode_bytes(self, batch: int, context_tokens: int) -> int:
-        """As `Shape`, with as many experts as tokens meet that choose evenly, and each for itself."""
+        """As `Shape`, with the expected number of distinct experts for uniform, independent routing."""
         met = self.num_experts * (1 - (1 - self.num_experts_per_tok / self.num_experts) ** batch)
         more = self.num_hidden_layers * (self._elements(met) - self.layer_elements)
         return super(ExpertsShape, self).decode_bytes(batch, context_tokens) + ELEMENT_BYTES * int(more)
@@ -41,26 +41,26 @@ class ExpertsShape(Shape):
 
 @dataclass(frozen=True, slots=True)
 class WindowsShape(Shape):
-    """A Gemma 3: every sixth layer sees the whole context, the others a window."""
+    """A Gemma 3: every sixth layer attends to the whole context, the others to a window."""
 
     sliding_window: int = 1024
 
     def decode_bytes(self, batch: int, context_tokens: int) -> int:
-        """As `Shape`; of the keys and values that lie before a window nothing is read."""
+        """As `Shape`, without keys and values before a window."""
         unread = self._sliding * max(0, context_tokens - self.sliding_window)
         unread *= 2 * self.num_key_value_heads * self.head_dim
         read = super(WindowsShape, self).decode_bytes(batch, context_tokens)
         return read - ELEMENT_BYTES * batch * unread
 
     def prefill_flops(self, batch: int, tokens: int) -> int:
-        """As `Shape`, without the scores of what lies before a window."""
+        """As `Shape`, without scores before a window."""
         unseen = self._sliding * max(0, tokens - self.sliding_window) ** 2
         computed = super(WindowsShape, self).prefill_flops(batch, tokens)
         return computed - 2 * batch * self.num_attention_heads * self.head_dim * unseen
 
     @property
     def _sliding(self) -> int:
-        """Layers with the window."""
+        """The number of layers with a window."""
         return self.num_hidden_layers - self.num_hidden_layers // 6
 
     def hf_config(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""transformers on a GPU, as fast as it gets: decode with a static cache.
+"""transformers on a GPU with its fastest settings: decode with a static cache.
 
 Three ways, each a process of its own, the faster the more it asks of the machine: compiled by torch.compile
 with its own CUDA graphs, a graph captured here around the model's forward, and eager.
@@ -16,14 +16,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, StaticCache
 from benchmarks.peers.base import SETTLING_STEPS, Peer, PeerConfig, Sample, timed_steps
 from benchmarks.shapes import SHAPES
 
-# Steps before anything is timed; compiling and capturing need more than one.
+# Warm-up steps. Compilation and graph capture need more than one.
 _WARM_UPS = 3
 _STEPS = 15
 _MAX_TURNS = 12
 
 
 class StaticPeer(Peer):
-    """The name says the way, after the last hyphen. Positions go on from turn to turn, to the cache's end."""
+    """The mode is in the name after the last hyphen. Positions continue over turns, up to the cache's end."""
 
     def __init__(self, config: PeerConfig) -> None:
         self._way = config.name.rpartition("-")[2]
@@ -37,7 +37,7 @@ class StaticPeer(Peer):
         return {"transformers": transformers.__version__, "torch": torch.__version__}
 
     def load(self, shape_name: str, batch: int, context_tokens: int, prompt_tokens: int) -> None:  # noqa: ARG002
-        """Random weights, made on the device, in evaluation mode."""
+        """Creates random weights on the device, in evaluation mode."""
         config = Qwen3Config(**SHAPES[shape_name].hf_config())
         config._attn_implementation = "sdpa"  # noqa: SLF001 - what from_pretrained sets for its argument
         torch.manual_seed(0)
@@ -52,7 +52,7 @@ class StaticPeer(Peer):
 
     @torch.inference_mode()
     def decode(self, batch: int) -> Sample:
-        """With the host in the loop: the caller sees every token."""
+        """Decode with the host in the loop: the caller receives every token."""
         if batch not in self._steps:
             self._steps[batch] = self._make_step(batch)
         return Sample(timed_steps(self._steps[batch], _STEPS), batch)
@@ -93,7 +93,7 @@ def _next_tokens(forward: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor
 
 
 def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """The launches of a call as a CUDA graph; the call itself where there is no GPU."""
+    """The launches of a call as a CUDA graph, or the call itself without a GPU."""
     if device.type != "cuda":
         return run
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

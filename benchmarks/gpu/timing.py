@@ -1,4 +1,4 @@
-"""How long something takes: CUDA events on a GPU, the wall clock where there is none."""
+"""Timing with CUDA events on a GPU, or else with the wall clock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-# Many times the L2 of an H200 (60 MB): reading it leaves nothing of what was there, and nothing that would be
-# written back while something is timed. It also keeps the device busy for a quarter of a millisecond, in
-# which the host launches what is timed: launching is not part of it.
+# Many times the L2 cache of an H200 (60 MB). Reading it evicts the cache, without dirty lines that would be
+# written back during the measurement. It also keeps the device busy for a quarter of a millisecond, in which
+# the host launches the timed work, so that the launch time is not included.
 _FLUSH_BYTES = 1 << 30
 _WARM_UPS = 3
 
@@ -24,13 +24,13 @@ class Timer:
             self._flush = torch.ones(_FLUSH_BYTES // torch.float32.itemsize, device=device)
 
     def kernel(self, run: Callable[[], object]) -> list[int]:
-        """Work that is launched without waiting, each time with a cold cache; ns."""
+        """The times of asynchronous work in ns, each with a cold cache."""
         for _ in range(_WARM_UPS if self._flush is not None else 0):
             run()
         return [self.once(run, cold=True) for _ in range(self._repeats)]
 
     def once(self, run: Callable[[], object], *, cold: bool = False) -> int:
-        """The device's time for what one call launches, in ns; without a GPU the wall clock's."""
+        """The device time of the launches of one call in ns; without a GPU the wall-clock time."""
         if self._flush is None:
             return wall_ns(run, self._device)
         if cold:
@@ -44,7 +44,7 @@ class Timer:
 
 
 def wall_ns(run: Callable[[], object], device: torch.device) -> int:
-    """Until a call and all it launched have ended, in ns."""
+    """The time until a call and its launches have finished, in ns."""
     _wait(device)
     began_ns = time.perf_counter_ns()
     run()

@@ -1,4 +1,4 @@
-"""What is measured on a GPU, the most important first, and how large: there, and in a rehearsal on a CPU."""
+"""The workloads on a GPU, the most important first, and their sizes there and in a rehearsal on a CPU."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from benchmarks.gpu.shapes import SHAPES
 from benchmarks.plan import Comparison, Entry, Workload
 from benchmarks.shapes import DEFAULT_SHAPE, Shape
 
-# Least shares of the roof, by model and batch, and of the device's own pace with the host in the loop.
+# Goals: shares of the roofline by model and batch, and of the device-only speed with the host in the loop.
 _DECODE_GOALS = {("qwen3-0.6b", 1): 0.4, ("qwen3-8b", 1): 0.75}
 _DECODE_GOAL_AT_64 = 0.65
 _HOST_GOAL = 0.97
 _ATTENTION_GOAL = 0.8
 _PREFILL_GOAL = 0.65
 _PREFILL_GOAL_TOKENS = 2048
-# From this much on, the time that a kernel takes to start and to end is small beside that of reading.
+# From this size on, the start and end of a kernel take little time compared with reading.
 _LARGE_KV_BYTES = 200e6
 _ROW_KERNELS = ("rms_norm", "add_rms_norm", "gated_activation", "rope_kv_write")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a run, for one H200 within minutes. Tokens, rows or counts.
+    """The sizes of a run that takes minutes on one H200: tokens, rows or counts.
 
     Attributes:
         kernel_shape: The model whose widths the kernels by themselves get.
@@ -37,7 +37,7 @@ class Sizes:
 
     kernel_shape: str = "qwen3-8b"
     row_tokens: tuple[int, ...] = (1, 64, 4096)
-    # From the fourth on there are at least 200 MB of keys and values.
+    # From the fourth on the KV has at least 200 MB.
     decode_attention: tuple[tuple[int, int], ...] = (
         *((1, 1024), (8, 1024), (32, 1024), (64, 1024), (256, 1024)),
         *((8, 8192), (2, 32_768)),
@@ -79,7 +79,7 @@ REHEARSAL = Sizes(
 
 
 def all_workloads(*, rehearsal: bool) -> list[Workload]:
-    """Every workload, in the order in which they run while there is time."""
+    """Every workload, in the order in which they run until the time limit."""
     sizes = REHEARSAL if rehearsal else Sizes()
     models = [_model(sizes, SHAPES[name]) for name in sizes.shapes]
     others = [_without_goals(_model(sizes, SHAPES[name])) for name in sizes.families]
@@ -89,10 +89,10 @@ def all_workloads(*, rehearsal: bool) -> list[Workload]:
 
 
 def _model(sizes: Sizes, shape: Shape) -> Workload:
-    """Decodes with the host in the loop and fed by the device itself, and prefills."""
+    """Decodes with the host in the loop and with inputs from the device, and prefills."""
     entries, comparisons = [], []
     for batch in sizes.decode_batches:
-        # A turn fills a page of 16 tokens: half of that stands before its tokens in the mean.
+        # A turn fills a page of 16 tokens, so that on average half a page precedes its tokens.
         read = shape.decode_bytes(batch, sizes.decode_context + 8)
         goal = _DECODE_GOALS.get((shape.name, batch), _DECODE_GOAL_AT_64 if batch == 64 else None)
         host = Entry(
@@ -121,7 +121,7 @@ def _without_goals(workload: Workload) -> Workload:
 
 
 def _static(sizes: Sizes) -> Workload:
-    """Beside transformers, at the same batch and context."""
+    """Comparison with transformers, at the same batch and context."""
     shape, entries, comparisons = sizes.shapes[0], [], []
     for batch in sizes.static_batches:
         ours = Entry(f"Quire, batch {batch}", "device", "decode", {"batch": batch})
@@ -145,7 +145,7 @@ def _requests(sizes: Sizes) -> Workload:
 
 
 def _load(shape: str, sizes: Sizes, batch: int, prompt_tokens: int) -> tuple[str, dict[str, Any]]:
-    """Room for sequences to decode, and for prompts beside them."""
+    """The pages for decoding sequences, and for prompts beside them."""
     found = {"batch": batch, "context_tokens": sizes.decode_context, "prompt_tokens": prompt_tokens}
     return "load", {"shape_name": shape, **found}
 

@@ -1,4 +1,4 @@
-"""What a bad Session costs everyone else.
+"""The effect of a misbehaving Session on other callers.
 
 Eight callers decode with short pauses, half of them by unary calls and half on one Session each, so that the
 time of a call is measured and not how many fit into a second. They do so alone and then beside one caller of
@@ -31,12 +31,12 @@ _CALLERS_OF_A_WAY = 4
 _PROMPT_TOKENS = 128
 _PAUSE_S = 0.01
 _SETTLE_S = 0.5
-# A caller that reads nothing is cut off within a phase, not after the default of half a minute.
+# A caller that reads nothing is cut off within a phase, instead of after the default of half a minute.
 _STALL_S = 1.0
 
 
 class BadSessionPeer(GrpcPeer):
-    """The good callers, and the process of the bad one."""
+    """The well-behaved callers, and the process of the misbehaving one."""
 
     def __init__(self, config: PeerConfig) -> None:
         flags = ["--kv-pages", "1024", "--session-stall-s", str(_STALL_S)]
@@ -50,7 +50,7 @@ class BadSessionPeer(GrpcPeer):
         alone = self.run(self._phase(seconds, {}))
         with _bad_caller(kind, self.gateway.address) as (process, did):
             beside = self.run(self._phase(seconds, {"bad": process}))
-        # Whatever it left behind is over before the next phase.
+        # Wait until its effects are over before the next phase.
         while self.gateway.status().operations_in_flight:
             time.sleep(0.05)
         if [(worker.pid, worker.epoch) for worker in self.gateway.status().workers] != workers:
@@ -97,20 +97,20 @@ class BadSessionPeer(GrpcPeer):
 
 
 async def _decode(cache: AsyncCache, seconds: float, rng: random.Random, took_ns: list[int]) -> None:
-    """One good caller; nothing is counted in the first moment."""
+    """One well-behaved caller. The first moment is not counted."""
     await cache.truncate(_PROMPT_TOKENS)
     counted_from_s = time.perf_counter() + _SETTLE_S
     while (began_s := time.perf_counter()) < counted_from_s + seconds:
         await cache.decode(1)
         if began_s >= counted_from_s:
             took_ns.append(int(1e9 * (time.perf_counter() - began_s)))
-        # Not in step with the others.
+        # Desynchronizes the callers.
         await asyncio.sleep(_PAUSE_S * rng.uniform(0.5, 1.5))
 
 
 @contextlib.contextmanager
 def _bad_caller(kind: str, address: str) -> Iterator[tuple[psutil.Process, dict[str, float]]]:
-    """A process of `bad_callers.py`, misbehaving meanwhile; what it did is there afterwards."""
+    """A process of `bad_callers.py` as a context manager. Its counters are set at the end."""
     process = subprocess.Popen(  # noqa: S603 - our own program
         [sys.executable, "-m", "benchmarks.bad_callers", kind, address],
         stdin=subprocess.PIPE,

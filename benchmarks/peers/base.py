@@ -1,7 +1,7 @@
-"""What a competitor is: a program of its own that measures itself when it is told to.
+"""The base class of competitors, which run as separate processes and measure themselves.
 
-Each runs in its own process (`host.py`), so that thread pools, interpreters and peaks of memory are its own.
-Methods are called by name with JSON arguments, and answer JSON.
+Each runs in its own process (`peer_process.py`), so that thread pools, interpreters and memory peaks are
+separate. Methods are called by name with JSON arguments, and return JSON.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SETTLING_STEPS = 1
 
 
 class Unavailable(Exception):
-    """The competitor cannot take part, and that is no fault: it is not installed, or not built yet."""
+    """The competitor is not installed or not built, which is not a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """What every competitor is started with.
+    """The configuration of a competitor.
 
     Attributes:
         name: What the plan calls it.
@@ -48,11 +48,11 @@ class PeerConfig:
 
     @property
     def shape(self) -> Shape:
-        """Of the model that is measured."""
+        """The shape of the measured model."""
         return SHAPES[self.shape_name]
 
     def model_dir(self) -> Path:
-        """Its Hugging Face directory, made if it is not there."""
+        """Its Hugging Face directory, created if needed."""
         return make_model(self.shape, self.cache)
 
 
@@ -78,32 +78,32 @@ class Sample:
 
 
 class Peer:
-    """A competitor; what it does not do, it is not asked for.
+    """A competitor. It implements only the methods that its entries use.
 
     The entries of a plan name its methods. One that measures returns a Sample, or Samples by the entry's
     parts. One that prepares may return the first tokens of the first sequence, to compare competitors by.
     """
 
     def versions(self) -> dict[str, str]:
-        """Names and versions of what does the work."""
+        """Names and versions of the libraries and kernels."""
         return {}
 
     def prepare_prefill(self, batch: int, prompt_tokens: int) -> None:
-        """Makes room for `batch` prompts."""
+        """Prepares sequences for `batch` prompts."""
 
     def release(self) -> None:
-        """Forgets what was prepared."""
+        """Releases the prepared sequences."""
 
     def memory(self) -> dict[str, int]:
         """Peak memory in bytes, by process."""
         return {"": peak_memory_bytes("self")}
 
     def close(self) -> None:
-        """Ends what the peer has started."""
+        """Ends the processes that the peer started."""
 
 
 def prompts(shape_vocab: int, batch: int, tokens: int, seed: int = 0) -> list[list[int]]:
-    """Random token ids; those of the same arguments are alike for all competitors."""
+    """Random token ids, the same for all competitors with the same arguments."""
     random = np.random.default_rng([seed, batch, tokens])
     found: list[list[int]] = random.integers(0, shape_vocab, (batch, tokens)).tolist()
     return found
@@ -117,7 +117,7 @@ def timed(work: Callable[[], object]) -> int:
 
 
 def timed_steps(step: Callable[[], object], steps: int) -> list[int]:
-    """The time of each of `steps` calls in ns, after some that settle."""
+    """The time of each of `steps` calls in ns, after some warm-up calls."""
     return [timed(step) for _ in range(SETTLING_STEPS + steps)][SETTLING_STEPS:]
 
 
@@ -130,7 +130,7 @@ def optional(module: str) -> Any:
 
 
 def peak_memory_bytes(pid: int | str) -> int:
-    """The most memory that a process has had resident, from /proc; 0 where there is no such file."""
+    """The peak resident memory of a process, from /proc; 0 if there is no such file."""
     status = Path(f"/proc/{pid}/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith("VmHWM:"):

@@ -1,4 +1,4 @@
-"""Quire's executor in the caller's own process: no gateway, no gRPC, no step loop."""
+"""Quire's executor in process: without gateway, gRPC and step loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from workers.operations import GREEDY
 
 
 class ExecutorPeer(Peer):
-    """Greedy, without log-probabilities. Sequences have prompts of their own, so that they share no pages."""
+    """Greedy, without log-probabilities. Each sequence has its own prompt, so that none share pages."""
 
     def __init__(self, config: PeerConfig, **settings: Any) -> None:
         """`settings`: further arguments of `LlmExecutor.load`."""
         torch.set_num_threads(config.threads)
         self._vocab_size = config.shape.vocab_size
-        # Another checkout may have the older name.
+        # Older checkouts have another name.
         pages = next(
             name for name in inspect.signature(LlmExecutor.load).parameters if name.startswith("kv_")
         )
@@ -33,7 +33,7 @@ class ExecutorPeer(Peer):
         self._coming = self._given
 
     def versions(self) -> dict[str, str]:
-        # One of the two says it, depending on the checkout.
+        # Which of the two has it depends on the checkout.
         both: list[Any] = [self._executor.info(), self._executor.capabilities()]
         said = next(found for found in both if hasattr(found, "kernels"))
         return {"torch": torch.__version__, "kernels": ", ".join(said.kernels), "runner": said.runner}
@@ -49,7 +49,7 @@ class ExecutorPeer(Peer):
         return tokens
 
     def feed(self, tokens: list[list[int]]) -> None:
-        """Until `release`, let the steps of a `decode` take in these [steps][B], whatever the model says."""
+        """Until `release`, the steps of a `decode` append these tokens, [steps][B], not the model's."""
         self._given = tokens
         self._reset()
 

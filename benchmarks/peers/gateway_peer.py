@@ -1,4 +1,4 @@
-"""The gateway alone: with an executor that has no weights, against a bare gRPC server that echoes.
+"""The gateway with a weightless executor, compared with a bare gRPC echo server.
 
 The same client code calls both, in turns, with the same messages: the echo server answers with what the
 gateway has answered.
@@ -19,7 +19,7 @@ from benchmarks.peers.grpc_peer import GrpcPeer
 
 SEQUENCES = 32
 _PROMPT_TOKENS = 64
-_VOCAB_SIZE = 1024  # of the executor without weights
+_VOCAB_SIZE = 1024  # of the weightless executor
 _SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].full_name
 
 
@@ -58,7 +58,7 @@ class GatewayPeer(GrpcPeer):
         super().close()
 
     async def _capture(self) -> dict[str, bytes]:
-        """What the gateway answers to the calls that will be echoed."""
+        """The gateway's responses, which the echo server returns."""
         one = await self.stub.Decode(self._callers[0].request())
         self._callers[0].took(one)
         items = [caller.request() for caller in self._callers]

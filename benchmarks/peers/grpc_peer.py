@@ -1,4 +1,4 @@
-"""What peers that start a gateway have in common."""
+"""The base class of peers that start a gateway."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class GrpcPeer(Peer):
         shutil.rmtree(self.gateway.log_path.parent)
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Runs a coroutine to its end."""
+        """Runs a coroutine and returns its result."""
         return self._runner.run(work)
 
     def connect(self, address: str) -> drivers.Stub:
-        """A stub for the event loop; its channel is closed with the peer."""
+        """A stub for the event loop. Its channel is closed with the peer."""
 
         async def open_channel() -> grpc.aio.Channel:
-            # Inside the loop that will use it.
+            # Create the channel in the event loop that uses it.
             return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
         self._channels.append(self.run(open_channel()))

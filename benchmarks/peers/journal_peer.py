@@ -1,4 +1,4 @@
-"""What writing caches down costs: the same service with a journal in memory, and with one on the disk."""
+"""The cost of the journal: the same service with a journal in memory, and with one on disk."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from benchmarks.gguf_file import make_gguf
 from benchmarks.peers.base import Peer, PeerConfig, Sample, optional, prompts, timed, timed_steps
 
-# Room for what a turn appends; llama.cpp gives each sequence an equal part of the context.
+# Space for the tokens of a turn. llama.cpp gives each sequence an equal part of the context.
 _SLACK_TOKENS = 128
 
 
@@ -43,7 +43,7 @@ class LlamaCppPeer(Peer):
     def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
         self._open(batch, context_tokens + _SLACK_TOKENS)
         self._context_tokens = context_tokens
-        # One prompt for all, prefilled once and copied: each sequence has memory of its own all the same.
+        # One prompt for all, prefilled once and copied. Each sequence still has its own memory.
         prompt = prompts(self._shape.vocab_size, batch, context_tokens)[0]
         self._first = self._forward([prompt], 0) * batch
         memory = self._llama.llama_get_memory(self._context)
@@ -87,7 +87,7 @@ class LlamaCppPeer(Peer):
         params = self._llama.llama_context_default_params()
         params.n_ctx = batch * tokens
         params.n_seq_max = batch
-        # The most that one call takes; it works through them in the default's smaller parts.
+        # The maximum tokens of one call, which it processes in smaller parts of the default size.
         params.n_batch = batch * tokens
         params.n_threads = params.n_threads_batch = self._threads
         params.no_perf = True
@@ -97,7 +97,7 @@ class LlamaCppPeer(Peer):
         self._batch = self._llama.llama_batch_init(batch * tokens, 0, 1)
 
     def _forward(self, token_ids: list[list[int]], position: int) -> list[int]:
-        """Appends tokens to the first sequences, each at `position`; the most likely next token of each."""
+        """Appends tokens to the first sequences at `position`. Returns the most likely next token of each."""
         batch, count = self._batch, 0
         for sequence, tokens in enumerate(token_ids):
             for offset, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""What the machine can do at most: how fast it reads memory, and how fast it multiplies matrices."""
+"""The machine's peak: memory bandwidth, and matrix multiplication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MATMUL_ROWS = 512
 
 
 class MachinePeer(Peer):
-    """Not a competitor: the roof over all of them, measured between them."""
+    """Not a competitor: the roofline, measured in turns with the competitors."""
 
     def __init__(self, config: PeerConfig) -> None:
         torch.set_num_threads(config.threads)
@@ -45,5 +45,5 @@ class MachinePeer(Peer):
 
 
 def _fastest_s(work: Callable[[], object]) -> float:
-    """The shortest time: it is the roof that is looked for, not the mean."""
+    """The shortest time, because it measures the peak."""
     return min(timed(work) for _ in range(_REPEATS)) / 1e9

@@ -1,4 +1,4 @@
-"""How fast a gateway starts, notices a killed worker, and is whole again."""
+"""How fast a gateway starts, detects a killed worker, and replaces it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RecoveryPeer(Peer):
             return Sample([took_ns], more={"gateway MB": gateway.status().memory_bytes / 1e6})
 
     def kill(self) -> dict[str, Sample]:
-        """Stops a worker, so that calls are surely in flight, and kills it; until another serves."""
+        """Pauses a worker, so that calls are in flight, and kills it. Measures until a new one serves."""
         gateway, stub = self._gateway, self._gateway.stub
         prefill = executor_pb2.PrefillRequest(token_ids=[1, 10, 3, 11])
         cache = stub.Prefill(prefill, timeout=_TIMEOUT_S).kv_cache

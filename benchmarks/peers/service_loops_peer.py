@@ -1,6 +1,6 @@
-"""Loops that callers own, over the service: a gateway and a worker in processes, and the Python client.
+"""Decoding loops of clients over the service: gateway and worker processes, and the Python client.
 
-As the recipes have them. Prompts of a turn are new, and alike for whoever else takes part in it.
+The loops are those of the recipes. The prompts of a turn are new, and the same for all competitors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TIMEOUT_S = 300.0
 
 
 class ServiceLoopsPeer(Peer):
-    """Loops of one caller use unary calls and batches; `chats` are callers who know nothing of each other."""
+    """Loops of one caller use unary calls and batches; `chats` are independent callers."""
 
     def __init__(self, config: PeerConfig) -> None:
         self._vocab_size = config.shape.vocab_size
@@ -67,7 +67,7 @@ class ServiceLoopsPeer(Peer):
         return _sample(work, tokens)
 
     def chats(self, chats: int, context: int, tokens: int, seed: int) -> Sample:
-        """Callers of their own, each with a loop as `greedy`."""
+        """Independent callers, each with a loop like `greedy`."""
         all_prompts = self._prompts(chats, context, seed)
 
         self._turns += 1
@@ -85,7 +85,7 @@ class ServiceLoopsPeer(Peer):
         return _sample(lambda: asyncio.run(all_chats()), chats * tokens)
 
     def samples(self, samples: int, context: int, tokens: int, seed: int) -> Sample:
-        """So many samples behind one prompt, with the log-probabilities that they were drawn with."""
+        """Samples of one prompt, with the log-probabilities of their draws."""
         (prompt,) = self._prompts(1, context, seed)
         outputs = [output_options(temperature=1.0, seed=n, sampled_logprob=True) for n in range(samples)]
 
@@ -127,7 +127,7 @@ class ServiceLoopsPeer(Peer):
         return _sample(work, beams * tokens)
 
     def choices(self, choices: int, context: int, tokens: int, seed: int) -> Sample:
-        """How likely each of some continuations is."""
+        """Scores continuations."""
         (drawn,) = self._prompts(1, context + choices * tokens, seed)
         prompt, rest = drawn[:context], drawn[context:]
         self._turns += 1
@@ -138,7 +138,7 @@ class ServiceLoopsPeer(Peer):
         return _sample(lambda: checked(self._client.score_batch(items)), choices * tokens)
 
     def drafts(self, context: int, steps: int, width: int, right: int, seed: int) -> Sample:
-        """Verifies of `width` drafts, of which the first `right` are what a greedy loop says."""
+        """Verifies of `width` drafts, of which the first `right` are those of a greedy loop."""
         (prompt,) = self._prompts(1, context, seed)
         with self._prefill(prompt) as cache:
             said = self._decode(cache, steps * (right + 1) + width)
@@ -154,7 +154,7 @@ class ServiceLoopsPeer(Peer):
         return _sample(work, steps * (right + 1))
 
     def attempts(self, attempts: int, context: int, tokens: int, seed: int) -> Sample:
-        """An agent that asks, reads the answer and takes both back."""
+        """An agent that generates, reads a result, and truncates both."""
         (drawn,) = self._prompts(1, context + 8 * attempts, seed)
         asked = [drawn[at : at + 8] for at in range(context, len(drawn), 8)]
 
@@ -168,7 +168,7 @@ class ServiceLoopsPeer(Peer):
         return _sample(work, attempts * tokens)
 
     def masked(self, context: int, tokens: int, allowed: int, seed: int) -> Sample:
-        """A loop in which each token has a set to be chosen from, as grammars make them."""
+        """A loop with a token mask at each step, as grammars make them."""
         (prompt,) = self._prompts(1, context, seed)
         sets = prompts(self._vocab_size, tokens, allowed, seed)
         asks = [output_options(allowed=sorted(set(ids))) for ids in sets]
@@ -181,7 +181,7 @@ class ServiceLoopsPeer(Peer):
         return _sample(work, tokens)
 
     def _grown(self, caches: Sequence[Cache], parents: Sequence[int]) -> list[Cache]:
-        """A cache for each beam: its parent's, or a copy. Those without a child are released."""
+        """A cache for each beam: its parent's, or a copy. Caches without a child are released."""
         dead = [cache for at, cache in enumerate(caches) if at not in parents]
         alive = sorted(set(parents))
         copies: list[list[Cache]] = [[] for _ in alive]
@@ -194,7 +194,7 @@ class ServiceLoopsPeer(Peer):
     def _prefill(
         self, prompt: Sequence[int], output: OutputOptions | None = None, sample_seeds: Sequence[int] = ()
     ) -> Cache:
-        """A cache of a prompt that nobody has computed before, as far as the server is concerned."""
+        """A cache of a prompt that is not in the server's prefix cache."""
         self._turns += 1
         salt = str(self._turns)
         return self._client.prefill(prompt, output=output, cache_salt=salt, sample_seeds=sample_seeds)

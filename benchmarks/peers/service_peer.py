@@ -1,4 +1,4 @@
-"""Quire as it is used: a gateway and a worker in their own processes, and clients over gRPC in this one."""
+"""Quire as a service: gateway and worker processes, and gRPC clients in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServicePeer(GrpcPeer):
             self.run(drivers.rewind_callers(self.stub, self._callers))
 
     def execute(self, steps: int, calls: int) -> Sample:
-        """The same sequences by Execute, in so many calls. Their prompts are found computed."""
+        """The same sequences by Execute, in this many calls. Their prompts are in the prefix cache."""
         return self._counted(drivers.execute(self.runner_stub, self._prompts, steps, calls))
 
     def _counted(self, turn: Coroutine[Any, Any, Sample]) -> Sample:
@@ -51,16 +51,16 @@ class ServicePeer(GrpcPeer):
         return sample
 
     def first_token(self, prompt_tokens: int, seed: int, call: str) -> Sample:
-        """How long a new prompt takes until its first token is there."""
-        # Each has one of its own: what one has computed the other would find.
+        """The time to first token of a new prompt."""
+        # Each way has its own prompt, because the other's would be in the prefix cache.
         (prompt,) = prompts(self._vocab_size, 1, prompt_tokens, 2 * seed + (call == "Execute"))
         if call == "Execute":
             return self.run(drivers.first_chunk(self.runner_stub, prompt))
         return self.run(self._prefill([prompt]))
 
     def score(self, context_tokens: int, choices: int, tokens: int, seed: int, how: str) -> Sample:
-        """How long it takes to score some choices behind a new context."""
-        # Each way has contexts of its own, as for `first_token`.
+        """The time to score choices after a new context."""
+        # Each way has its own contexts, as in `first_token`.
         ways = ("whole", "batch", "forks")
         sizes = context_tokens + choices * tokens
         (drawn,) = prompts(self._vocab_size, 1, sizes, len(ways) * seed + ways.index(how))
@@ -89,6 +89,6 @@ class ServicePeer(GrpcPeer):
 
 
 def _step_counts(worker: Any) -> Any:
-    """Where the checkout has them: the worker's own fields, or a message among them."""
+    """The worker's step counts: its own fields, or in a message, depending on the checkout."""
     messages = [worker, *(value for _field, value in worker.ListFields())]
     return next(found for found in messages if hasattr(found, "batch_items"))

@@ -1,4 +1,4 @@
-"""What a long prompt does to those who decode: the time between two of their tokens."""
+"""The effect of a long prompt on decoding callers: their time between tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from benchmarks.peers.grpc_peer import GrpcPeer
 _CALLERS = 16
 _PROMPT_TOKENS = 128
 _LONG_TOKENS = 4096
-# How far a caller decodes before it begins anew, so that a fast model does not fill the pool.
+# A caller restarts after this many tokens, so that a fast model does not fill the pool.
 _MAX_TOKENS = 512
 _KV_PAGES = (_CALLERS * _MAX_TOKENS + _LONG_TOKENS) // 16 + _CALLERS
 
 
 class StallPeer(Peer):
-    """Sixteen callers, each on a Session of its own. A gateway for each turn: its budget is a setting."""
+    """Sixteen callers, each on its own Session. A gateway for each turn, because the budget is a setting."""
 
     def __init__(self, config: PeerConfig) -> None:
         self._config = config
 
     def stall(self, budget: int, seconds: float = 15.0) -> dict[str, Sample]:
-        """Gaps of all callers for `seconds`, and then until a prompt of 4096 tokens is answered."""
+        """Gaps of all callers for `seconds`, and then until a prompt of 4096 tokens is done."""
         config = self._config
         flags = ["--threads-per-worker", str(config.threads), "--kv-pages", str(_KV_PAGES)]
         flags += ["--max-mixed-prefill-tokens", str(budget)] if budget else []

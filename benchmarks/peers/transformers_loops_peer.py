@@ -1,4 +1,4 @@
-"""The loops of `service_loops_peer`, as one writes them by hand over transformers and its DynamicCache.
+"""The loops of `service_loops_peer`, hand-written with transformers and its DynamicCache.
 
 By somebody who knows the library: contexts are computed once and copied, what can run in one batch does, and
 drafts and attempts are taken back by cropping. Methods and arguments are those of `ServiceLoopsPeer`.
@@ -17,7 +17,7 @@ from benchmarks.peers.transformers_peer import TransformersPeer
 
 
 class TransformersLoopsPeer(TransformersPeer):
-    """Tokens are drawn from the softmax of float32 logits, with torch's generator."""
+    """Samples from the softmax of float32 logits, with torch's generator."""
 
     def __init__(self, config: PeerConfig) -> None:
         super().__init__(config)
@@ -36,7 +36,7 @@ class TransformersLoopsPeer(TransformersPeer):
         all_prompts = torch.tensor(prompts(self._vocabulary, chats, context, seed))
 
         def work() -> None:
-            # All at once, which takes prompts of one length, and nobody who comes late.
+            # All in one batch, which requires prompts of one length that arrive together.
             cache = self._new_cache()
             chosen = self._logits(all_prompts, cache)[:, -1].argmax(-1, keepdim=True)
             for _ in range(tokens - 1):
@@ -104,7 +104,7 @@ class TransformersLoopsPeer(TransformersPeer):
                 rows = self._logits(torch.tensor([[said[at], *drafted]]), cache, all_rows=True)[0]
                 chosen = rows.argmax(-1).tolist()
                 same = [a == b for a, b in zip(drafted, chosen, strict=False)]
-                # As many go on as are right by the plan, whatever rounding did: so all take as many steps.
+                # Keep the planned number of drafts despite rounding, so that all take the same steps.
                 kept = 1 + (right if same else 0)
                 length, at = length + kept, at + kept
                 cache.crop(length - cache.get_seq_length())

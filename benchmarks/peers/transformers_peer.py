@@ -1,4 +1,4 @@
-"""transformers: bfloat16, sdpa attention, DynamicCache, and the loop that `generate` is at heart."""
+"""transformers: bfloat16, sdpa attention, DynamicCache, and the core loop of `generate`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
 
-# The library's ways to compute a mixture of experts that need no GPU.
+# The library's implementations of a mixture of experts that need no GPU.
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
 class TransformersPeer(Peer):
-    """All sequences are of one length, so no attention mask is needed: the fastest path there is."""
+    """All sequences have one length, so that no attention mask is needed: the fastest path."""
 
     def __init__(self, config: PeerConfig, *, own_prompts: bool = False) -> None:
-        """`own_prompts`: sequences have those of `ExecutorPeer`, and are not copies of the first."""
+        """With `own_prompts` the sequences have those of `ExecutorPeer`, instead of copies of the first."""
         torch.set_num_threads(config.threads)
         self._vocab_size = config.shape.vocab_size
         # In evaluation mode, as from_pretrained leaves it.
@@ -44,7 +44,7 @@ class TransformersPeer(Peer):
         if self._own_prompts:
             self._first = self._forward(own, self._cache)  # [B, 1]
         else:
-            # One for all, prefilled once and copied: each sequence has memory of its own all the same.
+            # One prompt for all, prefilled once and copied. Each sequence still has its own memory.
             self._first = self._forward(own[:1], self._cache).repeat(batch, 1)  # [B, 1]
             self._cache.batch_repeat_interleave(batch)
         self._next = self._first
@@ -54,12 +54,12 @@ class TransformersPeer(Peer):
         return tokens
 
     def feed(self, tokens: list[list[int]]) -> None:
-        """Until `release`, let the steps of a `decode` take in these [steps][B], whatever the model says."""
+        """Until `release`, the steps of a `decode` append these tokens, [steps][B], not the model's."""
         self._given = [torch.tensor(row)[:, None] for row in tokens]
         self._reset()
 
     def use_fastest_experts(self) -> str:
-        """Compute experts from now on as is fastest for what was prepared.
+        """Chooses the fastest implementation of experts for the prepared sequences.
 
         Returns:
             The library's name for it.
@@ -99,7 +99,7 @@ class TransformersPeer(Peer):
 
     def _step(self) -> None:
         chosen = self._forward(self._next, self._cache)
-        chosen.tolist()  # The caller of a loop sees every token, here as everywhere.
+        chosen.tolist()  # As for all competitors, the caller receives every token.
         self._next = self._coming.pop(0) if self._coming else chosen
 
     def _reset(self) -> None:

@@ -1,4 +1,4 @@
-"""How heavy the code is: its length, what a Decode goes through, and what a token costs: `make size`."""
+"""The weight of the code: its length, the path of a Decode, and the Python calls per token: `make size`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _short(name: str) -> str:
 
 
 def main() -> None:
-    """Prints all of it."""
+    """Prints the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.size", description=__doc__)
     parser.add_argument(
         "--functions", type=int, default=0, metavar="N", help="also the N most called functions"

@@ -1,4 +1,4 @@
-"""Python function calls per token, and the way of a Decode, seen in a running gateway and its worker.
+"""Python function calls per token, and the path of a Decode, traced in a running gateway and its worker.
 
 Both run with `hook/sitecustomize.py`, which counts. The weightless executor computes, so that nothing of a
 model is counted. Timers stand still, and steps come one by one, each after the one before has left no work
@@ -35,7 +35,7 @@ ITEMS = 32
 _HOOK = Path(__file__).with_name("hook")
 _SETTLING_STEPS = 8
 _STEPS = 33
-# Nothing was called for that long, twice: a step has left no work behind.
+# If nothing was called for this long, twice, a step has left no work behind.
 _QUIET_S = 0.01
 _MOST_LOOKS = 200
 _CHUNK_BYTES = 1 << 16
@@ -43,7 +43,7 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A function that takes values of a type as an argument, or sets attributes of one."""
+    """A function that takes a value of a type as an argument, or sets its attributes."""
 
     file: str
     function: str
@@ -52,7 +52,7 @@ class Use:
 
 
 class CountedServer:
-    """A gateway with one worker, whose calls of Python functions are counted. Use as a context manager."""
+    """A gateway with one worker, with counted calls of Python functions. Use as a context manager."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -62,10 +62,10 @@ class CountedServer:
             self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-calls-")))
             path = os.pathsep.join([str(_HOOK), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
             with mock.patch.dict(os.environ, {"PYTHONPATH": path, "COUNTED_CALLS_DIR": str(self._directory)}):
-                # With a journal that is written, as where it matters.
+                # With a journal on disk, as in production.
                 flags = ["--no-self-check", "--data-dir", str(self._directory / "data")]
                 self.gateway = stack.enter_context(GatewayProcess(model="paged-attention", flags=flags))
-                # Its timers stand still, so that it could not drain. Its worker ends with it.
+                # Its timers are stopped, so that it could not drain. Its worker exits with it.
                 stack.callback(self.gateway.process.kill)
             self._stack = stack.pop_all()
         return self
@@ -126,7 +126,7 @@ def _medians(steps: Sequence[Counter[str]]) -> Counter[str]:
 
 
 def most_called(calls: Counter[str], tokens: int, at_most: int) -> list[str]:
-    """Lines that say which functions are called most often for a token."""
+    """The functions that are called most often per token, as lines."""
     return [
         f"{count / tokens:8.1f}  {name.removeprefix(f'{ROOT}/')}"
         for name, count in calls.most_common(at_most)
@@ -135,7 +135,7 @@ def most_called(calls: Counter[str], tokens: int, at_most: int) -> list[str]:
 
 @contextlib.contextmanager
 def decodes(server: CountedServer) -> Iterator[dict[str, tuple[Callable[[], object], int]]]:
-    """The ways to decode that are counted: a step of each, and its tokens."""
+    """The measured ways to decode: a step of each, and its number of tokens."""
     stub = server.gateway.stub
 
     def caller(prompt_len: int) -> Caller:
@@ -143,7 +143,7 @@ def decodes(server: CountedServer) -> Iterator[dict[str, tuple[Callable[[], obje
         response = stub.Prefill(prompt)
         return Caller(response.kv_cache.cache_id, prompt_len, response.output.token_id)
 
-    # Of all lengths, so that in each step as many of them begin a page.
+    # With different lengths, so that the same number of sequences starts a page in each step.
     callers = [caller(length) for length in range(ITEMS, 2 * ITEMS)]
     alone, on_session = caller(ITEMS), caller(ITEMS)
 

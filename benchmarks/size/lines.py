@@ -1,4 +1,4 @@
-"""How long the code is: lines, logical lines, files and classes. What tools generate is left out."""
+"""The length of the code: lines, logical lines, files and classes, without generated code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_OURS = ("build", "dist", "node_modules", "__pycache__")
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Of some code. Only Python has logical lines here: statements, without docstrings."""
+    """The length of some code. Logical lines are Python statements without docstrings."""
 
     files: int
     lines: int
@@ -26,7 +26,7 @@ class Length:
 
 
 def source_files(package: str) -> list[Path]:
-    """What was written by hand."""
+    """The files that are not generated."""
     return [
         path
         for path in sorted((ROOT / package).rglob("*"))
@@ -37,19 +37,19 @@ def source_files(package: str) -> list[Path]:
 
 
 def length(*packages: str) -> Length:
-    """The length of some packages together."""
+    """The total length of some packages."""
     paths = [path for package in packages for path in source_files(package)]
     logical_lines = sum(_logical_lines(path) for path in paths if path.suffix == ".py")
     return Length(len(paths), sum(_num_lines(path) for path in paths), logical_lines)
 
 
 def longest_file() -> tuple[int, str]:
-    """Of the product: its lines, and its name."""
+    """The longest file of the product: its lines and its name."""
     return max((_num_lines(path), str(path.relative_to(ROOT))) for path in _product())
 
 
 def most_methods() -> tuple[int, str]:
-    """Of a class of the product: how many functions its body defines, properties among them, and its name."""
+    """The class of the product with the most methods, including properties: their number, and its name."""
     return max(
         (sum(isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) for child in node.body), node.name)
         for path in _product()

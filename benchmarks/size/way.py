@@ -1,4 +1,4 @@
-"""The files and types through which a Decode goes, by what functions take and change while one is computed.
+"""The files and types on the path of a Decode, from the arguments and writes of functions that run for one.
 
 A file counts if one of its functions takes a value of one of `TYPES`, or several of them, as an argument, or
 sets attributes of one. Methods of these types themselves do not make a file count, and neither do models,
@@ -20,24 +20,16 @@ TYPES = (
     "service.caches.requests.Append",
     "service.caches.entries.Operation",
     "service.caches.entries.CacheEntry",
-    "service.caches.entries.StoredAnswer",
     "service.caches.ledger.CacheState",
-    "service.caches.admission.Ahead",
-    "service.caches.entries.Attempt",
-    "service.caches.effects.ForwardSequence",
+    "service.caches.effects.Attempt",
     "quire.v1.worker_pb2.ForwardCommand",
     "workers.operations.Forward",
-    "workers.forward_queue.QueuedForward",
-    "workers.running.RunningForward",
-    "workers.running.Chunk",
+    "workers.operations.Chunk",
     "workers.models.inputs.ForwardInputs",
     "workers.operations.RowOutput",
-    "workers.operations.ForwardDone",
     "quire.v1.worker_pb2.ForwardDone",
-    "service.caches.records.LastAppend",
     "service.caches.records.TokensAppended",
     "service.caches.requests.Appended",
-    "service.caches.requests.Handle",
     "quire.v1.executor_pb2.DecodeResponse",
 )
 _NOT_COUNTED = ("workers/models/", "workers/runners/", "kernels/", "clients/")
@@ -45,18 +37,18 @@ _NOT_COUNTED = ("workers/models/", "workers/runners/", "kernels/", "clients/")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Through the gateway and the worker."""
+    """The path through the gateway and the worker."""
 
-    # By the file's name, the types of the way that it takes or changes.
+    # For each file, the types of the path that it takes or changes.
     files: dict[str, set[str]]
-    # Those of `TYPES` that were met.
+    # The types in `TYPES` that were found.
     types: set[str]
-    # Ours, made anew for each Decode, and not in `TYPES`: wrappers. Only those with an `__init__` in Python.
+    # Wrappers: our other types that each Decode instantiates. Only those with an `__init__` in Python.
     other_types: set[str]
 
 
 def way_of(uses: Iterable[Use]) -> Way:
-    """What was seen while a Decode was computed."""
+    """Computes the path from the trace of a Decode."""
     uses = list(uses)
     types = {use.type for use in uses if use.type in TYPES}
     own_methods = {(use.file, use.function) for use in uses if use.variable == "self" and use.type in TYPES}

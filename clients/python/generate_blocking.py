@@ -1,10 +1,10 @@
-"""Writes the blocking client from the asyncio one, word for word without `await`.
+"""Generates the blocking client from the asyncio one by removing `async` and `await`.
 
     python clients/python/generate_blocking.py            writes quire/client.py from quire/aio.py
-    python clients/python/generate_blocking.py --check    fails if that differs from what would be written
+    python clients/python/generate_blocking.py --check    fails if quire/client.py is not up to date
 
-So there is one description of both, and each stands in the repository as plain code, with its types and
-docstrings. What the two do not say alike is in _PHRASES. Needs ruff, which lays the result out.
+There is one source for both, and both are committed as plain code with types and docstrings. _PHRASES has the
+texts in which they differ. Needs ruff to format the result.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ PACKAGE = Path(__file__).resolve().parent / "quire"
 SOURCE, GENERATED = PACKAGE / "aio.py", PACKAGE / "client.py"
 COMMAND = "clients/python/generate_blocking.py"
 
-# What is said once only, and must be there.
+# Texts that occur exactly once in the source.
 _PHRASES = (
     (
         '"""The asyncio client. The blocking one is generated from this file: see generate_blocking.py."""',
         f'"""The blocking client. Generated from aio.py by {COMMAND}: change that file."""',
     ),
     (
-        "A connection to a Quire server, of the event loop it was made in. Close it, or use `async with`.",
-        "A connection to a Quire server. Safe for use by several threads; close it, or use it in a `with`.",
+        "A connection to a Quire server, for one event loop. Close it, or use `async with`.",
+        "A connection to a Quire server. Thread-safe. Close it, or use `with`.",
     ),
     (
-        "A stream of many calls, by any number of tasks of one event loop. Close it, or use `async with`.",
-        "A stream of many calls. Safe for use by several threads; close it, or use it in a `with`.",
+        "A stream of many calls, for any number of tasks of one event loop. Close it, or use `async with`.",
+        "A stream of many calls. Thread-safe. Close it, or use `with`.",
     ),
-    ("given up (cancelled, or its time limit\n    passed) may", "given up (its time limit passed)\n    may"),
+    (
+        "An abandoned call (cancelled, or its timeout\n    passed) may",
+        "An abandoned call (its timeout passed)\n    may",
+    ),
     ("use it in an `async with`", "use it in a `with`"),
-    ("# The stream's tasks do not know", "# The stream's threads do not know"),
+    ("Leaving its `async with` block", "Leaving its `with` block"),
+    ("# The stream's tasks do not refer", "# The stream's threads do not refer"),
 )
-# What is said all over, words or patterns.
+# Patterns that are replaced everywhere.
 _WORDS = (
     (r"\bimport asyncio\b", "import time"),
     (r"\basyncio\.sleep\(", "time.sleep("),
@@ -65,10 +69,10 @@ def main() -> int:
 
 
 def blocking(source: str) -> str:
-    """The blocking client, of the asyncio one. Raises ValueError where a phrase is not there."""
+    """The blocking client for the asyncio one. Raises ValueError if a phrase is missing."""
     for phrase, other in _PHRASES:
         if source.count(phrase) != 1:
-            raise ValueError(f"{SOURCE.name} should say once: {phrase}")
+            raise ValueError(f"{SOURCE.name} must contain exactly once: {phrase}")
         source = source.replace(phrase, other)
     for pattern, word in _WORDS:
         source = re.sub(pattern, word, source)
@@ -78,7 +82,7 @@ def blocking(source: str) -> str:
 
 
 def formatted(source: str) -> str:
-    """`source` as `ruff` lays it out, its imports in order."""
+    """`source` formatted by ruff, with sorted imports."""
     ruff = Path(sys.executable).with_name("ruff")
     name = ("--stdin-filename", str(GENERATED), "-")
     for command in (("check", "--quiet", "--fix-only", "--select", "I"), ("format", "--quiet")):

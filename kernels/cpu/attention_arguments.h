@@ -1,4 +1,4 @@
-// What both attention kernels are told, and how one of its items looks.
+// The arguments of both attention kernels, and one item of them.
 #pragma once
 
 #include <algorithm>
@@ -18,18 +18,18 @@ struct AttentionArguments {
   const float* sinks;       // [H]; null: none
   const float* slopes;      // [H]; null: none
   const int32_t* roots;       // [N]; null: no item is a tree
-  const uint64_t* ancestors;  // [T]; null: the same
+  const uint64_t* ancestors;  // [T]; null: no item is a tree
   int64_t items, table_stride, query_stride, head_stride;
   int64_t heads, kv_heads, width, value_width, page_size;
-  int64_t max_query;  // items of up to this many tokens are for one kernel, longer ones for the other
+  int64_t max_query;  // items with at most this many tokens run in paged_attention.cpp, others in chunk_attention.cpp
   int64_t window;     // 0: unlimited
   int64_t threads;
   double scale, softcap;  // softcap 0: none
 };
 
-// One item, resolved.
+// The numbers of one item.
 struct Item {
-  int64_t start, query_len, context, oldest;  // `oldest`: first position that any of its queries sees
+  int64_t start, query_len, context, oldest;  // `oldest`: the first position that is visible to any of its queries
   Item(const AttentionArguments& a, int64_t index) {
     start = a.starts[index];
     query_len = a.starts[index + 1] - start;

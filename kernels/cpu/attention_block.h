@@ -1,6 +1,6 @@
-// The arithmetic of paged attention on one block of 16 keys, and on what is summed over blocks.
+// The arithmetic of paged attention on one block of 16 keys, and on the sums over blocks.
 //
-// Knows nothing of pages, sequences or threads.
+// Independent of pages, sequences and threads.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace quire {
 
 constexpr int64_t kBlockKeys = kLanes;
 
-// The rows of a task, unnormalised: R sums of V rounded up to whole pairs, R maxima, R denominators.
+// The unnormalised rows of a task: R sums of width V, padded to whole pairs, R maxima, R denominators.
 struct Rows {
   float *sums, *maxima, *totals;
   int64_t padded;  // width of a row of sums
@@ -26,8 +26,8 @@ struct Rows {
   }
 };
 
-// The keys and values of a block. Where several passes read them they are copied together first: in their page
-// they lie so far apart, by a power of two, that the cache could not hold them all.
+// The keys and values of a block. If several passes read them, they are copied to contiguous memory first: in their
+// page the distance between them is a power of two, so that the cache could not hold them all.
 template <typename T>
 struct Block {
   const T *keys[kBlockKeys], *values[kBlockKeys];
@@ -47,7 +47,7 @@ struct Block {
   }
 };
 
-// Scores of a block against `kRows` rows, of half the keys at a time so that the sums stay in registers.
+// The scores of a block and `kRows` rows, for half the keys at a time, so that the sums stay in registers.
 template <int kRows, typename T>
 inline void block_scores(Floats (&scores)[kRows], const T* const (&queries)[kRows], const Block<T>& block,
                          int64_t width) {
@@ -107,7 +107,7 @@ inline void add_values(float* sums, int64_t padded, const float* weights, const 
   if (d < width) add_columns<kRows, 1>(sums, padded, weights, values, d, kLanes);
 }
 
-// Turn the scores of a block into weights against the row's running maximum, which rises where needed.
+// Turn the scores of a block into weights relative to the row's running maximum, which is updated.
 inline Floats block_weights(Floats scores, const Rows& rows, int64_t row) {
   float before = rows.maxima[row];
   float highest = std::max(before, reduce(scores, larger));
@@ -125,7 +125,7 @@ inline Floats block_weights(Floats scores, const Rows& rows, int64_t row) {
   return weights;
 }
 
-// Fold the rows of a later chunk into those of the first.
+// Merge the rows of a later chunk into those of the first.
 inline void merge_rows(const Rows& into, const Rows& from, int64_t num_rows) {
   for (int64_t row = 0; row < num_rows; row++) {
     const float highest = std::max(into.maxima[row], from.maxima[row]);

@@ -1,7 +1,6 @@
-// From the product of a query and a key to a score in powers of two: the scale, and what some models do beside it.
-// kernels/attention_scoring.py has the formulas.
+// Turns products of a query and a key into scores, as exponents of 2. kernels/attention_scoring.py has the formulas.
 //
-// Which of them applies is a template parameter, so that models without any pay nothing.
+// Template parameters select the formulas, so that other models have no extra cost.
 #pragma once
 
 #include <cmath>
@@ -15,8 +14,8 @@ enum class Shaping { kNone, kSoftcap, kAlibi };
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// Accurate relative to the result, also where that is small. Beside zero: the odd polynomial x + x^3 * p(x^2) of least
-// relative error, 1.5e-8, on [-0.5, 0.5]. Elsewhere: (1 - e) / (1 + e) with e = exp(-2 |x|), which cancels nothing there.
+// Accurate relative to the result, also for small results. On [-0.5, 0.5]: the odd polynomial x + x^3 * p(x^2) of
+// least relative error, 1.5e-8. Elsewhere: (1 - e) / (1 + e) with e = exp(-2 |x|), without cancellation there.
 inline Floats hyperbolic_tangent(Floats x) {
   const Floats size = larger(x, -x);
   const Floats e = power_of_two(size * static_cast<float>(-2 * kLog2E));
@@ -30,7 +29,7 @@ inline Floats hyperbolic_tangent(Floats x) {
   return size < 0.5f ? near : x < 0.0f ? -far : far;
 }
 
-// The numbers of the formula, as they are multiplied with.
+// The parameters of the formulas, in the form in which they are used.
 template <Shaping kShaping>
 struct Scores {
   float scale, softcap;
@@ -41,21 +40,21 @@ struct Scores {
         softcap(static_cast<float>(a.softcap * kLog2E)),
         slopes(a.slopes) {}
 
-  // `products` of a query of this head with 16 keys, of which the first is `ahead` positions after the query.
+  // The scores of a query of this head and 16 keys, the first of which is `ahead` positions after the query.
   Floats operator()(Floats products, int64_t head, int64_t ahead) const {
     if constexpr (kShaping == Shaping::kNone) return products * scale;
     const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return shaped(products, head, lanes + static_cast<int32_t>(ahead));
   }
 
-  // The same of keys that need not be neighbours.
+  // The same for keys that need not be adjacent.
   Floats operator()(Floats products, int64_t head, Ints aheads) const {
     if constexpr (kShaping == Shaping::kNone) return products * scale;
     return shaped(products, head, aheads);
   }
 
  private:
-  // Not inlined: the compiler may fuse a product and a sum, and bits must not depend on where it does.
+  // Not inlined: the compiler may fuse a product and a sum, and the bits must be the same for all callers.
   __attribute__((noinline)) Floats shaped(Floats products, int64_t head, Ints aheads) const {
     if constexpr (kShaping == Shaping::kSoftcap) return hyperbolic_tangent(products * scale) * softcap;
     const float slope = static_cast<float>(slopes[head] * kLog2E);
@@ -63,8 +62,8 @@ struct Scores {
   }
 };
 
-// What the sink of a head adds to the weights of a row, which are relative to `highest`. Infinity, if the sink is far
-// above all scores: the row becomes zeros.
+// The term of a head's sink in the sum of a row's weights, which are relative to `highest`. Infinity if the sink is
+// far above all scores: the row becomes zeros.
 inline float sink_weight(const AttentionArguments& a, int64_t head, float highest) {
   return a.sinks == nullptr ? 0.0f : std::exp2(static_cast<float>(a.sinks[head] * kLog2E) - highest);
 }

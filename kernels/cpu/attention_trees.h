@@ -1,6 +1,6 @@
-// What a row of a token tree sees, and how far away: kernels/attention_trees.py says what a tree is.
+// Which keys a row of a token tree attends to, and their distances. kernels/attention_trees.py describes trees.
 //
-// Whether a batch has trees is a template parameter of the kernels, so that batches without pay nothing.
+// Whether a batch has trees is a template parameter of the kernels, so that other batches have no extra cost.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace quire {
 
 constexpr int64_t kTreeTokens = 64;
 
-// A row of a tree; of any other row `ancestors` is 0.
+// A row of a tree. For any other row `ancestors` is 0.
 struct TreeRow {
   uint64_t ancestors;
   int64_t root;
@@ -23,7 +23,7 @@ struct TreeRow {
   bool is_in_tree() const { return ancestors != 0; }
   int64_t position() const { return root + __builtin_popcountll(ancestors) - 1; }
 
-  // By how many positions the 16 keys in slots from `first` on are ahead of it; 1 where it does not see one.
+  // By how many positions the 16 keys in slots from `first` on are ahead of the row; 1 for keys that are not visible.
   Ints aheads(int64_t first) const {
     const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Ints ahead = lanes + static_cast<int32_t>(first - position());
@@ -36,7 +36,7 @@ struct TreeRow {
   }
 };
 
-// Which of these keys a row sees through a window; 0: unlimited.
+// Which of these keys are in the window of a row; 0: unlimited.
 inline Ints seen_of(Ints ahead, int64_t window) {
   const Ints seen = ahead <= 0;
   return window == 0 ? seen : seen & (ahead > static_cast<int32_t>(-window));

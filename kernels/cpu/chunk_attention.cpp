@@ -1,10 +1,10 @@
 // Causal attention of items with many new tokens (chunks of a prompt) over paged keys and values, as matrix products
-// of 64 keys with 6 rows whose sums stay in registers. kernels/paged_attention.py has the formula and the checks;
-// nothing is checked here.
+// of 64 keys with 6 rows whose sums stay in registers. kernels/paged_attention.py has the formula, and checks the
+// arguments.
 //
 // The keys and values of one key-value head are first copied into the order in which the products read them, once for
-// all rows of the item. Then each task goes through them for some rows with a running maximum (online softmax).
-// Weights are rounded to bfloat16 before they meet the values, as in torch's own attention; sums are float32.
+// all rows of the item. Then each task processes them for some rows with a running maximum (online softmax).
+// Weights are rounded to bfloat16 before the product with values, as in torch's own attention; sums are float32.
 //
 // Letters as in kernels/paged_attention.py. A row is a token and one of the G query heads: row = token * G + head.
 
@@ -27,9 +27,9 @@ namespace {
 constexpr int kBlockKeys = 64;
 constexpr int kKeyVectors = kBlockKeys / kLanes;
 constexpr int kTileRows = 6;
-// Rows of a task: their sums stay in the second cache while keys and values pass through the first.
+// The rows of a task: their sums stay in L2, while keys and values stream through L1.
 constexpr int64_t kTaskRows = 16 * kTileRows;
-// Copies of keys and values that exist at a time, over several heads; one head of a long sequence may need more.
+// The bytes of keys and values that are copied at a time, over several heads. A head of a long sequence may need more.
 constexpr int64_t kScratchBytes = 32 << 20;
 
 inline __m512bh pairs_at(const void* from) { return (__m512bh)_mm512_loadu_si512(from); }
@@ -39,13 +39,13 @@ inline __m512bh pair_everywhere(const Bf16* from) {
   return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// The keys and values of one head of one item, from `begin` (a multiple of 64) on, in blocks of 64 positions.
+// The keys and values of one head of one item, starting at `begin` (a multiple of 64), in blocks of 64 positions.
 struct Packed {
   uint32_t* keys;    // [blocks, D / 2, 64] pairs of elements of a key
-  uint32_t* values;  // [blocks, 32, V] an element of two neighbouring keys' values
+  uint32_t* values;  // [blocks, 32, V] an element of the values of two adjacent keys
 };
 
-// One head of one item: what its tasks share.
+// One head of one item: the data that its tasks share.
 struct Head {
   const AttentionArguments& a;
   int64_t index, kv_head;
@@ -62,13 +62,13 @@ struct Head {
   int64_t keys_size() const { return blocks * kBlockKeys * a.width / 2; }
   int64_t values_size() const { return blocks * kBlockKeys * a.value_width / 2; }
   int64_t rows() const { return item.query_len * group; }
-  // Of a row of a tree only its slot.
+  // For a row of a tree this is its slot, not its position.
   int64_t position(int64_t row) const { return item.context - item.query_len + row / group; }
   TreeRow tree_row(int64_t row) const { return TreeRow(a, index, item.start + row / group); }
 
   int64_t head_of(int64_t row) const { return kv_head * group + row % group; }
 
-  // A row of pages of this width, or null where no query may see it: such a slot may hold anything.
+  // A row of pages of this width; null if it is visible to no query, since such a slot may have any content.
   const Bf16* at(const void* pages, int64_t width, int64_t position) const {
     if (position < item.oldest || position >= item.context) return nullptr;
     const int64_t page = a.tables[index * a.table_stride + position / a.page_size];
@@ -109,7 +109,7 @@ struct Sums {
   float maxima[kTaskRows], totals[kTaskRows];
 };
 
-// Scores of the block at `first` against some rows, in powers of two. What a row of a tree does not see is hidden.
+// The scores of the block at `first` and some rows, as exponents of 2. Keys that a tree's row does not see are hidden.
 template <bool kTrees, int kRows, Shaping kShaping>
 void block_scores(Floats (&scores)[kRows][kKeyVectors], const Scores<kShaping>& shape, const Head& head, int64_t row,
                   const uint32_t* keys, int64_t first) {
@@ -141,7 +141,7 @@ void block_scores(Floats (&scores)[kRows][kKeyVectors], const Scores<kShaping>& 
   }
 }
 
-// Hides what a row does not see of the block at `first`.
+// Hides the keys of the block at `first` that are not visible to a row.
 inline void hide(Floats (&scores)[kKeyVectors], const Head& head, int64_t row, int64_t first) {
   const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t own = head.position(row), oldest = head.a.window ? own - head.a.window + 1 : 0;
@@ -153,7 +153,7 @@ inline void hide(Floats (&scores)[kKeyVectors], const Head& head, int64_t row, i
   }
 }
 
-// Turns a row's scores into weights against its running maximum, and returns what its sums must shrink by.
+// Turns a row's scores into weights relative to its running maximum, and returns the factor for its sums so far.
 inline float block_weights(Bf16* weights, Floats (&scores)[kKeyVectors], Sums& sums, int64_t row) {
   const float before = sums.maxima[row];
   const float highest = std::max(
@@ -175,7 +175,7 @@ inline float block_weights(Bf16* weights, Floats (&scores)[kKeyVectors], Sums& s
   return shrink;
 }
 
-// sums = sums * shrink + weights * values, for `kVectors` vectors of columns from `column` on.
+// sums = sums * shrink + weights * values, for `kVectors` vectors of columns, starting at `column`.
 template <int kRows, int kVectors>
 void add_values(float* sums, const float* shrink, const Bf16* weights, const uint32_t* values, int64_t width,
                 int64_t column) {
@@ -195,7 +195,7 @@ void add_values(float* sums, const float* shrink, const Bf16* weights, const uin
     for (int v = 0; v < kVectors; v++) _mm512_storeu_ps(sums + r * width + column + v * kLanes, totals[r][v]);
 }
 
-// One block of keys against rows row..row + kRows of the item, which are `into` and following of the task.
+// One block of keys and the rows row..row + kRows of the item, which are the rows from `into` on of the task.
 template <bool kTrees, int kRows, Shaping kShaping>
 void attend_tile(const Head& head, const Scores<kShaping>& shape, int64_t row, const Packed& packed, int64_t block,
                  Sums& sums, int64_t into) {
@@ -226,7 +226,7 @@ constexpr AttendTile<kShaping> kAttendTile[kTileRows] = {
     attend_tile<kTrees, 1, kShaping>, attend_tile<kTrees, 2, kShaping>, attend_tile<kTrees, 3, kShaping>,
     attend_tile<kTrees, 4, kShaping>, attend_tile<kTrees, 5, kShaping>, attend_tile<kTrees, 6, kShaping>};
 
-// Rows first..last of a head, over all blocks that one of them sees; the result goes to `out`.
+// Rows first..last of a head, over all blocks with visible keys. Writes the result to `out`.
 template <bool kTrees, Shaping kShaping>
 void attend_rows(const Head& head, int64_t first, int64_t last, const Packed& packed, Sums& sums) {
   const int64_t width = head.a.value_width;
@@ -241,7 +241,7 @@ void attend_rows(const Head& head, int64_t first, int64_t last, const Packed& pa
   for (int64_t block = begin; block < end; block++)
     for (int64_t row = first; row < last; row += kTileRows) {
       const int64_t count = std::min<int64_t>(kTileRows, last - row);
-      if (head.position(row + count - 1) < head.begin + block * kBlockKeys) continue;  // all of it is later
+      if (head.position(row + count - 1) < head.begin + block * kBlockKeys) continue;  // all keys are later
       kAttendTile<kTrees, kShaping>[count - 1](head, shape, row, packed, block, sums, row - first);
     }
   for (int64_t row = first; row < last; row++) {
@@ -254,7 +254,7 @@ void attend_rows(const Head& head, int64_t first, int64_t last, const Packed& pa
   }
 }
 
-// Attends some heads of one item: copies their keys and values, then shares out their rows.
+// The attention of some heads of one item: copies their keys and values, then divides their rows among threads.
 template <bool kTrees, Shaping kShaping>
 void attend_heads(const AttentionArguments& a, int64_t index, int64_t first_head, int64_t num_heads,
                   uint32_t* scratch) {
@@ -271,7 +271,7 @@ void attend_heads(const AttentionArguments& a, int64_t index, int64_t first_head
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < num_heads * any.blocks; task++)
       pack_block(Head(a, index, first_head + task / any.blocks), task % any.blocks, packed_of(task / any.blocks));
-    // The last rows see the most keys: they come first, so that the threads end together.
+    // The last rows have the most visible keys. They come first, so that the threads end at about the same time.
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = num_heads * tasks - 1; task >= 0; task--) {
       const int64_t head = task % num_heads, first = task / num_heads * kTaskRows;

@@ -1,8 +1,8 @@
-// A mixture of experts for a step of few rows, from weights in the layout of kernels/cpu/linear.py: every product of
-// all experts in one call, so that threads share them out by (expert, block of outputs). The weight of an expert that
-// was chosen is read once, for all of its rows; that of another is not.
+// A mixture of experts for a step of few rows, with weights in the layout of kernels/cpu/linear.py. The products of all
+// experts run in one call, divided among threads by (expert, block of outputs). The weight of a chosen expert is read
+// once for all of its rows; other experts are not read.
 //
-// The bits of a row depend neither on the other rows nor on the number of threads: see linear_block.h.
+// The bits of a row do not depend on the other rows, nor on the number of threads: see linear_block.h.
 
 #include <vector>
 
@@ -30,13 +30,13 @@ struct Arguments {
   int64_t tokens, choices, experts, width, inner_width, padded_width, padded_inner_width, x_stride, threads;
 };
 
-// The pairs by expert, in their order.
+// The pairs sorted by expert; those of one expert in their original order.
 struct Groups {
   std::vector<int64_t> pairs;   // [T * k]
-  std::vector<int64_t> starts;  // [E + 1] where those of an expert begin
-  std::vector<int64_t> few;     // experts with 1 to kMostRows of them
+  std::vector<int64_t> starts;  // [E + 1], the index of each expert's first pair
+  std::vector<int64_t> few;     // experts with 1 to kMostRows pairs
 
-  // False where an id is none of an expert.
+  // False if an expert id is out of range.
   bool fill(const Arguments& a) {
     const int64_t count = a.tokens * a.choices;
     std::vector<int64_t> next(a.experts);
@@ -57,13 +57,13 @@ struct Groups {
   }
 };
 
-// Products of all experts with few rows. `row_of(place)` says where the inputs of a pair lie, and `result_of(place)`
-// where its outputs go, by its place among `pairs`. To be called by all threads of a parallel region.
+// The products of all experts with few rows. `row_of(place)` is the address of the inputs of a pair, `result_of(place)`
+// that of its outputs, by its index in `pairs`. All threads of a parallel region must call this.
 template <typename RowOf, typename ResultOf>
 void project(const Groups& groups, const Bf16* const* weights, int64_t outputs, int64_t inputs, int64_t padded_inputs,
              RowOf row_of, ResultOf result_of) {
   const int64_t blocks = blocks_of(outputs), tasks = static_cast<int64_t>(groups.few.size()) * blocks;
-  // As threads get to them: experts differ in their rows.
+  // Dynamic, since experts have different numbers of rows.
 #pragma omp for schedule(dynamic)
   for (int64_t task = 0; task < tasks; task++) {
     const int64_t expert = groups.few[task / blocks], first = task % blocks * kBlockOutputs;
@@ -81,7 +81,7 @@ void project(const Groups& groups, const Bf16* const* weights, int64_t outputs, 
   }
 }
 
-// A product as it is once it has been rounded: the compiler would else make one operation of it and the sum.
+// A rounded product. Otherwise the compiler would fuse it with the sum.
 inline Floats apart(Floats product) {
   asm("" : "+v"(product));
   return product;
@@ -130,7 +130,7 @@ bool run(const Arguments& a) {
 }  // namespace
 }  // namespace quire
 
-// False where an id is none of an expert; nothing has been computed then.
+// False if an expert id is out of range; nothing is computed then.
 #define QUIRE_EXPERTS(NAME, ACTIVATION)                                                     \
   extern "C" bool NAME(const void* arguments) {                                             \
     return quire::run<quire::ACTIVATION>(*static_cast<const quire::Arguments*>(arguments)); \

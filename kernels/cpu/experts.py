@@ -1,4 +1,4 @@
-"""Calls the compiled mixture of experts of experts.cpp, on weights in oneDNN's layout: see `linear`."""
+"""Calls the compiled mixture of experts in experts.cpp, on weights in oneDNN's layout: see `linear`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kernels.cpu import library, linear
 
-# Rows of an expert that the kernel takes; above it oneDNN is to multiply them.
+# The most rows of an expert that the kernel takes. For more, oneDNN multiplies them.
 MOST_ROWS = 32
 
 
@@ -25,15 +25,15 @@ class _Arguments(ctypes.Structure):
 
 
 class PackedWeights:
-    """The packed weights [O, I] of experts, with their addresses, which are slow to ask for in every step.
+    """The packed weights [O, I] of experts, and their addresses, which would be slow to get in every step.
 
     Attributes:
-        addresses: Of the weights, in an array of C.
-        padded_inputs: Of each in its layout.
+        addresses: A C array of the weights' addresses.
+        padded_inputs: The inputs of each weight in its layout, padding included.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        """Keep these, which are all of one shape."""
+        """Take ownership of weights, all of one shape."""
         self._weights = tuple(weights)
         addresses = [torch.ops.mkldnn.data_ptr(weight) for weight in self._weights]
         self.addresses = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -47,7 +47,7 @@ class PackedWeights:
 
 
 def can_experts(gate_up: PackedWeights, down: PackedWeights) -> bool:
-    """Whether the kernel takes experts with these weights, and is there."""
+    """Whether the kernel is available and supports these weights."""
     return (
         gate_up[0].shape[1] % 2 == 0
         and down[0].shape[1] % 2 == 0
@@ -65,14 +65,14 @@ def experts(
     activation: str,
     results: torch.Tensor,
 ) -> torch.Tensor:
-    """See `kernels.experts.experts`, which has checked the arguments; `can_experts` is true.
+    """See `kernels.experts.experts`, which checks the arguments. Requires `can_experts`.
 
     Args:
-        results: [T * k, C], where experts with more than MOST_ROWS rows have put what they made of each pair
-            of a token and a choice. The others are filled in.
+        results: [T * k, C], with the outputs of experts that have more than MOST_ROWS rows. Mutated: the
+            outputs of the others are filled in.
 
     Raises:
-        IndexError: An id is none of an expert.
+        IndexError: An expert id is out of range.
     """
     (tokens, width), choices = x.shape, expert_ids.shape[1]
     out = torch.empty(tokens, width, dtype=x.dtype)  # [T, C]

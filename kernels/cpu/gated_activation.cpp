@@ -1,4 +1,4 @@
-// activation(gate) * up. kernels/gated_activation.py has the checks; nothing is checked here.
+// activation(gate) * up. kernels/gated_activation.py checks the arguments.
 
 #include "gates.h"
 #include "threads.h"
@@ -8,7 +8,7 @@ namespace {
 
 template <typename Activation, typename T>
 void gated(T* out, const T* gate_up, int64_t rows, int64_t width, int64_t stride, int64_t threads) {
-  // Rows and stretches of a row alike are shared out, so that a single row occupies the threads too.
+  // Both rows and parts of a row are divided among threads, so that a single row uses all threads too.
   constexpr int64_t kStretch = 1024;
   const int64_t stretches = (width + kStretch - 1) / kStretch;
 #pragma omp parallel for num_threads(threads_for(rows * width * 3 * static_cast<int64_t>(sizeof(T)), threads))

@@ -1,4 +1,4 @@
-"""Calls the compiled gates of gated_activation.cpp."""
+"""Calls the compiled gated activations in gated_activation.cpp."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ARGUMENTS = (*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 4)
 
 
 def can_gated_activation(gate_up: torch.Tensor) -> bool:
-    """Whether there is a kernel for a tensor of this device and dtype; it has every activation."""
+    """Whether there is a kernel for this device and dtype. It supports every activation."""
     return gate_up.device.type == "cpu" and gate_up.dtype in _DTYPES and library.available()
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `kernels.gated_activation.gated_activation`, which has checked the arguments.
+    """See `kernels.gated_activation.gated_activation`, which checks the arguments.
 
-    `can_gated_activation` is true.
+    Requires `can_gated_activation`.
     """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype)  # [T, I]

@@ -7,7 +7,7 @@ namespace quire {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// x / (1 + exp(-by)), by the exponential of -|by|, which cannot overflow. A NaN in `by` is one in x.
+// x / (1 + exp(-by)), computed from exp(-|by|), which cannot overflow. If `by` is NaN, x is NaN too.
 inline Floats times_sigmoid(Floats x, Floats by) {
   const Floats small = power_of_two(larger(by, -by) * splat(-kLog2E));
   const Floats above = by >= 0.0f ? splat(1.0f) : small;
@@ -19,7 +19,7 @@ struct Silu {
   static Floats of(Floats x) { return times_sigmoid(x, x); }
 };
 
-// (1 + tanh(y)) / 2 is the sigmoid of 2 y, which loses nothing where the tangent is almost -1.
+// (1 + tanh(y)) / 2 is the sigmoid of 2 y, which has no cancellation where tanh is almost -1.
 struct GeluTanh {
   static Floats of(Floats x) {
     const float scale = 1.5957691216057308f;  // 2 * sqrt(2 / pi)

@@ -1,12 +1,12 @@
-"""Builds and loads the compiled kernels of the CPU, one shared library made of this directory's C++ files.
+"""Builds and loads the compiled CPU kernels: one shared library of the C++ files in this directory.
 
-`python -m kernels.cpu.library` builds it, once for a version of the sources, of torch and of the instruction
-set; a second call finds it there. Everything else only loads what has been built. Where no build fits,
-`available` is false and the wrappers compute in plain torch: nothing here is needed for a right answer.
-QUIRE_CPU_ISA in the environment, which workers inherit, names a lower instruction set than the CPU has.
+`python -m kernels.cpu.library` builds it, unless there is a build of the same sources, torch version, flags
+and compiler. All other functions only load it. Without a matching build `available` is false, and the
+wrappers compute in plain torch, with correct results. The environment variable QUIRE_CPU_ISA, which workers
+inherit, selects a lower instruction set than that of the CPU.
 
-The library has a C interface and knows nothing of torch, but for the OpenMP runtime, which it takes from the
-running process: with a second one the threads of the two would fight for the cores.
+The library has a C interface and does not use torch. It uses the OpenMP runtime of the running process, since
+the threads of two runtimes would compete for the cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import cast
 import torch
 
 _SOURCES = Path(__file__).resolve().parent
-# Beside the sources, so that it belongs to one checkout or installation and to whoever owns that.
+# Next to the sources, so that each checkout or installation has its own builds, with the same owner.
 BUILD_DIR = _SOURCES / "build"
 _CPU_INFO = Path("/proc/cpuinfo")
 _FLAGS = (
@@ -46,12 +46,12 @@ _BUILD_TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What the compiler may use. Named in full and not "native", so that it is known what a build needs.
+    """An instruction set for the compiler: explicit and not "native", so that the needs of a build are known.
 
     Attributes:
-        name: As reported to users and in the name of a build.
-        compiler_flags: Allow these instructions.
-        cpu_flags: Of /proc/cpuinfo; all of them are needed to run what those flags produce.
+        name: The name in reports to users and in file names.
+        compiler_flags: The compiler's flags that enable it.
+        cpu_flags: The flags in /proc/cpuinfo that a CPU needs to run the build.
     """
 
     name: str
@@ -79,7 +79,7 @@ class BuildError(Exception):
 
 
 class InstructionSetError(Exception):
-    """QUIRE_CPU_ISA names what there is not, or what this CPU lacks."""
+    """QUIRE_CPU_ISA names an unknown instruction set, or one that this CPU lacks."""
 
 
 def available() -> bool:
@@ -88,18 +88,18 @@ def available() -> bool:
 
 
 def kernel_name() -> str | None:
-    """What the compiled kernels are called, such as "cpu-avx512bf16"; None where they are not in use."""
+    """The name of the compiled kernels, such as "cpu-avx512bf16"; None if they are not in use."""
     instructions = instruction_set()
     return f"cpu-{instructions.name}" if instructions is not None and available() else None
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, loaded on the first call; None where no build fits. Never builds."""
+    """The library, loaded on the first call; None if there is no matching build. Does not build."""
     instructions = instruction_set()
     if instructions is None:
         return None
-    # Several were built by different compilers: any would do.
+    # Builds of different compilers are all suitable.
     for path in sorted(BUILD_DIR.glob(f"{_prefix(instructions)}-*.so")):
         try:
             return ctypes.CDLL(str(path))
@@ -109,7 +109,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def has_function(name: str) -> bool:
-    """Whether the library is there and has this function; some need instructions that not every CPU has."""
+    """Whether the library is available and has this function, which may need a certain instruction set."""
     loaded = load()
     return loaded is not None and hasattr(loaded, name)
 
@@ -118,7 +118,7 @@ def has_function(name: str) -> bool:
 def function(
     name: str, argument_types: tuple[type, ...], result_type: type | None = None
 ) -> Callable[..., object]:
-    """A function of the library, which is available and has it. Types are those of ctypes."""
+    """A function of the library; requires `has_function`. Types are those of ctypes."""
     loaded = load()
     assert loaded is not None
     found = getattr(loaded, name)
@@ -127,15 +127,15 @@ def function(
 
 
 def build() -> Path:
-    """Compile the library, unless this very build is there already.
+    """Compile the library, unless the same build exists.
 
-    Safe to run at the same time in several processes: a finished file appears at once, under its final name.
+    Safe to run concurrently in several processes: the finished file is renamed to its final name.
 
     Returns:
         The file.
 
     Raises:
-        BuildError: This machine has not what it takes.
+        BuildError: The library cannot be built on this machine.
         InstructionSetError: See `instruction_set`.
     """
     instructions = instruction_set()
@@ -153,7 +153,7 @@ def build() -> Path:
     sources = sorted(str(path) for path in _SOURCES.glob("*.cpp"))
     try:
         BUILD_DIR.mkdir(exist_ok=True)
-        # In the same directory: only within a file system is a rename one step.
+        # In the same directory, since a rename is atomic only within a file system.
         with tempfile.TemporaryDirectory(dir=BUILD_DIR) as scratch:
             made = Path(scratch) / target.name
             _run([compiler, *_FLAGS, *instructions.compiler_flags, *sources, *_openmp(), "-o", str(made)])
@@ -165,10 +165,10 @@ def build() -> Path:
 
 @functools.cache
 def instruction_set() -> InstructionSet | None:
-    """The best one that this CPU has, or what QUIRE_CPU_ISA names; None where there is none for it.
+    """The instruction set that QUIRE_CPU_ISA names, else the best that this CPU has; None if there is none.
 
     Raises:
-        InstructionSetError: QUIRE_CPU_ISA names none, or one that this CPU lacks.
+        InstructionSetError: QUIRE_CPU_ISA names an unknown instruction set, or one that this CPU lacks.
     """
     flags, name = cpu_flags(), os.environ.get(VARIABLE)
     if name is None:
@@ -185,7 +185,7 @@ def instruction_set() -> InstructionSet | None:
 
 
 def cpu_flags() -> set[str]:
-    """What this CPU can do, in the words of /proc/cpuinfo; empty if it is none that kernels are made for."""
+    """The flags of this CPU in /proc/cpuinfo; empty if it is not x86-64 or the system is not Linux."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return set()
     try:
@@ -196,7 +196,7 @@ def cpu_flags() -> set[str]:
 
 
 def _prefix(instructions: InstructionSet) -> str:
-    """How the names of all builds begin that may be loaded here, whatever compiler made them."""
+    """The prefix of the file names of all builds that may be loaded here, by any compiler."""
     parts = [torch.__version__.encode(), *(flag.encode() for flag in (*_FLAGS, *instructions.compiler_flags))]
     for path in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
         parts += [path.name.encode(), path.read_bytes()]
@@ -204,7 +204,7 @@ def _prefix(instructions: InstructionSet) -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    """A short name for these bytes."""
+    """A hash of these bytes, 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -220,7 +220,7 @@ def _openmp() -> list[str]:
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith("libgomp"):
-            # The compiler adds its own for -fopenmp; the linker, with all names found in this, drops that.
+            # -fopenmp adds the compiler's own runtime; with --as-needed the linker drops it as unneeded.
             return [path, "-Wl,--as-needed"]
     raise BuildError("needs a torch that uses GNU OpenMP")
 
@@ -246,7 +246,7 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> None:
-    """Build. A machine where that is impossible is no error: torch stands in."""
+    """Build. If that is impossible on this machine, report it without an error: torch is the fallback."""
     try:
         print(f"Compiled kernels: {build()}")
     except InstructionSetError as error:

@@ -15,7 +15,7 @@ constexpr int64_t kMostRows = 8;  // MOST_ROWS of linear.py
 struct Arguments {
   Bf16* out;           // [T, O] contiguous
   const Bf16* x;       // [T, I]
-  const Bf16* weight;  // [O / 64, I_padded / 2, 64, 2], the last blocks filled up
+  const Bf16* weight;  // [O / 64, I_padded / 2, 64, 2], the last blocks padded
   const Bf16* bias;    // [O], or null
   int64_t rows, inputs, outputs, padded_inputs, x_stride, threads;
 };

@@ -1,7 +1,7 @@
-// The sums of a few rows over a block of outputs, from a weight in the layout of kernels/cpu/linear.py. Each byte of
-// the weight is read once, in order, which is all that a product of few rows is: as fast as memory.
+// The products of a few rows and a block of outputs of a weight in the layout of kernels/cpu/linear.py. Each byte of
+// the weight is read once and in order, so the speed is that of the memory.
 //
-// An output is summed over the inputs in order, in pairs, whatever rows are beside it.
+// An output is summed over pairs of inputs in order, independent of the other rows.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@ namespace quire {
 
 constexpr int64_t kBlockOutputs = 64;
 constexpr int kVectors = kBlockOutputs / kLanes;
-// Rows whose sums fit the registers beside a pair of inputs of a block.
+// The number of rows whose sums fit into registers together with a pair of inputs of a block.
 constexpr int64_t kTileRows = 6;
-// Inputs, in pairs, that several tiles of rows go through in turn: 8 kB of the weight stay in the first cache.
+// The pairs of inputs that all tiles of rows process before the next ones: 8 kB of the weight, which stay in L1.
 constexpr int64_t kChunkPairs = 32;
 
 inline int64_t blocks_of(int64_t outputs) { return (outputs + kBlockOutputs - 1) / kBlockOutputs; }
 
-// Two inputs of each of 16 outputs, or two inputs of a row for all of them.
+// Two inputs of each of 16 outputs, or two inputs of a row, repeated.
 inline __m512bh weights_at(const Bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 inline __m512bh inputs_at(const Bf16* from) {
   int32_t both;
@@ -29,7 +29,7 @@ inline __m512bh inputs_at(const Bf16* from) {
   return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// Adds the products of some pairs of inputs, from `begin` on, to sums[row][64], for `kRows` rows.
+// Adds the products of some pairs of inputs, starting at `begin`, to sums[row][64], for `kRows` rows.
 template <int kRows>
 void add_products(float* sums, const Bf16* weight, const Bf16* const* rows, int64_t begin, int64_t end) {
   __m512 totals[kRows][kVectors];
@@ -54,7 +54,7 @@ using AddProducts = void (*)(float*, const Bf16*, const Bf16* const*, int64_t, i
 constexpr AddProducts kAddProducts[kTileRows] = {add_products<1>, add_products<2>, add_products<3>,
                                                  add_products<4>, add_products<5>, add_products<6>};
 
-// The sums [count][64] of a block, whose weight is at `weight`; `rows` says where each of `count` begins.
+// The sums [count][64] of a block, whose weight is at `weight`. `rows` has the address of each of `count` rows.
 inline void multiply_block(float* sums, const Bf16* weight, const Bf16* const* rows, int64_t count, int64_t pairs) {
   std::fill_n(sums, count * kBlockOutputs, 0.0f);
   const int64_t tiles = (count + kTileRows - 1) / kTileRows, tile = (count + tiles - 1) / tiles;

@@ -1,10 +1,10 @@
-// Causal attention of items with few new tokens over paged keys and values: each byte of them is read once,
-// where it lies. kernels/paged_attention.py has the formula and the checks; nothing is checked here.
+// Causal attention of items with few new tokens over paged keys and values: each byte of the pages is read once.
+// kernels/paged_attention.py has the formula, and checks the arguments.
 //
-// A task is one chunk of one sequence, for all key-value heads or some, with the query rows that share each. It
-// goes through its keys in blocks of 16 with a running maximum (online softmax); chunks are merged at the end.
-// Blocks and chunks lie at fixed positions of the sequence, so the bits of a row depend on nothing but its own
-// sequence: not on the batch, not on the number of threads, not on how many tokens are verified at once.
+// A task is one chunk of one sequence, for all or some key-value heads, with the query rows that share each head. It
+// processes its keys in blocks of 16 with a running maximum (online softmax); chunks are merged at the end. Blocks and
+// chunks are at fixed positions of the sequence, so the bits of a row depend only on its own sequence: not on the
+// batch, not on the number of threads, not on how many tokens are verified at once.
 //
 // Letters as in kernels/paged_attention.py; R: query rows of a head, G * Q of them.
 
@@ -20,17 +20,17 @@
 namespace quire {
 namespace {
 
-// Long enough that merging costs nothing, short enough that one long sequence occupies many cores.
+// Long enough that the cost of merging is negligible, short enough that one long sequence uses many cores.
 constexpr int64_t kChunkKeys = 512;
 
 using Arguments = AttentionArguments;
 
 struct Task {
   int64_t item, kv_head, num_heads, chunk;  // heads kv_head and following
-  int64_t partial;  // where its unmerged rows are, in floats; -1: the only chunk, written to `out`
+  int64_t partial;  // the offset of its unmerged rows, in floats; -1: it is the only chunk and writes to `out`
 };
 
-// What a task reads, resolved.
+// The data that a task reads.
 template <typename T>
 struct Source {
   const Arguments& a;
@@ -45,7 +45,7 @@ struct Source {
     end = std::min(item.context, (task.chunk + 1) * kChunkKeys);
   }
 
-  // Of the slot of a position and this head, in heads.
+  // The offset of a position's slot and this head, in heads.
   int64_t offset_of(int64_t position) const {
     const int64_t page = a.tables[task.item * a.table_stride + position / a.page_size];
     return (page * a.page_size + position % a.page_size) * a.kv_heads + kv_head;
@@ -55,7 +55,7 @@ struct Source {
     Block<T> block;
     const int64_t base = offset_of(position);
     for (int64_t i = 0; i < kBlockKeys; i++) {
-      // Slots outside the range may hold anything: a key inside stands in, and its weight becomes 0.
+      // Slots outside the range may have any content: a key inside replaces them, and its weight becomes 0.
       const int64_t inside = std::clamp(position + i, begin, end - 1) - position;
       const int64_t offset = base + inside * a.kv_heads;
       block.keys[i] = static_cast<const T*>(a.keys) + offset * a.width;
@@ -73,7 +73,7 @@ struct Source {
   int64_t head_of(int64_t row) const { return kv_head * group + row / item.query_len; }
   int64_t position_of(int64_t row) const { return item.context - item.query_len + row % item.query_len; }
 
-  // `scores` where the row sees the key, else kHidden.
+  // `scores`, with kHidden for keys that are not visible to the row.
   Floats visible(Floats scores, int64_t row, int64_t position) const {
     const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t own = position_of(row);
@@ -83,7 +83,7 @@ struct Source {
     return (lanes >= low) & (lanes < high) ? scores : splat(kHidden);
   }
 
-  // The same for a row of a tree, `ahead` of which the keys are.
+  // The same for a row of a tree; the keys are `ahead` of it.
   Floats visible_in_tree(Floats scores, Ints ahead, int64_t position) const {
     const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int32_t low = static_cast<int32_t>(begin - position), high = static_cast<int32_t>(end - position);
@@ -91,7 +91,7 @@ struct Source {
   }
 };
 
-// The products of a row with 16 keys as scores, kHidden where the row does not see the key.
+// The scores of a row and 16 keys, from their products; kHidden for keys that are not visible to the row.
 template <bool kTrees, typename T, Shaping kShaping>
 Floats scores_of(const Source<T>& source, const Scores<kShaping>& shape, Floats products, int64_t row,
                  int64_t position) {
@@ -163,10 +163,10 @@ void write_rows(const Arguments& a, const Task& task, int64_t kv_head, const Row
   }
 }
 
-// All tasks, and the work in them.
+// All tasks, and the amount of work in them.
 struct Plan {
   std::vector<Task> tasks;
-  std::vector<size_t> merged;  // the first task of each sequence and heads that have several chunks
+  std::vector<size_t> merged;  // the first task of each sequence and heads with several chunks
   int64_t partial_floats = 0, positions = 0, most_rows = 0, heads_per_task;
 
   Plan(const Arguments& a, int64_t heads) : heads_per_task(heads) {
@@ -194,7 +194,7 @@ template <bool kTrees, typename T, Shaping kShaping>
 void attend(const Arguments& a) {
   const int64_t group = a.heads / a.kv_heads;
   Plan plan(a, a.kv_heads);
-  // Heads are taken apart only to occupy the threads: together they read memory in order.
+  // Heads are divided only if there are threads without work: together they read memory in order.
   while (static_cast<int64_t>(plan.tasks.size()) < 2 * a.threads && plan.heads_per_task > 1 && a.threads > 1)
     plan = Plan(a, (plan.heads_per_task + 1) / 2);
   const std::vector<Task>& tasks = plan.tasks;

@@ -1,7 +1,7 @@
 """Calls the compiled attention: paged_attention.cpp for few new tokens, chunk_attention.cpp for many.
 
-The result of a row has the same bits in any batch and with any number of threads. For few new tokens it also
-does not matter whether a token is decoded alone or verified with others.
+A row of the result has the same bits in any batch and with any number of threads. With few new tokens, it
+also has the same bits whether its token is decoded alone or verified with others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _ENTRY_POINTS = {
     torch.bfloat16: "quire_paged_attention_bf16",
     torch.float32: "quire_paged_attention_f32",
 }
-# Only this dtype has instructions for products that are worth more than torch's own attention.
+# Only for this dtype are there instructions with which the kernel is faster than torch's attention.
 _CHUNK_ENTRY_POINT, _CHUNK_DTYPE, _CHUNK_STEP = "quire_chunk_attention_bf16", torch.bfloat16, 32
-# Elements that the kernel reads at once; heads and pages consist of whole ones.
+# The kernel reads so many elements at once; widths of heads and page sizes must be multiples of it.
 _STEP = 16
 _MAX_WIDTH = 256
 
@@ -50,7 +50,7 @@ def can_attend(
     v_pages: torch.Tensor,
     batch: AttentionBatch,
 ) -> bool:
-    """Whether the kernel takes tensors of these shapes and dtypes, and is there."""
+    """Whether the kernel is available and supports these shapes and dtypes."""
     page_size = k_pages.shape[1]
     widths = (k_pages.shape[3], v_pages.shape[3])
     return (
@@ -69,7 +69,7 @@ def can_attend_chunks(
     v_pages: torch.Tensor,
     batch: AttentionBatch,
 ) -> bool:
-    """Whether `attend` takes items of any number of new tokens."""
+    """Whether `attend` supports items with any number of new tokens."""
     return (
         can_attend(query, k_pages, v_pages, batch)
         and query.dtype is _CHUNK_DTYPE
@@ -88,14 +88,12 @@ def attend(
     few_tokens: int,
     scoring: Scoring,
 ) -> None:
-    """Attend the items of at most `few_tokens` tokens and, where `can_attend_chunks`, the others.
+    """The attention of items with at most `few_tokens` new tokens, and if `can_attend_chunks` of all items.
 
-    `can_attend` is true.
-
-    Mutates `out`, [T, H, V] contiguous: the rows of those items that have context. All other rows
-    are left as they are. Further arguments are as in `kernels.paged_attention.paged_attention`, and checked.
+    Requires `can_attend`. Mutates `out`, [T, H, V] contiguous: writes the rows of these items, except for
+    padding items. The other arguments are as in `kernels.paged_attention.paged_attention`, and checked.
     """
-    # Kept in variables: the kernel reads their memory. int32 tensors are not copied.
+    # Variables keep the memory alive that the kernel reads. int32 tensors are not copied.
     tables = batch.page_tables.to(torch.int32)
     starts, contexts = (
         numbers.to(torch.int32).contiguous() for numbers in (batch.query_starts, batch.context_lens)

@@ -1,4 +1,4 @@
-// Uniform random numbers of token ids. kernels/cpu/philox.py says which.
+// Uniform random numbers of token ids: the same as in workers/counter_rng.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kBlock = 64;
 
-// The first word of Philox4x32-10 for the counters (id, 0, 0, 0) of a block, written so that compilers vectorise it.
+// The first word of Philox4x32-10 for the counters (id, 0, 0, 0) of a block, in a form that compilers vectorise.
 inline void first_words(uint32_t* words, const int64_t* ids, int64_t count, uint64_t key) {
   uint32_t c0[kBlock], c1[kBlock], c2[kBlock], c3[kBlock];
   for (int64_t i = 0; i < kBlock; i++) {
@@ -38,7 +38,7 @@ extern "C" void quire_philox_uniform(float* out, const int64_t* ids, int64_t cou
     uint32_t words[kBlock];
     first_words(words, ids + start, some, key);
     for (int64_t i = 0; i < some; i++) {
-      // The negative half of int32 is folded onto the other; see workers/counter_rng.py.
+      // Negative numbers of int32 are mapped to the others; see workers/counter_rng.py.
       const int32_t folded = static_cast<int32_t>(std::min(words[i], ~words[i]));
       out[start + i] = static_cast<float>(folded) * 4.6566127342e-10f;
     }

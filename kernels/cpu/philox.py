@@ -1,4 +1,4 @@
-"""Calls the compiled random numbers of philox.cpp."""
+"""Calls the compiled random number generator in philox.cpp."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64)
 
 
 def can_uniform() -> bool:
-    """Whether the kernel is there."""
+    """Whether the kernel is available."""
     return library.has_function(_ENTRY_POINT)
 
 
 def uniform(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """See `workers.counter_rng.uniform`, bit by bit; `can_uniform` is true. Other threads can run."""
+    """The same bits as `workers.counter_rng.uniform`. Requires `can_uniform`. Releases the GIL."""
     ids = np.ascontiguousarray(token_ids, dtype=np.int64)
     out = np.empty(len(ids), dtype=np.float32)
     library.function(_ENTRY_POINT, _ARGUMENTS)(out.ctypes.data, ids.ctypes.data, len(ids), key)

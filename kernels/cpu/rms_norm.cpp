@@ -1,5 +1,4 @@
-// RMSNorm, with or without adding to the residual first. kernels/rms_norm.py has the formula and the checks;
-// nothing is checked here.
+// Residual add and RMSNorm. kernels/rms_norm.py has the formula, and checks the arguments.
 
 #include "rms_norm.h"
 #include "threads.h"

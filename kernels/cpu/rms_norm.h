@@ -1,4 +1,4 @@
-// RMSNorm of one row, with the roundings that kernels/rms_norm.py describes.
+// RMSNorm of one row, rounded as kernels/rms_norm.py describes.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace quire {
 
-// The factor that a row is multiplied by: 1 / sqrt(mean of squares + eps).
+// The factor of a row: 1 / sqrt(mean of squares + eps).
 template <typename T>
 inline float inverse_rms(const T* row, int64_t width, float eps) {
   Floats sums{};
@@ -19,7 +19,7 @@ inline float inverse_rms(const T* row, int64_t width, float eps) {
   return 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
 }
 
-// weight * (row * factor rounded to the type of the weight), before the last rounding, which is left to the caller.
+// weight * (row * factor, rounded to the type of the weight). The caller rounds the result.
 template <typename T, typename W>
 inline Floats normalised(const T* row, const W* weight, float factor, int64_t d, int count) {
   return load_lanes(weight + d, count) * rounded(load_lanes(row + d, count) * splat(factor), weight);

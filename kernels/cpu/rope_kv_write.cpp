@@ -1,5 +1,5 @@
-// QK-norm, rotation and the writing of keys and values, in one pass over the projections.
-// kernels/rope_kv_write.py has the formula and the checks; nothing is checked here.
+// QK-norm, rotation and KV write, in one pass over the projections. kernels/rope_kv_write.py has the formula, and
+// checks the arguments.
 
 #include "rms_norm.h"
 #include "threads.h"
@@ -15,14 +15,14 @@ struct Arguments {
   const float* cos_sin;   // [T, R]; null where R is 0
   const int64_t* slots;   // [T]
   void *k_pages, *v_pages;  // [P * S, K, D] contiguous
-  int64_t tokens, heads, kv_heads, width, turned, num_slots, qkv_stride, cos_sin_stride, threads;
+  int64_t tokens, heads, kv_heads, width, rotary_dim, num_slots, qkv_stride, cos_sin_stride, threads;
   double eps;
 };
 
-// Normalises (unless weight is null) one head, turns its first `turned` elements and copies the others. `scratch`
-// holds D elements.
+// Normalises one head (unless weight is null), rotates its first `rotary_dim` elements and copies the others. `scratch`
+// has D elements.
 template <typename T, typename W>
-void turn(T* to, const T* from, const W* weight, const float* cos_sin, int64_t width, int64_t turned, float eps,
+void rotate(T* to, const T* from, const W* weight, const float* cos_sin, int64_t width, int64_t rotary_dim, float eps,
           T* scratch) {
   if (weight != nullptr) {
     const float factor = inverse_rms(from, width, eps);
@@ -31,17 +31,17 @@ void turn(T* to, const T* from, const W* weight, const float* cos_sin, int64_t w
     });
     from = scratch;
   }
-  const int64_t half = turned / 2;
+  const int64_t half = rotary_dim / 2;
   for_lanes(half, [&](int64_t d, int count) {
     const Floats first = load_lanes(from + d, count), second = load_lanes(from + half + d, count);
     const Floats cos = load_lanes(cos_sin + d, count), sin = load_lanes(cos_sin + half + d, count);
     store_lanes(to + d, first * cos - second * sin, count);
     store_lanes(to + half + d, second * cos + first * sin, count);
   });
-  if (turned < width) std::memcpy(to + turned, from + turned, (width - turned) * sizeof(T));
+  if (rotary_dim < width) std::memcpy(to + rotary_dim, from + rotary_dim, (width - rotary_dim) * sizeof(T));
 }
 
-// Returns whether all slots exist; if not, nothing has been written.
+// False if a slot is beyond the last page; nothing is written then.
 template <typename T, typename W>
 bool rope_kv_write(const Arguments& a) {
   if (std::any_of(a.slots, a.slots + a.tokens, [&](int64_t slot) { return slot >= a.num_slots; })) return false;
@@ -54,15 +54,15 @@ bool rope_kv_write(const Arguments& a) {
     const W* norm = static_cast<const W*>(a.qk_norm);
     const float* cos_sin = a.cos_sin + token * a.cos_sin_stride;
     T* query = static_cast<T*>(a.query) + token * a.heads * a.width;
-    auto turn_head = [&](T* to, int64_t head) {
+    auto rotate_head = [&](T* to, int64_t head) {
       const W* weight = norm == nullptr ? nullptr : norm + head * a.width;
-      turn(to, from + head * a.width, weight, cos_sin, a.width, a.turned, eps, scratch);
+      rotate(to, from + head * a.width, weight, cos_sin, a.width, a.rotary_dim, eps, scratch);
     };
-    for (int64_t head = 0; head < a.heads; head++) turn_head(query + head * a.width, head);
-    if (a.slots[token] < 0) continue;  // padded: its keys and values are nobody's
+    for (int64_t head = 0; head < a.heads; head++) rotate_head(query + head * a.width, head);
+    if (a.slots[token] < 0) continue;  // a padding token
     const int64_t at = a.slots[token] * a.kv_heads * a.width;
     T *keys = static_cast<T*>(a.k_pages) + at, *values = static_cast<T*>(a.v_pages) + at;
-    for (int64_t head = 0; head < a.kv_heads; head++) turn_head(keys + head * a.width, a.heads + head);
+    for (int64_t head = 0; head < a.kv_heads; head++) rotate_head(keys + head * a.width, a.heads + head);
     std::memcpy(values, from + (a.heads + a.kv_heads) * a.width, a.kv_heads * a.width * sizeof(T));
   }
   return true;

@@ -1,4 +1,4 @@
-"""Calls the compiled QK-norm, rotation and KV write of rope_kv_write.cpp."""
+"""Calls the compiled QK-norm, rotation and KV write in rope_kv_write.cpp."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from kernels.cpu import library
 
 _ENTRY_POINTS = {torch.bfloat16: "quire_rope_kv_write_bf16", torch.float32: "quire_rope_kv_write_f32"}
-_FLOAT32_NORM = "quire_rope_kv_write_bf16_f32"  # and projections of bfloat16
+_FLOAT32_NORM = "quire_rope_kv_write_bf16_f32"  # with projections in bfloat16
 _MAX_WIDTH = 256
 
 
@@ -21,14 +21,17 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("query", "qkv", "qk_norm", "cos_sin", "slots", "k_pages", "v_pages")
         ),
-        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "width", "turned", "num_slots")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("tokens", "heads", "kv_heads", "width", "rotary_dim", "num_slots")
+        ),
         *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "threads")),
         ("eps", ctypes.c_double),
     )
 
 
 def can_rope_kv_write(qkv: torch.Tensor, k_pages: torch.Tensor) -> bool:
-    """Whether the kernel takes tensors of these shapes, device and dtype, and is there."""
+    """Whether the kernel is available and supports these shapes, device and dtype."""
     return (
         qkv.device.type == "cpu"
         and qkv.dtype in _ENTRY_POINTS
@@ -46,15 +49,15 @@ def rope_kv_write(
     v_pages: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """See `kernels.rope_kv_write.rope_kv_write`, which has checked the arguments.
+    """See `kernels.rope_kv_write.rope_kv_write`, which checks the arguments. Requires `can_rope_kv_write`.
 
-    `can_rope_kv_write` is true. Raises IndexError for a slot beyond the last page, with nothing written.
+    Raises IndexError for a slot beyond the last page, and writes nothing then.
     """
     tokens = qkv.shape[0]
     kv_heads, width = k_pages.shape[2:]
     heads = qkv.shape[1] // width - 2 * kv_heads
     query = torch.empty(tokens, heads, width, dtype=qkv.dtype)  # [T, H, D]
-    # Kept in variables: the kernel reads their memory. What fits already is not copied.
+    # Variables keep the memory alive that the kernel reads.
     slots = slots.to(torch.int64).contiguous()
     qk_norm = None if qk_norm is None else qk_norm.contiguous()
     arguments = _Arguments(

@@ -1,4 +1,4 @@
-// How many threads an operation is worth.
+// Chooses the number of threads for an operation.
 #pragma once
 
 #include <algorithm>

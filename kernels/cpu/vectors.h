@@ -1,7 +1,7 @@
 // Vectors of 16 floats in GCC's portable notation: one register with AVX-512, two with AVX2.
 //
-// A `Pair` holds 32 consecutive elements of memory as floats, in the order that is cheapest to make. Sums of
-// products do not mind the order; `store_pair` restores it.
+// A `Pair` has 32 consecutive elements of memory as floats, in the order that is cheapest to produce. For sums of
+// products the order does not matter; `store_pair` restores it.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 
 constexpr int kLanes = 16;
 constexpr int kPair = 2 * kLanes;
-// The widest head that any kernel here takes, in elements.
+// The largest head width of all kernels here, in elements.
 constexpr int64_t kMaxHeadWidth = 256;
 constexpr float kHidden = -__builtin_inff();
 
@@ -39,12 +39,12 @@ inline V load(const void* from) {
   return value;
 }
 
-// `count` elements from memory, 16 or 32; the rest zero. Nothing beyond them is read.
+// `count` elements from memory, 16 or 32; the rest is zero. No memory beyond them is read.
 inline Pair load_pair(const Bf16* from, int count) {
   Words raw{};
   if (count == kPair) std::memcpy(&raw, from, 64);
   else std::memcpy(&raw, from, 32);
-  // A bf16 is the upper half of a float: even elements are shifted up, odd ones are there already.
+  // A bf16 is the upper half of a float: even elements are shifted up, odd ones are in place.
   return {(Floats)(raw << 16), (Floats)(raw & 0xffff0000u)};
 }
 
@@ -71,7 +71,7 @@ inline void store_pair(float* to, Pair value, int count) {
 
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
-// Up to 16 elements in their order in memory; the rest zero.
+// Up to 16 elements in the order of memory; the rest is zero.
 inline Floats load_lanes(const Bf16* from, int count) {
   Halves raw{};
   if (count == kLanes) std::memcpy(&raw, from, sizeof(raw));
@@ -97,11 +97,11 @@ inline void store_lanes(float* to, Floats value, int count) {
   else std::memcpy(to, &value, count * sizeof(float));
 }
 
-// The value as it is once it has been stored: rounded to the type of the elements.
+// The value after it is stored: rounded to the type of the elements.
 inline Floats rounded(Floats value, const Bf16*) { return (Floats)(to_bf16(value) << 16); }
 inline Floats rounded(Floats value, const float*) { return value; }
 
-// Calls body(first, count) for each run of up to 16 of `width` elements; `count` is a constant but in the last.
+// Calls body(first, count) for each group of up to 16 of `width` elements; `count` is a constant except in the last.
 template <typename Body>
 inline void for_lanes(int64_t width, Body body) {
   int64_t first = 0;

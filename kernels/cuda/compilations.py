@@ -1,7 +1,7 @@
-"""How many variants of kernels Triton has made in this process.
+"""Counts the kernel variants that Triton compiles in this process.
 
-A variant is made when a kernel is launched with another combination of types, constants and alignments than
-before: milliseconds to seconds in the middle of a step. After warm-up there must be none.
+Triton compiles a variant when a kernel is launched with a new combination of types, constants and alignments.
+That takes milliseconds to seconds in the middle of a step, so there must be none after warm-up.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _names: list[str] = []
 
 
 def watch() -> None:
-    """Count from now on. A second call changes nothing."""
+    """Start counting. A second call has no effect."""
     if knobs.runtime.jit_post_compile_hook is not _note:
         knobs.runtime.jit_post_compile_hook = _note
 
 
 def count() -> int:
-    """Variants made since `watch`, or loaded from Triton's cache on disk."""
+    """The number of variants that were compiled, or loaded from Triton's cache on disk, since `watch`."""
     return len(_names)
 
 
 def names() -> list[str]:
-    """The kernel of each of them, in order, with its types and constants."""
+    """The kernel of each variant in order, with its types and constants."""
     return list(_names)
 
 

@@ -1,8 +1,8 @@
-"""What a kernel is compiled for: launched with it, and held to it without a GPU.
+"""The configurations for which kernels are compiled, at a launch and in tests without a GPU.
 
-A kernel is launched by its `Variant` and in no other way. Each module of this package has
-`compile_specs() -> list[CompileSpec]`, made of the same variants, one for each configuration it ships; the
-compile gate of the tests compiles these. This module knows nothing of Triton.
+Kernels are launched only by their `Variant`. Each module of this package has `compile_specs() ->
+list[CompileSpec]`, made of the same variants, with one spec for each configuration in use. The compile gate
+of the tests compiles all of them. This module does not import Triton.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Shared memory that a program may use, by architecture: 90 is an H100 or H200, 89 an L40 or RTX 4090 (an RTX
-# 3090, which is 86, has as much), 80 an A100.
+# The shared memory that a program may use, by architecture: 90 is H100 and H200, 89 is L40 and RTX 4090 (86,
+# the RTX 3090, has as much), 80 is A100.
 SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024, 80: 163 * 1024}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel, and all that it is compiled for but the types of its arguments.
+    """A kernel with its compile options, except for the types of its arguments.
 
     Attributes:
         kernel: The function decorated with `triton.jit`.
         constexprs: The value of each argument of type "constexpr", by name.
-        num_warps: Warps a program.
-        num_stages: Stages of the pipeline that matrix products in a loop are fed by; 1 where there is none.
+        num_warps: The warps of a program.
+        num_stages: The stages of the pipeline of loads in loops with matrix products; 1: no pipeline.
     """
 
     kernel: Any
@@ -39,13 +39,13 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """What is asserted of the compiled kernel, besides that no register spills to memory.
+    """The requirements for a compiled kernel, besides that no register spills to memory.
 
     Attributes:
-        max_shared_bytes: Shared memory that a program may use; SHARED_BYTES applies too.
+        max_shared_bytes: The shared memory that a program may use; SHARED_BYTES applies too.
         wgmma: Whether matrix products must use the warp-group instructions of sm_90.
-        kv_buffers: How many buffers there must be, at least, for each tile that a matrix product reads in a
-            loop; None where nothing is pipelined. With one buffer loads do not overlap with computing.
+        kv_buffers: The least number of buffers for each tile that a matrix product reads in a loop; None:
+            loads are not pipelined. With one buffer, loads do not overlap with computation.
     """
 
     max_shared_bytes: int = SHARED_BYTES[90]
@@ -58,13 +58,13 @@ class CompileSpec:
     """One configuration of one kernel.
 
     Attributes:
-        variant: What it is launched with.
-        name: What the configuration is called in reports, such as "rms_norm bf16 D=4096".
-        types: The type of each argument that is no constexpr: "*bf16" for a pointer, "i32", "fp32"; None for
-            an argument that is None.
-        divisible_by_16: Arguments that are known to be divisible by 16: pointers, and sizes where they are.
-        expects: What is asserted of the result.
-        architectures: What it is shipped for; see SHARED_BYTES.
+        variant: The kernel and its compile options.
+        name: The name in reports, such as "rms_norm bf16 D=4096".
+        types: The type of each argument that is not a constexpr: "*bf16" for a pointer, "i32", "fp32"; None
+            for an argument that is None.
+        divisible_by_16: The arguments that are known to be divisible by 16, such as pointers.
+        expects: The requirements for the result.
+        architectures: The supported architectures; see SHARED_BYTES.
     """
 
     variant: Variant
@@ -76,12 +76,12 @@ class CompileSpec:
 
     @property
     def constexprs(self) -> dict[str, Any]:
-        """The variant's, and the arguments that are None."""
+        """The constexprs of the variant, and the arguments that are None."""
         return {name: None for name, kind in self.types.items() if kind is None} | dict(
             self.variant.constexprs
         )
 
     @property
     def signature(self) -> dict[str, str]:
-        """The type of each argument in order, as Triton wants it."""
+        """The type of each argument in order, in Triton's form."""
         return {name: self.types.get(name) or "constexpr" for name in self.variant.kernel.arg_names}

@@ -1,13 +1,13 @@
-"""Attention of a mixed batch on the GPU: which kernel attends which items.
+"""Attention of a mixed batch on the GPU: chooses the kernel for each item.
 
-Items of one token go to the kernel that splits their keys, as far as they come first, which is how the worker
-packs a batch. All others go to the kernel for many tokens, which attends single tokens too, and trees.
+The first items of one token run in the decode kernel, which splits their keys. Batches have decodes first.
+All other items run in the prefill kernel, which supports single tokens and trees too.
 
-Nothing here depends on the lengths of contexts, neither on the device nor on the host: a CUDA graph that was
-captured with short ones is right for long ones.
+No launch depends on the lengths of contexts, neither on the device nor on the host, so a CUDA graph that was
+captured with short contexts is correct for long ones.
 
 Dimension letters: T tokens; N items; H query heads; K key-value heads; D width of a key; V width of a value;
-S tokens a page.
+S tokens per page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kernels.cuda.prefill_attention import prefill_attention
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What the kernels go by of a device: its multiprocessors, and shared memory that a program may use."""
+    """The properties of a device that launches depend on: multiprocessors, and shared memory per program."""
 
     multiprocessors: int
     shared_bytes: int
@@ -35,10 +35,10 @@ class DeviceLimits:
 
 @cache
 def limits_of(device: torch.device) -> DeviceLimits:
-    """Those of an H100 or H200 where there is no GPU, in Triton's interpreter."""
+    """The limits of a device; without a GPU, in Triton's interpreter, those of an H100 or H200."""
     if device.type != "cuda":
         return DeviceLimits(132, SHARED_BYTES[90])
-    # What Triton holds a launch to.
+    # The limits that Triton checks at a launch.
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"])
 

@@ -1,4 +1,4 @@
-"""One budget for the answers of all callers: from admission until what was computed has been handed over."""
+"""Memory limits for answers: of all calls until they are sent, and of executions that may be resumed."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import grpc
 
 from service.errors import AnswersFull
 
-# Smaller answers weigh no more than the call itself; how many there can be is bounded elsewhere.
+# Smaller answers are not counted: the call itself takes as much, and the number of calls has a limit.
 _SMALL_BYTES = 4096
 
 
 class AnswerBudget:
-    """Counts the bytes of answers that are computed, wait to be written, or are not read by their callers."""
+    """Counts the bytes of answers that are being computed, wait to be written, or are not yet read."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
 
     def take(self, size_bytes: int) -> None:
-        """Makes room for an answer, before it is computed. Raises AnswersFull.
+        """Reserves memory for an answer before it is computed. Raises AnswersFull.
 
-        One alone always has room, however large.
+        A single answer is always admitted, however large.
         """
         if self.used_bytes and self.used_bytes + size_bytes > self.max_bytes:
             raise AnswersFull(self.max_bytes)
@@ -30,48 +30,48 @@ class AnswerBudget:
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether nothing more has room."""
+        """Whether the limit is reached."""
         return self.used_bytes >= self.max_bytes
 
-    def exchange(self, promised_bytes: int, size_bytes: int) -> None:
-        """An answer is there, and has its true size from now on; none counts as 0."""
-        self.used_bytes += size_bytes - promised_bytes
+    def adjust(self, size_bytes: int) -> None:
+        """Counts more bytes, without a check; or fewer, if negative."""
+        self.used_bytes += size_bytes
 
     def take_until_done(self, size_bytes: int, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """`take`, given back when the call is over: its answer was written, or nobody wants it."""
+        """`take`, and release when the call has ended."""
         if size_bytes > _SMALL_BYTES:
             self.take(size_bytes)
-            context.add_done_callback(lambda _: self.exchange(size_bytes, 0))  # type: ignore[arg-type]
+            context.add_done_callback(lambda _: self.adjust(-size_bytes))  # type: ignore[arg-type]
 
 
-class Keeper(Protocol):
-    """Keeps answers that were read, for one who comes again."""
+class ReplayHolder(Protocol):
+    """Stores chunks that were read, for a client that resumes."""
 
-    def keep_at_most(self, size_bytes: int) -> None:
-        """Gives up what is more than that, the oldest first."""
+    def evict_to(self, size_bytes: int) -> None:
+        """Evicts the oldest chunks until at most `size_bytes` are left."""
 
 
-class KeptBudget:
-    """Counts the bytes of answers that are kept though they were read. Beyond it all give up a part."""
+class ReplayBudget:
+    """Counts the bytes of chunks that are stored although they were read. Over the limit, holders evict."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
-        self._keepers: dict[Keeper, int] = {}
+        self._holders: dict[ReplayHolder, int] = {}
 
-    def add(self, keeper: Keeper, size_bytes: int) -> None:
-        """A keeper keeps so much more. If that is too much, those who keep most give some up."""
-        self._keepers[keeper] = self._keepers.get(keeper, 0) + size_bytes
+    def add(self, holder: ReplayHolder, size_bytes: int) -> None:
+        """A holder stores more bytes. Over the limit, the largest holders evict."""
+        self._holders[holder] = self._holders.get(holder, 0) + size_bytes
         self.used_bytes += size_bytes
         if self.used_bytes > self.max_bytes:
-            # Half of it all: the next time is not soon.
-            share_bytes = self.max_bytes // (2 * len(self._keepers))
-            for one in list(self._keepers):
-                one.keep_at_most(share_bytes)
+            # Down to half of the limit, so that this is rare.
+            share_bytes = self.max_bytes // (2 * len(self._holders))
+            for each in list(self._holders):
+                each.evict_to(share_bytes)
 
-    def remove(self, keeper: Keeper, size_bytes: int) -> None:
-        """A keeper keeps so much less."""
+    def remove(self, holder: ReplayHolder, size_bytes: int) -> None:
+        """A holder stores fewer bytes."""
         self.used_bytes -= size_bytes
-        self._keepers[keeper] -= size_bytes
-        if not self._keepers[keeper]:
-            del self._keepers[keeper]
+        self._holders[holder] -= size_bytes
+        if not self._holders[holder]:
+            del self._holders[holder]

@@ -1,168 +1,160 @@
-"""Every data call, declared once: its request, its check, and how outcomes become its answer.
+"""Describes each data call once: its request, its check, and how its result is written.
 
-The servicer and the Session both read this table. A new call is an entry: the names of its messages follow
-from its own, as everywhere in the protos (`DecodeRequest`, `DecodeResponse`; `BatchDecodeResult`).
-
-A call becomes a plan: its requests to the state machine, and what to make of their outcomes. Making a plan
-checks the call and does nothing else. A unary call runs one plan; a Session runs many at once.
+`ExecutorApi` (one method per call) and `Session` (all calls on one stream) use this table. The names of the
+messages follow from the call's name, as everywhere in the protos (`DecodeRequest`, `DecodeResponse`;
+`BatchDecodeResult`).
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from google.protobuf.message import Message
 from quire.v1 import executor_pb2
 
-from service.api import answers, appends, validation
-from service.api.breath import Breather
+from service.api import append_codec, validation
+from service.api.append_codec import write_handle
 from service.api.status import to_status
+from service.api.time_slice import TimeSlice
 from service.api.validation import RequestLimits
-from service.caches.requests import Append, Fork, Release, Renew, Request, Result, Source, Truncate
+from service.caches.requests import (
+    Append,
+    Fork,
+    Handles,
+    Release,
+    Released,
+    Renew,
+    Request,
+    Result,
+    Source,
+    Truncate,
+)
 from service.errors import InvalidArgument, QuireError
 
 Outcome: TypeAlias = Result | QuireError
-# Messages are of one type in each call, which only the table knows: Any.
-_Check: TypeAlias = Callable[[Any, RequestLimits, float | None], Request]
-_CheckAppend: TypeAlias = Callable[[Any, RequestLimits, float | None], Append]
-_Write: TypeAlias = Callable[[Any, Any], None]
+# Any: the message types differ by call, and only the table below knows them.
+Check: TypeAlias = Callable[[Any, RequestLimits, float | None], Any]
+Write: TypeAlias = Callable[[Any, Any, Any], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a call does. `answer` takes one outcome for each request, in order; it raises the call's error.
-
-    It may be called in anybody's context, so the call's request id comes with the outcomes.
-    """
-
-    requests: Sequence[Request]
-    answer: Callable[[Sequence[Outcome], str], Message]
-    # At most about how large the answer will be, with what is held for the call beyond what was sent.
-    answer_bytes: int = 0
-    # How much work it is to start, in requests that touch one cache.
-    weight: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the service. `plan` raises a QuireError for a request that is wrong.
+    """One call of the service. `check` raises a QuireError for an invalid request.
 
-    It lets others run while it checks many items.
+    A batch has many appends, each with its own outcome: one that fails does not affect the others. `check`
+    and `write` of a batch are those of one item.
     """
 
-    method: str
-    plan: Callable[[Any, RequestLimits, float | None], Coroutine[Any, Any, Plan]]
+    def __init__(self, method: str, check: Check, write: Write, *, is_batch: bool = False) -> None:
+        self.method = method
+        self.check = check
+        self.write = write
+        self.is_batch = is_batch
+        self.response: type[Any] = getattr(executor_pb2, f"{method}Response")
 
-
-def _single(method: str, check: _Check, write: _Write) -> Call:
-    """A call that is one request to the state machine, and answered with its result."""
-    answer = _answered_by(getattr(executor_pb2, f"{method}Response"), write)
-
-    async def plan(request: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
-        checked = check(request, limits, timeout_s)
-        size_bytes = checked.answer_bytes + checked.worker_bytes if isinstance(checked, Append) else 0
-        return Plan((checked,), answer, size_bytes)
-
-    return Call(method, plan)
-
-
-def _answered_by(response_type: type[Message], write: _Write) -> Callable[[Sequence[Outcome], str], Message]:
-    """How one result becomes an answer."""
-
-    def answer(outcomes: Sequence[Outcome], _request_id: str) -> Message:
-        (outcome,) = outcomes
+    def answer(self, request: object, outcome: Outcome) -> Any:
+        """The answer to a call that is not a batch. Raises its error."""
         if isinstance(outcome, QuireError):
             raise outcome
-        response = response_type()
-        write(outcome, response)
+        response = self.response()
+        self.write(request, outcome, response)
         return response
 
-    return answer
-
-
-def _batch(method: str, check: _CheckAppend, write: _Write) -> Call:
-    """A call of many appends, each with an outcome of its own: who fails does not touch the others."""
-    response_type: type[Any] = getattr(executor_pb2, f"{method}Response")
-
-    async def plan(batch: Any, limits: RequestLimits, timeout_s: float | None) -> Plan:
-        validation.check_batch(batch.items, limits)
-        breather = Breather()
-        # A scoring has no cache, so none occurs twice.
-        times = Counter(getattr(item, "cache_id", "") for item in batch.items)
-        # An append, or why there is none.
+    async def check_items(
+        self, batch: Any, limits: RequestLimits, timeout_s: float | None
+    ) -> list[Append | QuireError]:
+        """One append, or error, per item of a batch. Yields to the event loop while it checks many items."""
+        items = batch.items
+        validation.check_batch(items, limits)
+        time_slice = TimeSlice()
+        # A scoring has no cache, so it is never a duplicate.
+        names = [getattr(item, "cache_id", "") for item in items]
+        times = Counter(names)
         checked: list[Append | QuireError] = []
-        for index, item in enumerate(batch.items):
-            if breather.due:
-                await breather.breathe()
+        answer_bytes = 0
+        for index, (item, cache_id) in enumerate(zip(items, names, strict=True)):
+            if time_slice.clock_s() >= time_slice.until_s:
+                await time_slice.yield_to_others()
             try:
-                cache_id = getattr(item, "cache_id", "")
                 if cache_id and times[cache_id] > 1:
-                    # Which of two should come first, nobody can say: both fail.
+                    # The order of the two is undefined, so both fail.
                     raise InvalidArgument(
                         "DUPLICATE_CACHE_IN_BATCH", "cache_id", "the cache occurs more than once in the batch"
                     )
-                checked.append(check(item, limits, timeout_s))
+                append = self.check(item, limits, timeout_s)
             except InvalidArgument as error:
-                checked.append(error.below(f"items[{index}]"))
+                checked.append(error.nested_in(f"items[{index}]"))
+                answer_bytes += validation.ANSWER_BYTES
             except QuireError as error:
-                checked.append(error.untraced())
-        sizes = (c.answer_bytes if isinstance(c, Append) else validation.ANSWER_BYTES for c in checked)
-        answer_bytes = sum(sizes)
+                checked.append(error.without_traceback())
+                answer_bytes += validation.ANSWER_BYTES
+            else:
+                checked.append(append)
+                answer_bytes += append.answer_bytes
         validation.check_response_size(answer_bytes, limits, "items")
-        refused = [None if isinstance(c, Append) else c for c in checked]
+        return checked
 
-        def answer(outcomes: Sequence[Outcome], request_id: str) -> Message:
-            ran = iter(outcomes)
-            response = response_type()
-            for error in refused:
-                outcome = error or next(ran)
-                result = response.results.add()
-                if isinstance(outcome, QuireError):
-                    result.error.CopyFrom(to_status(outcome, request_id))
-                else:
-                    write(outcome, result.response)
-            return response  # type: ignore[no-any-return]
-
-        requests = [c for c in checked if isinstance(c, Append)]
-        held_bytes = answer_bytes + sum(append.worker_bytes for append in requests)
-        return Plan(requests, answer, held_bytes, weight=len(checked))
-
-    return Call(method, plan)
+    def answer_items(self, requests: Sequence[object], outcomes: Sequence[Outcome], request_id: str) -> Any:
+        """The answer to a batch. `outcomes` has one entry for each of `requests` that is not an error."""
+        remaining, response = iter(outcomes), self.response()
+        for one in requests:
+            result = response.results.add()
+            outcome = one if isinstance(one, QuireError) else next(remaining)
+            if isinstance(outcome, QuireError):
+                result.error.CopyFrom(to_status(outcome, request_id))
+            else:
+                self.write(one, outcome, result.response)
+        return response
 
 
-async def _plan_fork(request: Any, limits: RequestLimits, _timeout_s: float | None) -> Plan:
-    answer_bytes = validation.check_fork(request, limits)
-    fork = Fork.of(request.cache_id, request.count, tuple(request.release), request.request_id)
-    answer = _answered_by(executor_pb2.ForkCacheResponse, answers.caches)
-    return Plan((fork,), answer, answer_bytes, _weight_of(fork))
+def held_bytes(requests: Sequence[Request | QuireError]) -> int:
+    """An upper estimate of the answer's size, and of the memory in workers beyond the request."""
+    size_bytes = 0
+    for one in requests:
+        if isinstance(one, Append):
+            size_bytes += one.answer_bytes + one.worker_bytes
+        elif isinstance(one, Fork):
+            size_bytes += validation.forked_bytes(one.count)
+        elif isinstance(one, QuireError):
+            size_bytes += validation.ANSWER_BYTES
+    return size_bytes
 
 
-async def _plan_forks(request: Any, limits: RequestLimits, _timeout_s: float | None) -> Plan:
-    answer_bytes = validation.check_forks(request, limits)
+def start_weight(requests: Sequence[Request | QuireError]) -> int:
+    """The cost of starting these, in units of a request for one cache.
+
+    A fork counts each cache that it copies, makes or releases: releasing one cancels its other requests.
+    """
+    weight = len(requests)
+    for one in requests:
+        if isinstance(one, Fork):
+            weight += len(one.sources) + one.count + len(one.release) - 1
+    return weight
+
+
+# Calls that are not appends.
+
+
+def _fork(request: executor_pb2.ForkCacheRequest, limits: RequestLimits, _timeout_s: object) -> Fork:
+    validation.check_fork(request, limits)
+    return Fork.of(request.cache_id, request.count, tuple(request.release), request.request_id)
+
+
+def _forks(request: executor_pb2.ForkCachesRequest, limits: RequestLimits, _timeout_s: object) -> Fork:
+    validation.check_forks(request, limits)
     sources = [
         Source(each.cache_id, each.count, each.position if each.HasField("position") else None)
         for each in request.forks
     ]
-    fork = Fork(sources, tuple(request.release), request.request_id)
-    write = functools.partial(answers.forked_caches, [source.count for source in sources])
-    answer = _answered_by(executor_pb2.ForkCachesResponse, write)
-    return Plan((fork,), answer, answer_bytes, _weight_of(fork))
-
-
-def _weight_of(fork: Fork) -> int:
-    """The caches that a fork touches: a release ends whatever is asked of one, and frees it."""
-    return len(fork.sources) + fork.count + len(fork.release)
+    return Fork(sources, tuple(request.release), request.request_id)
 
 
 def _truncate(request: executor_pb2.TruncateKVRequest, *_: object) -> Truncate:
     validation.check_cache_id(request.cache_id)
     if not request.HasField("new_len"):
-        # It would be 0, and the cache empty.
-        raise InvalidArgument("BAD_FIELD", "new_len", "a new_len is needed")
+        # The default, 0, would empty the cache.
+        raise InvalidArgument("BAD_FIELD", "new_len", "new_len is required")
     position = request.position if request.HasField("position") else None
     return Truncate(request.cache_id, request.new_len, position)
 
@@ -177,18 +169,47 @@ def _renew(request: executor_pb2.RenewCacheRequest, *_: object) -> Renew:
     return Renew(request.cache_id, lease_s)
 
 
-CALLS = (
-    _single("Prefill", appends.prefill, answers.scored_prefill),
-    _single("Decode", appends.decode, answers.decode),
-    _single("ForwardVerify", appends.verify, answers.verify),
-    _single("Forward", appends.score, answers.score),
-    _batch("BatchForward", appends.score, answers.score),
-    _batch("BatchPrefill", appends.prefill, answers.scored_prefill),
-    _batch("BatchDecode", appends.decode, answers.decode),
-    _batch("UnifiedForward", appends.unified_item, answers.prefill),
-    Call("ForkCache", _plan_fork),
-    Call("ForkCaches", _plan_forks),
-    _single("TruncateKV", _truncate, answers.cache),
-    _single("ReleaseCache", _release, answers.released),
-    _single("RenewCache", _renew, answers.cache),
-)
+def _write_fork(_request: Fork, result: Handles, into: executor_pb2.ForkCacheResponse) -> None:
+    for handle in result.handles:
+        write_handle(handle, into.kv_caches.add())
+
+
+def _write_forks(request: Fork, result: Handles, into: executor_pb2.ForkCachesResponse) -> None:
+    handles = iter(result.handles)
+    for source in request.sources:
+        forked = into.results.add()
+        for handle in itertools.islice(handles, source.count):
+            write_handle(handle, forked.kv_caches.add())
+
+
+def _write_cache(
+    _request: Truncate | Renew,
+    result: Handles,
+    into: executor_pb2.TruncateKVResponse | executor_pb2.RenewCacheResponse,
+) -> None:
+    (handle,) = result.handles
+    write_handle(handle, into.kv_cache)
+
+
+def _write_released(_request: Release, result: Released, into: executor_pb2.ReleaseCacheResponse) -> None:
+    into.released = result.released
+
+
+CALLS = {
+    call.method: call
+    for call in (
+        Call("Prefill", append_codec.prefill, append_codec.write_scored_prefill),
+        Call("Decode", append_codec.decode, append_codec.write_decode),
+        Call("ForwardVerify", append_codec.verify, append_codec.write_verify),
+        Call("Forward", append_codec.score, append_codec.write_score),
+        Call("BatchForward", append_codec.score, append_codec.write_score, is_batch=True),
+        Call("BatchPrefill", append_codec.prefill, append_codec.write_scored_prefill, is_batch=True),
+        Call("BatchDecode", append_codec.decode, append_codec.write_decode, is_batch=True),
+        Call("UnifiedForward", append_codec.unified_item, append_codec.write_prefill, is_batch=True),
+        Call("ForkCache", _fork, _write_fork),
+        Call("ForkCaches", _forks, _write_forks),
+        Call("TruncateKV", _truncate, _write_cache),
+        Call("ReleaseCache", _release, _write_released),
+        Call("RenewCache", _renew, _write_cache),
+    )
+}

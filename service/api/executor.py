@@ -1,37 +1,42 @@
-"""ModelExecutorService: the data calls as the table of calls declares them, and the readers.
+"""ModelExecutorService: the data calls, which `calls` describes, and the read-only calls.
 
-Errors are raised as QuireError; the call interceptor turns them into a status.
+Errors are raised as QuireError. The call interceptor turns them into a status.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Coroutine
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.message import Message
-from quire.v1 import executor_pb2
+from quire.v1 import executor_pb2 as pb
 
-from service.api import answers, validation
-from service.api.calls import CALLS, Call
+from service.api import validation
+from service.api.append_codec import write_handle
+from service.api.calls import CALLS, held_bytes
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
+from service.api.validation import RequestLimits
+from service.auth.authenticator import current_tenant
+from service.caches.requests import Append
 from service.dispatcher import Dispatcher
-from service.doors.doors import current_tenant
 from service.errors import InvalidArgument
 from service.logging import current_request_id
-from service.pool.base import WorkerSlot
+from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
 
-_LIMITS = executor_pb2.GatewayLimits.DESCRIPTOR.fields
-# What a handler is given; it asks only how much time the caller has left.
+_LIMITS = pb.GatewayLimits.DESCRIPTOR.fields
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+_Response = TypeVar("_Response")
+_Answer: TypeAlias = Coroutine[Any, Any, _Response]
+
+
 class ExecutorApi:
-    """The public data and reader RPCs; the data calls are added below, from the table."""
+    """The data calls and the read-only calls."""
 
     def __init__(self, dispatcher: Dispatcher, state: ServerState, pool: Supervisor) -> None:
         self._dispatcher = dispatcher
@@ -40,17 +45,81 @@ class ExecutorApi:
         self._sessions: set[Session] = set()
         self._version = metadata.version("quire-llm-server")
 
-    async def run(self, call: Call, request: Message, context: Context) -> Message:
-        """Runs one call of the table."""
+    def Prefill(self, request: pb.PrefillRequest, context: Context) -> _Answer[pb.PrefillResponse]:
+        return self._run("Prefill", request, context)
+
+    def Decode(self, request: pb.DecodeRequest, context: Context) -> _Answer[pb.DecodeResponse]:
+        return self._run("Decode", request, context)
+
+    def ForwardVerify(
+        self, request: pb.ForwardVerifyRequest, context: Context
+    ) -> _Answer[pb.ForwardVerifyResponse]:
+        return self._run("ForwardVerify", request, context)
+
+    def Forward(self, request: pb.ForwardRequest, context: Context) -> _Answer[pb.ForwardResponse]:
+        return self._run("Forward", request, context)
+
+    def BatchForward(
+        self, request: pb.BatchForwardRequest, context: Context
+    ) -> _Answer[pb.BatchForwardResponse]:
+        return self._run_batch("BatchForward", request, context)
+
+    def BatchPrefill(
+        self, request: pb.BatchPrefillRequest, context: Context
+    ) -> _Answer[pb.BatchPrefillResponse]:
+        return self._run_batch("BatchPrefill", request, context)
+
+    def BatchDecode(
+        self, request: pb.BatchDecodeRequest, context: Context
+    ) -> _Answer[pb.BatchDecodeResponse]:
+        return self._run_batch("BatchDecode", request, context)
+
+    def UnifiedForward(
+        self, request: pb.UnifiedForwardRequest, context: Context
+    ) -> _Answer[pb.UnifiedForwardResponse]:
+        return self._run_batch("UnifiedForward", request, context)
+
+    def ForkCache(self, request: pb.ForkCacheRequest, context: Context) -> _Answer[pb.ForkCacheResponse]:
+        return self._run("ForkCache", request, context)
+
+    def ForkCaches(self, request: pb.ForkCachesRequest, context: Context) -> _Answer[pb.ForkCachesResponse]:
+        return self._run("ForkCaches", request, context)
+
+    def TruncateKV(self, request: pb.TruncateKVRequest, context: Context) -> _Answer[pb.TruncateKVResponse]:
+        return self._run("TruncateKV", request, context)
+
+    def ReleaseCache(
+        self, request: pb.ReleaseCacheRequest, context: Context
+    ) -> _Answer[pb.ReleaseCacheResponse]:
+        return self._run("ReleaseCache", request, context)
+
+    def RenewCache(self, request: pb.RenewCacheRequest, context: Context) -> _Answer[pb.RenewCacheResponse]:
+        return self._run("RenewCache", request, context)
+
+    async def _run(self, method: str, request: Any, context: Context) -> Any:
+        call = CALLS[method]
+        limits, timeout_s = await self._begin(context)
+        checked = call.check(request, limits, timeout_s)
+        self._state.answers.take_until_done(held_bytes((checked,)), context)
+        (outcome,) = await self._dispatcher.run((checked,), current_tenant())
+        return call.answer(checked, outcome)
+
+    async def _run_batch(self, method: str, request: Any, context: Context) -> Any:
+        call = CALLS[method]
+        limits, timeout_s = await self._begin(context)
+        checked = await call.check_items(request, limits, timeout_s)
+        self._state.answers.take_until_done(held_bytes(checked), context)
+        appends = [one for one in checked if isinstance(one, Append)]
+        outcomes = await self._dispatcher.run(appends, current_tenant())
+        return call.answer_items(checked, outcomes, current_request_id())
+
+    async def _begin(self, context: Context) -> tuple[RequestLimits, float | None]:
+        """The limits that a request is checked against, and the time until its deadline."""
         await self._state.first_worker(context.time_remaining())
-        timeout_s = validation.timeout_seconds(context.time_remaining())
-        plan = await call.plan(request, self._state.limits, timeout_s)
-        self._state.answers.take_until_done(plan.answer_bytes, context)
-        outcomes = await self._dispatcher.run(plan.requests, current_tenant())
-        return plan.answer(outcomes, current_request_id())
+        return self._state.limits, validation.timeout_seconds(context.time_remaining())
 
     async def Session(
-        self, request_iterator: AsyncIterator[executor_pb2.SessionRequest], context: SessionContext
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: SessionContext
     ) -> None:
         session = Session(self._dispatcher, self._state, context)
         self._sessions.add(session)
@@ -60,39 +129,37 @@ class ExecutorApi:
             self._sessions.discard(session)
 
     def end_sessions(self) -> None:
-        """Lets no session begin another call; each ends when its calls are answered."""
+        """Lets no Session start another call. Each ends when its calls are answered."""
         for session in self._sessions:
             session.drain()
 
-    # Readers.
+    # Read-only calls.
 
-    async def ListCaches(
-        self, request: executor_pb2.ListCachesRequest, context: Context
-    ) -> executor_pb2.ListCachesResponse:
+    async def ListCaches(self, request: pb.ListCachesRequest, context: Context) -> pb.ListCachesResponse:
         after = _page_start(request.page_token)
         size = min(request.page_size or validation.DEFAULT_PAGE_SIZE, validation.MAX_PAGE_SIZE)
         self._state.answers.take_until_done(size * validation.HANDLE_BYTES, context)
-        response = executor_pb2.ListCachesResponse()
+        response = pb.ListCachesResponse()
         last = 0
         for number, handle in self._dispatcher.handles(after, current_tenant()):
             if len(response.kv_caches) == size:
                 response.next_page_token = str(last)
                 break
-            answers.write_handle(handle, response.kv_caches.add())
+            write_handle(handle, response.kv_caches.add())
             last = number
         return response
 
     async def GetModelInfo(
-        self, request: executor_pb2.GetModelInfoRequest, context: Context
-    ) -> executor_pb2.GetModelInfoResponse:
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
         ready = self._state.first_ready
         tokenizer_json = ready.tokenizer_json if request.include_tokenizer else b""
         wants_template = request.include_chat_template and ready.chat_template.sources
         chat_template = ready.chat_template if wants_template else None
-        # At most: special tokens are sent in any case, and with a template twice.
+        # An upper estimate: special tokens are always sent, and twice with a template.
         template_bytes = ready.chat_template.ByteSize() * (2 if wants_template else 1)
         self._state.answers.take_until_done(len(tokenizer_json) + template_bytes, context)
-        return executor_pb2.GetModelInfoResponse(
+        return pb.GetModelInfoResponse(
             model=ready.model,
             tokenizer_json=tokenizer_json,
             chat_template=chat_template,
@@ -102,23 +169,21 @@ class ExecutorApi:
         )
 
     async def GetCapabilities(
-        self, request: executor_pb2.GetCapabilitiesRequest, context: Context
-    ) -> executor_pb2.GetCapabilitiesResponse:
+        self, request: pb.GetCapabilitiesRequest, context: Context
+    ) -> pb.GetCapabilitiesResponse:
         ready, config = self._state.first_ready, self._state.config
-        return executor_pb2.GetCapabilitiesResponse(
+        return pb.GetCapabilitiesResponse(
             version=self._version,
             executor=ready.executor,
             limits={field.name: getattr(config, field.name) for field in _LIMITS},
             max_top_logprobs=min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size),
         )
 
-    async def GetStatus(
-        self, request: executor_pb2.GetStatusRequest, context: Context
-    ) -> executor_pb2.GetStatusResponse:
-        await self._pool.refresh_snapshots()
-        return executor_pb2.GetStatusResponse(
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        slots = await self._pool.refresh_snapshots()
+        return pb.GetStatusResponse(
             state=self._state.state,
-            workers=[_worker_status(slot) for slot in self._pool.all_slots],
+            workers=[_worker_status(slot) for slot in slots],
             uptime_ms=self._state.uptime_ms,
             caches=self._dispatcher.num_caches,
             operations_in_flight=self._dispatcher.operations_in_flight,
@@ -128,48 +193,36 @@ class ExecutorApi:
             longest_stall_ms=int(self._state.watch.longest_stretch_s * 1000),
             journal_bytes=self._dispatcher.journal_bytes,
             unread_bytes=self._state.answers.used_bytes,
-            arriving_requests=self._state.reception.arriving,
-            sessions=self._state.reception.streams,
-            connections=self._state.guests.count,
+            arriving_requests=self._state.receiver.arriving,
+            sessions=self._state.receiver.streams,
+            connections=self._state.connections.count,
             refusals=self._state.refusals.by_reason,
         )
 
     async def GetCacheMetrics(
-        self, request: executor_pb2.GetCacheMetricsRequest, context: Context
-    ) -> executor_pb2.GetCacheMetricsResponse:
-        await self._pool.refresh_snapshots(check_integrity=request.check_integrity)
-        response = executor_pb2.GetCacheMetricsResponse()
-        for slot in self._pool.all_slots:
+        self, request: pb.GetCacheMetricsRequest, context: Context
+    ) -> pb.GetCacheMetricsResponse:
+        slots = await self._pool.refresh_snapshots(check_integrity=request.check_integrity)
+        response = pb.GetCacheMetricsResponse()
+        for slot in slots:
             worker = response.workers.add(worker_id=slot.worker_id, pool=slot.snapshot.pool)
             if slot.snapshot.HasField("pool_intact"):
                 worker.pool_intact = slot.snapshot.pool_intact
         return response
 
     async def GetLoraMetrics(
-        self, request: executor_pb2.GetLoraMetricsRequest, context: Context
-    ) -> executor_pb2.GetLoraMetricsResponse:
-        await self._pool.refresh_snapshots()
-        response = executor_pb2.GetLoraMetricsResponse()
-        for slot in self._pool.all_slots:
+        self, request: pb.GetLoraMetricsRequest, context: Context
+    ) -> pb.GetLoraMetricsResponse:
+        response = pb.GetLoraMetricsResponse()
+        for slot in await self._pool.refresh_snapshots():
             response.workers.add(worker_id=slot.worker_id, adapters=slot.snapshot.lora_adapters)
         return response
 
 
-def _handler(call: Call) -> Callable[[ExecutorApi, Message, Context], Awaitable[Message]]:
-    async def handle(api: ExecutorApi, request: Message, context: Context) -> Message:
-        return await api.run(call, request, context)
-
-    return handle
-
-
-for _call in CALLS:
-    setattr(ExecutorApi, _call.method, _handler(_call))
-
-
-def _worker_status(slot: WorkerSlot) -> executor_pb2.WorkerStatus:
-    """A worker's line in the status."""
+def _worker_status(slot: WorkerSlot) -> pb.WorkerStatus:
+    """One worker's part of the status."""
     snapshot = slot.snapshot
-    return executor_pb2.WorkerStatus(
+    return pb.WorkerStatus(
         worker_id=slot.worker_id,
         pid=slot.pid,
         epoch=slot.epoch,
@@ -189,9 +242,9 @@ def _worker_status(slot: WorkerSlot) -> executor_pb2.WorkerStatus:
 
 
 def _page_start(page_token: str) -> int:
-    """The number after which a page of ListCaches starts."""
+    """The cache number after which a page of ListCaches starts."""
     if not page_token:
         return 0
     if not (page_token.isascii() and page_token.isdigit() and len(page_token) <= 20):
-        raise InvalidArgument("BAD_PAGE_TOKEN", "page_token", "is not one that ListCaches returned")
+        raise InvalidArgument("BAD_PAGE_TOKEN", "page_token", "must be one that ListCaches returned")
     return int(page_token)

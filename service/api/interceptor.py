@@ -1,52 +1,52 @@
-"""What surrounds every call of ours: the doors, a request id, the log line, and the mapping of errors.
+"""Wraps every call: authentication, reading the request, the request id, the log line, errors as statuses.
 
-Who has no business here is refused before anything of the call is read. How that is done, and for how long,
-is the reception's, for the calls of other services too.
-Outermost, so that nothing escapes it: a QuireError becomes its status with rich details; any other exception
-becomes INTERNAL with the request id and nothing of its text; a CancelledError that is not the caller's own is
-answered too, since otherwise the call would hang.
+Unauthenticated calls are refused before the request is read.
+This is the outermost wrapper, so it handles every exception. A QuireError becomes its status with rich
+details. Any other exception becomes INTERNAL with the request id and without the exception's text. A
+CancelledError that the caller did not cause is answered too, because the call would hang otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import functools
+import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeAlias, cast
 
 import grpc
 from grpc_status import rpc_status
 
-from service.api.parsing import Large, Malformed, MessageLimits, tolerant
-from service.api.reception import Reception
+from service.api.parsing import LargeRequest, MessageLimits, RejectedRequest, deferring_deserializer
 from service.api.refusal_log import RefusalLog
+from service.api.request_receiver import RequestReceiver
 from service.api.status import to_status
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
+from service.auth.authenticator import Authenticator, current_tenant
 from service.config import Config
-from service.doors.doors import Doors, current_tenant
 from service.errors import NOT_FAILURES, InternalError, NoWorker, QuireError
-from service.logging import bind_request_id, get_logger, tells_details
+from service.logging import bind_request_id, get_logger, logs_debug
 from service.printable import escaped
 
 _log = get_logger(__name__)
 _PREFIX = "/quire.v1."
-# Of a name that a caller may have made up.
+# The longest method name in the log. An unauthenticated caller may send any name.
 _MAX_LOGGED_CHARS = 64
 REQUEST_ID_METADATA = "x-request-id"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
-# A coroutine that returns its answer, or writes a stream of them by itself; or a generator of a stream.
-Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any] | AsyncIterator[Any]]
-# Gives a behaviour what it is for: a request or a stream of them, or Malformed if there is none.
-Take: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+# Returns its answer, or writes a stream of answers itself.
+Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+# Returns the argument of a behaviour: a request, a stream of requests, or a RejectedRequest.
+Receive: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
-# Each shape of a call: where a handler has its behaviour, and what makes the one we answer with. To gRPC the
-# request of each is a stream, see reception.py.
+# For each shape of a call: the handler's attribute that has its behaviour, and the function that makes the
+# wrapped handler. gRPC sees every request as a stream, see request_receiver.py.
 _SHAPES = {
     (False, False): ("unary_unary", grpc.stream_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.stream_stream_rpc_method_handler),
@@ -56,18 +56,18 @@ _SHAPES = {
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps handlers of every shape: our own; those of others (health, reflection) as far as they read."""
+    """Wraps the handlers of all calls. For health and reflection it only reads the request."""
 
     def __init__(
         self,
         limits: MessageLimits | None = None,
-        doors: Doors | None = None,
-        reception: Reception | None = None,
+        authenticator: Authenticator | None = None,
+        receiver: RequestReceiver | None = None,
         refusals: RefusalLog | None = None,
     ) -> None:
         self._limits = limits or MessageLimits()
-        self._doors = doors
-        self._reception = reception or Reception(Config())
+        self._authenticator = authenticator
+        self._receiver = receiver or RequestReceiver(Config())
         self._refusals = refusals or RefusalLog()
         self._wrapped: dict[str, Handler] = {}
 
@@ -75,15 +75,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         method = handler_call_details.method
-        if self._doors is not None:
+        if self._authenticator is not None:
             try:
-                self._doors.enter(method, handler_call_details.invocation_metadata)
+                self._authenticator.authenticate(method, handler_call_details.invocation_metadata)
             except QuireError as error:
-                return _refusing(method, error, self._refusals)
+                return _refusing_handler(method, error, self._refusals)
         wrapped = self._wrapped.get(method)
         if wrapped is not None:
             return wrapped
-        # None for an unknown method, whatever the stubs say.
+        # None for an unknown method, although the stubs do not say so.
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -93,92 +93,112 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _wrap(self, method: str, handler: Handler) -> Handler:
         place, make = _SHAPES[handler.request_streaming, handler.response_streaming]
         behaviour = getattr(handler, place)
+        if handler.response_streaming:
+            behaviour = _writing_stream(behaviour)
         deserializer = cast(Callable[[bytes], Any], handler.request_deserializer)
-        take = self._reception.stream if handler.request_streaming else self._reception.request
+        receive: Receive = self._receiver.stream if handler.request_streaming else self._receiver.request
         if method.startswith(_PREFIX):
-            behaviour = _surround(method, behaviour, take, self._doors, self._refusals)
-            deserializer = tolerant(deserializer, self._limits)
+            if self._authenticator is not None:
+                receive = _receive_authenticated(method, receive, self._authenticator)
+            behaviour = _own_behaviour(method, behaviour, receive, self._refusals)
+            deserializer = deferring_deserializer(deserializer, self._limits)
         else:
-            behaviour = _received(method, behaviour, take, self._refusals)
+            behaviour = _foreign_behaviour(method, behaviour, receive, self._refusals)
+        if not handler.response_streaming:
+            behaviour = _AwaitableFunction(behaviour)
         return make(behaviour, deserializer, handler.response_serializer)
 
 
-def _refusing(method: str, error: QuireError, refusals: RefusalLog) -> Handler:
-    """A handler that reads nothing of a call, whatever its shape, and ends it."""
+class _AwaitableFunction(functools.partial[Any]):
+    """A coroutine function that grpc recognises faster.
 
-    async def refuse(_messages: Any, _context: Context) -> Malformed:
-        return Malformed(error)
+    grpc checks twice per call whether the handler is awaitable, and only if not, through five functions of
+    `inspect`, whether it is a coroutine function. It handles both in the same way.
+    """
 
-    return grpc.stream_stream_rpc_method_handler(_surround(method, _never, refuse, None, refusals))
-
-
-async def _never(_request: Any, _context: Context) -> None:
-    raise AssertionError("nothing was taken that could be handled")
+    def __await__(self) -> Any:
+        raise AssertionError("grpc calls the handler, it does not await it")
 
 
-def _received(method: str, behaviour: Behaviour, take: Take, refusals: RefusalLog) -> Behaviour:
-    """A behaviour of somebody else's, whose errors are its own."""
+def _refusing_handler(method: str, error: QuireError, refusals: RefusalLog) -> Handler:
+    """A handler that ends a call of any shape without reading its request."""
+
+    async def refuse(_messages: Any, _context: Context) -> RejectedRequest:
+        return RejectedRequest(error)
+
+    return grpc.stream_stream_rpc_method_handler(_own_behaviour(method, _unreachable, refuse, refusals))
+
+
+async def _unreachable(_request: Any, _context: Context) -> None:
+    raise AssertionError("a refused call reached its handler")
+
+
+def _foreign_behaviour(
+    method: str, behaviour: Behaviour, receive: Receive, refusals: RefusalLog
+) -> Behaviour:
+    """A behaviour of another library's service, which handles its own errors."""
     rpc = _name(method)
 
     async def handle(messages: Any, context: Context) -> Any:
-        request = await take(messages, context)
-        if isinstance(request, Malformed):
+        request = await receive(messages, context)
+        if isinstance(request, RejectedRequest):
             refusals.refused(rpc, request.error, 0.0)
-            await context.abort(*_end(request.error))
-        return await _finished(behaviour(request, context), context)
+            await context.abort(*_abort_arguments(request.error))
+        return await behaviour(request, context)
 
     return handle
 
 
-def _refused_at_the_doors(method: str, context: Context, doors: Doors | None) -> QuireError | None:
-    """Why a call that came without a token may not go on, if so."""
-    if doors is not None and current_tenant() is None:
-        try:
-            doors.enter_by_certificate(method, context.auth_context())
-        except QuireError as error:
-            return error
-    return None
+def _receive_authenticated(method: str, receive: Receive, authenticator: Authenticator) -> Receive:
+    """Authenticates a call without a token by its certificate, before its request is read."""
+
+    async def authenticate_and_receive(messages: Any, context: Context) -> Any:
+        if current_tenant() is None:
+            try:
+                authenticator.authenticate_by_certificate(method, context.auth_context())
+            except QuireError as error:
+                return RejectedRequest(error)
+        return await receive(messages, context)
+
+    return authenticate_and_receive
 
 
 def _name(method: str) -> str:
     return escaped(method.rpartition("/")[2][:_MAX_LOGGED_CHARS])
 
 
-def _surround(
-    method: str, behaviour: Behaviour, take: Take, doors: Doors | None, refusals: RefusalLog
-) -> Behaviour:
+def _own_behaviour(method: str, behaviour: Behaviour, receive: Receive, refusals: RefusalLog) -> Behaviour:
     rpc = _name(method)
 
     async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
-        stranger = _refused_at_the_doors(method, context, doors)
-        request = await take(messages, context) if stranger is None else Malformed(stranger)
-        if isinstance(request, Large):
-            request = await request.parsed()
+        request = await receive(messages, context)
+        if isinstance(request, LargeRequest):
+            request = await request.parse()
         request_id = _request_id(request, context)
         bind_request_id(request_id)
         started_s = time.monotonic()
         try:
-            if isinstance(request, Malformed):
+            if isinstance(request, RejectedRequest):
                 raise request.error
-            response = await _finished(behaviour(request, context), context)
+            response = await behaviour(request, context)
         except QuireError as error:
-            failure = error.untraced()
+            failure = error.without_traceback()
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 refusals.cancelled(rpc, _elapsed_ms(started_s))
                 raise
-            # Somebody else's cancellation leaked in; unanswered it would hang the caller.
+            # Another task's cancellation was raised here. Without an answer the caller would hang.
             failure = NoWorker()
         except BaseException as error:
             failure = _unexpected(error, rpc)
         else:
-            if tells_details():
+            if logs_debug():
                 _log.debug("call done", rpc=rpc, duration_ms=_elapsed_ms(started_s))
             return response
         refusals.refused(rpc, failure, _elapsed_ms(started_s))
-        end = _end(failure, request_id)
-        # grpc keeps the exception with which it aborts, and so this frame, in a cycle until a collection.
+        end = _abort_arguments(failure, request_id)
+        # grpc keeps the exception of an abort, and so this frame, in a cycle until the next collection.
         del messages, request, failure
         await context.abort(*end)
 
@@ -186,45 +206,54 @@ def _surround(
 
 
 def _unexpected(error: BaseException, rpc: str) -> QuireError:
-    """What the caller is told of anything else. Raises what is no failure of the call."""
+    """The error that the caller gets for another exception. Raises again what is not a failure."""
     if isinstance(error, NOT_FAILURES):
         raise error
     _log.error("call failed unexpectedly", rpc=rpc, exc_info=error)
     return InternalError()
 
 
-def _end(failure: QuireError, request_id: str = "") -> tuple[grpc.StatusCode, str, tuple[Any, ...]]:
-    """What a call is aborted with."""
+def _abort_arguments(
+    failure: QuireError, request_id: str = ""
+) -> tuple[grpc.StatusCode, str, tuple[Any, ...]]:
+    """The arguments of `context.abort`."""
     status = rpc_status.to_status(to_status(failure, request_id))
-    return status.code, status.details, (*status.trailing_metadata, *_pushback(failure))
+    return status.code, status.details, (*status.trailing_metadata, *_retry_pushback(failure))
 
 
-def _pushback(failure: QuireError) -> tuple[tuple[str, str], ...]:
-    """Tells gRPC's own retries of what may pass when to come again, and not to of what will not."""
+def _retry_pushback(failure: QuireError) -> tuple[tuple[str, str], ...]:
+    """Metadata for gRPC's own retries: after which delay to retry, or not to retry (-1)."""
     if failure.code != "UNAVAILABLE":
         return ()
     wait_ms = -1 if failure.retry_after_s is None else int(failure.retry_after_s * 1000)
     return (("grpc-retry-pushback-ms", str(wait_ms)),)
 
 
-async def _finished(call: Awaitable[Any] | AsyncIterator[Any], context: Context) -> Any:
-    """Waits for a call of either style. Streams end without an answer of their own."""
-    if isinstance(call, Awaitable):
-        return await call
-    async with contextlib.aclosing(cast(AsyncGenerator[Any, None], call)) as messages:
-        async for message in messages:
-            await context.write(message)
-    return None
+def _writing_stream(
+    behaviour: Callable[[Any, Context], Awaitable[Any] | AsyncGenerator[Any, None]],
+) -> Behaviour:
+    """A behaviour that answers with a stream. The messages of a generator are written here."""
+
+    async def handle(request: Any, context: Context) -> Any:
+        call = behaviour(request, context)
+        if isinstance(call, Awaitable):
+            return await call
+        async with contextlib.aclosing(call) as messages:
+            async for message in messages:
+                await context.write(message)
+        return None
+
+    return handle
 
 
 def _request_id(request: Any, context: Context) -> str:
-    """The caller's own id, from the request or the metadata, or a new one if that cannot be shown."""
+    """The caller's id from the request or the metadata, or a new one if that is missing or not printable."""
     own = getattr(request, "request_id", "")
     if not own:
         for key, value in context.invocation_metadata() or ():
             if key == REQUEST_ID_METADATA and isinstance(value, str):
                 own = value[:MAX_REQUEST_ID_CHARS]
-    return own if own and is_request_id(own) else secrets.token_hex(8)
+    return own if own and is_request_id(own) else os.urandom(8).hex()
 
 
 def _elapsed_ms(started_s: float) -> float:

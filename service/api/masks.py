@@ -1,7 +1,7 @@
-"""Masks of tokens as callers send them: checked once, and passed on as they came.
+"""Checks token masks. They are passed on to the worker as they were sent.
 
-A mask that was sent deflated, or as a list, is bits in a worker, and may be many times as large there. Here
-it is inflated for as long as it is looked at; what the bits will take is counted with the call, see
+A mask that was sent deflated or as a list is expanded to bits in the worker, where it may be many times as
+large. Here it is expanded only during the check. The call is charged for the size of the bits, see
 `bytes_in_worker`.
 """
 
@@ -14,25 +14,24 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import types_pb2
 
-from service.api.vocabulary import check_vocabulary
 from service.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from service.api.validation import RequestLimits
 
-# What a stream may have beyond the bits of a mask that does not compress: several times what zlib adds.
+# How many bytes a zlib stream may have beyond an incompressible mask: several times what zlib adds.
 _STREAM_BYTES = 1 << 10
 
 
 def check_choice(
     mask: types_pb2.TokenMask | None, sampling: types_pb2.SamplingParams, limits: RequestLimits
 ) -> None:
-    """A mask is one, of this vocabulary; after it and the biases that forbid, a token can still be chosen.
+    """Checks that the mask fits the vocabulary, and that mask and biases leave at least one token allowed.
 
-    None: there is no mask. Raises InvalidArgument.
+    `mask` is None if there is none. Raises InvalidArgument.
     """
     biases = sampling.logit_bias.items()
-    # Whether all of them are tokens is looked at elsewhere, be it later.
+    # `validation` checks that all of them are tokens.
     forbidden = {t for t, bias in biases if bias == -math.inf and t < limits.vocab_size}
     if mask is None:
         if len(forbidden) >= limits.vocab_size:
@@ -52,65 +51,76 @@ def check_choice(
             if mask.forbidden.ids:
                 _check_ids(mask.forbidden.ids, "forbidden", limits)
             most = len(forbidden) + len(mask.forbidden.ids)
-            # Some may be there twice; seldom is it worth to look.
+            # Duplicates matter only if the sum reaches the vocabulary size.
             left = most < limits.vocab_size or len(forbidden.union(mask.forbidden.ids)) < limits.vocab_size
         case _:
-            raise _bad("one of packed, allowed, deflated and forbidden is needed", "output.mask")
+            raise _bad("one of packed, allowed, deflated and forbidden is required", "output.mask")
     if not left:
         raise _bad("every token is forbidden", "output.mask")
 
 
 def bytes_in_worker(masks: Iterable[types_pb2.TokenMask], limits: RequestLimits) -> int:
-    """How many bytes these masks, which were checked, have in a worker beyond those that were sent."""
+    """The bytes that these valid masks take in a worker beyond the request."""
     return sum(_word_bytes(limits) for mask in masks if mask.WhichOneof("kind") not in ("packed", None))
 
 
 def _word_bytes(limits: RequestLimits) -> int:
-    """Of a mask that fills words of 32 bits, to which grammars are compiled."""
+    """The size of a mask in words of 32 bits, the form that grammars are compiled to."""
     return (limits.vocab_size + 31) // 32 * 4
 
 
 def _sized(packed: bytes, kind: str, limits: RequestLimits) -> bytes:
     needed = (limits.vocab_size + 7) // 8
     if len(packed) not in (needed, _word_bytes(limits)):
-        text = f"there are {len(packed)} bytes, {needed} hold one bit for each token"
+        text = f"has {len(packed)} bytes, but one bit for each token takes {needed}"
         raise _bad(text, f"output.mask.{kind}")
     return packed
 
 
 def _inflated(deflated: bytes, limits: RequestLimits) -> bytes:
-    """The bits of a deflated mask. Never makes more of them than a mask has."""
+    """The bits of a deflated mask. Stops inflating at the size of a mask."""
     field, most = "output.mask.deflated", _word_bytes(limits)
     if len(deflated) > most + _STREAM_BYTES:
-        raise _bad(f"{len(deflated)} bytes were sent, {most} are enough for a packed mask", field)
+        raise _bad(f"has {len(deflated)} bytes, more than a packed mask, which takes {most}", field)
     stream = zlib.decompressobj()
     try:
-        # One more, so that the end of the stream is seen.
+        # One byte more, so that the end of the stream is read.
         packed = stream.decompress(deflated, most + 1)
     except zlib.error:
-        raise _bad("it is not a zlib stream", field) from None
+        raise _bad("is not a zlib stream", field) from None
     if len(packed) > most:
-        raise _bad(f"it inflates to more than {most} bytes, which a mask has at most", field)
+        raise _bad(f"inflates to more than {most} bytes, the size of a mask", field)
     if not stream.eof:
         raise _bad("the zlib stream ends early", field)
     if stream.unused_data:
-        raise _bad("there are bytes behind the zlib stream", field)
+        raise _bad("there are bytes after the zlib stream", field)
     return _sized(packed, "deflated", limits)
 
 
 def _check_ids(ids: Sequence[int], kind: str, limits: RequestLimits) -> None:
-    """A list has ids, no more of them than there are tokens, and all of them are tokens."""
+    """A list of ids is not longer than the vocabulary, and all of its ids are tokens."""
     if len(ids) > limits.vocab_size:
-        text = f"{len(ids)} ids were sent, there are {limits.vocab_size} tokens"
+        text = f"has {len(ids)} ids, but the vocabulary has {limits.vocab_size} tokens"
         raise _bad(text, f"output.mask.{kind}")
     check_vocabulary(ids, limits, f"output.mask.{kind}.ids")
 
 
 def _choices_in_bits(packed: bytes, forbidden: set[int], limits: RequestLimits) -> bool:
-    """Whether more bits are set than those of forbidden tokens."""
+    """Whether a bit is set for a token that is not forbidden."""
     bits = int.from_bytes(packed, "little") & ((1 << limits.vocab_size) - 1)
     return bits.bit_count() > sum(packed[token >> 3] >> (token & 7) & 1 for token in forbidden)
 
 
 def _bad(text: str, field: str) -> InvalidArgument:
     return InvalidArgument("BAD_MASK", field, text)
+
+
+def check_vocabulary(token_ids: Sequence[int], limits: RequestLimits, field: str) -> None:
+    """All tokens are in the vocabulary. `token_ids` must not be empty."""
+    if max(token_ids) >= limits.vocab_size:
+        index = next(i for i, token in enumerate(token_ids) if token >= limits.vocab_size)
+        raise InvalidArgument(
+            "TOKEN_OUT_OF_VOCAB",
+            f"{field}[{index}]",
+            f"token {token_ids[index]} is not below the vocabulary size {limits.vocab_size}",
+        )

@@ -1,11 +1,11 @@
-"""Requests from bytes, in slices.
+"""Parses large requests in pieces, so that parsing does not block the event loop.
 
-protobuf parses a message in one go, and no other thread runs meanwhile: 16 MB of empty items take it over
-a second, 16 MB of tokens a tenth of one. So a large message is cut where fields begin and merged piece by
-piece, which to the wire format is the same; others are served between the pieces. What nobody would send is
-refused on the way, before it is parsed.
+protobuf parses a message in one call that holds the GIL: 16 MB of empty items take over a second, 16 MB of
+tokens a tenth of one. So a large message is cut at field boundaries and merged piece by piece, which gives
+the same result in the wire format. Other tasks run between the pieces. Requests over a limit are refused
+before they are parsed.
 
-Knows the wire format, and the names of what is bounded: calls, items, tokens, ids.
+This module uses the wire format and the names of the limited fields: calls, items, tokens, ids.
 """
 
 from __future__ import annotations
@@ -19,92 +19,94 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from quire.v1 import types_pb2
 
-from service.api.breath import Breather
+from service.api.time_slice import TimeSlice
 from service.api.validation import check_sample_seeds
 from service.errors import InvalidArgument, QuireError, SequenceTooLong, too_many, too_many_forks
 
-# A message of at most this size is parsed at once: 6 ms at worst, if it is nothing but empty items.
+# A message of at most this size is parsed in one call: 6 ms at worst, for a message of empty items.
 _SMALL_BYTES = 1 << 16
-# A piece of a larger one: also 6 ms at worst, most of which goes into finding where its fields begin.
+# The size of a piece of a larger message: also 6 ms at worst, most of it for finding the field boundaries.
 _PIECE_BYTES = 1 << 14
-# Fields of one large message that are looked at. Tokens are packed: a prompt is one field.
+# The most fields of a large message. Tokens are packed: a prompt is one field.
 _MAX_FIELDS = 1 << 16
-# Large messages that are parsed at once. A number of one byte becomes eight: what is refused once it is whole
-# may be hundreds of megabytes until then. More of them at once would not be done any sooner.
-_AT_ONCE = 2
+# How many large messages are parsed concurrently. More would not be faster, and a message that is refused in
+# the end may take hundreds of megabytes until then: a number of one byte takes eight bytes when parsed.
+_MAX_CONCURRENT = 2
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _COUNTED_BYTES = 1 << 19
-# Bytes of a varint but its last.
+# All bytes of a varint but its last.
 _CONTINUED = bytes(range(0x80, 0x100))
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLimits:
-    """What large messages are held against while they are parsed; small ones later, like everything else."""
+    """Limits of large messages, checked during parsing. Small messages are checked after parsing."""
 
     max_calls: int = 4096
     max_items: int = 1024
-    # What a sequence may have at most. None: not known yet.
+    # The most tokens of a sequence. None: not known yet.
     max_seq_tokens: Callable[[], int | None] = lambda: None
-    # How many ids a mask can name. None: not known yet.
+    # The most ids of a mask. None: not known yet.
     vocab_size: Callable[[], int | None] = lambda: None
-    # Of one server: held while a large one is parsed.
-    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE), compare=False)
+    # One for the server, held while a large message is parsed.
+    turns: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(_MAX_CONCURRENT), compare=False
+    )
 
 
-class Malformed:
-    """Stands for a message that is refused unread. grpc itself would answer INTERNAL."""
+class RejectedRequest:
+    """Takes the place of a request that is refused. If a deserializer raised, grpc would answer INTERNAL."""
 
     def __init__(self, error: QuireError | None = None) -> None:
         self.error = error or InvalidArgument("MALFORMED_REQUEST", "", "the request is not a valid message")
 
 
-class Large:
-    """A message that is not parsed yet."""
+class LargeRequest:
+    """A large message that is not parsed yet."""
 
     def __init__(self, message: Message, data: bytes, limits: MessageLimits) -> None:
         self._message = message
         self._data = data
         self._limits = limits
 
-    async def parsed(self) -> Message | Malformed:
-        """The message. Once: the bytes are gone afterwards. Others may have to be parsed first."""
+    async def parse(self) -> Message | RejectedRequest:
+        """Parses the message, after others if too many are being parsed. Call it once: it drops the bytes."""
         async with self._limits.turns:
-            return await self._parsed_in_slices()
+            return await self._parse_in_slices()
 
-    async def _parsed_in_slices(self) -> Message | Malformed:
-        breather = Breather()
+    async def _parse_in_slices(self) -> Message | RejectedRequest:
+        time_slice = TimeSlice()
         data, self._data = self._data, b""
         parser = _Parser(self._limits)
         try:
             for _ in parser.merge(self._message, data, is_whole=True):
-                if breather.due:
-                    await breather.breathe()
+                if time_slice.due:
+                    await time_slice.yield_to_others()
         except DecodeError:
-            return Malformed()
+            return RejectedRequest()
         except QuireError as error:
-            return Malformed(error.untraced())
+            return RejectedRequest(error.without_traceback())
         return self._message
 
 
-def tolerant(parse: Callable[[bytes], Any], limits: MessageLimits) -> Callable[[bytes], Any]:
-    """A deserializer whose handler is given a Malformed or a Large too. `parse`: a type's FromString."""
+def deferring_deserializer(parse: Callable[[bytes], Any], limits: MessageLimits) -> Callable[[bytes], Any]:
+    """A deserializer that returns a message, a LargeRequest or a RejectedRequest. `parse`: a FromString."""
     message_type = parse.__self__  # type: ignore[attr-defined]
 
     def deserialize(data: bytes) -> Any:
         if len(data) > _SMALL_BYTES:
-            return Large(message_type(), data, limits)
+            return LargeRequest(message_type(), data, limits)
         try:
             return parse(data)
         except DecodeError:
-            return Malformed()
+            return RejectedRequest()
 
     return deserialize
 
 
 @dataclass(slots=True)
 class _Field:
-    """A field's place in the bytes: its key starts at `start`, its contents at `body`."""
+    """The position of a field in the bytes: its key begins at `start`, its contents at `body`."""
 
     number: int
     wire_type: int
@@ -119,13 +121,14 @@ class _Parser:
     def __init__(self, limits: MessageLimits) -> None:
         self._limits = limits
         self._fields = 0
-        # Which of the lists of a mask is read.
+        # The list of a mask that is being parsed.
         self._mask_kind = ""
 
     def merge(self, message: Message, data: bytes, *, is_whole: bool = False) -> Iterator[None]:
-        """Merges `data` into `message`, and yields where others may run. Raises DecodeError and QuireError.
+        """Merges `data` into `message` and yields between pieces. Raises DecodeError and QuireError.
 
-        `is_whole`: the message is the request itself, not a part whose refusal would be its own.
+        `is_whole`: the message is the request itself. The limits of a part, such as an item of a batch, are
+        checked later, because they fail only that part.
         """
         by_number = message.DESCRIPTOR.fields_by_number
         parts = 0
@@ -162,14 +165,14 @@ class _Parser:
             elif wire_type in (_FIXED64, _FIXED32):
                 end = body + (8 if wire_type == _FIXED64 else 4)
             else:
-                # Groups: no message of ours has any.
+                # Groups: none of the messages has any.
                 raise DecodeError
             if end > len(data):
                 raise DecodeError
             yield _Field(key >> 3, wire_type, start, body, end)
 
     def _check(self, field: FieldDescriptor, parts: int, data: bytes, place: _Field) -> Iterator[None]:
-        """Refuses a request for what is seen from outside."""
+        """Refuses a request whose fields are over a limit, without parsing them."""
         if field.name == "calls" and parts > self._limits.max_calls:
             raise too_many("calls", self._limits.max_calls)
         if field.name == "items" and parts > self._limits.max_items:
@@ -183,13 +186,13 @@ class _Parser:
                 raise SequenceTooLong(tokens, limit)
 
     def _check_mask(self, data: bytes, place: _Field) -> Iterator[None]:
-        """Refuses a mask that names more ids than there are: parsed it would be many times as large."""
+        """Refuses a mask with more ids than the vocabulary: parsed, it would be many times as large."""
         limit = self._limits.vocab_size()
         if limit is None or place.end - place.body <= limit:
             return
         ids = yield from _count(data, place)
         if ids > limit:
-            text = f"{ids} ids were sent, there are {limit} tokens"
+            text = f"has {ids} ids, but the vocabulary has {limit} tokens"
             raise InvalidArgument("BAD_MASK", f"output.mask.{self._mask_kind}", text)
 
     def _merge_large(
@@ -197,7 +200,7 @@ class _Parser:
     ) -> Iterator[None]:
         """Merges one field that is larger than a piece."""
         if field is None:
-            # Nobody would read it.
+            # An unknown field.
             return
         if field.message_type is not None and place.wire_type == _BYTES:
             if field.message_type.GetOptions().map_entry:
@@ -211,7 +214,7 @@ class _Parser:
             if field.name == "ids":
                 yield from self._check_mask(data, place)
             if field.name == "sample_seeds":
-                # Parsed they would be eight times as large.
+                # Parsed, they would be eight times as large.
                 check_sample_seeds((yield from _count(data, place)))
             for numbers in _cut(data[place.body : place.end]):
                 key = data[place.start : _varint(data, place.start)[1]]
@@ -227,7 +230,7 @@ def _is_part(field: FieldDescriptor) -> bool:
 
 
 def _count(data: bytes, place: _Field) -> Generator[None, None, int]:
-    """How many packed numbers there are, in slices: it takes 2 ms for each megabyte."""
+    """Counts packed numbers, and yields between slices: a megabyte takes 2 ms."""
     numbers = 0
     for start in range(place.body, place.end, _COUNTED_BYTES):
         part = data[start : min(start + _COUNTED_BYTES, place.end)]
@@ -237,7 +240,7 @@ def _count(data: bytes, place: _Field) -> Generator[None, None, int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends. Raises DecodeError."""
+    """A number, and the position after it. Raises DecodeError."""
     number = shift = 0
     try:
         while True:
@@ -263,11 +266,11 @@ def _to_varint(number: int) -> bytes:
 
 
 def _cut(packed: bytes) -> Iterator[bytes]:
-    """Packed numbers in pieces that end where a number does. Raises DecodeError."""
+    """Packed numbers in pieces of whole numbers. Raises DecodeError."""
     start = 0
     while start < len(packed):
         end = min(start + _PIECE_BYTES, len(packed))
-        # A number has few bytes.
+        # Back to the end of a number.
         while packed[end - 1] >= 0x80:
             end -= 1
             if end <= start:

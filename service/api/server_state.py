@@ -1,6 +1,6 @@
-"""What the readers of the API report: the gateway's state, its workers, the model they serve.
+"""The gateway's state for the API: whether it serves, its workers, its model, and the limits of requests.
 
-While callers may still use caches of the weights before, their limits are known beside those of the present.
+While callers may still use caches of an earlier model version, its limits are kept beside the current ones.
 """
 
 from __future__ import annotations
@@ -13,84 +13,91 @@ from collections.abc import Callable, Sequence
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.api.budget import AnswerBudget
-from service.api.loop_watch import LoopWatch
-from service.api.reception import Reception
 from service.api.refusal_log import RefusalLog
+from service.api.request_receiver import RequestReceiver
+from service.api.time_slice import LoopWatch
 from service.api.validation import HiddenLimits, RequestLimits
+from service.auth.connections import ConnectionCount
 from service.config import Config
-from service.doors.guests import Guests
 from service.errors import NoWorker, QueueFull, WeightsChanged
-from service.memory import OwnMemory
-from service.pool.base import WorkerSlot
+from service.memory import ProcessMemory
+from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
 
-# When those had better come again for whom there is no room to wait.
+# The retry delay for calls that cannot wait because too many do.
 _RETRY_S = 1.0
 
 
 class ServerState:
-    """Owner of the gateway's state. Reads the slots, which the pool owns."""
+    """Owner of the gateway's state. Reads the model versions and their slots, which the pool owns."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self,
+        config: Config,
+        versions: ModelVersions,
+        version_of: Callable[[str], int | None] = lambda _: None,
+    ) -> None:
+        """`version_of`: returns the model version of a caller's cache, or None if there is no such cache."""
         self.config = config
-        self.slots: Sequence[WorkerSlot] = ()
         self.draining = False
         self.watch = LoopWatch()
-        # The weights that are served; of those and others, what their first worker said, and their limits.
-        self.weights = 0
-        self._ready: dict[int, worker_pb2.WorkerReady] = {}
+        self._versions = versions
+        self._version_of = version_of
+        # For each model version that callers may use, once a worker has loaded it.
         self._limits: dict[int, RequestLimits] = {}
-        # Of which weights a cache is that the caller names; None: there is no such cache.
-        self.weights_of: Callable[[str], int | None] = lambda _: None
         self._started_s = time.monotonic()
         self.answers = AnswerBudget(config.max_unread_bytes)
-        self.reception = Reception(config)
-        self.guests = Guests(config.max_connections)
-        self.memory = OwnMemory()
+        self.receiver = RequestReceiver(config)
+        self.connections = ConnectionCount(config)
+        self.memory = ProcessMemory()
         self.refusals = RefusalLog()
-        # Caches were found again, whose callers are there already: calls wait for the first worker.
+        # Caches were recovered from the journal, so callers exist and calls wait for the first worker.
         self.has_recovered = False
         self._has_worker = asyncio.Event()
         self._waiting = 0
+        versions.subscribe(self._on_change)
 
-    def worker_became_ready(self, ready: worker_pb2.WorkerReady, weights: int = 0) -> None:
-        """Workers of the same weights serve one model: the first describes it; the largest bounds it."""
-        first = self._ready.setdefault(weights, ready)
-        before = self._limits.get(weights)
-        largest = max(ready.executor.kv_capacity_tokens, 0 if before is None else before.max_seq_tokens)
-        self._limits[weights] = RequestLimits(
-            first.model.vocab_size,
-            self.config.max_response_bytes,
-            max_seq_tokens=largest,
-            max_items=self.config.max_items_per_call,
-            hidden=_hidden_limits(first),
-            weights=weights,
-            # Of the first weights there are no caches of others.
-            of_others=self._limits_of if weights else None,
-        )
-        if weights == self.weights:
+    def _on_change(self) -> None:
+        """Updates the limits. All workers of a version have the same model. The largest pool is the limit."""
+        self._limits = {
+            version.number: self._limits_for(version, version.first_ready)
+            for version in self._versions
+            if version.is_usable and version.first_ready is not None
+        }
+        if self._versions.serving.number in self._limits:
             self._has_worker.set()
 
-    def switch(self, weights: int) -> None:
-        """These weights are served from now on; a worker that has them is ready."""
-        self.weights = weights
-        self._has_worker.set()
+    def _limits_for(self, version: ModelVersion, ready: worker_pb2.WorkerReady) -> RequestLimits:
+        return RequestLimits(
+            ready.model.vocab_size,
+            self.config.max_response_bytes,
+            max_seq_tokens=version.max_seq_tokens,
+            max_items=self.config.max_items_per_call,
+            hidden=_hidden_limits(ready),
+            weights=version.number,
+            # With the first version there are no caches of other versions.
+            limits_of_cache=self._limits_of_cache if version.number else None,
+        )
 
-    def forget(self, weights: int) -> None:
-        """Nobody may use these any more."""
-        self._ready.pop(weights, None)
-        self._limits.pop(weights, None)
+    @property
+    def slots(self) -> Sequence[WorkerSlot]:
+        """The workers that serve, in a stable order."""
+        return self._versions.serving.slots
+
+    @property
+    def model_version(self) -> int:
+        """The number of the version that is served."""
+        return self._versions.serving.number
 
     async def first_worker(self, timeout_s: float | None) -> None:
-        """Where caches were found again, whose callers are there already, calls wait for the first worker.
+        """After a recovery of caches, waits until the first worker has loaded the model, or the timeout.
 
-        Returns when one has loaded the model, or nobody would wait for it any longer. Raises QueueFull if as
-        many wait as may.
+        Raises QueueFull if too many calls wait.
         """
-        if not self.has_recovered or self.weights in self._limits:
+        if not self.has_recovered or self.model_version in self._limits:
             return
-        most = self.config.max_queued_operations
-        if self._waiting >= most:
-            raise QueueFull(most, _RETRY_S)
+        limit = self.config.max_queued_operations
+        if self._waiting >= limit:
+            raise QueueFull(limit, _RETRY_S)
         longest_s = self.config.max_wait_s
         self._waiting += 1
         try:
@@ -102,36 +109,36 @@ class ServerState:
 
     @property
     def max_seq_tokens(self) -> int | None:
-        """The most tokens that a sequence can have in any worker so far. None: no worker was ready yet."""
+        """The most tokens of a sequence in any worker. None: no worker was ready yet."""
         return max((limits.max_seq_tokens for limits in self._limits.values()), default=None)
 
     @property
     def vocab_size(self) -> int | None:
-        """How many tokens any model knows that is in use. None: no worker was ready yet."""
+        """The largest vocabulary of the models in use. None: no worker was ready yet."""
         return max((limits.vocab_size for limits in self._limits.values()), default=None)
 
     @property
     def first_ready(self) -> worker_pb2.WorkerReady:
-        """What the first worker said of its model and executor. Raises NoWorker until one has loaded it."""
-        ready = self._ready.get(self.weights)
+        """The first worker's description of model and executor. Raises NoWorker until one has loaded it."""
+        ready = self._versions.serving.first_ready
         if ready is None:
             raise NoWorker
         return ready
 
     @property
     def limits(self) -> RequestLimits:
-        """What requests are checked against. Raises NoWorker until a worker has loaded the model."""
-        limits = self._limits.get(self.weights)
+        """The limits of requests. Raises NoWorker until a worker has loaded the model."""
+        limits = self._limits.get(self._versions.serving.number)
         if limits is None:
             raise NoWorker
         return limits
 
-    def _limits_of(self, cache_id: str) -> RequestLimits | None:
-        """Raises WeightsChanged for a cache that nobody may use any more, whatever was asked of it."""
-        weights = self.weights_of(cache_id)
-        if weights is not None and weights not in self._limits:
+    def _limits_of_cache(self, cache_id: str) -> RequestLimits | None:
+        """The limits of a cache's model version. Raises WeightsChanged if that version was unloaded."""
+        version = self._version_of(cache_id)
+        if version is not None and version not in self._limits:
             raise WeightsChanged
-        return None if weights is None else self._limits[weights]
+        return None if version is None else self._limits[version]
 
     @property
     def uptime_ms(self) -> int:
@@ -140,7 +147,7 @@ class ServerState:
 
     @property
     def state(self) -> executor_pb2.ServerState:
-        """SERVING as long as one worker is ready."""
+        """SERVING while at least one worker is ready."""
         if self.draining:
             return executor_pb2.SERVER_STATE_DRAINING
         if self.has_ready_worker:
@@ -149,7 +156,7 @@ class ServerState:
 
     @property
     def has_ready_worker(self) -> bool:
-        """Whether one could compute something now."""
+        """Whether a worker is ready to compute."""
         return any(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots)
 
 

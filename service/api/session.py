@@ -1,10 +1,10 @@
-"""One Session stream: many calls at once, answered as they complete.
+"""One Session stream: concurrent calls, answered as they complete.
 
-A reader starts the calls of each message together, those of a large one in slices; whatever has completed
-while a message of answers was written goes into the next one. What a caller can make the server hold is
-bounded: the reader stops, within a message too, while too many calls are unanswered or too many bytes of
-answers unread, and a caller that reads nothing for too long is cut off. When the stream ends, in whatever
-way, calls without an answer are undone.
+A reader starts the calls of each message together, those of a large message in slices. Answers that complete
+while a message is written go into the next message. The memory for a client is limited: the reader pauses,
+within a message too, while too many calls are unanswered or too many bytes of answers are unread. A client
+that reads nothing for too long is disconnected. When the stream ends for any reason, unanswered calls are
+cancelled.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import grpc
 from google.protobuf.message import Message
 from quire.v1 import executor_pb2
 
 from service.api import validation
-from service.api.breath import Breather
-from service.api.calls import CALLS, Outcome, Plan
-from service.api.parsing import Large, Malformed
-from service.api.reading import is_read
+from service.api.calls import CALLS, Call, Outcome, held_bytes, start_weight
+from service.api.parsing import LargeRequest, RejectedRequest
 from service.api.server_state import ServerState
 from service.api.status import to_status
+from service.api.time_slice import TimeSlice
+from service.auth.authenticator import current_tenant
+from service.caches.requests import Request
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.doors.doors import current_tenant
 from service.errors import (
     AnswersFull,
     Draining,
@@ -46,83 +46,91 @@ SessionContext: TypeAlias = (
 )
 _log = get_logger(__name__)
 
-# A message of answers that would be larger is sent in several.
+# Answers beyond this size are sent in several messages.
 _TARGET_MESSAGE_BYTES = 1 << 20
-# What a call without logits weighs until it is answered and read, about.
+# The approximate memory of a call without logits until its answer is read.
 _LEAST_CALL_BYTES = 1024
-# Calls that are started in one go, in requests that touch one cache: a few milliseconds' worth.
+# The weight of the calls that are started in one slice (see `start_weight`): a few milliseconds.
 _SLICE_WEIGHT = 256
-# A call that is refused: its error with details costs as much as starting several.
+# The weight of a refused call: its error with details costs as much as starting several calls.
 _REFUSAL_WEIGHT = 8
 
-# The fields of a Session's messages by the call's own request type, which they are named after.
+# The field of a SessionCall for each request type.
 _FIELDS = {
     field.message_type.name: field.name
     for field in executor_pb2.SessionCall.DESCRIPTOR.oneofs_by_name["call"].fields
     if field.message_type is not None
 }
-_CALLS = {_FIELDS[f"{call.method}Request"]: call for call in CALLS if f"{call.method}Request" in _FIELDS}
+_CALLS = {
+    _FIELDS[f"{method}Request"]: call for method, call in CALLS.items() if f"{method}Request" in _FIELDS
+}
 
 
-# A call that has not begun: its tag, its kind, and what it will do or why it cannot.
-_Planned: TypeAlias = tuple[int, str, Plan | QuireError]
+# The read timeout is measured with this many timers, one after the other (see `write_in_time`).
+_STALL_PARTS = 8
 
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call that is not answered yet."""
+    """An unanswered call. `requests` has one for each item of a batch, with an error for an invalid item."""
 
     tag: int
     kind: str
-    plan: Plan
-    outcomes: list[Outcome | None]
-    missing: int
-    answer_bytes: int
+    call: Call
+    requests: Sequence[Request | QuireError]
+    # One for each request that was started.
+    outcomes: list[Outcome | None] = field(default_factory=list)
+    missing: int = 0
     tickets: list[int] = field(default_factory=list)
+    answer_bytes: int = 0
+
+
+# The tag of a call that is refused, and its error.
+_Refused: TypeAlias = tuple[int, QuireError]
 
 
 class Session:
-    """Owner of one stream's calls, from their arrival until their answers are written."""
+    """Owner of the calls of one stream, from arrival until the answers are written."""
 
     def __init__(self, dispatcher: Dispatcher, state: ServerState, context: SessionContext) -> None:
         self._dispatcher = dispatcher
         self._state = state
         self._config: Config = state.config
         self._context = context
-        # However many calls it has in flight, in a worker's queue it is one caller among others.
+        # The scheduler treats the whole Session as one caller, however many calls it has in flight.
         self._caller = dispatcher.new_caller()
         self._tenant = current_tenant()
-        # Answers are made in the context of whoever brings the last outcome.
+        # Stored here because answers are built in the context of the task that delivers the last outcome.
         self._request_id = current_request_id()
         self._open: dict[int, _OpenCall] = {}
-        # What the answers of open calls may weigh, and those that wait to be written do.
+        # The expected bytes of the answers of open calls, and the bytes of those that wait to be written.
         self._held_bytes = 0
         self._results: deque[executor_pb2.SessionResult] = deque()
         self._something_to_write = asyncio.Event()
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._draining = False
-        self._breather = Breather()
+        self._time_slice = TimeSlice()
 
     async def run(self, messages: AsyncIterator[executor_pb2.SessionRequest]) -> None:
-        """Serves the stream. Returns when the caller has half-closed and has all answers; else raises."""
+        """Serves the stream. Returns when the client has half-closed and has all answers; else raises."""
         self._reader = asyncio.create_task(self._read(messages))
         self._reader.add_done_callback(lambda _: self._something_to_write.set())
         try:
             await self._write(self._reader)
             if self._draining:
                 raise Draining
-            # What ended the reader ends the stream.
+            # An error of the reader ends the stream.
             await self._reader
         finally:
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError, QuireError):
                 await self._reader
             self._undo_open_calls()
-            self._hold(-self._held_bytes)
+            self._adjust_held_bytes(-self._held_bytes)
 
     def drain(self) -> None:
-        """Reads no further; the stream ends when what was read is answered."""
+        """Stops reading. The stream ends when all calls that were read are answered."""
         self._draining = True
         if self._reader is not None:
             self._reader.cancel()
@@ -131,23 +139,23 @@ class Session:
 
     async def _read(self, messages: AsyncIterator[executor_pb2.SessionRequest]) -> None:
         async for received in messages:
-            message = await received.parsed() if isinstance(received, Large) else received
-            if isinstance(message, Malformed):
+            message = await received.parse() if isinstance(received, LargeRequest) else received
+            if isinstance(message, RejectedRequest):
                 raise message.error
             assert isinstance(message, executor_pb2.SessionRequest)
             await self._start(message.calls)
 
     async def _start(self, calls: Sequence[executor_pb2.SessionCall]) -> None:
-        """Starts the calls of a message in their order: together, as far as there is room for them."""
+        """Starts the calls of a message in order: together, as far as the limits of the session allow."""
         if len(calls) > self._config.max_calls_per_message:
             raise too_many("calls", self._config.max_calls_per_message)
         rest, done = iter(calls), 0
         while done < len(calls):
             if done:
-                await self._breather.breathe()
-            planned = await self._plan_slice(rest)
-            done += len(planned)
-            self._run([call for call in map(self._open_call, planned) if call is not None])
+                await self._time_slice.yield_to_others()
+            checked = await self._check_slice(rest)
+            done += len(checked)
+            self._run([call for call in checked if self._is_opened(call)])
             while self._is_full():
                 self._room.clear()
                 await self._room.wait()
@@ -156,95 +164,115 @@ class Session:
         return not self._has_room(0, 0)
 
     def _has_room(self, calls: int, size_bytes: int) -> bool:
-        """Whether the caller may have more than these beside what it has."""
+        """Whether the session stays below its limits with these calls and bytes added."""
         return (
             len(self._open) + len(self._results) + calls < self._config.max_session_calls
             and self._held_bytes + size_bytes < self._config.max_response_bytes
         )
 
-    async def _plan_slice(self, calls: Iterator[executor_pb2.SessionCall]) -> list[_Planned]:
-        """The calls to start next. Nothing has begun of what is only planned, so this can be cancelled."""
-        self._breather.begin()
-        planned: list[_Planned] = []
+    async def _check_slice(self, calls: Iterator[executor_pb2.SessionCall]) -> list[_OpenCall | _Refused]:
+        """Checks the calls to start next. It starts none of them, so it can be cancelled."""
+        self._time_slice.begin()
+        checked: list[_OpenCall | _Refused] = []
         weight = size_bytes = 0
-        for call in calls:
-            tag, kind = call.tag, call.WhichOneof("call")
+        for message in calls:
             try:
-                if kind is None:
-                    raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
-                own = call.timeout if call.HasField("timeout") else None
-                timeout_s = validation.timeout_seconds(self._context.time_remaining(), own)
-                await self._state.first_worker(timeout_s)
-                plan = await _CALLS[kind].plan(getattr(call, kind), self._state.limits, timeout_s)
+                call = await self._check(message)
             except QuireError as error:
-                planned.append((tag, "error", error.untraced()))
+                checked.append((message.tag, error.without_traceback()))
                 weight += _REFUSAL_WEIGHT
             else:
-                planned.append((tag, kind, plan))
-                weight += plan.weight
-                size_bytes += max(plan.answer_bytes, _LEAST_CALL_BYTES)
-            if weight >= _SLICE_WEIGHT or not self._has_room(len(planned), size_bytes) or self._breather.due:
+                checked.append(call)
+                weight += start_weight(call.requests)
+                size_bytes += call.answer_bytes
+            if (
+                weight >= _SLICE_WEIGHT
+                or not self._has_room(len(checked), size_bytes)
+                or self._time_slice.due
+            ):
                 break
-        return planned
+        return checked
 
-    def _open_call(self, planned: _Planned) -> _OpenCall | None:
-        """Opens a call that can be run, and answers one that cannot."""
-        tag, kind, plan = planned
+    async def _check(self, message: executor_pb2.SessionCall) -> _OpenCall:
+        kind = message.WhichOneof("call")
+        if kind is None:
+            raise InvalidArgument("EMPTY_CALL", "calls.call", "the call has no request")
+        call_timeout = message.timeout if message.HasField("timeout") else None
+        timeout_s = validation.timeout_seconds(self._context.time_remaining(), call_timeout)
+        await self._state.first_worker(timeout_s)
+        call, request, limits = _CALLS[kind], getattr(message, kind), self._state.limits
+        requests: Sequence[Request | QuireError]
+        if call.is_batch:
+            requests = await call.check_items(request, limits, timeout_s)
+        else:
+            requests = (call.check(request, limits, timeout_s),)
+        answer_bytes = max(held_bytes(requests), _LEAST_CALL_BYTES)
+        return _OpenCall(message.tag, kind, call, requests, answer_bytes=answer_bytes)
+
+    def _is_opened(self, checked: _OpenCall | _Refused) -> TypeGuard[_OpenCall]:
+        """Opens a valid call, or answers a refused one with its error. Returns whether it was opened."""
+        tag = checked.tag if isinstance(checked, _OpenCall) else checked[0]
         if tag in self._open:
             raise InvalidArgument("DUPLICATE_TAG", "calls.tag", f"tag {tag} is not answered yet")
-        if isinstance(plan, QuireError):
-            self._deliver_error(tag, plan)
-            return None
-        answer_bytes = max(plan.answer_bytes, _LEAST_CALL_BYTES)
+        if not isinstance(checked, _OpenCall):
+            self._deliver_error(*checked)
+            return False
         try:
-            self._state.answers.take(answer_bytes)
+            self._state.answers.take(checked.answer_bytes)
         except AnswersFull as error:
             self._deliver_error(tag, error)
-            return None
-        self._held_bytes += answer_bytes
-        size = len(plan.requests)
-        call = _OpenCall(tag, kind, plan, [None] * size, size, answer_bytes)
-        self._open[tag] = call
-        return call
+            return False
+        self._held_bytes += checked.answer_bytes
+        self._open[tag] = checked
+        return True
 
-    def _hold(self, size_bytes: int) -> None:
-        """Holds more, or less."""
+    def _adjust_held_bytes(self, size_bytes: int) -> None:
+        """Counts more bytes of this session's answers, or fewer if negative."""
         self._held_bytes += size_bytes
-        self._state.answers.exchange(0, size_bytes)
+        self._state.answers.adjust(size_bytes)
 
     def _run(self, calls: Sequence[_OpenCall]) -> None:
-        """Hands the requests of all calls over at once, so that they share steps."""
-        places = [(call, index) for call in calls for index in range(len(call.plan.requests))]
-        everything = [request for call in calls for request in call.plan.requests]
-        tickets = self._dispatcher.start(
-            everything, lambda i, outcome: self._on_outcome(*places[i], outcome), self._caller, self._tenant
-        )
-        for (call, _), ticket in zip(places, tickets, strict=True):
+        """Starts the requests of all calls together, so that they share steps."""
+        requests: list[Request] = []
+        owners: list[tuple[_OpenCall, int]] = []
+        for call in calls:
+            for one in call.requests:
+                if not isinstance(one, QuireError):
+                    requests.append(one)
+                    owners.append((call, call.missing))
+                    call.missing += 1
+            call.outcomes = [None] * call.missing
+
+        def on_outcome(at: int, outcome: Outcome) -> None:
+            call, index = owners[at]
+            call.outcomes[index] = outcome
+            call.missing -= 1
+            if call.missing == 0:
+                self._complete(call)
+
+        tickets = self._dispatcher.start(requests, on_outcome, self._caller, self._tenant)
+        for (call, _), ticket in zip(owners, tickets, strict=True):
             call.tickets.append(ticket)
         for call in calls:
-            if not call.plan.requests:
-                # A batch without one good item.
+            if not call.outcomes:
+                # A batch without a valid item.
                 self._complete(call)
 
     # Answering.
 
-    def _on_outcome(self, call: _OpenCall, index: int, outcome: Outcome) -> None:
-        call.outcomes[index] = outcome
-        call.missing -= 1
-        if call.missing == 0:
-            self._complete(call)
-
     def _complete(self, call: _OpenCall) -> None:
         del self._open[call.tag]
-        self._hold(-call.answer_bytes)
+        self._adjust_held_bytes(-call.answer_bytes)
         try:
-            answer = call.plan.answer(
-                [outcome for outcome in call.outcomes if outcome is not None], self._request_id
-            )
+            outcomes = [outcome for outcome in call.outcomes if outcome is not None]
+            if call.call.is_batch:
+                answer = call.call.answer_items(call.requests, outcomes, self._request_id)
+            else:
+                answer = call.call.answer(call.requests[0], outcomes[0])
         except QuireError as error:
             self._deliver_error(call.tag, error)
         except Exception:
-            # A bug of ours must not end the stream of a worker, whose answers this is called for.
+            # A bug here must not end the stream of the worker whose answer is being handled.
             _log.exception("an answer could not be made", call=call.kind)
             self._deliver_error(call.tag, InternalError())
         else:
@@ -252,12 +280,12 @@ class Session:
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
         self._state.refusals.count(error)
-        self._deliver(tag, "error", to_status(error.untraced(), self._request_id))
+        self._deliver(tag, "error", to_status(error.without_traceback(), self._request_id))
 
     def _deliver(self, tag: int, kind: str, answer: Message) -> None:
         result = executor_pb2.SessionResult(**{"tag": tag, kind: answer})  # type: ignore[arg-type]
         self._results.append(result)
-        self._hold(result.ByteSize())
+        self._adjust_held_bytes(result.ByteSize())
         self._something_to_write.set()
 
     # Writing.
@@ -270,36 +298,29 @@ class Session:
             while self._results:
                 message, size_bytes = self._next_message()
                 await self._write_message(message, size_bytes)
-                self._hold(-size_bytes)
+                self._adjust_held_bytes(-size_bytes)
                 self._room.set()
             if reader.done() and (self._failed(reader) or not self._open):
                 return
 
     async def _write_message(self, message: executor_pb2.SessionResponse, size_bytes: int) -> None:
-        """Writes one message. If the caller does not read it in time, all else of the session is given up.
+        """Writes one message. If the client does not read it in time, everything else is dropped.
 
-        The status follows once the message has been read, or the connection has ended: grpc never delivers
-        one that is sent behind a message that is stuck. Until then only that message is held.
+        Then only this message takes memory until it is read or the connection ends.
         """
-        writing = asyncio.ensure_future(self._context.write(message))
-        try:
-            was_read = await is_read(writing, self._config.session_stall_s)
-        except asyncio.CancelledError:
-            writing.cancel()
-            raise
-        if not was_read:
-            self._give_up()
-            self._hold(size_bytes - self._held_bytes)
-            await writing
-            raise SlowConsumer(self._config.session_stall_s)
-        await writing
 
-    def _give_up(self) -> None:
+        def give_up() -> None:
+            self._abandon()
+            self._adjust_held_bytes(size_bytes - self._held_bytes)
+
+        await write_in_time(self._context.write(message), self._config.session_stall_s, give_up)
+
+    def _abandon(self) -> None:
         assert self._reader is not None
         self._reader.cancel()
         self._undo_open_calls()
         self._results.clear()
-        _log.info("a session's caller does not read its answers", stall_s=self._config.session_stall_s)
+        _log.info("a session's client does not read its answers", stall_s=self._config.session_stall_s)
 
     @staticmethod
     def _failed(reader: asyncio.Task[None]) -> bool:
@@ -320,3 +341,34 @@ class Session:
         tickets = [ticket for call in self._open.values() for ticket in call.tickets]
         self._open.clear()
         self._dispatcher.cancel(tickets)
+
+
+async def write_in_time(writing: Awaitable[None], stall_s: float, give_up: Callable[[], None]) -> None:
+    """Writes a message. If the client does not read it in time, calls `give_up`, then raises SlowConsumer.
+
+    It raises only after the message was read or the connection has ended, because grpc never delivers a
+    status behind a message that is stuck. If the gateway itself was stopped, that counts as one part of the
+    timeout at most, so that the loop sees what was read meanwhile before the timeout.
+    """
+    loop = asyncio.get_running_loop()
+    parts_left = _STALL_PARTS
+    timer: asyncio.Handle
+
+    def on_timer() -> None:
+        nonlocal parts_left, timer
+        parts_left -= 1
+        if parts_left > 0:
+            timer = loop.call_later(stall_s / _STALL_PARTS, on_timer)
+        elif parts_left == 0:
+            # One more turn of the loop, to see what was read by now.
+            timer = loop.call_soon(on_timer)
+        else:
+            give_up()
+
+    timer = loop.call_later(stall_s / _STALL_PARTS, on_timer)
+    try:
+        await writing
+    finally:
+        timer.cancel()
+    if parts_left < 0:
+        raise SlowConsumer(stall_s)

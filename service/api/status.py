@@ -1,4 +1,4 @@
-"""Errors as statuses on the wire: ErrorInfo always, RetryInfo and BadRequest where they apply."""
+"""Converts errors into gRPC statuses with rich details."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from service.errors import InvalidArgument, QuireError
 
 DOMAIN = "quire"
-# gRPC metadata as a whole is bounded at 16 KiB by peers; rich details stay well under it.
+# Peers limit all gRPC metadata of a call to 16 KiB. The details stay well below that.
 MAX_DETAIL_BYTES = 4096
 _MAX_TEXT_BYTES = 512
 
 
 def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
-    """Encodes an error with ErrorInfo, and RetryInfo and BadRequest where they apply."""
-    message = _clipped(error.message)
+    """The error as a status with ErrorInfo, and RetryInfo and BadRequest where they apply."""
+    message = _truncated(error.message)
     metadata = dict(error.metadata)
     if request_id:
         metadata["request_id"] = request_id
@@ -27,7 +27,7 @@ def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
         extra.append(retry)
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_clipped(error.field), description=message, reason=error.reason
+            field=_truncated(error.field), description=message, reason=error.reason
         )
         extra.append(error_details_pb2.BadRequest(field_violations=[violation]))
     status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=message)
@@ -38,6 +38,6 @@ def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
     return status
 
 
-def _clipped(text: str) -> str:
-    """The start of a text, in whole characters, so that several of them stay within MAX_DETAIL_BYTES."""
+def _truncated(text: str) -> str:
+    """The start of a text, in whole characters. Several such texts fit into MAX_DETAIL_BYTES."""
     return text.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""Counts of things that come and go, which keep nothing of what is not there any more."""
+"""Counters that keep no entries with a count of zero."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _Key = TypeVar("_Key")
 
 
 def take_one(counts: Counter[_Key], key: _Key) -> None:
-    """One less of it; the last one leaves no trace."""
+    """Subtracts one, and deletes the entry at zero."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

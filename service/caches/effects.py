@@ -1,54 +1,77 @@
-"""What the state machine wants done (effects), and what workers answer (events). Plain data.
+"""The effects of the state machine, and the answers of workers. Plain data.
 
-Commands name a sequence by the number that the gateway gave it. `op_id` is never used twice; the event that
-answers a command carries it.
+Commands name a sequence by its number. An `op_id` is never used twice; the answer to a command contains it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
-from service.caches.plain import plain
+from service.caches.frozen_struct import frozen_struct
 from service.caches.records import Record
 from service.caches.requests import Append, Result
+from service.caches.segments import Segment
 from service.errors import QuireError
+
+if TYPE_CHECKING:
+    from service.caches.workers import WorkerView
 
 # Commands to a worker.
 
 
-@plain
-class ForwardSequence:
-    """Compute the tokens of `append` at `position` of the sequence."""
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One forward of an operation: computes the tokens of `append` at `position` of a sequence."""
 
     op_id: int
     number: int
     position: int
     append: Append
-    # For draws that have no seed of their own.
+    # For samples without a seed of their own.
     seed: int
     # Tokens before this index are prompt to the frequency and presence penalties.
     prompt_len: int
     caller: int
-    # Keep all tokens, whatever `append` accepts.
+    # Keep all tokens, regardless of `append.accept`.
     keep_all: bool
-    # Release the sequence when done.
+    # Release the sequence afterwards.
     ephemeral: bool
-    # Of a sequence that begins: it shares pages with those of the same salt only.
+    # A sequence shares pages only with those of the same salt.
     salt: bytes = b""
-    # By when it has to begin, from now. None: there is no hurry.
+    # It has to begin within this time. None: no limit.
     timeout_s: float | None = None
 
+    # Not sent. It replays tokens of the cache.
+    replays: bool = False
+    # Counted in the worker's pages_queued.
+    pages: int = 0
+    # The first segment of the cache that it replays. Caches that share it wait for its pages.
+    first_segment: Segment | None = None
+    # Workers died while they computed this cache. Other such caches wait for its end.
+    is_suspect: bool = False
 
-@plain
+    # Not sent, written by the worker's load: of which caller it is, its cost, the cost up to and
+    # including it, and when it was sent.
+    queue: int = 0
+    is_long: bool = False
+    cost: int = 0
+    total: int = 0
+    since_s: float = 0.0
+
+
+@frozen_struct
 class ForkSequence:
-    """Make `children` that share the pages of `number`."""
+    """Create `children` that share the pages of `number`."""
 
     op_id: int
     number: int
     children: Sequence[int]
 
 
-@plain
+@frozen_struct
 class TruncateSequence:
     """Cut `number` to `new_len` tokens."""
 
@@ -57,101 +80,105 @@ class TruncateSequence:
     new_len: int
 
 
-@plain
+@frozen_struct
 class ReleaseSequences:
-    """Forget sequences."""
+    """Release sequences."""
 
     op_id: int
     numbers: Sequence[int]
 
 
-@plain
+@frozen_struct
 class AbortForward:
-    """Drop a forward that has not finished."""
+    """Abort a forward."""
 
     op_id: int
     target_op_id: int
 
 
-Command = ForwardSequence | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward
+Command = Attempt | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward
+
+# A command for one incarnation of a worker: its id, its epoch.
+Send = tuple[str, int, Command]
+# The records of an operation, by its ticket. They become durable together. The dispatcher reports the result
+# (`committed_many` or `write_failed`); the records are applied and the caller is answered only then.
+Write = tuple[int, Sequence[Record]]
+# The result of an operation, by its ticket. One for each operation that was not cancelled.
+Reply = tuple[int, Result | QuireError]
 
 
-# Effects, in the order in which they have to happen.
+@dataclass(slots=True)
+class Effects:
+    """What has to be done after some inputs, in this order: send, commit the records together, reply."""
+
+    commands: list[Send] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether anything has to be done."""
+        return bool(self.commands or self.writes or self.replies)
 
 
-@plain
-class Send:
-    """A command for a worker's stream."""
+class Context:
+    """The time of the current input, the effects so far, and the numbers of tickets, commands and caches."""
 
-    worker_id: str
-    epoch: int
-    command: Command
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.effects = Effects()
+        # Returns a number that was never used before. Numbers only grow.
+        self.number = itertools.count(1).__next__
 
+    def skip_numbers(self, last: int) -> None:
+        """Marks all numbers up to `last` as used."""
+        self.number = itertools.count(max(self.number(), last + 1)).__next__
 
-@plain
-class Write:
-    """Records of an operation for the journal, which are to become durable together.
+    def send(self, worker: WorkerView, command: Command) -> None:
+        """Sends a command, unless this incarnation of the worker is lost."""
+        if worker.is_ready:
+            self.effects.commands.append((worker.worker_id, worker.epoch, command))
 
-    The table is told of their end (`committed` or `write_failed`); only then they are true, and answered.
-    """
-
-    ticket: int
-    records: Sequence[Record]
-
-
-@plain
-class Reply:
-    """The end of an operation. Sent once for each ticket that was not cancelled."""
-
-    ticket: int
-    outcome: Result | QuireError
+    def take(self) -> Effects:
+        """Returns the effects so far and starts anew."""
+        effects, self.effects = self.effects, Effects()
+        return effects
 
 
-Effect = Send | Write | Reply
+# What a worker answers.
 
 
-# Events: what a worker answers.
+class ForwardDone(Protocol):
+    """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise."""
+
+    @property
+    def kept(self) -> int: ...
+
+    @property
+    def kept_path(self) -> Sequence[int]: ...
 
 
-@plain
-class ForwardDone:
-    """A forward was computed; `kept` of its tokens stay, of a tree those of `path`. `answer` is opaque."""
-
-    op_id: int
-    kept: int
-    answer: object
-    path: Sequence[int] = ()
-
-
-@plain
-class CommandDone:
-    """Any other command was carried out."""
-
-    op_id: int
-
-
-@plain
+@frozen_struct
 class CommandFailed:
-    """A command was refused or failed, and nothing of it was applied.
+    """A command was refused or failed, without an effect.
 
-    `kv_missing`: the worker has less of the sequence than was thought. `detail` is for the log only.
+    `kv_missing`: the worker has fewer tokens of the sequence than expected. `detail` is only for the log.
     """
 
-    op_id: int
     error: QuireError
     kv_missing: bool = False
     detail: str = ""
 
 
-Event = ForwardDone | CommandDone | CommandFailed
+# The answer to the command with this op id. None: a command other than a forward succeeded.
+Event = tuple[int, ForwardDone | CommandFailed | None]
 
 
-# What a gateway and a worker that it finds say of sequences.
+# Adoption of workers.
 
 
-@plain
+@frozen_struct
 class Claim:
-    """A sequence is wanted as it is, cut to `length` tokens, if `digest` is that of those tokens."""
+    """A sequence that a worker should keep, cut to `length`, if `digest` is that of its tokens."""
 
     number: int
     length: int

@@ -1,4 +1,8 @@
-"""What the table keeps: a CacheEntry a cache, an Operation a request, an Attempt for each try of it."""
+"""The objects of the state machine: a CacheEntry for each cache, an Operation for each request.
+
+After the object is created, each field is written only by the module that is named above it.
+tests/test_architecture.py checks that.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +11,34 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from service.caches.admission import Ahead
-from service.caches.chunks import Chunk
-from service.caches.effects import ForwardDone
-from service.caches.ledger import CacheState, fingerprint
-from service.caches.placement import WorkerView
-from service.caches.records import LastAppend, Record
-from service.caches.requests import Append, Handle, Kind, Request
+from service.caches.effects import Attempt, ForwardDone
+from service.caches.ledger import CacheState
+from service.caches.records import Record
+from service.caches.requests import Append, Handle, Request
 from service.caches.tenants import Tenant
+from service.caches.workers import WorkerView
 
-# By so much a caller's clock may be before ours when its deadline ends a call.
-_CLOCKS_S = 0.02
+if TYPE_CHECKING:
+    from service.caches.kind import OperationKind
+
+# A client may cancel so long before the deadline that we know: clocks differ.
+_CLOCK_TOLERANCE_S = 0.02
 
 
 class Phase(enum.Enum):
-    """How far an operation has come."""
+    """The state of an operation."""
 
-    # Others are before it, on its cache or on one of those that it forks.
+    # Another operation is ahead of it on one of its caches.
     WAITING = enum.auto()
-    # Its turn has come, and it cannot be computed yet: `need` says why.
+    # Its turn has come, but it cannot be computed yet: see `need`.
     PARKED = enum.auto()
-    # A worker computes what the cache has already, and that worker has not.
+    # A worker computes tokens of the cache whose KV it does not have.
     REPLAYING = enum.auto()
-    # A worker computes what was asked for.
+    # A worker computes the request.
     COMPUTING = enum.auto()
-    # Its records are with the journal. It can no longer be taken back.
+    # Its records are with the journal. It can no longer be cancelled.
     COMMITTING = enum.auto()
 
 
@@ -40,172 +46,136 @@ class Need(enum.Enum):
     """What a parked operation waits for."""
 
     WORKER = enum.auto()
-    # For pages of the worker that its cache is on.
-    ROOM = enum.auto()
-    # Workers have died under it: it has to be the only such one on a worker, so that it is known who did it.
-    SOLITUDE = enum.auto()
-    # A cache that shares its first tokens is being replayed, whose pages it can use then.
-    RELATIVE = enum.auto()
-    # So many tokens were handed out for replays a moment ago that others have to have their turn.
-    PACE = enum.auto()
-
-
-@dataclass(slots=True)
-class StoredAnswer:
-    """The answer of a cache's last append, kept to answer its repetition."""
-
-    rows: int
-    scored: int
-    choices: object
-    sample_seeds: Sequence[int]
-    output: object
-    answer: object
-
-    def answers(self, append: Append) -> bool:
-        """Whether the repetition asks for the very same output."""
-        return (append.rows, append.scored, append.choices, append.sample_seeds, append.output) == (
-            self.rows,
-            self.scored,
-            self.choices,
-            self.sample_seeds,
-            self.output,
-        )
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One forward that a worker was asked for on behalf of an operation."""
-
-    op_id: int
-    worker: WorkerView
-    # What it is to its worker, and what was ahead of it.
-    ahead: Ahead
-    # Counted in the worker's pages_queued.
-    pages: int
-    tokens: int
-    # Of the cache that it replays: others that begin with it wait until its pages are there.
-    first_chunk: Chunk | None = None
-    # Workers have died under its cache: others of that kind wait for its end.
-    is_suspect: bool = False
+    # Free pages on the worker of its cache.
+    PAGES = enum.auto()
+    # Workers died while they computed it. A worker computes one such suspect at a time, to find the cause.
+    EXCLUSIVE_WORKER = enum.auto()
+    # A cache with a common prefix is being replayed. Its pages can be shared afterwards.
+    SHARED_PREFIX = enum.auto()
+    # Too many tokens to replay were sent within a moment.
+    REPLAY_RATE = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A request on its way."""
+    """A request in the state machine."""
 
     ticket: int
     request: Request
-    # The cache it is about; of a fork, the first of those it copies.
+    kind: OperationKind[Any]
+    # Its caches. Only a fork can have several; `entry` is the first.
     entry: CacheEntry
-    # Whose it is; workers let callers take turns. Means nothing to the state machine.
+    entries: Sequence[CacheEntry]
+    # For fair queueing in the worker.
     caller: int
-    submitted_s: float = 0.0
-    # False: its caller has gone, or never was.
+    submitted_s: float
+    # None: no deadline.
+    deadline_s: float | None = None
+    # Reserved in the journal until it ends.
+    size_bytes: int = 0
+    # It has no caller and does not count for its tenant.
+    is_internal: bool = False
+
+    # Written by queues.py. The number of its caches where its turn has not come; whether its caller gets an
+    # answer; the records that are with the journal; the caches that these release.
+    turns_left: int = 1
     is_answered: bool = True
-    # Nobody asked for it, so it counts as nobody's.
-    is_ours: bool = False
-    phase: Phase = Phase.WAITING
-    need: Need | None = None
-    # While it needs room: pages on that worker, and how many there were.
-    pages_needed: int = 0
-    pages_available: int = 0
-    # Tokens the cache had when the append began.
+    records: Sequence[Record] | None = None
+    closes: Sequence[CacheEntry] = ()
+
+    # Written by attempts.py. What is computed (None: only KV is needed), after the first `base` tokens of the
+    # cache; and the length of the prompt then.
+    append: Append | None = None
     base: int = 0
-    # The number of a temporary copy on which the last answer is computed again; applies nothing.
+    prompt_len: int = 0
+    # The number of the temporary copy on which a repeated append is computed. It changes nothing.
     copy_number: int | None = None
     attempt: Attempt | None = None
-    # Attempts that came to nothing through no fault of the caller's.
+    # Why it is parked. With `Need.PAGES`: how many pages it needs, and how many were free.
+    need: Need | None = None
+    pages_needed: int = 0
+    pages_available: int = 0
+    # Failed attempts that are retried.
     failures: int = 0
-    # Computed again for it, because the KV was not there.
+    # Replayed because the KV was not on the worker.
     replayed_tokens: int = 0
-    # When its caller wants it at the latest. None: there is no such time.
-    deadline_s: float | None = None
-    # With the journal, and what the worker said of what they say.
-    records: Sequence[Record] = ()
+
+    # Written by append.py: the answer of the worker, while it is committing.
     done: ForwardDone | None = None
-    # Counted as what the journal will take for it, until that is there or will not be.
-    size_bytes: int = 0
-    # Counted in the tenant's tokens until they are in the cache.
+
+    # Written by reservations.py: the tokens and caches that it may create.
     tokens: int = 0
-    # Caches that it is about to make, counted as if they were there.
     caches: int = 0
-    # Of a fork of several caches, the others. It begins once its turn has come on all of them.
-    others: Sequence[CacheEntry] = ()
-    # On how many of its caches that has come.
-    turns: int = 0
 
     @property
-    def entries(self) -> Sequence[CacheEntry]:
-        """The caches in whose queues it is."""
-        return (self.entry, *self.others) if self.others else (self.entry,)
-
-    @property
-    def has_turn(self) -> bool:
-        """Whether its turn has come on all of its caches."""
-        return self.turns > len(self.others)
+    def phase(self) -> Phase:
+        """See `Phase`."""
+        if self.turns_left:
+            return Phase.WAITING
+        if self.records is not None:
+            return Phase.COMMITTING
+        if self.attempt is None:
+            return Phase.PARKED
+        return Phase.REPLAYING if self.attempt.replays else Phase.COMPUTING
 
     def is_late(self, now_s: float) -> bool:
-        """Whether its deadline is there."""
-        return self.deadline_s is not None and now_s > self.deadline_s - _CLOCKS_S
-
-    @property
-    def queue(self) -> int:
-        """Whose turn it takes: its caller's, or one of its own."""
-        return self.caller or -self.ticket
+        """Whether its deadline has passed."""
+        return self.deadline_s is not None and now_s > self.deadline_s - _CLOCK_TOLERANCE_S
 
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """One cache: what its records leave (`state`), and what is true of it only while the gateway runs."""
+    """One cache: its durable `state`, and fields that a restart loses."""
 
-    # Of the ledger; until it is created there, a draft of it.
-    state: CacheState
-    # Whose it is: to others it does not exist.
+    # Names the cache in commands and records.
+    number: int
+    # For other tenants the cache does not exist.
     tenant: Tenant
-    expires_at_s: float
-    # Where its KV is, and how many of its tokens are there at least. None: nowhere.
-    home: WorkerView | None = None
+    # Of a scoring: removed after its only append.
+    ephemeral: bool
+
+    # Written by append.py. The ledger's state, or a draft of it until its creation is durable. The answer
+    # to the last append, and the options of that append.
+    state: CacheState
+    answer: ForwardDone | None = None
+    answered: bytes = b""
+
+    # Written by kv_placement.py. The end of its lease, and when it was used last.
+    expires_at_s: float = 0.0
+    used_s: float = 0.0
+    # Its worker, if any, which has KV of at least the first `kv_len` tokens.
+    worker: WorkerView | None = None
     kv_len: int = 0
-    # Whether that worker has ever been told of it.
+    # Whether a command about it was sent to that worker.
     was_sent: bool = False
     placed_s: float = 0.0
-    # So many of its first tokens have never been others since the gateway began.
-    unchanged_len: int = sys.maxsize
-    used_s: float = 0.0
-    # Grows whenever its KV is placed anew.
+    # Grows with each placement.
     ownership: int = 0
-    # For workers that died while they computed it: see `blame.py`.
-    strikes: int = 0
-    named: int = 0
+    # The first tokens that were not truncated since the gateway started.
+    unchanged_len: int = sys.maxsize
+
+    # Written by quarantine.py, after workers died while they computed it.
+    crash_score: int = 0
+    times_blamed: int = 0
     quarantined: bool = False
-    # False until what creates it was applied: no caller knows the id yet.
+
+    # Written by cache_index.py. False until its creation is durable: no caller knows the id before.
     visible: bool = False
     # Grows in the order in which caches became visible.
     order: int = 0
-    # Keeps no cache: gone after its one append.
-    ephemeral: bool = False
-    # Its release is with the journal, on behalf of a fork: nothing begins on it.
+
+    # Written by queues.py. True while its release is with the journal: nothing begins on it.
     closing: bool = False
-    answer: StoredAnswer | None = None
     running: Operation | None = None
     waiting: deque[Operation] = field(default_factory=deque)
-    # Of its tokens, in the tenant's.
-    _counted: int = 0
 
-    @property
-    def number(self) -> int:
-        """Its name towards workers, and in records."""
-        return self.state.number
+    # Written by reservations.py: how many of its tokens are in the count of the tenant.
+    counted: int = 0
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """Its number of tokens."""
         return self.state.tokens.length
-
-    @property
-    def last(self) -> LastAppend | None:
-        """The append that made it as long as it is."""
-        return self.state.last
 
     @property
     def busy(self) -> bool:
@@ -214,38 +184,17 @@ class CacheEntry:
 
     @property
     def is_committing(self) -> bool:
-        """Whether what changes it is with the journal."""
-        return self.running is not None and self.running.phase is Phase.COMMITTING
+        """Whether records that change it are with the journal."""
+        return self.running is not None and self.running.records is not None
 
     @property
     def handle(self) -> Handle:
-        """What a caller learns of the cache."""
-        worker_id = "" if self.home is None else self.home.worker_id
+        """The cache as its caller sees it."""
+        worker_id = "" if self.worker is None else self.worker.worker_id
         return Handle(self.state.cache_id, self.length, self.ownership, worker_id, self.expires_at_s)
 
-    def count(self, length: int | None = None) -> None:
-        """Brings the tenant's tokens up to date with its length, or with the given one."""
-        now = self.length if length is None else length
-        self.tenant.tokens += now - self._counted
-        self._counted = now
-
     def operations(self) -> Iterator[Operation]:
-        """The running one, then those that wait, in order."""
+        """The running and the waiting operations, in order."""
         if self.running is not None:
             yield self.running
         yield from self.waiting
-
-    def prompt_len_after(self, append: Append) -> int:
-        """The prompt boundary with `append` applied: a prefill makes everything so far prompt."""
-        if append.kind is Kind.PREFILL:
-            return self.length + len(append.token_ids)
-        return self.state.prompt_len
-
-
-def is_repeated(last: LastAppend, append: Append, position: int) -> bool:
-    """Whether `append` at `position` would do what the last one has done already."""
-    return (
-        position == last.base
-        and append.accept == last.accept
-        and fingerprint(append.token_ids, append.parents) == last.asked
-    )

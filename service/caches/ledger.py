@@ -1,8 +1,8 @@
-"""What is true of every cache: the state that its records leave. No I/O, no clock.
+"""The durable state of all caches, as the records leave it. No I/O, no clock.
 
-The one place where tokens and lengths are kept while the gateway runs. A record is applied once it is as
-durable as the journal promises, and after a restart all of them are, in their order: so what is kept and what
-is found again cannot differ. It does not know where KV is, who waits, or what time it is.
+The only place where tokens and lengths are kept. A record is applied when it is durable. After a restart
+all records are applied again in the same order, so the recovered state is the same. Placement, queues and
+leases are elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from service.caches.chunks import CHUNK_TOKENS, ChunkedTokens, ChunkStore
 from service.caches.records import (
     CacheCreated,
     CacheForked,
@@ -26,51 +25,66 @@ from service.caches.records import (
     Record,
     TokensAppended,
 )
+from service.caches.segments import SEGMENT_TOKENS, SegmentedTokens, SegmentStore
 
-# A cache but for its tokens, about.
+# About the size of a cache without its tokens.
 CACHE_BYTES = 512
-# Of the tokens of an append at most so many are kept as they are, to recognise its repetition.
+# To recognise a repetition, at most so many tokens are kept as they are. More are hashed.
 _SHORT_TOKENS = 32
 _DIGEST_BYTES = 16
 
 
 class RecordConflict(Exception):
-    """A record does not fit what is there: its writer has a bug, or records before it are missing."""
+    """A record does not fit the state: its writer has a bug, or earlier records are missing."""
 
 
 @dataclass(slots=True, eq=False)
 class CacheState:
-    """One cache, as its records left it. Changed by the ledger only."""
+    """The durable state of one cache. Changed only by the ledger."""
 
     number: int
     cache_id: str
-    # By name.
+    # Its name.
     tenant: str
     salt: bytes
     seed: int
     lease_s: float
     request_id: str = ""
     fork: ForkKey | None = None
-    tokens: ChunkedTokens = field(default_factory=ChunkedTokens)
+    tokens: SegmentedTokens = field(default_factory=SegmentedTokens)
     # Tokens before this index are prompt to the frequency and presence penalties.
     prompt_len: int = 0
-    # Of the KV that the last tokens were computed on.
+    # The placement of the KV on which the last tokens were computed.
     ownership: int = 0
-    last: LastAppend | None = None
-    # With which its tokens are computed, and with no others.
+    # The only weights with which it is computed.
     weights: int = 0
+    # The last append, to recognise its repetition: see `LastAppend`. None: there is none.
+    last_base: int | None = None
+    last_kept: int = 0
+    last_accept: int = 0
+    # Empty: all its tokens were kept.
+    last_asked: bytes = b""
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """Its number of tokens."""
         return self.tokens.length
+
+    @property
+    def last(self) -> LastAppend | None:
+        """The append that set its current length."""
+        if self.last_base is None:
+            return None
+        kept = self.tokens.between(self.last_base, self.last_base + self.last_kept)
+        asked = self.last_asked or fingerprint(kept)
+        return LastAppend(self.last_base, self.last_kept, self.last_accept, asked)
 
 
 class Ledger:
-    """Owner of all states, and of the tokens that they share."""
+    """Owns all states and their shared tokens."""
 
-    def __init__(self, chunk_tokens: int = CHUNK_TOKENS) -> None:
-        self._store = ChunkStore(chunk_tokens)
+    def __init__(self, segment_tokens: int = SEGMENT_TOKENS) -> None:
+        self._store = SegmentStore(segment_tokens)
         self._states: dict[int, CacheState] = {}
 
     def __len__(self) -> int:
@@ -85,11 +99,11 @@ class Ledger:
 
     @property
     def size_bytes(self) -> int:
-        """What the caches and their tokens take, about; what forks share is counted once."""
+        """About the size of all caches and tokens. Shared tokens count once."""
         return self._store.size_bytes + CACHE_BYTES * len(self._states)
 
     def apply(self, record: Record) -> None:
-        """Applies a record, all of it or, raising RecordConflict, nothing."""
+        """Applies a record. Raises RecordConflict and then changes nothing."""
         match record:
             case TokensAppended():
                 self._append(record)
@@ -118,14 +132,15 @@ class Ledger:
                 self._restate(record)
 
     def apply_run(self, run: TokensAppended) -> None:
-        """Applies appends of one token each that followed one another. Raises as `apply` does."""
+        """Applies consecutive appends of one token each, as one record. Raises as `apply` does."""
         self._append(run)
         if len(run.token_ids) > 1:
             state = self._states[run.number]
-            state.last = LastAppend(state.length - 1, 1, 0, fingerprint(run.token_ids[-1:]))
+            state.last_base, state.last_kept = state.length - 1, 1
+            state.last_accept, state.last_asked = 0, b""
 
     def restate(self, number: int, shares_with: CacheState | None = None) -> CacheRestated:
-        """The record that says all of a cache, sharing what it can with another. Raises RecordConflict."""
+        """A record of the whole state. Shares tokens with `shares_with`. Raises RecordConflict."""
         state = self._state(number)
         shared_len = 0 if shares_with is None else state.tokens.shared_len(shares_with.tokens)
         return CacheRestated(
@@ -147,15 +162,16 @@ class Ledger:
         )
 
     def _append(self, record: TokensAppended) -> None:
-        state = self._state(record.number)
-        if record.position != state.length:
-            raise RecordConflict(f"append at {record.position} of {state.length} tokens")
+        state = self._states.get(record.number) or self._state(record.number)
+        position, token_ids = record.position, record.token_ids
+        if position != state.tokens.length:
+            raise RecordConflict(f"append at {position} of {state.length} tokens")
         if record.ownership < state.ownership:
             raise RecordConflict(f"append by owner {record.ownership} after owner {state.ownership}")
-        self._store.extend(state.tokens, record.token_ids)
+        self._store.extend(state.tokens, token_ids)
         state.prompt_len, state.ownership = record.prompt_len, record.ownership
-        asked = record.asked or fingerprint(record.token_ids)
-        state.last = LastAppend(record.position, len(record.token_ids), record.accept, asked)
+        state.last_base, state.last_kept, state.last_accept = position, len(token_ids), record.accept
+        state.last_asked = record.asked
 
     def _truncate(self, record: CacheTruncated) -> None:
         state = self._state(record.number)
@@ -163,7 +179,7 @@ class Ledger:
             raise RecordConflict(f"truncate to {record.new_len} of {state.length} tokens")
         self._store.cut(state.tokens, record.new_len)
         state.prompt_len = min(state.prompt_len, record.new_len)
-        state.last = None
+        state.last_base = None
 
     def _fork(self, record: CacheForked) -> None:
         parent = self._state(record.parent)
@@ -191,7 +207,7 @@ class Ledger:
         )
 
     def _restate(self, record: CacheRestated) -> None:
-        tokens = ChunkedTokens()
+        tokens = SegmentedTokens()
         if record.shares_with:
             other = self._state(record.shares_with)
             if record.shared_len > other.length:
@@ -202,7 +218,7 @@ class Ledger:
         before = self._states.get(record.number)
         if before is not None:
             self._store.drop(before.tokens)
-        self._states[record.number] = CacheState(
+        self._states[record.number] = state = CacheState(
             record.number,
             record.cache_id,
             record.tenant,
@@ -214,9 +230,12 @@ class Ledger:
             tokens,
             record.prompt_len,
             record.ownership,
-            record.last,
             record.weights,
         )
+        last = record.last
+        if last is not None:
+            state.last_base, state.last_kept = last.base, last.kept
+            state.last_accept, state.last_asked = last.accept, last.asked
 
     def _require_new(self, number: int) -> None:
         if number in self._states:
@@ -230,12 +249,12 @@ class Ledger:
 
 
 def fingerprint(token_ids: Sequence[int], parents: Sequence[int] = ()) -> bytes:
-    """Equal for equal tokens in equal trees only, and small: long prompts are not kept for it."""
+    """A small value, equal only for equal tokens in equal trees. Long prompts are hashed."""
     packed = array("I", token_ids).tobytes()
     if parents:
         tree = packed + array("I", parents).tobytes()
         return b"/" + hashlib.blake2b(tree, digest_size=_DIGEST_BYTES).digest()
     if len(token_ids) <= _SHORT_TOKENS:
         return packed
-    # Not of a length that packed tokens have.
+    # The prefix makes the length differ from that of packed tokens.
     return b"#" + hashlib.blake2b(packed, digest_size=_DIGEST_BYTES).digest()

@@ -1,19 +1,19 @@
-"""What is written down of every cache, so that a restart finds it: plain data, encoded by the journal.
+"""The records of the journal: plain data, which the journal encodes.
 
-The state of all caches is what these records leave, applied in order (`ledger.py`). A cache is named by its
-number, which it has for ever and by which workers know it, too.
+Applied in order they give the state of all caches (`ledger.py`). A cache is named by its number, which never
+changes and is also used in commands to workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.caches.plain import plain
+from service.caches.frozen_struct import frozen_struct
 
 
-@plain
+@frozen_struct
 class CacheCreated:
-    """A new cache, without tokens yet."""
+    """A new cache without tokens."""
 
     number: int
     cache_id: str
@@ -21,38 +21,38 @@ class CacheCreated:
     salt: bytes
     seed: int
     lease_s: float
-    # Under which its creation is recognised when it is repeated. Empty: it is not.
+    # To recognise a repeated creation. Empty: not recognised.
     request_id: str
-    # Of which weights it is: with no others anything is ever computed for it.
+    # The only weights with which it is computed.
     weights: int = 0
 
 
-@plain
+@frozen_struct
 class TokensAppended:
-    """Tokens that follow the first `position` ones."""
+    """Tokens appended at `position`."""
 
     number: int
     position: int
     token_ids: Sequence[int]
     # Tokens before this index are prompt.
     prompt_len: int
-    # Of the KV that they were computed on: grows whenever the cache's KV is placed anew.
+    # The placement of the KV on which they were computed. Grows with each placement.
     ownership: int
-    # How the append chose what to keep, and all its tokens if it did not keep them all, or if they were a
-    # tree: see `fingerprint`.
+    # How the append chose the tokens to keep. `asked`: fingerprint of all tokens, if some were not kept or
+    # they were a tree.
     accept: int = 0
     asked: bytes = b""
 
 
-@plain
+@frozen_struct
 class CacheTruncated:
-    """Only the first `new_len` tokens stay."""
+    """Keeps only the first `new_len` tokens."""
 
     number: int
     new_len: int
 
 
-@plain
+@frozen_struct
 class Child:
     """A cache that a fork makes."""
 
@@ -61,60 +61,60 @@ class Child:
     seed: int
 
 
-@plain
+@frozen_struct
 class CacheForked:
     """New caches with the tokens, the tenant, the salt, the lease and the weights of `parent`."""
 
     parent: int
     children: Sequence[Child]
-    # Under which the fork is recognised when it is repeated. Empty: it is not.
+    # To recognise a repeated fork. Empty: not recognised.
     request_id: str
-    # Of a fork of several parents, which has a record for each: how many children it makes in all, and how
-    # many of them come before these. 0: these are all.
+    # A fork of several parents has a record for each. `total`: the number of children of all parents (0: this
+    # is the only record); `first`: how many of these precede this record's.
     total: int = 0
     first: int = 0
 
 
-@plain
+@frozen_struct
 class LeaseRenewed:
-    """The lease runs anew, for so long."""
+    """The lease restarts with a new length."""
 
     number: int
     lease_s: float
 
 
-@plain
+@frozen_struct
 class CacheReleased:
-    """The cache is forgotten."""
+    """The cache is removed."""
 
     number: int
 
 
-@plain
+@frozen_struct
 class LastAppend:
-    """The append that made a cache as long as it is, to recognise its repetition."""
+    """The last append of a cache, to recognise its repetition."""
 
     base: int
     kept: int
     accept: int
-    # Of all its tokens, also those that were not kept.
+    # Fingerprint of all its tokens, including those that were not kept.
     asked: bytes
 
 
-@plain
+@frozen_struct
 class ForkKey:
-    """The fork that made a cache, to recognise its repetition: the cache was its child number `index`."""
+    """The fork that created a cache as child `index`, to recognise its repetition."""
 
     request_id: str
-    # The cache's own; a fork may have several.
+    # The parent of this cache; a fork may have several parents.
     parent: int
     index: int
     count: int
 
 
-@plain
+@frozen_struct
 class CacheRestated:
-    """All there is to know of a cache: records of it before this one are not needed any more."""
+    """The whole state of a cache. Earlier records of it are no longer needed."""
 
     number: int
     cache_id: str
@@ -127,10 +127,10 @@ class CacheRestated:
     ownership: int
     last: LastAppend | None
     fork: ForkKey | None
-    # The first `shared_len` tokens are those of the cache `shares_with`, restated before; 0: of none.
+    # The first `shared_len` tokens are those of the cache `shares_with`, restated before. 0: none.
     shares_with: int
     shared_len: int
-    # Those that follow.
+    # The tokens after these.
     token_ids: Sequence[int]
     weights: int = 0
 

@@ -1,7 +1,6 @@
-"""What callers ask of the caches, and what they get: plain data, without protobuf.
+"""Requests to the state machine and their results: plain data, without protobuf.
 
-Output options and workers' answers pass through as opaque values: the state machine compares and stores them,
-and never looks inside.
+Options and answers of workers are opaque: the state machine compares and stores them, but does not read them.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from service.caches.plain import plain
+from service.caches.frozen_struct import frozen_struct
 
 
-class Kind(enum.Enum):
-    """What an append is to its caller."""
+class AppendKind(enum.IntEnum):
+    """Which call an append comes from."""
 
     PREFILL = enum.auto()
     DECODE = enum.auto()
@@ -22,85 +21,75 @@ class Kind(enum.Enum):
 
 
 class Priority(enum.IntEnum):
-    """Who goes first. One counts as ahead of those below."""
+    """The priority of an append."""
 
     LOW = 0
     NORMAL = 1
     HIGH = 2
 
 
-@plain
+@frozen_struct
 class Append:
-    """Append tokens to a cache, or to a new one if `cache_id` is empty; the one data operation."""
+    """Append tokens to a cache, or to a new one if `cache_id` is empty."""
 
-    kind: Kind
+    kind: AppendKind
     cache_id: str
     token_ids: Sequence[int]
     position: int | None = None
-    # How many of the last tokens have an output.
-    rows: int = 1
-    # Opaque. Equal options ask for the same output.
-    output: object = None
-    # Opaque. 0: all tokens are kept; else the worker says how many.
+    # What to compute and return. Opaque; equal options give equal answers.
+    options: bytes = b""
+    # Also in the options. 0: all tokens are kept. Otherwise the worker decides how many.
     accept: int = 0
+    # Also in the options. If set, the tokens are a tree of which one path is kept: for each token except the
+    # first the index of its parent.
+    parents: Sequence[int] = ()
+    # Its cost beyond the tokens, in rows of logits.
+    rows: int = 1
     lease_s: float | None = None
-    # Key under which a repeated creation is recognised. Empty: none.
+    # To recognise a repeated creation. Empty: not recognised.
     request_id: str = ""
-    # Keeps the prefixes of a new cache apart from those of the same tenant under another salt.
+    # A new cache shares prefixes only with caches of the same tenant and salt.
     cache_salt: str = ""
-    # What is left of the caller's deadline. None: there is none.
+    # Until the deadline of the caller. None: no deadline.
     timeout_s: float | None = None
     priority: Priority = Priority.NORMAL
-    # At most about how large its answer is.
+    # About the largest size of its answer.
     answer_bytes: int = 0
-    # What a worker holds for it beyond what was sent: masks, and the row that samples are drawn from.
+    # Memory in the worker beyond the request: masks, and the row that samples are drawn from.
     worker_bytes: int = 0
-    # Whether the answer holds rows of logits or hidden states, which a repetition computes again.
+    # The answer has rows of logits or hidden states. A repetition computes them again.
     has_logits: bool = False
-    # Whether the answer, or what it was asked for with, is too large to be kept for a repetition otherwise.
+    # The answer or the options are too large to be kept. A repetition computes the answer again.
     is_large: bool = False
-    # For which weights it was checked: with others its tokens mean something else. None: for those there are.
+    # The weights for which it was checked. None: any.
     weights: int | None = None
     # The chosen token is expected to be appended next, with the same output.
-    run_ahead: bool = False
-    # How many of the last tokens are answered with their log-probabilities.
-    scored: int = 0
-    # How single tokens' outputs differ. Opaque. Equal ones ask for the same.
-    choices: object = None
-    # One more token is drawn for each behind the last token.
-    sample_seeds: Sequence[int] = ()
-    # The tokens are a tree, of which one path is kept: of each but the first the index of its parent.
-    parents: Sequence[int] = ()
-
-    @property
-    def keeps_answer(self) -> bool:
-        """Whether the answer is kept for a repetition, rather than computed again."""
-        return not (self.has_logits or self.is_large)
+    prelaunch: bool = False
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the append keeps no cache."""
-        return self.kind is Kind.SCORE
+        """Whether no cache is kept."""
+        return self.kind is AppendKind.SCORE
 
 
-@plain
+@frozen_struct
 class Source:
     """A cache that a fork makes `count` copies of."""
 
     cache_id: str
     count: int
-    # The length it is believed to have. None: whatever it has.
+    # The expected length. None: any.
     position: int | None = None
 
 
-@plain
+@frozen_struct
 class Fork:
-    """Make copies of some caches, then release others: all of it, or nothing."""
+    """Make copies of some caches and release others, atomically."""
 
-    # At least one; each cache once.
+    # At least one. Each cache occurs once.
     sources: Sequence[Source]
     release: Sequence[str] = ()
-    # Key under which a repetition is recognised. Empty: none.
+    # To recognise a repetition. Empty: not recognised.
     request_id: str = ""
 
     @classmethod
@@ -110,38 +99,38 @@ class Fork:
 
     @property
     def count(self) -> int:
-        """How many copies are made in all."""
+        """The number of copies in all."""
         return sum(source.count for source in self.sources)
 
 
-@plain
+@frozen_struct
 class Truncate:
     """Keep the first `new_len` tokens of a cache."""
 
     cache_id: str
     new_len: int
-    # The length it is believed to have. None: whatever it has.
+    # The expected length. None: any.
     position: int | None = None
 
 
-@plain
+@frozen_struct
 class Release:
-    """Forget a cache, after what was asked of it before."""
+    """Release a cache after the earlier requests for it."""
 
     cache_id: str
 
 
-@plain
+@frozen_struct
 class Renew:
-    """Start a cache's lease anew, of `lease_s` if given, after what was asked of it before."""
+    """Restart the lease of a cache after the earlier requests for it. None: of the same length."""
 
     cache_id: str
     lease_s: float | None = None
 
 
-@plain
+@frozen_struct
 class Restore:
-    """Bring a cache's KV to a worker, where it is not on one. Asked by nobody: what a loss leaves to do."""
+    """Replay the KV of a cache after it was lost. Has no caller."""
 
     cache_id: str
 
@@ -149,11 +138,11 @@ class Restore:
 Request = Append | Fork | Truncate | Release | Renew | Restore
 
 
-@plain
+@frozen_struct
 class Handle:
-    """What a caller learns of a cache. `expires_at_s` is on the state machine's clock; inf: never.
+    """A cache as its caller sees it. `expires_at_s` is on the state machine's clock; inf: never.
 
-    `epoch` grows whenever the KV is placed anew. `worker_id` is empty while it is nowhere.
+    `epoch` grows with each placement of the KV. `worker_id` is empty while the cache is not assigned.
     """
 
     cache_id: str
@@ -163,33 +152,32 @@ class Handle:
     expires_at_s: float
 
 
-@plain
-class Appended:
-    """An append that was applied, or the answer to its repetition.
+@frozen_struct
+class Appended(Handle):
+    """The result of an append, or of its repetition.
 
-    `handle` is None where no cache is kept. `kept` counts the tokens that the cache kept, which is not what
-    `answer` says of itself where that was computed again.
+    `cache_id` is empty if no cache is kept. `kept` is the number of tokens that the cache kept. The
+    `answer` to a repetition, computed again, can contain a different number.
     """
 
-    handle: Handle | None
     answer: object
     kept: int
-    # Computed once more, because the KV was not there.
+    # Replayed because the KV was not on the worker.
     replayed_tokens: int = 0
-    # Of a tree: the indexes of the tokens that the cache kept.
+    # For a tree: the indexes of the accepted path.
     path: Sequence[int] = ()
 
 
-@plain
+@frozen_struct
 class Handles:
-    """The caches that a fork, a truncation or a renewal leaves its caller with."""
+    """The result of a fork, a truncation or a renewal."""
 
     handles: Sequence[Handle]
 
 
-@plain
+@frozen_struct
 class Released:
-    """Whether there was a cache to release."""
+    """The result of a release: whether the cache existed."""
 
     released: bool
 
@@ -197,9 +185,9 @@ class Released:
 Result = Appended | Handles | Released
 
 
-@plain
+@frozen_struct
 class Remembered:
-    """A cache that was made under a request id, as it is now. `token_ids`: all of them."""
+    """The current state of a cache that was created with a request id. `token_ids`: all of them."""
 
     cache_id: str
     token_ids: Sequence[int]

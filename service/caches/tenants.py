@@ -1,7 +1,7 @@
-"""Whose caches are: what a tenant holds, and how much of it may be held. Pure: no clock, no I/O.
+"""Tenants and their quotas. Pure: no clock, no I/O.
 
-The table counts what a tenant holds and refuses what goes beyond its quota; calls of providers, which it does
-not see, count themselves. Who the tenant of a call is, the doors have found out.
+The state machine counts what a tenant holds and enforces its quota. Calls to providers, which the state
+machine does not see, are counted by `remote_call`. The authenticator finds the tenant of a call.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from service.errors import QuotaExceeded
+from service.token_bucket import TokenBucket
 
-# A call that ends makes room; when, nobody knows.
+# Retry delay when too many requests are in flight: when one ends is not known.
 _RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The most that a tenant may hold or ask for. None: no bound of its own."""
+    """The limits of a tenant. None: no limit of its own."""
 
     # A scoring counts as one while it runs.
     max_caches: int | None = None
-    # In all caches, and in what is being appended. A fork counts all its tokens, also those it shares.
+    # In all caches and running appends. A fork counts all its tokens, including shared ones.
     max_tokens: int | None = None
-    # Requests that wait or run; each item of a batch is one, and each call of a Session.
+    # Requests that wait or run. Each item of a batch counts, and each call on a Session.
     max_in_flight: int | None = None
-    # Likewise. What comes in one second may come at once.
+    # Requests per second. The burst is what one second allows.
     max_per_s: float | None = None
 
 
@@ -35,31 +36,30 @@ UNBOUNDED = Quota()
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant. There is one object for each, so that `is` tells tenants apart."""
+    """One tenant. There is one object for each, compared by `is`."""
 
-    # Empty: of those who are nobody in particular.
+    # Empty: the anonymous tenant.
     name: str = ""
-    # Replaced when it is changed; what is held already stays.
+    # Replaced when it changes. Existing caches stay.
     quota: Quota = UNBOUNDED
-    # What it holds; the table counts.
+    # What it holds. Written by the state machine.
     caches: int = 0
     tokens: int = 0
     in_flight: int = 0
-    # Calls of providers for it, which count beside those.
+    # Running calls to providers, which count as in flight.
     _remote_calls: int = field(default=0, repr=False)
-    # Requests that may come now; grows with time.
-    _credit: float = field(default=0.0, repr=False)
-    _credited_s: float | None = field(default=None, repr=False)
+    # None: no request was made yet.
+    _rate: TokenBucket | None = field(default=None, repr=False)
 
     def salt(self, cache_salt: str) -> bytes:
-        """What keeps its prefixes, and within them those of each `cache_salt`, apart from all others."""
+        """The salt that separates prefixes by tenant and by `cache_salt`."""
         if not self.name and not cache_salt:
             return b""
         # The length keeps ("a", "bc") apart from ("ab", "c").
         return f"{len(self.name)}:{self.name}{cache_salt}".encode()
 
-    def take_turn(self, now_s: float) -> None:
-        """One more request comes. Raises QuotaExceeded if too many run, or came lately."""
+    def admit(self, now_s: float) -> None:
+        """Admits one more request. Raises QuotaExceeded if too many run, or the rate is too high."""
         quota = self.quota
         if quota is UNBOUNDED:
             return
@@ -71,8 +71,8 @@ class Tenant:
 
     @contextmanager
     def remote_call(self, now_s: float) -> Iterator[None]:
-        """Around a call of a provider, with its wait: it is one more request. Raises as `take_turn`."""
-        self.take_turn(now_s)
+        """Around a call of a provider, with its wait: it is one more request. Raises as `admit`."""
+        self.admit(now_s)
         self._remote_calls += 1
         try:
             yield
@@ -80,7 +80,7 @@ class Tenant:
             self._remote_calls -= 1
 
     def require(self, *, caches: int = 0, tokens: int = 0) -> None:
-        """Raises QuotaExceeded if it may not hold so much more. Waiting does not help, releasing does."""
+        """Raises QuotaExceeded if it would hold too much. Only a release helps: there is no retry delay."""
         quota = self.quota
         if quota is UNBOUNDED:
             return
@@ -90,13 +90,12 @@ class Tenant:
             raise QuotaExceeded("max_tokens", quota.max_tokens)
 
     def _spend(self, per_s: float, now_s: float) -> None:
-        """A token bucket: what was not used within a second is lost."""
-        most = max(per_s, 1.0)
-        if self._credited_s is None:
-            self._credit = most
-        else:
-            self._credit = min(most, self._credit + (now_s - self._credited_s) * per_s)
-        self._credited_s = now_s
-        if self._credit < 1.0:
-            raise QuotaExceeded("max_per_s", per_s, (1.0 - self._credit) / per_s)
-        self._credit -= 1.0
+        """Takes one token of the rate limit. Raises QuotaExceeded."""
+        if self._rate is None:
+            self._rate = TokenBucket(max(per_s, 1.0), per_s)
+        # The quota may have changed.
+        self._rate.capacity, self._rate.per_s = max(per_s, 1.0), per_s
+        wait_s = self._rate.wait_s(1.0, now_s)
+        if wait_s > 0:
+            raise QuotaExceeded("max_per_s", per_s, wait_s)
+        self._rate.take(1.0, now_s)

@@ -1,4 +1,4 @@
-"""`quire state`: the directories in which servers of this user have kept their caches. Needs no server."""
+"""`quire state`: lists and removes directories with caches of this user's servers. Needs no server."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from service.data_directory import REMOVED, data_directories
+from service.data_directory import REMOVED, data_directories, state_dir
 from service.journal.files import LOCK
-from service.pool.directory import state_dir
 
 _DAY_S = 86_400
 
 
-def list_state() -> int:
+def list_state(_: argparse.Namespace) -> int:
     """Prints a line for each directory, the largest first. Returns the exit status."""
     rows = []
     for directory in data_directories():
@@ -46,7 +45,7 @@ def remove_state(options: argparse.Namespace) -> int:
             continue
         with _unused(there[name]) as is_unused:
             if is_unused:
-                # A server that starts now makes a new one. Interrupted removals may have left others.
+                # Renamed first: a server that starts now makes a new one. Removals may have been interrupted.
                 removed = there[name]
                 while removed.exists():
                     removed = removed.with_name(removed.name + REMOVED)
@@ -59,11 +58,11 @@ def remove_state(options: argparse.Namespace) -> int:
 
 
 def _size_and_age(directory: Path) -> tuple[int, float]:
-    """Bytes of the files below it, and the days since one of them was written to."""
+    """Total size of the files in it, and the days since the last write to one of them."""
     size_bytes, last_s = 0, directory.stat().st_mtime
     for parent, _, names in os.walk(directory):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # a server that runs removes some
+            with contextlib.suppress(FileNotFoundError):  # a running server removes files
                 status = os.lstat(os.path.join(parent, name))  # noqa: PTH118 - of what os.walk says
                 size_bytes += status.st_size
                 last_s = max(last_s, status.st_mtime)
@@ -72,10 +71,10 @@ def _size_and_age(directory: Path) -> tuple[int, float]:
 
 @contextlib.contextmanager
 def _unused(directory: Path) -> Iterator[bool]:
-    """Whether no server uses a directory. None begins to while the context lasts."""
+    """Yields whether no server uses the directory. If so, it stays locked during the context."""
     with contextlib.ExitStack() as stack:
-        # Which of them a server locks depends on its settings.
-        for path in (directory / LOCK, directory / "workers", *directory.glob("run/*")):
+        # Which of the two a server locks depends on its settings.
+        for path in (directory / LOCK, directory / "workers"):
             try:
                 lock = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, lock)

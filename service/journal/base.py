@@ -1,6 +1,6 @@
-"""The journal: what makes records outlive the gateway.
+"""The journal stores records durably, so that caches survive a restart of the gateway.
 
-It does not know what records mean (`service/caches/ledger.py` does), nor workers, callers or KV.
+`service/caches/ledger.py` interprets the records.
 """
 
 from __future__ import annotations
@@ -10,42 +10,70 @@ from typing import Protocol
 
 from service.caches.records import Record
 
-# Told whether the records are as durable as the journal promises (True), or none of them is (False).
+# Called with True if the records are as durable as the journal promises, with False if none is stored.
 OnCommitted = Callable[[bool], None]
 
 
 class JournalUnusable(Exception):
-    """What is there cannot be read or written, or is another gateway's. The message is for the operator."""
+    """The journal cannot be read or written, or another gateway uses it. The message is for the operator."""
 
 
 class Journal(Protocol):
-    """Where records go. All methods are called on the event loop, and none of them waits for a disk."""
+    """Stores records. All methods are called on the event loop. Only `close` waits for the disk."""
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
-        """Makes records durable together, after all that were given before.
+        """Makes records durable, all or none, after those of earlier commits.
 
-        `on_committed` is called once, on the event loop; maybe before this returns.
+        `on_committed` is called once, on the event loop, maybe before this returns.
         """
 
     @property
     def model_fingerprint(self) -> str | None:
-        """Of the model whose caches were found. None: of any."""
+        """The model tag that was stored with the recovered caches (`ModelVersions`). None: there is none."""
 
     def bind_model(self, fingerprint: str) -> None:
-        """From now on these are the caches of that model."""
+        """Replaces the model tag. The new one is durable with the next commit."""
 
     @property
     def oldest_waiting_s(self) -> float:
-        """For how long the oldest of what was given has been waiting; 0 without any."""
+        """Age of the oldest commit that has not finished; 0 if there is none."""
 
     def wants_compaction(self, live_bytes: int) -> bool:
-        """Whether most of what it holds is not needed any more, so that restating what is live would pay."""
+        """Whether so much of the journal is obsolete that a compaction pays off."""
 
     def begin_compaction(self) -> int:
-        """A mark: whatever is committed from now on comes after it."""
+        """Returns a mark. All later commits come after it."""
 
     def end_compaction(self, mark: int) -> None:
-        """All that came before the mark has been restated or released: it can be dropped."""
+        """Drops the records before the mark. All their caches have been restated or released since."""
 
     def close(self) -> None:
-        """Waits until everything given is durable, or has failed, for a bounded time; lets go of files."""
+        """Waits, for a bounded time, until all commits have finished. Closes the files."""
+
+
+class MemoryJournal:
+    """Stores nothing: caches survive a restart of workers, but not of the gateway."""
+
+    model_fingerprint = None
+    oldest_waiting_s = 0.0
+
+    def commit(self, _records: Sequence[Record], on_committed: OnCommitted) -> None:
+        """See `Journal.commit`."""
+        on_committed(True)
+
+    def bind_model(self, fingerprint: str) -> None:
+        """See `Journal.bind_model`."""
+
+    def wants_compaction(self, _live_bytes: int) -> bool:
+        """See `Journal.wants_compaction`."""
+        return False
+
+    def begin_compaction(self) -> int:
+        """See `Journal.begin_compaction`."""
+        return 0
+
+    def end_compaction(self, mark: int) -> None:
+        """See `Journal.end_compaction`."""
+
+    def close(self) -> None:
+        """See `Journal.close`."""

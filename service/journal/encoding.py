@@ -1,19 +1,19 @@
-"""Records as bytes and back. It does not know where the bytes are kept.
+"""Encodes records as bytes, and decodes them.
 
 A row holds the records of one or more commits:
 
     row     version u8, 0 u8, 0 u16, length of the frames u32, crc32 u32, frames
     frame   length of the body u32, kind u8, body, crc32 u32
 
-all little-endian. The crc of a row is over what precedes it, and over the row's number and time, which are
-kept beside it; that of a frame over what precedes it in the frame. A frame is one record; or it is a run of
-appends of one token each, which is what a turn of decodes is: 20 bytes an append, decoded many at a time.
+All values are little-endian. The crc of a row covers the bytes before it and the row's number and time, which
+are stored beside the row. The crc of a frame covers the bytes before it in the frame. A frame holds one
+record, or packed decodes: a run of appends of one token each, of any caches, with 20 bytes an append.
 
-The weights of a cache are at the end of what makes it, and only if they are not the first ones. Such a record
-has a kind of its own; earlier versions wrote it with the kind of one without weights, which is still read.
+A record that creates a cache ends with the number of its weights, unless that is 0. Such a record has a kind
+of its own. Earlier versions used the same kind with and without weights, which can still be read.
 
-A program that does not know a row's format refuses the journal. It must not take the row for a damaged one:
-the last of those is cut off.
+A program that does not know the format of a row must refuse the journal. It must not treat the row as a
+damaged one, since a damaged last row is dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from service.caches.records import (
     TokensAppended,
 )
 
-# The newest format. A row has the oldest one that knows all its records, for programs that know only that.
+# The newest format. A row has the oldest format that has all its kinds, so that older programs can read it.
 VERSION: Final = 3
 _FIRST_VERSION: Final = 1
 _TOKEN_BYTES: Final = 4
@@ -48,16 +48,16 @@ _ROW_KEY = struct.Struct("<Qq")
 _FRAME_HEAD = struct.Struct("<IB")
 _CRC = struct.Struct("<I")
 _ROW_HEAD_BYTES: Final = _ROW_HEAD.size
-_CRC_OF_WHOLE: Final = 0x2144DF1C
-# All that precedes the body of the first frame. The version and the zeros behind it are one number.
-_TURN_HEAD = struct.Struct("<IIIIB")
+_CRC_RESIDUE: Final = 0x2144DF1C
+# Everything before the body of the first frame. The version and the zeros after it are one number.
+_PACKED_ROW_HEAD = struct.Struct("<IIIIB")
 _ROW_START: Final = _ROW_HEAD.size + _CRC.size
 FRAME_BYTES: Final = _FRAME_HEAD.size + _CRC.size
 
-_CREATED, _APPENDED, _TRUNCATED, _FORKED, _RENEWED, _RELEASED, _RESTATED, _SINGLES = range(1, 9)
-# Of one of several caches that are forked together; and of caches that are not of the first weights.
+_CREATED, _APPENDED, _TRUNCATED, _FORKED, _RENEWED, _RELEASED, _RESTATED, _PACKED_DECODES = range(1, 9)
+# A fork of one of several parents in a request; caches with weights other than 0.
 _FORKED_TOGETHER, _CREATED_WITH_WEIGHTS, _RESTATED_WITH_WEIGHTS = range(9, 12)
-# The format that a kind came with, if that is not the first.
+# The first format that has a kind, if that is not the first of all.
 _FORMATS: Final = {_FORKED_TOGETHER: 2, _CREATED_WITH_WEIGHTS: 3, _RESTATED_WITH_WEIGHTS: 3}
 
 _LENGTH = struct.Struct("<I")
@@ -72,23 +72,23 @@ _RESTATED_HEAD = struct.Struct("<QQdQQQQBB")
 _LAST_HEAD = struct.Struct("<QQQ")
 _FORK_HEAD = struct.Struct("<QQQ")
 # Number, position, prompt_len, ownership and token, each an u32.
-SINGLE_BYTES: Final = 20
-_SINGLE_VALUES: Final = SINGLE_BYTES // _TOKEN_BYTES
+PACKED_DECODE_BYTES: Final = 20
+_PACKED_DECODE_VALUES: Final = PACKED_DECODE_BYTES // _TOKEN_BYTES
 
 
 class CorruptRecord(Exception):
-    """Bytes that are not what was encoded. Says at which byte of the row, and what is wrong."""
+    """Damaged bytes. The message names the offset in the row and the damage."""
 
     def __init__(self, at: int, what: str) -> None:
         super().__init__(f"byte {at}: {what}")
 
 
 class NewerFormat(CorruptRecord):
-    """A row that a newer version of this program has written."""
+    """A row of a newer version of this program."""
 
 
-class Singles:
-    """A run of appends of one token each, as they lie in a row: `SINGLE_BYTES` an append."""
+class DecodeRecords:
+    """Packed decodes as in a row: `PACKED_DECODE_BYTES` for each append of one token."""
 
     __slots__ = ("packed",)
 
@@ -96,18 +96,18 @@ class Singles:
         self.packed = packed
 
     def records(self) -> Iterator[TokensAppended]:
-        """The same as records."""
+        """One record for each append."""
         values = _array_of(self.packed)
-        for at in range(0, len(values), _SINGLE_VALUES):
-            number, position, prompt_len, ownership, _ = values[at : at + _SINGLE_VALUES]
+        for at in range(0, len(values), _PACKED_DECODE_VALUES):
+            number, position, prompt_len, ownership, _ = values[at : at + _PACKED_DECODE_VALUES]
             yield TokensAppended(number, position, values[at + 4 : at + 5], prompt_len, ownership)
 
 
 def encode(records: Sequence[Record]) -> bytes:
-    """The frames of records. Raises ValueError if a value is out of its range."""
+    """Encodes records as frames. Raises ValueError if a value is out of its range."""
     frames: list[bytes] = []
-    singles: list[int] = []
-    single_records: list[TokensAppended] = []
+    packed_values: list[int] = []
+    packed_records: list[TokensAppended] = []
     for record in records:
         if (
             type(record) is TokensAppended
@@ -115,33 +115,28 @@ def encode(records: Sequence[Record]) -> bytes:
             and not record.accept
             and not record.asked
         ):
-            singles += (
-                record.number,
-                record.position,
-                record.prompt_len,
-                record.ownership,
-                record.token_ids[0],
-            )
-            single_records.append(record)
+            packed_values += (record.number, record.position, record.prompt_len, record.ownership)
+            packed_values += record.token_ids
+            packed_records.append(record)
             continue
-        if singles:
-            frames += _encode_singles(singles, single_records)
-            singles, single_records = [], []
+        if packed_values:
+            frames += _encode_decodes(packed_values, packed_records)
+            packed_values, packed_records = [], []
         frames.append(_encode_one(record))
-    if singles:
-        frames += _encode_singles(singles, single_records)
+    if packed_values:
+        frames += _encode_decodes(packed_values, packed_records)
     return frames[0] if len(frames) == 1 else b"".join(frames)
 
 
 def seal(frames: Sequence[bytes], seq: int, wall_ns: int) -> bytes:
-    """A row of what `encode` returned, once or more often; `seq` and `wall_ns` are kept beside it."""
+    """Makes a row of results of `encode`. Its crc includes `seq` and `wall_ns`."""
     version = max(map(_format_of, frames), default=_FIRST_VERSION)
     head = _ROW_HEAD.pack(version, 0, 0, sum(map(len, frames)))
     return b"".join((head, _CRC.pack(crc32(head, crc32(_ROW_KEY.pack(seq, wall_ns)))), *frames))
 
 
 def _format_of(frames: bytes) -> int:
-    """The oldest format that knows all these frames."""
+    """The oldest format that has all kinds of these frames."""
     at, version = 0, _FIRST_VERSION
     while at < len(frames):
         length, kind = _FRAME_HEAD.unpack_from(frames, at)
@@ -151,53 +146,53 @@ def _format_of(frames: bytes) -> int:
 
 
 def decode(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
-    """The records of a row, one by one. Raises CorruptRecord, maybe after some records."""
+    """Yields the records of a row. Raises CorruptRecord, maybe after some records."""
     for item in decode_packed(row, seq, wall_ns):
-        if isinstance(item, Singles):
+        if isinstance(item, DecodeRecords):
             yield from item.records()
         else:
             yield item
 
 
-def decode_turn(row: bytes, seq: int, wall_ns: int) -> bytes | None:
-    """What a row packs that is one run of appends of one token each; None if it is another, or damaged.
+def read_packed_row(row: bytes, seq: int, wall_ns: int) -> bytes | None:
+    """The packed decodes of a row that holds nothing else. None for other rows and damaged ones.
 
-    Most rows are such: this takes a third of the time of `decode_packed`, which says the rest.
+    Most rows are like that, and this takes a third of the time of `decode_packed`.
     """
-    if len(row) < _TURN_HEAD.size + _CRC.size:
+    if len(row) < _PACKED_ROW_HEAD.size + _CRC.size:
         return None
-    start, length, head_crc, size, kind = _TURN_HEAD.unpack_from(row)
+    start, length, head_crc, size, kind = _PACKED_ROW_HEAD.unpack_from(row)
     if (
-        kind != _SINGLES
+        kind != _PACKED_DECODES
         or start != _FIRST_VERSION
         or length != len(row) - _ROW_START
-        or size != len(row) - _TURN_HEAD.size - _CRC.size
-        or size % SINGLE_BYTES
+        or size != len(row) - _PACKED_ROW_HEAD.size - _CRC.size
+        or size % PACKED_DECODE_BYTES
         or crc32(row[:_ROW_HEAD_BYTES], crc32(_ROW_KEY.pack(seq, wall_ns))) != head_crc
-        # Of a text with its own checksum behind it, that is always this.
-        or crc32(row[_ROW_START:]) != _CRC_OF_WHOLE
+        # The crc of data followed by its own crc is a constant.
+        or crc32(row[_ROW_START:]) != _CRC_RESIDUE
     ):
         return None
-    return row[_TURN_HEAD.size : -_CRC.size]
+    return row[_PACKED_ROW_HEAD.size : -_CRC.size]
 
 
-def decode_packed(row: bytes, seq: int, wall_ns: int) -> Iterator[Record | Singles]:
-    """As `decode`, but runs of appends of one token are left together."""
+def decode_packed(row: bytes, seq: int, wall_ns: int) -> Iterator[Record | DecodeRecords]:
+    """As `decode`, but leaves packed decodes packed."""
     _check_head(row, seq, wall_ns)
     view, at = memoryview(row), _ROW_START
     while at < len(row):
         if at + FRAME_BYTES > len(row):
-            raise CorruptRecord(at, "a frame is cut")
+            raise CorruptRecord(at, "a frame is truncated")
         length, kind = _FRAME_HEAD.unpack_from(row, at)
         body, end = at + _FRAME_HEAD.size, at + _FRAME_HEAD.size + length
         if end + _CRC.size > len(row):
             raise CorruptRecord(at, "a frame is longer than its row")
         if crc32(view[at:end]) != _CRC.unpack_from(row, end)[0]:
             raise CorruptRecord(at, "the checksum of a record differs")
-        if kind == _SINGLES:
-            if length % SINGLE_BYTES:
-                raise CorruptRecord(at, "a run of appends is cut")
-            yield Singles(row[body:end])
+        if kind == _PACKED_DECODES:
+            if length % PACKED_DECODE_BYTES:
+                raise CorruptRecord(at, "packed decodes are truncated")
+            yield DecodeRecords(row[body:end])
         else:
             yield _decode_one(row, kind, body, end)
         at = end + _CRC.size
@@ -220,11 +215,11 @@ def _frame(kind: int, *parts: bytes) -> bytes:
     return body + _CRC.pack(crc32(body))
 
 
-def _encode_singles(values: list[int], records: list[TokensAppended]) -> list[bytes]:
+def _encode_decodes(values: list[int], records: list[TokensAppended]) -> list[bytes]:
     try:
-        return [_frame(_SINGLES, _packed(array("I", values)))]
+        return [_frame(_PACKED_DECODES, _packed(array("I", values)))]
     except OverflowError:
-        # Beyond 32 bits is room in the long form.
+        # A value needs more than 32 bits, for which other records have room.
         return [_encode_one(record) for record in records]
 
 
@@ -323,7 +318,7 @@ def _tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def _packed(values: array[int]) -> bytes:
-    """Little-endian bytes. `values` belongs to the caller no more."""
+    """Little-endian bytes. May change `values`."""
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()
@@ -345,7 +340,7 @@ class _Body:
         self._end = end
 
     def values(self, layout: struct.Struct) -> tuple[int, ...]:
-        # Some are floats; the type checker cannot follow layouts.
+        # Some values are floats. The type checker does not understand layouts.
         return layout.unpack_from(self._row, self._advance(layout.size))
 
     def blob(self) -> bytes:
@@ -363,21 +358,21 @@ class _Body:
     def tokens(self) -> array[int]:
         at, packed = self._at, self.blob()
         if len(packed) % _TOKEN_BYTES:
-            raise CorruptRecord(at, "tokens are cut")
+            raise CorruptRecord(at, "tokens are truncated")
         return _array_of(packed)
 
     def weights(self) -> int:
-        """What a record may have at its end."""
+        """Reads the optional number of the weights at the end of a record."""
         return self.values(_NUMBER)[0] if self._at < self._end else 0
 
     def end(self) -> None:
         if self._at != self._end:
-            raise CorruptRecord(self._at, "a record goes on after its end")
+            raise CorruptRecord(self._at, "a record has extra bytes")
 
     def _advance(self, size: int) -> int:
         start = self._at
         if size > self._end - start:
-            raise CorruptRecord(start, "a record is cut")
+            raise CorruptRecord(start, "a record is truncated")
         self._at += size
         return start
 
@@ -408,7 +403,7 @@ def _decode_forked(body: _Body) -> CacheForked:
     request_id = body.text()
     (count,) = body.values(_LENGTH)
     children = []
-    # A count that lies meets the end of the body.
+    # A wrong count fails at the end of the body.
     for _ in range(count):
         number, seed = body.values(_CHILD_HEAD)
         children.append(Child(number, body.text(), seed))

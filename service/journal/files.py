@@ -1,14 +1,14 @@
-"""The files of a journal: a lock, a database and what SQLite keeps beside it. It does not know records.
+"""The files of a journal: a lock, an SQLite database and its write-ahead log.
 
-    lock            held while a gateway uses the directory; says which process that is
-    journal.db      table log: a row for each group of commits; table meta: what is true of all of them
-    journal.db-wal  what was written and is not in journal.db yet; after a crash it is part of the journal
-    floor           which row has been written: see `Floor`
+    lock            locked while a gateway uses the directory; contains its pid
+    journal.db      table log: a row for each group of commits; table meta: values for the whole journal
+    journal.db-wal  SQLite's write-ahead log; after a crash it is part of the journal
+    floor           number of the last written row: see `HighWaterMark`
 
-Each gateway writes its own name into table meta when it opens the journal, and writes nothing any more once
-another name is there: the lock may have been removed, and another gateway have begun.
+Each gateway writes a random id into table meta when it opens the journal. It stops writing if it finds
+another id there: then the lock file was removed and another gateway has opened the journal.
 
-Whatever SQLite or the system says against them becomes a JournalUnusable that tells the operator what to do.
+Errors of SQLite or the system become a JournalUnusable that tells the operator what to do.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from zlib import crc32
 from service.journal.base import JournalUnusable
 
 Sync = Literal["normal", "full"]
-# Device and inode; None of a file that is not there.
+# Device and inode; None if the file does not exist.
 _Identity = tuple[int, int] | None
 
 DATABASE: Final = "journal.db"
 LOCK: Final = "lock"
-FLOOR: Final = "floor"
-# Of the tables and what is in them; a row says its own.
+HIGH_WATER_MARK: Final = "floor"
+# Format of the tables. Rows have formats of their own.
 FORMAT: Final = 1
-# Tells our files from other databases: "Quir".
+# Distinguishes our files from other databases: "Quir".
 _APPLICATION_ID: Final = 0x51756972
 _MAGIC: Final = b"SQLite format 3\0"
-# In table meta: the last gateway that opened the journal.
+# Key in table meta: the id of the last gateway that opened the journal.
 _OWNER: Final = "owner"
 _TAKEN: Final = "another gateway has opened the journal since, whose lock was removed"
-# An operator who reads the file locks it for moments only.
+# How long to wait for a lock of another reader, such as an operator's shell.
 _BUSY_S: Final = 1.0
-# A write-ahead log that became larger is cut when it begins anew.
+# A larger write-ahead log is truncated to this size when SQLite starts it from the beginning again.
 _WAL_LIMIT_BYTES: Final = 64 << 20
 
 _RESTORE: Final = "Restore the directory from a backup; or, to begin without caches, move it away."
@@ -59,84 +59,87 @@ _SCHEMA: Final = """
 """
 
 
-class NotOurs(OSError):
-    """What is written would be lost: a file has lost its name, or another gateway has taken the journal."""
+class NotOwner(OSError):
+    """Writes would be lost: a file was removed or replaced, or another gateway has opened the journal."""
 
 
 class Files:
-    """Owner of the lock and of what is in the directory. Threads may use it one after another."""
+    """Owner of the lock and of the files. Not thread-safe, but not bound to one thread."""
 
     def __init__(self, directory: Path, sync: Sync) -> None:
-        """Makes what is missing. Raises JournalUnusable."""
+        """Creates missing files. Raises JournalUnusable."""
         self.path = directory / DATABASE
         self._sync = sync
         self._lock = _lock(directory)
-        # Written into the database, for the case that the lock is removed and another gateway begins.
+        # The id of this gateway in table meta.
         self._owner = uuid.uuid4().hex
+        self._stored_owner = _stored(_OWNER, self._owner)
         self._wal = self.path.with_name(self.path.name + "-wal")
         self._wal_identity: _Identity = None
-        self.floor = Floor(directory / FLOOR, sync)
+        # Checked with every row. Strings, because a Path would cost three more function calls each.
+        self._name, self._wal_name = str(self.path), str(self._wal)
+        self.high_water_mark = HighWaterMark(directory / HIGH_WATER_MARK, sync)
         try:
-            with unusable(self.path):
+            with translate_errors(self.path):
                 self._prepare()
         except BaseException:
             os.close(self._lock)
             raise
 
     def connect(self) -> sqlite3.Connection:
-        """The open database. Raises sqlite3.Error, or NotOurs if it has been replaced."""
-        self._require(self.path, self._identity)
+        """Opens the database. Raises sqlite3.Error, or NotOwner if the file was replaced."""
+        self._require_names((self._name, self._identity))
         db = self._connect("rw")
         try:
-            _ask(db, "PRAGMA journal_mode = WAL")
+            _fetch_one(db, "PRAGMA journal_mode = WAL")
             db.execute(f"PRAGMA synchronous = {self._sync}")
-            # Checkpoints are made when they disturb least.
+            # The writer runs checkpoints itself, at idle times.
             db.execute("PRAGMA wal_autocheckpoint = 0")
             db.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
-            # It stays the same as long as a connection is open.
-            self._wal_identity = _identity(self._wal)
+            # SQLite does not replace the file while a connection is open.
+            self._wal_identity = _identity(self._wal_name)
         except BaseException:
             db.close()
             raise
         return db
 
     def require_names(self) -> None:
-        """Raises NotOurs unless what has been written would be found by the next gateway."""
-        self._require(self.path, self._identity)
-        self._require(self._wal, self._wal_identity)
+        """Raises NotOwner if the database or its log was removed or replaced."""
+        self._require_names((self._name, self._identity), (self._wal_name, self._wal_identity))
 
     def require_owner(self, db: sqlite3.Connection) -> None:
-        """Raises NotOurs if another gateway has taken the journal, or sqlite3.Error. Within a transaction."""
+        """Raises NotOwner if another gateway owns the journal, or sqlite3.Error. Needs a transaction."""
         if read_meta(db, _OWNER) != self._owner:
-            raise NotOurs(errno.ESTALE, _TAKEN, str(self.path))
+            raise NotOwner(errno.ESTALE, _TAKEN, str(self.path))
 
     def insert(self, db: sqlite3.Connection, seq: int, wall_ns: int, row: bytes) -> None:
-        """Writes a row, unless another gateway has taken the journal. Raises NotOurs or sqlite3.Error."""
-        # One statement, which is a transaction: several would wait for the interpreter as often.
+        """Writes a row, or raises NotOwner if another gateway owns the journal. Raises sqlite3.Error."""
+        # One statement, and so one transaction. Several would wait for the GIL several times.
         insert = "INSERT INTO log SELECT ?, ?, ? FROM meta WHERE key = ? AND value = ?"
-        if not db.execute(insert, (seq, wall_ns, row, _OWNER, _stored(_OWNER, self._owner))).rowcount:
-            raise NotOurs(errno.ESTALE, _TAKEN, str(self.path))
+        if not db.execute(insert, (seq, wall_ns, row, _OWNER, self._stored_owner)).rowcount:
+            raise NotOwner(errno.ESTALE, _TAKEN, str(self.path))
 
     @staticmethod
-    def _require(path: Path, identity: _Identity) -> None:
-        if _identity(path) != identity:
-            raise NotOurs(errno.ESTALE, "it was removed or replaced while it was in use", str(path))
+    def _require_names(*names: tuple[str, _Identity]) -> None:
+        for name, identity in names:
+            if _identity(name) != identity:
+                raise NotOwner(errno.ESTALE, "it was removed or replaced while it was in use", name)
 
     def close(self) -> None:
-        """Lets another gateway in."""
-        self.floor.close()
+        """Closes the files and releases the lock."""
+        self.high_water_mark.close()
         os.close(self._lock)
 
     def _prepare(self) -> None:
         if not self.path.exists():
-            if self._wal.exists() or self.floor.seq():
+            if self._wal.exists() or self.high_water_mark.seq():
                 raise JournalUnusable(
                     f"{self.path} is missing, but others of its files are there. "
                     f"Bring it back; or, to begin without caches, remove what is left in {self.path.parent}."
                 )
             _create(self.path)
         found = self.path.stat()
-        self._identity = _identity(self.path)
+        self._identity = _identity(self._name)
         if not stat.S_ISREG(found.st_mode):
             raise JournalUnusable(f"{self.path} is not a regular file. Move it away.")
         with self.path.open("rb") as file:
@@ -145,38 +148,39 @@ class Files:
             raise JournalUnusable(
                 f"{self.path} is not a database: it was truncated or overwritten. {_RESTORE}"
             )
-        # Who only reads leaves a write-ahead log as it is, and what is refused here stays as it is.
+        # Read-only, so that the write-ahead log stays unchanged if the journal is refused.
         with contextlib.closing(self._connect("ro")) as db:
             self._check_format(db)
-            self._check_floor(db)
+            self._check_high_water_mark(db)
         with contextlib.closing(self.connect()) as db:
-            # First, since on a full disk there may be room only where the log begins anew.
-            self.floor.write(last_seq(db), synced=checkpoint(db, "PASSIVE"))
-            # Says no to a file that cannot be written to, too.
-            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (_OWNER, _stored(_OWNER, self._owner)))
+            # Checkpoint first: on a full disk there may be room only at the start of the write-ahead log.
+            self.high_water_mark.write(last_seq(db), synced=checkpoint(db, "PASSIVE"))
+            # Also fails if the file cannot be written to.
+            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (_OWNER, self._stored_owner))
 
     def _connect(self, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
         return sqlite3.connect(
             f"{self.path.resolve().as_uri()}?mode={mode}",
             uri=True,
             timeout=_BUSY_S,
-            # Each statement is a transaction, unless one is begun.
+            # Autocommit, except in explicit transactions.
             isolation_level=None,
             check_same_thread=False,
         )
 
-    def _check_floor(self, db: sqlite3.Connection) -> None:
-        """SQLite takes a log that is missing, empty or damaged for one that ends earlier."""
-        last, floor = last_seq(db), self.floor.seq()
-        if last < floor:
+    def _check_high_water_mark(self, db: sqlite3.Connection) -> None:
+        """Detects a lost log: SQLite treats a missing, empty or damaged one as one that ends earlier."""
+        last, written = last_seq(db), self.high_water_mark.seq()
+        if last < written:
             raise JournalUnusable(
-                f"{self.path} ends with row {last}, and row {floor} was written: {self._wal} was lost "
-                "or damaged. Bring both back as they were; or, to do without the last rows, remove "
-                f"{self.floor.path}."
+                f"{self.path} ends with row {last}, but row {written} was written: {self._wal} was lost "
+                "or damaged. Restore both files; or, to continue without the last rows, remove "
+                f"{self.high_water_mark.path}."
             )
 
     def _check_format(self, db: sqlite3.Connection) -> None:
-        (application,), (version,) = _ask(db, "PRAGMA application_id"), _ask(db, "PRAGMA user_version")
+        (application,) = _fetch_one(db, "PRAGMA application_id")
+        (version,) = _fetch_one(db, "PRAGMA user_version")
         if application != _APPLICATION_ID:
             raise JournalUnusable(f"{self.path} is a database of another program. Choose another directory.")
         if version > FORMAT:
@@ -186,10 +190,10 @@ class Files:
             )
 
 
-class Floor:
-    """Which rows have to be there: without it nobody would notice that the last ones are lost.
+class HighWaterMark:
+    """Number of the last row that must exist, in a file of its own. It detects the loss of the last rows.
 
-    After a crash of the system fewer have to than after one of the gateway, unless each was synchronised.
+    After a crash of the system, rows after the last synced one may be missing, unless `sync` is "full".
     """
 
     _LAYOUT = struct.Struct("<QQ16s")
@@ -202,36 +206,36 @@ class Floor:
         self._boot = _boot_id()
 
     def seq(self) -> int:
-        """The last row that has to be there; 0 if none has to. Raises OSError."""
+        """The last row that must exist; 0 if none must. Raises OSError."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return 0
         if not any(data):
-            # A crash came before any of it was written.
+            # The system crashed before anything was written.
             return 0
         size = self._LAYOUT.size
         if len(data) != size + 4 or crc32(data[:size]) != int.from_bytes(data[size:], "little"):
             raise JournalUnusable(
-                f"{self.path} is damaged, so nobody can tell whether the last rows are there. "
-                "Restore the directory from a backup; or, to do with what is there, remove this file."
+                f"{self.path} is damaged, so the last rows of the journal may be missing. "
+                "Restore the directory from a backup; or, to use the rows that are there, remove this file."
             )
         written, synced, boot = self._LAYOUT.unpack_from(data)
         same_boot = boot == self._boot and any(boot)
         return int(written if same_boot or self._sync == "full" else synced)
 
     def write(self, seq: int, *, synced: bool = False) -> None:
-        """Row `seq` is the last one now. `synced`: it would survive a crash of the system. Raises OSError."""
+        """Stores `seq` as the last row. `synced`: it survives a crash of the system. Raises OSError."""
         if self._map is None:
             self._map = self._open()
         if synced or self._sync == "full":
             self._synced = seq
         data = self._LAYOUT.pack(seq, min(seq, self._synced), self._boot)
-        # Memory: a system call would let the event loop have the interpreter, for milliseconds if it is busy.
+        # Memory-mapped: a system call would release the GIL, and a busy event loop holds it for milliseconds.
         self._map[:] = data + crc32(data).to_bytes(4, "little")
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         if self._map is not None:
             self._map.close()
             self._map = None
@@ -240,49 +244,49 @@ class Floor:
         size = self._LAYOUT.size + 4
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # There is room for it from now on.
+            # Reserves the disk space, so that later writes cannot fail.
             os.posix_fallocate(fd, 0, size)
             return mmap.mmap(fd, size)
         finally:
             os.close(fd)
 
 
-# What using a connection may raise: where the file is damaged, also when a message of SQLite's is decoded.
+# Errors that a connection may raise. With a damaged file, SQLite's messages may not be valid UTF-8.
 FAILURES: Final = (sqlite3.Error, OSError, UnicodeDecodeError, OverflowError, MemoryError)
 
 
 @contextlib.contextmanager
-def unusable(path: Path) -> Iterator[None]:
-    """Turns what SQLite and the system say against the files into JournalUnusable."""
+def translate_errors(path: Path) -> Iterator[None]:
+    """Turns errors of SQLite and the system into JournalUnusable."""
     try:
         yield
     except sqlite3.Error as error:
         raise JournalUnusable(f"{path}: {error}. {_advice(error)}") from error
     except UnicodeDecodeError as error:
-        # In SQLite's own message about what it found.
+        # In an error message of SQLite.
         raise JournalUnusable(f"{path} is damaged. {_RESTORE}") from error
     except OSError as error:
-        advice = "Make sure that it can be written to, and that there is room."
+        advice = "Make sure that it can be written to, and that the disk has room."
         if isinstance(error, FileExistsError | NotADirectoryError):
-            advice = "A file is where a directory is to be: name another with --data-dir."
+            advice = "It must be a directory, but is a file: choose another one with --data-dir."
         raise JournalUnusable(f"{error.filename or path}: {error.strerror}. {advice}") from error
 
 
 def checkpoint(db: sqlite3.Connection, mode: Literal["PASSIVE", "TRUNCATE"]) -> bool:
-    """Brings what the write-ahead log has into the database. False if not all of it. Raises sqlite3.Error."""
-    busy, in_log, done = _ask(db, f"PRAGMA wal_checkpoint({mode})")
+    """Copies the write-ahead log into the database. Whether all of it was copied. Raises sqlite3.Error."""
+    busy, in_log, done = _fetch_one(db, f"PRAGMA wal_checkpoint({mode})")
     return not busy and in_log == done
 
 
 def last_seq(db: sqlite3.Connection) -> int:
-    """The last row there is, or was before rows were dropped. Raises sqlite3.Error."""
-    (last,) = _ask(db, "SELECT coalesce(max(seq), 0) FROM log")
+    """The number of the last row, even if it was dropped since. Raises sqlite3.Error."""
+    (last,) = _fetch_one(db, "SELECT coalesce(max(seq), 0) FROM log")
     return max(int(last), first_seq(db) - 1)
 
 
 def read_meta(db: sqlite3.Connection, key: str) -> str | None:
-    """What is true of all rows. Raises sqlite3.Error."""
-    (stored,) = _ask(db, "SELECT value FROM meta WHERE key = ?", key)
+    """Reads a value of table meta and checks its checksum. Raises sqlite3.Error."""
+    (stored,) = _fetch_one(db, "SELECT value FROM meta WHERE key = ?", key)
     if stored is None:
         return None
     value, _, checksum = str(stored).rpartition(" ")
@@ -292,7 +296,7 @@ def read_meta(db: sqlite3.Connection, key: str) -> str | None:
 
 
 def write_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:
-    """Durable with the transaction it is in. Raises sqlite3.Error."""
+    """Writes a value of table meta. Raises sqlite3.Error."""
     db.execute("UPDATE meta SET value = ? WHERE key = ?", (_stored(key, value), key))
 
 
@@ -312,24 +316,24 @@ def _checksum(key: str, value: str) -> str:
     return f"{crc32(f'{key} {value}'.encode()):08x}"
 
 
-def _ask(db: sqlite3.Connection, query: str, *values: object) -> tuple[Any, ...]:
-    """The only row of the answer."""
+def _fetch_one(db: sqlite3.Connection, query: str, *values: object) -> tuple[Any, ...]:
+    """The only row of the result. Raises sqlite3.Error."""
     row: tuple[Any, ...] | None = db.execute(query, values).fetchone()
     if row is None:
-        raise sqlite3.DatabaseError("a row that has to be there is missing")
+        raise sqlite3.DatabaseError("a required row is missing")
     return row
 
 
-def _identity(path: Path) -> _Identity:
+def _identity(name: str) -> _Identity:
     try:
-        found = path.stat()
+        found = os.stat(name)  # noqa: PTH116 - see where names are kept
     except OSError:
         return None
     return (found.st_dev, found.st_ino)
 
 
 def _boot_id() -> bytes:
-    """Of the system since it was started; zeros if it does not say."""
+    """An id that changes with each boot; zeros if the system has none."""
     with contextlib.suppress(OSError, ValueError):
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     return bytes(16)
@@ -337,7 +341,7 @@ def _boot_id() -> bytes:
 
 def _lock(directory: Path) -> int:
     path = directory / LOCK
-    with unusable(directory):
+    with translate_errors(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -358,7 +362,7 @@ def _lock(directory: Path) -> int:
 
 
 def _create(path: Path) -> None:
-    """Under its name it is whole, whenever we are interrupted."""
+    """Creates the database atomically: it gets its name when it is complete."""
     unfinished = path.with_name(path.name + ".new")
     unfinished.unlink(missing_ok=True)
     os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

@@ -1,151 +1,137 @@
-"""The thread that writes rows: what waits together becomes one row in one transaction.
+"""The thread that writes rows. All queued commits become one row in one transaction.
 
-It does not know records, nor the event loop: it is given bytes and functions to call with the outcome.
+It gets encoded records, and reports results through a callback on its own thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from service.journal.encoding import seal
-from service.journal.files import FAILURES, Files, NotOurs, checkpoint, first_seq, last_seq, write_meta
+from service.journal.files import FAILURES, Files, NotOwner, checkpoint, first_seq, last_seq, write_meta
 from service.logging import get_logger
 
 _log = get_logger(__name__)
 
-# A row holds no more than that, unless one commit does.
+# A row is closed when it is larger than this.
 _MAX_ROW_BYTES: Final = 8 << 20
-# What is not dropped or brought into the database is, when nothing has been given for so long,
+# A checkpoint runs after so long without commits,
 _IDLE_S: Final = 1.0
-# or when the write-ahead log has become so large.
+# or when the write-ahead log has grown by so much.
 _WAL_BYTES: Final = 16 << 20
-# A row in the database and in the write-ahead log but for its data, about.
+# Approximate overhead of a row in the database and in the write-ahead log.
 ROW_BYTES: Final = 24
 _WAL_ROW_BYTES: Final = 6 << 10
-# At most so much is dropped between two rows that are written.
+# Limits of the rows that are dropped after each written row.
 _DROP_ROWS: Final = 256
 _DROP_BYTES: Final = 4 << 20
-# Between warnings of the same failure.
+# Minimum time between two warnings.
 _WARN_S: Final = 10.0
 
 
-# Who is told what became of a batch.
-Owner = TypeVar("Owner")
+# Identifies a batch in the report.
+Pending = TypeVar("Pending")
 
 
-class _Batch(NamedTuple, Generic[Owner]):
+class _Batch(NamedTuple, Generic[Pending]):
     frames: bytes
-    owner: Owner
+    pending: Pending
 
 
-class _Mark(NamedTuple):
-    name: int
+# Runs on the thread, between batches.
+_Control = Callable[[], None]
+_Item = _Batch[Pending] | _Control
+# Called on the thread. True: these batches are durable. False: none of them is stored.
+OnWritten = Callable[[Sequence[Pending], bool], None]
 
 
-class _Drop(NamedTuple):
-    name: int
+class Writer(Generic[Pending]):
+    """Owner of the connection. Reports each batch once, in order."""
 
-
-class _Stop:
-    pass
-
-
-_Other = _Mark | _Drop | _Stop
-# Told on the thread whose batches are durable, or are not there.
-Report = Callable[[Sequence[Owner], bool], None]
-
-
-class Writer(Generic[Owner]):
-    """Owner of the connection from `start` on. Reports each batch once, in order."""
-
-    def __init__(self, files: Files, db: sqlite3.Connection, report: Report[Owner]) -> None:
+    def __init__(self, files: Files, db: sqlite3.Connection, on_written: OnWritten[Pending]) -> None:
         """Raises sqlite3.Error."""
         self.next_seq = last_seq(db) + 1
         self.first_seq = first_seq(db)
-        # Of rows that are needed, or were not dropped by a round of compaction yet.
+        # Size of the rows from `first_seq` on.
         self.size_bytes = 0
-        # Told to the database with the next row.
+        # A new model tag, which is stored with the next row.
         self.model: str | None = None
         self._files = files
         self._db: sqlite3.Connection | None = db
-        self._report = report
-        self._queue: queue.SimpleQueue[_Batch[Owner] | _Other] = queue.SimpleQueue()
+        self._on_written = on_written
+        self._queue: queue.SimpleQueue[_Item[Pending]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # By their names: the first row after a mark, and the size of what was there before.
+        self._has_ended = False
+        # By mark: the first row after it, and the size of the rows before it.
         self._marks: dict[int, tuple[int, int]] = {}
-        # Rows before `first_seq` may be there.
+        # The database may contain rows before `first_seq`.
         self.is_dropping = True
-        # The last mark up to which rows were, or are being, dropped; and the size of what was left then.
+        # The last mark passed to `drop`, and the size of the rows after it.
         self.dropped = 0
         self.kept_bytes = 0
-        # After a failure, not before.
+        # Next time to drop rows, after a failure.
         self._drop_at = 0.0
-        # Since the last checkpoint.
+        # Bytes since the last checkpoint.
         self._wal_bytes = 0
         self._warned_at = -_WARN_S
 
-    def give(self, frames: bytes, owner: Owner) -> None:
-        """Writes it after all that was given before."""
-        self._put(_Batch(frames, owner))
+    def append(self, frames: bytes, pending: Pending) -> None:
+        """Queues a batch."""
+        self._put(_Batch(frames, pending))
 
     def mark(self, name: int) -> None:
-        """What is given from now on comes into other rows than what was given before."""
-        self._put(_Mark(name))
+        """Sets a mark: later batches go into later rows."""
+        self._put(lambda: self._set_mark(name))
 
     def drop(self, name: int) -> None:
         """Drops the rows before a mark."""
-        self._put(_Drop(name))
+        self._put(lambda: self._begin_drop(name))
 
     def stop(self, timeout_s: float) -> bool:
-        """Writes what was given, and lets go of the database; False if that takes longer."""
-        self._put(_Stop())
+        """Writes all queued batches and closes the database. False after the timeout."""
+        self._put(self._end)
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
-    def _put(self, item: _Batch[Owner] | _Other) -> None:
+    def _put(self, item: _Item[Pending]) -> None:
         self._queue.put(item)
         if self._thread is None:
-            # A daemon: a write that is stuck must not keep the process.
+            # A daemon thread, because a blocked write must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        while True:
+        while not self._has_ended:
             try:
                 item = self._queue.get(timeout=self._pause_s())
             except queue.Empty:
-                self._tidy()
+                self._run_maintenance()
                 continue
-            batches, other = self._gather(item)
+            batches, control = self._take_batches(item)
             if batches:
                 self._commit(batches)
                 if self._wal_bytes > _WAL_BYTES:
                     self._checkpoint()
                 if self.is_dropping:
-                    self._drop_some()
-            match other:
-                case _Mark(name):
-                    self._marks = {name: (self.next_seq, self.size_bytes)}
-                case _Drop(name):
-                    self._begin_drop(name)
-                case _Stop():
-                    self._end()
-                    return
+                    self._drop_rows()
+            if control is not None:
+                control()
 
     def _pause_s(self) -> float | None:
         if self.is_dropping:
             return max(0.0, self._drop_at - time.monotonic())
         return _IDLE_S if self._wal_bytes else None
 
-    def _gather(self, item: _Batch[Owner] | _Other) -> tuple[list[_Batch[Owner]], _Other | None]:
-        """What waits up to something else than a batch, and that."""
-        batches: list[_Batch[Owner]] = []
+    def _take_batches(self, item: _Item[Pending]) -> tuple[list[_Batch[Pending]], _Control | None]:
+        """Takes queued batches up to the size limit or the next control function. Returns that, too."""
+        batches: list[_Batch[Pending]] = []
         size = 0
         while isinstance(item, _Batch):
             batches.append(item)
@@ -158,35 +144,36 @@ class Writer(Generic[Owner]):
                 return batches, None
         return batches, item
 
-    def _commit(self, batches: list[_Batch[Owner]]) -> None:
+    def _commit(self, batches: list[_Batch[Pending]]) -> None:
+        frames, pending = zip(*batches, strict=True)
         wall_ns = time.time_ns()
         durable = False
         try:
-            row = seal([batch.frames for batch in batches], self.next_seq, wall_ns)
+            row = seal(frames, self.next_seq, wall_ns)
             durable = self._write(row, wall_ns)
             if durable:
                 self.next_seq += 1
                 self.size_bytes += ROW_BYTES + len(row)
                 self._wal_bytes += _WAL_ROW_BYTES + len(row)
         except BaseException as error:
-            # Whatever it is: those who wait are told, and the next ones can be written.
+            # Whatever it is: the batches are reported, and later ones can be written.
             self._warn("a write to the journal failed", error)
             self._disconnect()
-        self._report([batch.owner for batch in batches], durable)
+        self._on_written(pending, durable)
 
     def _write(self, row: bytes, wall_ns: int) -> bool:
-        """Whether the row is durable; if not it will not be found."""
+        """Writes a row. Whether it is durable. If not, recovery will not find it."""
         try:
             if self._db is None:
                 self._reopen()
             self._insert_where_there_is_room(row, wall_ns)
-            # Someone may have removed a file, and what was written with it.
+            # If a file was removed, the row is lost.
             self._files.require_names()
         except FAILURES as error:
             self._warn("a write to the journal failed", error)
             if not self._is_written(row, wall_ns, error):
                 return False
-        self._raise_floor()
+        self._raise_high_water_mark()
         return True
 
     def _insert_where_there_is_room(self, row: bytes, wall_ns: int) -> None:
@@ -195,7 +182,7 @@ class Writer(Generic[Owner]):
         except sqlite3.OperationalError as error:
             if error.sqlite_errorname != "SQLITE_FULL":
                 raise
-            # It may be the write-ahead log that fills the disk: after a checkpoint it begins anew.
+            # The write-ahead log may fill the disk. After a checkpoint it is written from its start again.
             self._checkpoint()
             self._insert(row, wall_ns)
 
@@ -204,33 +191,33 @@ class Writer(Generic[Owner]):
         if self.model is None:
             self._files.insert(self._db, self.next_seq, wall_ns, row)
             return
-        with _Transaction(self._db):
+        with _transaction(self._db):
             write_meta(self._db, "model", self.model)
             self._files.insert(self._db, self.next_seq, wall_ns, row)
         self.model = None
 
     def _is_written(self, row: bytes, wall_ns: int, error: Exception) -> bool:
-        """After a failure: whether the row is there all the same. If that cannot be told it will not be."""
+        """Whether the row is stored despite a failure. If that is unknown, the row is removed."""
         if self._db is None:
             return False
-        lost = isinstance(error, NotOurs)
+        lost = isinstance(error, NotOwner)
         try:
             query = "SELECT 1 FROM log WHERE seq = ? AND wall_ns = ? AND data = ?"
             if not lost and self._db.execute(query, (self.next_seq, wall_ns, row)).fetchone():
                 return True
             if lost or getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
-                # It may lie in the log, whole but not synchronised, and be taken for a row after a crash; or
-                # be found when a file that was moved is brought back.
+                # The row may be complete in the log but not synced, and be found after a crash; or be found
+                # when a moved file is moved back.
                 self._overwrite(self._db)
         except FAILURES:
-            # The next row is written to a new connection, after what may have come of this one was removed.
+            # The next write opens a new connection, which first removes this row.
             lost = True
         if lost:
             self._disconnect()
         return False
 
     def _reopen(self) -> None:
-        """Raises sqlite3.Error. Rows that were reported as failed are not there afterwards."""
+        """Opens a connection and removes rows that were reported as failed. Raises sqlite3.Error."""
         db = self._files.connect()
         try:
             self._overwrite(db)
@@ -240,7 +227,7 @@ class Writer(Generic[Owner]):
         self._db = db
 
     def _overwrite(self, db: sqlite3.Connection) -> None:
-        with _Transaction(db):
+        with _transaction(db):
             self._files.require_owner(db)
             db.execute("DELETE FROM log WHERE seq >= ?", (self.next_seq,))
             write_meta(db, "first_seq", self.first_seq)
@@ -253,12 +240,15 @@ class Writer(Generic[Owner]):
                 self._warn("the journal's file could not be closed", error)
             self._db = None
 
-    def _raise_floor(self) -> None:
+    def _raise_high_water_mark(self) -> None:
         try:
-            self._files.floor.write(self.next_seq)
+            self._files.high_water_mark.write(self.next_seq)
         except OSError as error:
-            # It stays lower than it could be, which is true, too.
-            self._warn("the journal's floor could not be written", error)
+            # A lower mark than possible is still correct.
+            self._warn("the journal's high-water mark could not be written", error)
+
+    def _set_mark(self, name: int) -> None:
+        self._marks = {name: (self.next_seq, self.size_bytes)}
 
     def _begin_drop(self, name: int) -> None:
         if name in self._marks:
@@ -268,14 +258,14 @@ class Writer(Generic[Owner]):
         self.kept_bytes = self.size_bytes
         self.dropped = name
 
-    def _tidy(self) -> None:
+    def _run_maintenance(self) -> None:
         if self.is_dropping:
-            self._drop_some()
+            self._drop_rows()
         elif self._wal_bytes:
             self._checkpoint()
 
-    def _drop_some(self) -> None:
-        """Drops the oldest rows, having written that all before the mark are void."""
+    def _drop_rows(self) -> None:
+        """Drops some of the rows before `first_seq`, and stores `first_seq` in the same transaction."""
         if time.monotonic() < self._drop_at:
             return
         try:
@@ -289,7 +279,7 @@ class Writer(Generic[Owner]):
                 size += length
                 if size > _DROP_BYTES:
                     break
-            with _Transaction(self._db):
+            with _transaction(self._db):
                 self._files.require_owner(self._db)
                 write_meta(self._db, "first_seq", self.first_seq)
                 self._db.execute("DELETE FROM log WHERE seq <= ?", (last,))
@@ -300,17 +290,18 @@ class Writer(Generic[Owner]):
             self._warn("rows of the journal could not be dropped", error)
 
     def _checkpoint(self) -> None:
-        # If it fails or someone reads the file, only when so much has been written again.
+        # Also after a failure: the next attempt is after as many bytes again.
         self._wal_bytes = 0
         if self._db is None:
             return
         try:
             if checkpoint(self._db, "PASSIVE"):
-                self._files.floor.write(self.next_seq - 1, synced=True)
+                self._files.high_water_mark.write(self.next_seq - 1, synced=True)
         except FAILURES as error:
             self._warn("a checkpoint of the journal failed", error)
 
     def _end(self) -> None:
+        self._has_ended = True
         self._checkpoint()
         self._disconnect()
 
@@ -321,26 +312,15 @@ class Writer(Generic[Owner]):
             _log.warning(event, file=str(self._files.path), error=None if error is None else str(error))
 
 
-class _Transaction:
-    """All that is done within, or nothing. Leaves errors to its user."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: object, _error: object, _trace: object) -> None:
-        if kind is None:
-            try:
-                self._db.execute("COMMIT")
-                return
-            except FAILURES:
-                self._roll_back()
-                raise
-        self._roll_back()
-
-    def _roll_back(self) -> None:
-        # Some failures have rolled back already.
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
+@contextlib.contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Commits if the body succeeds, otherwise rolls back. Errors pass through."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        # After some errors SQLite has rolled back already.
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise

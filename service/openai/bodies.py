@@ -1,56 +1,55 @@
-"""Request bodies: received within a time and a budget, and parsed from JSON without holding up others.
+"""Request bodies: received within limits on time and memory, and parsed without blocking others for long.
 
-What has arrived of a body counts until its request is answered: what is made of it is about as large.
-Python's parser lets no other thread run while it works, so a body of far more values than any request has
-is refused before it is parsed. What is left takes some 50 ms at worst.
+The bytes of a body count until its request is answered, since what is made of them is about as large.
+Python's parser blocks all other threads, so a body with far more values than any request needs is refused
+before it is parsed. Parsing takes at most some 50 ms.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import grpc
 from starlette.requests import Request
 from starlette.types import Receive
 
-from service.api.parsing import Malformed
-from service.api.reception import Reception
-from service.doors.doors import current_tenant_name
+from service.api.parsing import RejectedRequest
+from service.api.request_receiver import RequestReceiver
+from service.auth.authenticator import current_tenant_name
 from service.errors import ArrivingFull, InvalidArgument, QuireError
-from service.text.bounded_json import counting, estimated
+from service.text.bounded_json import count_values, loads, upper_bound
 
 _MAX_VALUES = 1 << 20
-# What is parsed in a millisecond or so.
+# Parsed in about a millisecond.
 _SMALL_BYTES = 1 << 16
 
 
-class Bodies:
-    """Owner of the bodies of all requests that are not answered: their bytes are bounded."""
+class BodyReader:
+    """Receives and parses bodies. Limits the bytes of the bodies of all unanswered requests."""
 
-    def __init__(self, reception: Reception, max_body_bytes: int, max_bytes: int) -> None:
-        """`max_bytes`: of all bodies together; a tenant may have half of it."""
-        self._reception = reception
+    def __init__(self, receiver: RequestReceiver, max_body_bytes: int, max_bytes: int) -> None:
+        """`max_bytes`: of all bodies together; a tenant may use half of it."""
+        self._receiver = receiver
         self.max_body_bytes = max_body_bytes
         self._max_bytes = max_bytes
         self.held_bytes = 0
-        self._of_tenant: Counter[str] = Counter()
-        # Who parses a large one: of many that have arrived, one in a turn of the event loop.
-        self._turn = asyncio.Lock()
+        self._tenant_bytes: Counter[str] = Counter()
+        # Large bodies are parsed one at a time, so that the event loop runs other tasks between two.
+        self._parse_lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def received(self, request: Request) -> AsyncIterator[Body]:
-        """A request's body; around all that is done for the request.
+    async def receive(self, request: Request) -> AsyncIterator[Body]:
+        """Receives a request's body. Its bytes count until the context ends, after the response.
 
         Raises InvalidArgument, MessageTimeout or ArrivingFull.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # Pages of others can have a browser send anything else without asking.
+            # Browsers let pages of other origins send some other types without a CORS check.
             text = "the content-type must be application/json"
             raise InvalidArgument("BAD_CONTENT_TYPE", "", text)
         length = request.headers.get("content-length", "0")
@@ -59,98 +58,82 @@ class Bodies:
         if length.isdigit() and int(length) > self.max_body_bytes:
             body.refused = _too_large(self.max_body_bytes)
         try:
-            refused = await self._reception.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
-            if isinstance(refused, Malformed):
+            refused = await self._receiver.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
+            if isinstance(refused, RejectedRequest):
                 raise refused.error
             yield body
         finally:
             self.held_bytes -= body.size_bytes
-            self._of_tenant[tenant] -= body.size_bytes
-            if not self._of_tenant[tenant]:
-                del self._of_tenant[tenant]
+            self._tenant_bytes[tenant] -= body.size_bytes
+            if not self._tenant_bytes[tenant]:
+                del self._tenant_bytes[tenant]
 
-    def take(self, body: Body, tenant: str, more_bytes: int) -> QuireError | None:
-        """Counts what has arrived of a body, or says why it is too much. One alone always has room."""
+    def reserve(self, body: Body, tenant: str, more_bytes: int) -> QuireError | None:
+        """Counts more bytes of a body, or returns why they are refused. A single body always fits."""
         size_bytes = body.size_bytes + more_bytes
         if size_bytes > self.max_body_bytes:
             return _too_large(self.max_body_bytes)
-        # Without tenants nobody can tell callers apart.
+        # Without tenants callers cannot be told apart.
         share_bytes = self._max_bytes // 2 if tenant else self._max_bytes
-        of_all, of_tenant = self.held_bytes + more_bytes, self._of_tenant[tenant] + more_bytes
-        for held_bytes, most in ((of_all, self._max_bytes), (of_tenant, share_bytes)):
-            if most < held_bytes != size_bytes:
-                return ArrivingFull(most)
-        self.held_bytes, self._of_tenant[tenant] = of_all, of_tenant
+        total_bytes, tenant_bytes = self.held_bytes + more_bytes, self._tenant_bytes[tenant] + more_bytes
+        for held_bytes, limit in ((total_bytes, self._max_bytes), (tenant_bytes, share_bytes)):
+            if limit < held_bytes != size_bytes:
+                return ArrivingFull(limit)
+        self.held_bytes, self._tenant_bytes[tenant] = total_bytes, tenant_bytes
         return None
 
-    async def parsed(self, body: Body) -> Any:
-        """The value in a body, which is gone from then on. Raises InvalidArgument."""
+    async def parse(self, body: Body) -> Any:
+        """Parses a body and drops its bytes. Raises InvalidArgument."""
         if body.size_bytes <= _SMALL_BYTES:
-            return await parsed(body.taken())
-        async with self._turn:
-            return await parsed(body.taken())
+            return await parse(body.take_data())
+        async with self._parse_lock:
+            return await parse(body.take_data())
 
 
-async def parsed(body: bytes) -> Any:
-    """The value in some JSON. Raises InvalidArgument."""
-    # Marks in texts are no values, but to know them takes a while.
-    if estimated(body) > _MAX_VALUES and await _count(body) > _MAX_VALUES:
-        text = f"the request has more than {_MAX_VALUES} values (a text, list or object counts as 8)"
+async def parse(body: bytes) -> Any:
+    """Parses JSON. Raises InvalidArgument."""
+    # The upper bound is cheap, but also counts commas and brackets in strings.
+    if upper_bound(body) > _MAX_VALUES and await count_values(body, _MAX_VALUES) > _MAX_VALUES:
+        text = f"the request has more than {_MAX_VALUES} values (a string, list or object counts as 8)"
         raise InvalidArgument("REQUEST_TOO_LARGE", "", text)
     try:
-        return json.loads(body.decode(), parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        return loads(body.decode())
+    except ValueError:
         raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not JSON") from None
 
 
-async def _count(body: bytes) -> int:
-    """How many values there are in it, up to the bound. Others run meanwhile."""
-    slices = counting(body, _MAX_VALUES)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            return int(end.value)
-        await asyncio.sleep(0)
-
-
-def _refuse(_name: str) -> NoReturn:
-    """Refuses NaN and the infinities, which JSON does not have."""
-    raise ValueError
-
-
 def _too_large(max_bytes: int) -> InvalidArgument:
-    return InvalidArgument("REQUEST_TOO_LARGE", "", f"a request has at most {max_bytes} bytes")
+    return InvalidArgument("REQUEST_TOO_LARGE", "", f"a request may have at most {max_bytes} bytes")
 
 
 class Body:
-    """A body as the reception reads requests: what it needs of gRPC's context of a call."""
+    """A body in the form that the request receiver reads: with the methods it needs of a gRPC context."""
 
-    def __init__(self, receive: Receive, bodies: Bodies, tenant: str) -> None:
+    def __init__(self, receive: Receive, reader: BodyReader, tenant: str) -> None:
         self._receive = receive
-        self._bodies = bodies
+        self._reader = reader
         self._tenant = tenant
         self._data = bytearray()
-        self._is_gone = False
-        # Why it is not taken.
+        self._is_disconnected = False
+        # Why it is refused.
         self.refused: QuireError | None = None
-        # What was counted of it.
+        # Counted bytes.
         self.size_bytes = 0
 
     async def read(self) -> Any:
-        """All of it; what is the matter if something is; gRPC's end of a stream if the client has left.
+        """Reads to the end. Returns itself, a RejectedRequest, or EOF if the client disconnected.
 
-        Of what is refused the rest is read, too, up to as much again: a connection that is closed while the
-        client sends is reset, and the client may never see the answer.
+        Also reads the rest of a refused body, up to as much again: closing a connection while the client
+        sends resets it, and the client may not see the response.
         """
-        left_bytes = self._bodies.max_body_bytes
+        left_bytes = self._reader.max_body_bytes
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self._is_gone = True
+                self._is_disconnected = True
                 return grpc.aio.EOF
             part = message.get("body", b"")
-            self.refused = self.refused or self._bodies.take(self, self._tenant, len(part))
+            self.refused = self.refused or self._reader.reserve(self, self._tenant, len(part))
             if self.refused is None:
                 self.size_bytes += len(part)
                 self._data += part
@@ -158,13 +141,13 @@ class Body:
                 self._data.clear()
                 left_bytes -= len(part)
             if left_bytes < 0 or not message.get("more_body", False):
-                return self if self.refused is None else Malformed(self.refused)
+                return self if self.refused is None else RejectedRequest(self.refused)
 
-    def taken(self) -> bytes:
-        """The bytes, once."""
+    def take_data(self) -> bytes:
+        """Returns the bytes and drops them."""
         data, self._data = bytes(self._data), bytearray()
         return data
 
     def cancelled(self) -> bool:
-        """Whether the client has left."""
-        return self._is_gone
+        """Whether the client disconnected."""
+        return self._is_disconnected

@@ -1,6 +1,6 @@
-"""Connections of HTTP: uvicorn's, with what it leaves open bounded.
+"""HTTP connections: uvicorn's, with the limits that it lacks.
 
-It bounds neither how long a request's headers may take, nor how long an answer may lie unread.
+uvicorn limits neither how long a request's headers take, nor how long a response stays unread.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import h11
@@ -17,66 +16,58 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-# How often connections are looked at. A look that comes late counts as one: nobody is cut off because the
-# server itself did not run.
-LOOK_S = 0.25
+from service.config import Config as Settings
+
+# How often timeouts are checked. Each check counts as this much time, so a client is not cut off because the
+# server itself was not running.
+CHECK_INTERVAL_S = 0.25
 _KEY = "connection"
-# What of a certificate names its owner, as gRPC has it.
+# The parts of a certificate that identify its owner, as in gRPC.
 _ALTERNATIVE_NAMES = ("DNS", "URI", "email", "IP Address")
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What connections are held to."""
-
-    max_connections: int
-    # Without a request: none has begun, or it does not arrive.
-    idle_s: float
-    # With an answer that is not read.
-    unread_s: float
-
-
 class Connection(H11Protocol):
-    """One connection."""
+    """A connection with the gateway's limits."""
 
     def __init__(
         self,
-        bounds: Bounds,
+        settings: Settings,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, {**app_state, _KEY: self}, _loop)
-        self._bounds = bounds
+        self._settings = settings
         self._idle_s = self._unread_s = 0.0
         self._unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._bounds.max_connections:
+        if len(self.connections) > self._settings.max_connections:
             transport.abort()
 
     def on_response_complete(self) -> None:
         self._idle_s = 0.0
         super().on_response_complete()
 
-    def look(self) -> None:
-        """Gives it up if nothing has moved for too long. To be called once in LOOK_S."""
-        self._idle_s = 0.0 if self._is_being_answered() else self._idle_s + LOOK_S
+    def check_timeouts(self) -> None:
+        """Aborts it if nothing has moved for too long. Must be called every CHECK_INTERVAL_S."""
+        self._idle_s = 0.0 if self._has_running_request() else self._idle_s + CHECK_INTERVAL_S
         unread_bytes = self.transport.get_write_buffer_size()
         is_stuck = 0 < self._unread_bytes <= unread_bytes
-        self._unread_s = self._unread_s + LOOK_S if is_stuck else 0.0
+        self._unread_s = self._unread_s + CHECK_INTERVAL_S if is_stuck else 0.0
         self._unread_bytes = unread_bytes
-        if self._idle_s > self._bounds.idle_s or self._unread_s > self._bounds.unread_s:
+        # Idle: no request, or an incomplete one. Or the response is not read.
+        if self._idle_s > self._settings.message_timeout_s or self._unread_s > self._settings.session_stall_s:
             self.abort()
 
     def abort(self) -> None:
-        """Ends it at once; what was not sent is dropped."""
+        """Closes it at once and drops unsent data."""
         self.transport.abort()
 
     def identities(self) -> Mapping[str, Sequence[bytes]]:
-        """What TLS has found out of the client, by the names that gRPC has for it."""
+        """The identities in the client's certificate, by gRPC's names for them."""
         certificate: Mapping[str, Any] = self.transport.get_extra_info("peercert") or {}
         alternative = [
             value.encode()
@@ -88,8 +79,8 @@ class Connection(H11Protocol):
         return {"x509_subject_alternative_name": alternative, "x509_common_name": common}
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, where an answer can still be made."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or self._is_being_answered():
+        """Responds to invalid HTTP, if a response is still possible."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or self._has_running_request():
             self.abort()
             return
         error = {"message": msg, "type": "invalid_request_error", "param": None, "code": "malformed_request"}
@@ -107,11 +98,11 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(part) or b"")
         self.transport.close()
 
-    def _is_being_answered(self) -> bool:
+    def _has_running_request(self) -> bool:
         cycle = cast("RequestResponseCycle | None", self.cycle)
         return cycle is not None and not cycle.response_complete
 
 
 def connection_of(scope: Scope) -> Connection:
-    """The connection on which a request came."""
+    """The connection of a request."""
     return cast(Connection, scope["state"][_KEY])

@@ -1,4 +1,4 @@
-"""Failures as OpenAI's API tells them: a status, headers, and {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's form: an HTTP status, headers, and {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-# Where HTTP has a status of its own.
+# Reasons for which HTTP has a more specific status.
 _STATUS_OF_REASON = {
     "NO_SUCH_PATH": 404,
     "BAD_METHOD": 405,
@@ -31,12 +31,12 @@ _STATUS_OF_REASON = {
     "REQUEST_TOO_LARGE": 413,
     "BAD_CONTENT_TYPE": 415,
     "BAD_HOST": 421,
-    # This server's own, with a provider: nothing that the caller could send would help.
+    # This server's credentials at a provider: the caller cannot fix it.
     "UNAUTHORIZED": 502,
     "FORBIDDEN": 502,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# Reasons that clients know by OpenAI's names.
+# Reasons that have a name in OpenAI's API.
 _CODES = {
     "RUNTIME_NOT_FOUND": "model_not_found",
     "SEQUENCE_TOO_LONG": "context_length_exceeded",
@@ -46,7 +46,7 @@ _CODES = {
     "BAD_TOKEN": "invalid_api_key",
     "QUOTA": "insufficient_quota",
 }
-# Fields of an ExecuteItem, and the names that they have here.
+# Fields of an ExecuteItem, and their names in OpenAI's API.
 _PARAMS = (
     (re.compile(r"^(?:items\[\d+\]\.|output\.|sampling\.|chat\.(?=messages))+"), ""),
     (re.compile(r"^constraint\b.*"), "response_format"),
@@ -57,18 +57,8 @@ _PARAMS = (
 )
 
 
-def no_such_path() -> InvalidArgument:
-    """Nothing is offered at the path."""
-    return InvalidArgument("NO_SUCH_PATH", "", "there is nothing at this path")
-
-
-def bad_method() -> InvalidArgument:
-    """What is offered at the path is asked for in another way."""
-    return InvalidArgument("BAD_METHOD", "", "the path has no such method")
-
-
-def error_of(status: status_pb2.Status) -> QuireError:
-    """The failure that a status on the wire tells of."""
+def error_from_status(status: status_pb2.Status) -> QuireError:
+    """The error that a protobuf status describes."""
     reason, field, retry_after_s = "", None, None
     for detail in status.details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
@@ -87,23 +77,23 @@ def error_of(status: status_pb2.Status) -> QuireError:
 
 
 def http_status(error: QuireError) -> int:
-    """The status that an answer has."""
+    """The HTTP status of the response."""
     return _STATUS_OF_REASON.get(error.reason) or _STATUS.get(error.code, 500)
 
 
 def headers(error: QuireError) -> dict[str, str]:
-    """What an answer's headers say beside: when to come again, or that it is of no use."""
-    said = {}
+    """Headers of the response: when to retry, or not to."""
+    fields = {}
     status = http_status(error)
     if status == 401:
-        said["www-authenticate"] = "Bearer"
+        fields["www-authenticate"] = "Bearer"
     if error.retry_after_s is not None:
-        said["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-        said["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+        fields["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        fields["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
     elif status in (429, 502):
-        # Else OpenAI's clients come again by themselves, for nothing.
-        said["x-should-retry"] = "false"
-    return said
+        # Otherwise OpenAI's clients retry by themselves.
+        fields["x-should-retry"] = "false"
+    return fields
 
 
 def body(error: QuireError) -> dict[str, Any]:

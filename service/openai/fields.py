@@ -1,126 +1,115 @@
-"""Reads a JSON object field by field: each is checked, and what nobody has asked for is refused.
+"""Reads a JSON object field by field: each field is checked, and unknown fields are refused.
 
-null is the same as no field, as OpenAI's API has it.
+null means that a field is absent, as in OpenAI's API. pydantic was tried: 432 lines instead of 456, but it
+blocks the event loop for three times as long. null, unpaired surrogates, and stopping at the first of a
+hundred thousand errors need validators in Python around it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 from service.errors import InvalidArgument
 
 _MAX_NAME_CHARACTERS = 64
+# Of float32, which the API uses.
+_MAX_NUMBER = 3e38
+_Value = TypeVar("_Value")
 
 
 class Fields:
-    """One object, and which of its fields were read."""
+    """An object, and the names of the fields that were read."""
 
     def __init__(self, values: object, path: str = "") -> None:
-        """`path` is where the object stands. Raises InvalidArgument if it is none."""
+        """`path`: of the object in the request. Raises InvalidArgument if `values` is not an object."""
         if not isinstance(values, dict):
-            raise bad(path, "must be an object")
+            raise bad_field(path, "must be an object")
         self._values: Mapping[str, Any] = values
         self._path = path
         self._read: set[str] = set()
 
     def path(self, name: str) -> str:
-        """Where a field stands."""
+        """The path of a field in the request."""
         return f"{self._path}.{name}" if self._path else name
 
-    def take(self, name: str) -> Any:
-        """A field as it is; None if it is not there."""
+    def raw(self, name: str) -> Any:
+        """A field, not checked; None: absent."""
         self._read.add(name)
         return self._values.get(name)
 
-    def text(self, name: str) -> str | None:
-        """A string of whole characters."""
-        value = self.take(name)
-        return None if value is None else sound(value, self.path(name))
+    def get(self, name: str, check: Callable[..., _Value], *bounds: int) -> _Value | None:
+        """A field, checked by one of the functions below; None: absent."""
+        value = self.raw(name)
+        return None if value is None else check(value, self.path(name), *bounds)
 
-    def needed(self, name: str) -> str:
-        """A string that has to be there, and say something."""
-        value = self.text(name)
+    def required(self, name: str) -> str:
+        """A string that must be present and not empty."""
+        value = self.get(name, string)
         if not value:
-            raise bad(self.path(name), "is needed")
+            raise bad_field(self.path(name), "is required")
         return value
 
-    def flag(self, name: str) -> bool:
-        """A boolean; False if it is not there."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, bool):
-            raise bad(self.path(name), "must be true or false")
-        return bool(value)
-
-    def number(self, name: str) -> float | None:
-        """A finite number."""
-        value = self.take(name)
-        return None if value is None else number(value, self.path(name))
-
-    def whole(self, name: str, least: int, most: int) -> int | None:
-        """A whole number within bounds."""
-        value = self.take(name)
-        return None if value is None else whole(value, self.path(name), least, most)
-
-    def items(self, name: str, most: int) -> list[Any] | None:
-        """A list of up to so many values."""
-        value = self.take(name)
-        if value is None:
-            return None
-        if not isinstance(value, list):
-            raise bad(self.path(name), "must be a list")
-        if len(value) > most:
-            raise bad(self.path(name), f"has more than {most} entries")
-        return value
-
-    def end(self, ignored: Collection[str] = ()) -> None:
-        """All was read. What else there is, is of no use, or ignored: raises InvalidArgument."""
+    def refuse_others(self, ignored: Collection[str] = ()) -> None:
+        """Raises InvalidArgument for the first field that was not read and is not `ignored`."""
         for name, value in self._values.items():
             if name in self._read or name in ignored or value is None:
                 continue
             shown = name[:_MAX_NAME_CHARACTERS].encode(errors="replace").decode()
-            raise InvalidArgument("UNKNOWN_FIELD", self.path(shown), f"{shown}: is not supported here")
+            raise InvalidArgument("UNKNOWN_FIELD", self.path(shown), f"{shown} is not supported")
 
 
-def bad(field: str, matter: str) -> InvalidArgument:
-    """A field has a value that it cannot have."""
-    return InvalidArgument("BAD_FIELD", field, f"{field or 'the request'} {matter}")
+def bad_field(field: str, problem: str) -> InvalidArgument:
+    """The error for an invalid value of a field."""
+    return InvalidArgument("BAD_FIELD", field, f"{field or 'the request'} {problem}")
 
 
-def sound(value: object, field: str) -> str:
-    """A string without halves of characters, which JSON can have and UTF-8 cannot."""
+def string(value: object, field: str) -> str:
+    """A string without unpaired surrogates, which JSON allows and UTF-8 does not."""
     if not isinstance(value, str):
-        raise bad(field, "must be a string")
+        raise bad_field(field, "must be a string")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise bad(field, "holds half of a character") from None
+            raise bad_field(field, "has an unpaired surrogate") from None
+    return value
+
+
+def boolean(value: object, field: str) -> bool:
+    """A boolean."""
+    if not isinstance(value, bool):
+        raise bad_field(field, "must be true or false")
     return value
 
 
 def number(value: object, field: str) -> float:
     """A finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise bad(field, "must be a number")
+        raise bad_field(field, "must be a number")
     try:
-        found = float(value)
+        result = float(value)
     except OverflowError:
-        found = math.inf
-    if not math.isfinite(found) or abs(found) > _LARGEST:
-        raise bad(field, "is out of all bounds")
-    return found
+        result = math.inf
+    if not math.isfinite(result) or abs(result) > _MAX_NUMBER:
+        raise bad_field(field, "is too large")
+    return result
 
 
-# Of single precision, which the API computes with.
-_LARGEST = 3e38
-
-
-def whole(value: object, field: str, least: int, most: int) -> int:
-    """A whole number within bounds."""
+def integer(value: object, field: str, minimum: int, maximum: int) -> int:
+    """An integer from `minimum` to `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise bad(field, "must be a whole number")
-    if not least <= value <= most:
-        raise bad(field, f"must be from {least} to {most}")
+        raise bad_field(field, "must be an integer")
+    if not minimum <= value <= maximum:
+        raise bad_field(field, f"must be from {minimum} to {maximum}")
+    return value
+
+
+def array(value: object, field: str, max_entries: int) -> list[Any]:
+    """A list of at most `max_entries`."""
+    if not isinstance(value, list):
+        raise bad_field(field, "must be a list")
+    if len(value) > max_entries:
+        raise bad_field(field, f"has more than {max_entries} entries")
     return value

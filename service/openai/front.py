@@ -1,7 +1,6 @@
-"""OpenAI's API over HTTP, in the gateway's own event loop: what starts and ends it.
+"""The HTTP server for OpenAI's API, in the gateway's event loop.
 
-A thin way in for clients that exist already: what they ask becomes a batch of ModelRunnerService, with the
-same doors, bounds and runtimes.
+A request becomes a batch of ModelRunnerService, with the same authentication, limits and runtimes.
 """
 
 from __future__ import annotations
@@ -22,28 +21,27 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from service.api.server_state import ServerState
+from service.auth.authenticator import Authenticator
+from service.auth.tls import http_context
 from service.config import Config
-from service.doors.doors import Doors
 from service.openai import requests
-from service.openai.bodies import Bodies
-from service.openai.connection import LOOK_S, Bounds, Connection
-from service.openai.generation import Generation
-from service.openai.guard import HEALTH, Guard
+from service.openai.bodies import BodyReader
+from service.openai.connection import CHECK_INTERVAL_S, Connection
+from service.openai.generation import CompletionHandler, RunningRequests
+from service.openai.middleware import HEALTH, Middleware
 from service.openai.models import Models
-from service.openai.tls import server_context
-from service.openai.wanted import Wanted
 from service.runtimes import router as runtimes
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
 
 _MAX_HEADER_BYTES = 1 << 16
 _BACKLOG = 1024
-# What its own end may take beside.
-_END_S = 1.0
+# Time for uvicorn's own shutdown, after the grace for requests.
+_SHUTDOWN_S = 1.0
 
 
 class OpenAiFront:
-    """Owner of the HTTP server."""
+    """Owns the HTTP server."""
 
     def __init__(
         self,
@@ -51,38 +49,40 @@ class OpenAiFront:
         router: runtimes.Router,
         state: ServerState,
         text: TextModel,
-        doors: Doors | None,
+        authenticator: Authenticator | None,
     ) -> None:
         """Raises ConfigError for certificates that cannot be used."""
         config = state.config
         self._listen = config.openai_listen
         self._state = state
         self._models = Models(router, state)
-        self._wanted = Wanted()
-        self.bodies = Bodies(state.reception, config.max_request_bytes, config.max_arriving_bytes)
+        self._running = RunningRequests()
+        self.bodies = BodyReader(state.receiver, config.max_request_bytes, config.max_arriving_bytes)
         self._socket: socket.socket | None = None
-        self._server = _Server(self._settings(config, Guard(self._routes(executions, text), doors, state)))
+        self._server = _Server(
+            self._uvicorn_config(config, Middleware(self._routes(executions, text), authenticator, state))
+        )
 
     def _routes(self, executions: Executions, text: TextModel) -> Router:
-        def generation(parse: Any) -> Generation:
-            return Generation(parse, executions, self._models, self._state, text, self._wanted, self.bodies)
+        def handler(parse: Any) -> CompletionHandler:
+            return CompletionHandler(
+                parse, executions, self._models, self._state, text, self._running, self.bodies
+            )
 
         routes = [
             Route(HEALTH, self._health),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
-            Route("/v1/completions", generation(requests.completion), methods=["POST"]),
-            Route("/v1/chat/completions", generation(requests.chat), methods=["POST"]),
+            Route("/v1/completions", handler(requests.completion), methods=["POST"]),
+            Route("/v1/chat/completions", handler(requests.chat), methods=["POST"]),
         ]
-        return Router(routes, redirect_slashes=False, default=_nothing_there)
+        return Router(routes, redirect_slashes=False, default=_not_found)
 
-    def _settings(self, config: Config, app: Guard) -> uvicorn.Config:
-        bounds = Bounds(config.max_connections, config.message_timeout_s, config.session_stall_s)
-        context = server_context(config)
+    def _uvicorn_config(self, config: Config, app: Middleware) -> uvicorn.Config:
+        context = http_context(config)
         return uvicorn.Config(
             app,
-            # What it makes of them is a connection.
-            http=functools.partial(Connection, bounds),  # type: ignore[arg-type]
+            http=functools.partial(Connection, config),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -92,16 +92,16 @@ class OpenAiFront:
             proxy_headers=False,
             server_header=False,
             backlog=_BACKLOG,
-            # Connections without a request are given up by `look`.
+            # `Connection.check_timeouts` closes idle connections.
             timeout_keep_alive=max(1, int(config.message_timeout_s)),
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-            # Else a pipelined request begins with whatever the one before has left: its tenant, its id.
+            # Otherwise a pipelined request inherits the previous one's context: its tenant and request id.
             reset_contextvars=True,
             ssl_context_factory=None if context is None else lambda *_: context,
         )
 
     def bind(self) -> int:
-        """Takes the address; from now on clients can connect. Returns the port. Raises OSError."""
+        """Binds the address; clients can connect from now on. Returns the port. Raises OSError."""
         host, _, port = self._listen.rpartition(":")
         family, kind, _, _, address = socket.getaddrinfo(
             host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -118,43 +118,43 @@ class OpenAiFront:
         return int(bound.getsockname()[1])
 
     async def run(self) -> None:
-        """Serves until it is stopped, after `bind`."""
+        """Serves until `stop`. Call `bind` before."""
         assert self._socket is not None
-        watching = asyncio.create_task(self._watch())
+        checking = asyncio.create_task(self._check_connections())
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
-            watching.cancel()
+            checking.cancel()
             self._socket.close()
 
     async def stop(self, grace_s: float) -> None:
-        """Serves nobody new, lets what runs finish, and then ends it, of which clients are told."""
-        # Whole numbers are what it has options for; it waits for as long as this says.
-        self._server.config.timeout_graceful_shutdown = grace_s + _END_S  # type: ignore[assignment]
+        """Accepts no more requests, waits `grace_s` for running ones, then fails the rest with Draining."""
+        # Declared as int, but any number works.
+        self._server.config.timeout_graceful_shutdown = grace_s + _SHUTDOWN_S  # type: ignore[assignment]
         self._server.should_exit = True
-        await self._wanted.end(grace_s)
+        await self._running.stop(grace_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(_SHUTDOWN_S):
                 await self._server.ended.wait()
 
     @property
     def connections(self) -> list[Connection]:
-        """Those that are open, or about to be closed."""
-        found = self._server.server_state.connections
-        return [connection for connection in found if isinstance(connection, Connection)]
+        """Connections that are not closed yet."""
+        connections = self._server.server_state.connections
+        return [connection for connection in connections if isinstance(connection, Connection)]
 
-    async def _watch(self) -> None:
+    async def _check_connections(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             for connection in self.connections:
-                connection.look()
+                connection.check_timeouts()
 
-    # What needs no batch.
+    # Requests without a batch.
 
     async def _health(self, _request: Request) -> Response:
-        is_well = self._state.state == executor_pb2.SERVER_STATE_SERVING
+        is_serving = self._state.state == executor_pb2.SERVER_STATE_SERVING
         name = executor_pb2.ServerState.Name(self._state.state).rpartition("_")[2].lower()
-        return JSONResponse({"status": name}, 200 if is_well else 503)
+        return JSONResponse({"status": name}, 200 if is_serving else 503)
 
     async def _list_models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self._models.listed()})
@@ -164,7 +164,7 @@ class OpenAiFront:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which leaves the signals to the gateway."""
+    """uvicorn's server, without its signal handlers: the gateway has its own."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -181,5 +181,5 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _nothing_there(_scope: Scope, _receive: Receive, _send: Send) -> None:
+async def _not_found(_scope: Scope, _receive: Receive, _send: Send) -> None:
     raise HTTPException(404)

@@ -1,128 +1,134 @@
-"""One request for text: its body becomes a batch, and what comes of that its answer.
+"""Handles a request for text: runs its body as a batch, and sends the response.
 
-A client who leaves, or reads nothing for too long, ends its batch at once.
+The batch ends at once if the client disconnects or does not read for too long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from quire.v1 import runner_pb2
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from service.api.breath import Breather
 from service.api.server_state import ServerState
-from service.doors.doors import current_tenant
-from service.errors import InvalidArgument, QuireError
-from service.openai.answers import Answer, to_json
-from service.openai.bodies import Bodies, Body
+from service.api.time_slice import TimeSlice
+from service.auth.authenticator import current_tenant
+from service.errors import Draining, InvalidArgument, QuireError
+from service.openai.bodies import Body, BodyReader
 from service.openai.models import Models
-from service.openai.requests import Asked, Find
+from service.openai.requests import CompletionRequest, ResolveModel
+from service.openai.responses import CompletionResponse, to_json
 from service.openai.token_texts import TokenTexts
-from service.openai.wanted import Wanted
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
 
-# So much of a whole answer is sent at once.
-_SENT_BYTES = 1 << 16
+# A response in one piece is sent in parts of about this size.
+_PART_BYTES = 1 << 16
+# How often a shutdown checks whether requests are running.
+_POLL_S = 0.02
 _JSON = (b"content-type", b"application/json")
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies are to pass on each token as it comes.
+    # Proxies must not buffer the stream.
     (b"x-accel-buffering", b"no"),
 ]
 
 
-class Generation:
-    """Answers requests of one form: completions, or chats. An ASGI application."""
+class CompletionHandler:
+    """Handles completions or chats, depending on `parse`. An ASGI application."""
 
     def __init__(
         self,
-        parse: Callable[[object, Find], Asked],
+        parse: Callable[[object, ResolveModel], CompletionRequest],
         executions: Executions,
         models: Models,
         state: ServerState,
         text: TextModel,
-        wanted: Wanted,
-        bodies: Bodies,
+        running: RunningRequests,
+        body_reader: BodyReader,
     ) -> None:
         self._parse = parse
         self._executions = executions
         self._models = models
         self._state = state
-        self._wanted = wanted
-        self._bodies = bodies
+        self._running = running
+        self._body_reader = body_reader
         self._text = text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
         request = Request(scope, receive)
-        async with self._bodies.received(request) as body:
-            await self._wanted.run(receive, self._answer(body, send))
+        async with self._body_reader.receive(request) as body:
+            await self._running.run(receive, self._handle(body, send))
 
-    async def _answer(self, body: Body, send: Send) -> None:
-        value = await self._bodies.parsed(body)
+    async def _handle(self, body: Body, send: Send) -> None:
+        value = await self._body_reader.parse(body)
         if not (isinstance(value, dict) and self._models.is_remote(value.get("model"))):
             await self._state.first_worker(None)
-        asked = self._parse(value, self._models.find)
-        answer = Answer(asked, await self._token_texts(asked))
-        request = runner_pb2.ExecuteRequest(runtime=asked.served.runtime, items=asked.items)
+        completion_request = self._parse(value, self._models.resolve)
+        wants_texts = completion_request.has_logprobs and completion_request.model.is_local
+        token_texts = TokenTexts(await self._text.tokenizer() if wants_texts else None)
+        response = CompletionResponse(completion_request, token_texts)
+        request = runner_pb2.ExecuteRequest(
+            runtime=completion_request.model.runtime, items=completion_request.items
+        )
         execution = self._executions.open(request, current_tenant(), None)
         reader = execution.attach({})
         try:
-            if asked.is_stream:
-                await _stream(execution, reader, answer, send)
+            if completion_request.is_stream:
+                await _send_stream(execution, reader, response, send)
             else:
-                await self._whole(execution, reader, answer, send)
+                await self._send_whole(execution, reader, response, send)
         finally:
             execution.detach(reader)
 
-    async def _token_texts(self, asked: Asked) -> TokenTexts:
-        wants_texts = asked.has_logprobs and asked.served.is_local
-        return TokenTexts(await self._text.tokenizer() if wants_texts else None)
-
-    async def _whole(self, execution: Execution, reader: int, answer: Answer, send: Send) -> None:
-        """The answer in one piece. What is gathered for it counts as not read, until it was sent."""
+    async def _send_whole(
+        self, execution: Execution, reader: int, response: CompletionResponse, send: Send
+    ) -> None:
+        """Sends the response in one piece. Its chunks count as unread until it is sent."""
         held_bytes = 0
-        breather = Breather()
+        time_slice = TimeSlice()
         try:
             while chunks := await execution.read(reader):
-                breather.begin()
-                answer.begin(execution.started)
+                time_slice.begin()
+                response.begin(execution.started)
                 for chunk in chunks:
-                    size_bytes = answer.take(chunk)
+                    size_bytes = response.add(chunk)
                     self._state.answers.take(size_bytes)
                     held_bytes += size_bytes
-                    if breather.due:
-                        await breather.breathe()
+                    if time_slice.due:
+                        await time_slice.yield_to_others()
                 if held_bytes > self._state.config.max_response_bytes:
-                    text = "the answer is too large for one piece: ask for a stream"
+                    text = "the response is too large for one piece: use a stream"
                     raise InvalidArgument("OUTPUT_TOO_LARGE", "max_tokens", text)
-            await _write(answer, send)
+            await _write(response, send)
         finally:
-            self._state.answers.exchange(held_bytes, 0)
+            self._state.answers.adjust(-held_bytes)
 
 
-async def _write(answer: Answer, send: Send) -> None:
-    """Sends a whole answer as its client reads it; a short one with its length."""
-    breather = Breather()
+async def _write(response: CompletionResponse, send: Send) -> None:
+    """Sends a response in one piece as fast as the client reads; a short one with its length."""
+    time_slice = TimeSlice()
     parts: list[str] = []
     num_characters = 0
     has_begun = False
-    for part in answer.pieces():
+    for part in response.pieces():
         parts.append(part)
         num_characters += len(part)
-        if num_characters >= _SENT_BYTES:
+        if num_characters >= _PART_BYTES:
             if not has_begun:
                 await send({"type": "http.response.start", "status": 200, "headers": [_JSON]})
                 has_begun = True
             await _send(send, "".join(parts).encode())
             parts, num_characters = [], 0
-        if breather.due:
-            await breather.breathe()
+        if time_slice.due:
+            await time_slice.yield_to_others()
     last = "".join(parts).encode()
     if not has_begun:
         headers = [_JSON, (b"content-length", str(len(last)).encode())]
@@ -130,15 +136,15 @@ async def _write(answer: Answer, send: Send) -> None:
     await send({"type": "http.response.body", "body": last})
 
 
-async def _stream(execution: Execution, reader: int, answer: Answer, send: Send) -> None:
-    """The answer as it comes. Nothing is sent until there is something to say: it may be a failure."""
+async def _send_stream(execution: Execution, reader: int, response: CompletionResponse, send: Send) -> None:
+    """Sends the response as a stream, from the first event on: an error before it has its own status."""
     chunks = await execution.read(reader)
-    answer.begin(execution.started)
-    events, failure = await _events(answer, chunks)
+    response.begin(execution.started)
+    events, failure = await _events(response, chunks)
     if failure is not None and not events:
         raise failure
     await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-    events[:0] = map(event, answer.roles())
+    events[:0] = map(event, response.first_events())
     while True:
         await _send(send, b"".join(events))
         if failure is not None:
@@ -146,24 +152,24 @@ async def _stream(execution: Execution, reader: int, answer: Answer, send: Send)
         chunks = await execution.read(reader)
         if not chunks:
             break
-        events, failure = await _events(answer, chunks)
-    end = b"".join(map(event, answer.last())) + b"data: [DONE]\n\n"
+        events, failure = await _events(response, chunks)
+    end = b"".join(map(event, response.last_events())) + b"data: [DONE]\n\n"
     await send({"type": "http.response.body", "body": end})
 
 
 async def _events(
-    answer: Answer, chunks: Sequence[runner_pb2.SampleChunk]
+    response: CompletionResponse, chunks: Sequence[runner_pb2.SampleChunk]
 ) -> tuple[list[bytes], QuireError | None]:
-    """What is said of chunks, up to the failure of a sample if there is one."""
+    """The events of chunks up to the first failed sample, and its error."""
     events: list[bytes] = []
-    breather = Breather()
+    time_slice = TimeSlice()
     try:
         for chunk in chunks:
-            events.extend(map(event, answer.events(chunk)))
-            if breather.due:
-                await breather.breathe()
+            events.extend(map(event, response.events(chunk)))
+            if time_slice.due:
+                await time_slice.yield_to_others()
     except QuireError as error:
-        return events, error.untraced()
+        return events, error.without_traceback()
     return events, None
 
 
@@ -175,3 +181,51 @@ async def _send(send: Send, body: bytes) -> None:
 def event(value: object) -> bytes:
     """A server-sent event."""
     return f"data: {to_json(value)}\n\n".encode()
+
+
+class RunningRequests:
+    """Runs requests. Each ends when its client disconnects, and all when the server stops."""
+
+    def __init__(self) -> None:
+        self._stopping = asyncio.Event()
+        self._running = 0
+
+    async def stop(self, grace_s: float) -> None:
+        """Waits `grace_s` for running requests, then ends them and all later ones."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                # Polled, since it happens once.
+                while self._running:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+        self._stopping.set()
+
+    async def run(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` for a request whose body has been received.
+
+        Raises what `work` raises; Draining if the server stops; CancelledError if the client disconnects.
+        """
+        working = asyncio.create_task(work)
+        disconnecting = asyncio.create_task(_disconnected(receive))
+        stopping = asyncio.create_task(self._stopping.wait())
+        tasks = working, disconnecting, stopping
+        self._running += 1
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_stopping = stopping.done()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            self._running -= 1
+        if not working.cancelled():
+            working.result()
+        elif is_stopping:
+            raise Draining
+        else:
+            raise asyncio.CancelledError
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client disconnects, or the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,4 +1,4 @@
-"""Messages of a chat as the API has them."""
+"""Chat messages of OpenAI's API as messages of ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.v1 import runner_pb2
 
-from service.openai.fields import Fields, bad, sound
+from service.openai.fields import Fields, array, bad_field, string
 
 MAX_TOOLS = 128
 _MAX_MESSAGES = 4096
@@ -18,70 +18,70 @@ _ROLES = {
     "assistant": runner_pb2.CHAT_ROLE_ASSISTANT,
     "tool": runner_pb2.CHAT_ROLE_TOOL,
 }
-# No chat template that is in use writes it.
+# No common chat template uses it.
 _IGNORED = frozenset({"name"})
 
 
-def chat_of(value: object) -> runner_pb2.Chat:
-    """The messages of a request. Raises InvalidArgument."""
+def parse_messages(value: object) -> runner_pb2.Chat:
+    """The messages of a request as a Chat. Raises InvalidArgument."""
     if not isinstance(value, list) or not value:
-        raise bad("messages", "must be a list of at least one message")
+        raise bad_field("messages", "must be a list of at least one message")
     if len(value) > _MAX_MESSAGES:
-        raise bad("messages", f"has more than {_MAX_MESSAGES} entries")
+        raise bad_field("messages", f"has more than {_MAX_MESSAGES} entries")
     return runner_pb2.Chat(messages=[_message(each, f"messages[{i}]") for i, each in enumerate(value)])
 
 
 def _message(value: object, path: str) -> runner_pb2.ChatMessage:
     fields = Fields(value, path)
-    role = fields.needed("role")
+    role = fields.required("role")
     if role not in _ROLES:
-        raise bad(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
+        raise bad_field(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
     message = runner_pb2.ChatMessage(role=_ROLES[role])
     if role == "assistant":
-        for index, call in enumerate(fields.items("tool_calls", MAX_TOOLS) or ()):
+        for index, call in enumerate(fields.get("tool_calls", array, MAX_TOOLS) or ()):
             message.tool_calls.append(_call(call, index, f"{path}.tool_calls[{index}]"))
     if role == "tool":
-        message.tool_call_id = fields.needed("tool_call_id")
-    content = fields.take("content")
+        message.tool_call_id = fields.required("tool_call_id")
+    content = fields.raw("content")
     if content is not None:
         message.content = _text(content, f"{path}.content")
     elif not message.tool_calls:
-        raise bad(f"{path}.content", "is needed")
-    fields.end(_IGNORED)
+        raise bad_field(f"{path}.content", "is required")
+    fields.refuse_others(_IGNORED)
     return message
 
 
 def _text(content: object, path: str) -> str:
-    """A text, or the lines that its parts are."""
+    """The text of a content: a string, or parts, which become lines."""
     if isinstance(content, str):
-        return sound(content, path)
+        return string(content, path)
     if not isinstance(content, list) or not 0 < len(content) <= _MAX_PARTS:
-        raise bad(path, f"must be a string, or a list of 1 to {_MAX_PARTS} parts")
+        raise bad_field(path, f"must be a string, or a list of 1 to {_MAX_PARTS} parts")
     return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
 def _part(part: object, path: str) -> str:
     fields = Fields(part, path)
-    if fields.take("type") != "text":
-        raise bad(f"{path}.type", "must be text")
-    text = fields.text("text")
+    if fields.raw("type") != "text":
+        raise bad_field(f"{path}.type", "must be text")
+    text = fields.get("text", string)
     if text is None:
-        raise bad(f"{path}.text", "is needed")
-    fields.end()
+        raise bad_field(f"{path}.text", "is required")
+    fields.refuse_others()
     return text
 
 
 def _call(value: Any, index: int, path: str) -> runner_pb2.ToolCall:
     fields = Fields(value, path)
-    if fields.take("type") not in (None, "function"):
-        raise bad(f"{path}.type", "must be function")
-    function = Fields(fields.take("function"), f"{path}.function")
+    if fields.raw("type") not in (None, "function"):
+        raise bad_field(f"{path}.type", "must be function")
+    function = Fields(fields.raw("function"), f"{path}.function")
     call = runner_pb2.ToolCall(
         index=index,
-        id=fields.needed("id"),
-        name=function.needed("name"),
-        arguments_json=function.text("arguments") or "",
+        id=fields.required("id"),
+        name=function.required("name"),
+        arguments_json=function.get("arguments", string) or "",
     )
-    fields.end()
-    function.end()
+    fields.refuse_others()
+    function.refuse_others()
     return call

@@ -1,4 +1,4 @@
-"""What callers can name as a model: the runtimes, and what they serve."""
+"""The names for `model`: the runtimes, and the models that they serve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api.server_state import ServerState
-from service.errors import NoTokenizer, QuireError, RuntimeNotFound
+from service.errors import NoTokenizer, RuntimeNotFound
 from service.printable import escaped
 from service.runtimes.router import Router
 
@@ -19,47 +19,47 @@ _OWN = runner_pb2.RUNTIME_KIND_LOCAL
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """A runtime for a request, and how its model's makers draw from it."""
+class ResolvedModel:
+    """The runtime for a request, and the sampling settings that the model's authors recommend."""
 
     runtime: str
     is_local: bool
     sampling_defaults: types_pb2.SamplingParams
-    # Of a prompt, where that is known.
+    # Of a prompt, if known.
     max_tokens: int = _MANY_TOKENS
 
 
 class Models:
-    """The models there are."""
+    """Finds and lists models."""
 
     def __init__(self, router: Router, state: ServerState) -> None:
         self._router = router
         self._state = state
         self._created = int(time.time())
 
-    def find(self, model: str) -> Served:
-        """The runtime that a request's `model` names: by its own name, or by that of what it serves.
+    def resolve(self, model: str) -> ResolvedModel:
+        """The runtime that a request's `model` names: by the runtime's name, or by that of its model.
 
-        Raises NoTokenizer, NoWorker, or that there is no such model.
+        Raises NoTokenizer, NoWorker or RuntimeNotFound.
         """
         described = [runtime.describe() for runtime in self._router.runtimes]
         for names in ([each.name for each in described], [each.model_id for each in described]):
             if model in names:
-                return self._served(described[names.index(model)])
+                return self._resolved(described[names.index(model)])
         raise _not_found(model)
 
     def is_remote(self, model: object) -> bool:
-        """Whether a provider is called so, or serves a model of that name: it needs no worker."""
+        """Whether it is the name of a provider or its model, so that no worker is needed."""
         described = [runtime.describe() for runtime in self._router.runtimes]
         return any(each.runtime_kind != _OWN and model in (each.name, each.model_id) for each in described)
 
-    def _served(self, runtime: runner_pb2.Runtime) -> Served:
+    def _resolved(self, runtime: runner_pb2.Runtime) -> ResolvedModel:
         if runtime.runtime_kind != _OWN:
-            return Served(runtime.name, is_local=False, sampling_defaults=types_pb2.SamplingParams())
+            return ResolvedModel(runtime.name, is_local=False, sampling_defaults=types_pb2.SamplingParams())
         ready = self._state.first_ready
         if not ready.tokenizer_json:
             raise NoTokenizer
-        return Served(
+        return ResolvedModel(
             runtime.name,
             is_local=True,
             sampling_defaults=ready.sampling_defaults,
@@ -67,18 +67,18 @@ class Models:
         )
 
     def listed(self) -> list[dict[str, Any]]:
-        """All that `find` finds, as OpenAI's API lists them."""
+        """All names that `resolve` accepts, as OpenAI's API lists models."""
         return [self._entry(name, owner) for name, owner in self._owners().items()]
 
     def entry(self, name: str) -> dict[str, Any]:
-        """One of them. Raises that there is no such model."""
+        """The entry of a name. Raises RuntimeNotFound."""
         owners = self._owners()
         if name not in owners:
             raise _not_found(name)
         return self._entry(name, owners[name])
 
     def _owners(self) -> dict[str, str]:
-        """Whose each name is: of the runtime that `find` finds by it."""
+        """For each name the owner: that of the runtime that `resolve` returns for it."""
         described = [runtime.describe() for runtime in self._router.runtimes]
         by_name = {each.name: each.provider or "quire" for each in described}
         owners: dict[str, str] = {}
@@ -92,9 +92,7 @@ class Models:
         return {"id": name, "object": "model", "created": self._created, "owned_by": owner}
 
 
-def _not_found(model: str) -> QuireError:
-    """As of a runtime, for those who know models only."""
+def _not_found(model: str) -> RuntimeNotFound:
+    """RuntimeNotFound with a text for callers that name models."""
     shown = escaped(model[:_MAX_NAME_CHARACTERS])
-    error = QuireError(f"there is no model '{shown}': /v1/models lists those there are")
-    error.code, error.reason = RuntimeNotFound.code, RuntimeNotFound.reason
-    return error
+    return RuntimeNotFound(f"there is no model '{shown}': /v1/models lists the models")

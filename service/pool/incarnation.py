@@ -1,7 +1,8 @@
-"""One incarnation of a worker: its processes, the stream to them, and whether it still lives.
+"""One incarnation of a worker: its processes, the stream to them, and its state (starting, ready, dead).
 
-It is watched in three ways: a process ends (seen at once), the stream breaks, or it stops answering or making
-progress (heartbeats; `liveness.py` judges them).
+Answers go to the dispatcher at once. Progress, snapshots and readiness are stored in the slot. An incarnation
+ends when a process exits, when the stream breaks, or when it fails the health check (`liveness.py`): it
+stopped answering or making progress.
 """
 
 from __future__ import annotations
@@ -10,131 +11,103 @@ import asyncio
 import itertools
 import signal
 import time
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from quire.v1 import executor_pb2, worker_pb2
 
 from service.caches.effects import Claim
+from service.caches.workers import WorkerView
 from service.config import Config
-from service.pool.base import WorkerSlot
-from service.pool.launcher import WorkerProcesses
+from service.dispatcher import Dispatcher
+from service.logging import get_logger
+from service.pool import wire
+from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
-from service.pool.liveness import End, Liveness
+from service.pool.liveness import Liveness, WorkerExit
+from service.pool.model_versions import ModelVersions, WorkerSlot
 
-# By so much the end of a process may be seen after that of its stream.
-_END_S = 0.1
-# Op ids of the pool's own commands, apart from those of the state machine.
+_log = get_logger(__name__)
+# How long to wait for the exit of a process whose stream has ended.
+_EXIT_DELAY_S = 0.1
+# Op ids of the pool's own commands. Those of the state machine are below.
 _FIRST_OP_ID = 1 << 62
 
 
-class Watcher(Protocol):
-    """Who is told of an incarnation. Called on the event loop; must not block."""
-
-    def received(self, incarnation: Incarnation, response: worker_pb2.ConnectResponse) -> None:
-        """A message has come from it."""
-
-    def suspected(self, incarnation: Incarnation) -> None:
-        """It has fallen silent, or has been heard again: its slot says which."""
-
-
 class Incarnation:
-    """Owner of the link, and of the slot's fields while it is the slot's."""
+    """Owner of the link, and of the slot's fields while this is the slot's current incarnation."""
 
     def __init__(
         self,
         slot: WorkerSlot,
-        epoch: int,
         processes: WorkerProcesses,
         config: Config,
-        watcher: Watcher,
+        dispatcher: Dispatcher,
+        versions: ModelVersions,
         *,
         adopted: bool = False,
     ) -> None:
         self.slot = slot
-        self.epoch = epoch
+        self.epoch = processes.epoch
         self.processes = processes
-        self._watcher = watcher
+        self._dispatcher = dispatcher
+        self._versions = versions
         self._liveness = Liveness(config, adopted=adopted)
-        self._refused: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._terminated: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
         self._op_ids = itertools.count(_FIRST_OP_ID)
         self._snapshot_waiters: dict[int, asyncio.Future[worker_pb2.WorkerSnapshot]] = {}
-        # What it was asked to keep, by whom that is answered.
-        self._claimed: tuple[int, worker_pb2.WorkerReady, dict[int, int]] | None = None
-        self.link = WorkerLink(
-            processes.address,
-            self._receive,
-            secret=processes.secret,
-            max_request_bytes=config.max_request_bytes,
-            max_response_bytes=config.max_response_bytes,
-        )
-        slot.epoch, slot.pid, slot.ready = epoch, processes.pid, None
+        # The pending adopt command: its op id, the worker's ready event, and the claimed lengths by sequence.
+        self._adoption: tuple[int, worker_pb2.WorkerReady, dict[int, int]] | None = None
+        self.link = WorkerLink(processes.address, processes.secret, config, self._receive)
+        slot.epoch, slot.pid, slot.ready = processes.epoch, processes.pid, None
         slot.state, slot.load_progress = executor_pb2.WORKER_STATE_STARTING, 0.0
         slot.snapshot, slot.suspect = worker_pb2.WorkerSnapshot(), False
 
-    async def watch(self) -> End:
-        """Returns why the incarnation is at its end, as soon as it is."""
+    async def watch(self) -> WorkerExit:
+        """Opens the stream and waits until the incarnation has ended or has to be killed. Returns why."""
         self.link.open()
-        ended = asyncio.create_task(self.processes.ended())
+        exited = asyncio.create_task(self.processes.wait())
         closed = asyncio.create_task(self.link.closed.wait())
-        beating = asyncio.create_task(self._beat())
-        tasks: set[asyncio.Future[Any]] = {ended, closed, beating, self._refused}
+        heartbeat = asyncio.create_task(self._heartbeat())
+        tasks: set[asyncio.Future[Any]] = {exited, closed, heartbeat, self._terminated}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if closed.done():
-                # Of a process that ends the stream may be seen to end first; its status says more.
-                await asyncio.wait({ended}, timeout=_END_S)
-            if ended.done():
-                status = ended.result()
+                # When a process exits, its stream may end first. The exit status says more.
+                await asyncio.wait({exited}, timeout=_EXIT_DELAY_S)
+            if exited.done():
+                status = exited.result()
                 why = "its process ended" + ("" if status is None else f" with status {status}")
-                return End(why, crashed=status not in (None, -signal.SIGKILL))
-            if self._refused.done():
-                return self._refused.result()
-            return beating.result() if beating.done() else End("its stream ended")
+                return WorkerExit(why, crashed=status not in (None, -signal.SIGKILL))
+            if self._terminated.done():
+                return self._terminated.result()
+            return heartbeat.result() if heartbeat.done() else WorkerExit("its stream ended")
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def ask_to_keep(self, ready: worker_pb2.WorkerReady, claims: Iterable[Claim]) -> None:
-        """It could serve, and has sequences from before: it is asked to keep what is claimed of them."""
-        op_id, lengths = next(self._op_ids), {}
-        command = worker_pb2.AdoptCommand()
-        for claim in claims:
-            command.items.add(sequence=claim.number, length=claim.length, digest=claim.digest)
-            lengths[claim.number] = claim.length
-        self._claimed = op_id, ready, lengths
-        self._liveness.sorts_out()
-        self.link.send(worker_pb2.WorkerCommand(op_id=op_id, adopt=command))
+    def terminate(self, why: str, failure: PoolFailed | None = None) -> None:
+        """Makes `watch` return. `failure`: no other incarnation can serve either."""
+        if not self._terminated.done():
+            self._terminated.set_result(WorkerExit(why, failure=failure))
 
-    def kept(self, event: worker_pb2.WorkerEvent) -> tuple[worker_pb2.WorkerReady, dict[int, int]] | None:
-        """What it said when it could serve, and what it has kept, with lengths. None: it was not asked."""
-        if self._claimed is None or self._claimed[0] != event.op_id:
-            return None
-        _, ready, lengths = self._claimed
-        self._claimed = None
-        return ready, {number: lengths[number] for number in event.adopted.kept if number in lengths}
-
-    def admit(self, ready: worker_pb2.WorkerReady) -> None:
-        """It can serve, and may."""
+    def mark_dead(self, *, crashed: bool) -> None:
+        """Marks the slot as dead. Later messages of this incarnation are ignored."""
         slot = self.slot
-        slot.ready, slot.load_progress, slot.trouble = ready, 1.0, ""
-        slot.state = executor_pb2.WORKER_STATE_READY
-        self._liveness.became_ready()
+        slot.state, slot.suspect = executor_pb2.WORKER_STATE_DEAD, False
+        if slot.ready is not None:
+            self._dispatcher.worker_lost(slot.worker_id, self.epoch, crashed=crashed)
+            self._versions.changed()
 
-    def refuse(self, why: str) -> None:
-        """It can serve, and may not: `watch` returns."""
-        if not self._refused.done():
-            self._refused.set_result(End(why))
-
-    async def ask_snapshot(
+    async def request_snapshot(
         self, *, check_integrity: bool, timeout_s: float
     ) -> worker_pb2.WorkerSnapshot | None:
-        """How the worker is after everything sent so far. None if it does not answer in time."""
+        """Returns the worker's state after all commands sent so far. None if it does not answer in time."""
         op_id = next(self._op_ids)
         answer: asyncio.Future[worker_pb2.WorkerSnapshot] = asyncio.get_running_loop().create_future()
         self._snapshot_waiters[op_id] = answer
-        self._ask(op_id, worker_pb2.SnapshotCommand(ordered=True, check_integrity=check_integrity))
+        self._send_snapshot_command(op_id, ordered=True, check_integrity=check_integrity)
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -143,37 +116,139 @@ class Incarnation:
         finally:
             del self._snapshot_waiters[op_id]
 
-    async def _beat(self) -> End:
-        """Asks the worker how it is until that is its end, which it returns."""
+    async def _heartbeat(self) -> WorkerExit:
+        """Polls the worker until the health check fails. Returns why it failed."""
         liveness = self._liveness
         last_s = time.monotonic()
-        while (end := liveness.end()) is None:
-            self._show_suspicion()
-            if liveness.asks():
-                self._ask(next(self._op_ids), worker_pb2.SnapshotCommand())
-            await asyncio.sleep(liveness.beat_s)
+        while (failed := liveness.check()) is None:
+            self._publish_suspect()
+            if liveness.take_request():
+                self._send_snapshot_command(next(self._op_ids))
+            await asyncio.sleep(liveness.tick_s)
             now_s = time.monotonic()
-            liveness.beat(now_s - last_s)
+            liveness.tick(now_s - last_s)
             last_s = now_s
-        return end
+        return failed
 
-    def _show_suspicion(self) -> None:
-        if self.slot.suspect is not self._liveness.is_suspect:
-            self.slot.suspect = self._liveness.is_suspect
-            self._watcher.suspected(self)
+    def _publish_suspect(self) -> None:
+        slot = self.slot
+        if slot.suspect is not self._liveness.is_suspect:
+            slot.suspect = self._liveness.is_suspect
+            event = "worker is silent" if slot.suspect else "worker is heard again"
+            _log.warning(event, worker_id=slot.worker_id, epoch=self.epoch)
+            self._dispatcher.worker_suspected(slot.worker_id, self.epoch, suspect=slot.suspect)
 
-    def _ask(self, op_id: int, command: worker_pb2.SnapshotCommand) -> None:
+    def _send_snapshot_command(self, op_id: int, **options: bool) -> None:
+        command = worker_pb2.SnapshotCommand(**options)
         self.link.send(worker_pb2.WorkerCommand(op_id=op_id, snapshot=command))
 
     def _receive(self, response: worker_pb2.ConnectResponse) -> None:
-        self._liveness.heard()
-        if self.slot.suspect:
-            self._show_suspicion()
+        slot = self.slot
+        if slot.state == executor_pb2.WORKER_STATE_DEAD:
+            # Its work is repeated on another worker.
+            return
+        self._liveness.on_message()
+        if slot.suspect:
+            self._publish_suspect()
         for event in response.events:
-            if event.WhichOneof("event") == "snapshot":
-                self.slot.snapshot = event.snapshot
-                self._liveness.told(event.snapshot)
-                waiter = self._snapshot_waiters.get(event.op_id)
-                if waiter is not None and not waiter.done():
-                    waiter.set_result(event.snapshot)
-        self._watcher.received(self, response)
+            match event.WhichOneof("event"):
+                case "snapshot":
+                    self._on_snapshot(event)
+                case "progress":
+                    _on_progress(slot, event.progress)
+                case "ready":
+                    self._on_ready(event.ready)
+                case "adopted":
+                    self._on_adopted(event)
+        if slot.ready is not None:
+            events = wire.to_events(response)
+            self._dispatcher.worker_answered(slot.worker_id, self.epoch, events, response.pages_available)
+
+    def _on_snapshot(self, event: worker_pb2.WorkerEvent) -> None:
+        self.slot.snapshot = event.snapshot
+        self._liveness.on_snapshot(event.snapshot)
+        waiter = self._snapshot_waiters.get(event.op_id)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(event.snapshot)
+
+    # From ready to serving.
+
+    def _on_ready(self, ready: worker_pb2.WorkerReady) -> None:
+        """Admits the worker, unless the model files were replaced since the first worker was ready.
+
+        An adopted worker first learns which of its sequences to keep.
+        """
+        version, fingerprint = self.slot.version, ready.model.fingerprint
+        expected = version.expected_fingerprint
+        if expected not in (None, fingerprint):
+            failure = PoolFailed(
+                f"the journal has caches of another model (fingerprint {expected or 'none'})"
+                f" than {version.model} ({fingerprint or 'none'}): serve that one, give another data_dir, or"
+                " move the journal away"
+            )
+            self.terminate("the journal has caches of another model", failure)
+            return
+        if version.fingerprint is None:
+            version.fingerprint = fingerprint
+        if fingerprint != version.fingerprint:
+            # Clients see the text below, and must not see the path of the model.
+            _log.error("the model's files were replaced", worker_id=self.slot.worker_id, model=version.model)
+            self.terminate(
+                f"the model's directory holds another model now ({fingerprint}) than the one that is served"
+                f" ({version.fingerprint}): put that back, or restart the gateway"
+            )
+            return
+        if not ready.holdings:
+            self._admit(ready, {})
+            return
+        holdings = {holding.sequence: holding.length for holding in ready.holdings}
+        ready.ClearField("holdings")
+        self._send_adopt(ready, self._dispatcher.claims(holdings))
+
+    def _send_adopt(self, ready: worker_pb2.WorkerReady, claims: Iterable[Claim]) -> None:
+        """Asks an adopted worker to keep the claimed ones of its sequences, and to drop the others."""
+        op_id, lengths = next(self._op_ids), {}
+        command = worker_pb2.AdoptCommand()
+        for claim in claims:
+            command.items.add(sequence=claim.number, length=claim.length, digest=claim.digest)
+            lengths[claim.number] = claim.length
+        self._adoption = op_id, ready, lengths
+        self._liveness.on_adopt_sent()
+        self.link.send(worker_pb2.WorkerCommand(op_id=op_id, adopt=command))
+
+    def _on_adopted(self, event: worker_pb2.WorkerEvent) -> None:
+        if self._adoption is None or self._adoption[0] != event.op_id:
+            return
+        _, ready, lengths = self._adoption
+        self._adoption = None
+        self._admit(ready, {number: lengths[number] for number in event.adopted.kept if number in lengths})
+
+    def _admit(self, ready: worker_pb2.WorkerReady, kept: Mapping[int, int]) -> None:
+        slot = self.slot
+        slot.ready, slot.load_progress, slot.trouble = ready, 1.0, ""
+        slot.state = executor_pb2.WORKER_STATE_READY
+        self._liveness.on_ready()
+        log = _log.bind(worker_id=slot.worker_id, epoch=slot.epoch, kept=len(kept))
+        log.info("worker ready", model=ready.model.model_id, backend=ready.model.backend)
+        self._versions.worker_ready(slot)
+        self._dispatcher.worker_ready(_view_of(slot, ready), kept)
+
+
+def _view_of(slot: WorkerSlot, ready: worker_pb2.WorkerReady) -> WorkerView:
+    """The data that the state machine needs about a worker."""
+    return WorkerView(
+        slot.worker_id,
+        slot.epoch,
+        page_tokens=ready.executor.page_size_tokens,
+        pages_total=ready.pages_total,
+        capacity_tokens=ready.executor.kv_capacity_tokens,
+        pages_available=ready.pages_total,
+        weights=slot.version.number,
+    )
+
+
+def _on_progress(slot: WorkerSlot, progress: worker_pb2.LoadProgress) -> None:
+    if progress.total_bytes:
+        slot.load_progress = progress.done_bytes / progress.total_bytes
+    percent = round(100 * slot.load_progress)
+    _log.info("worker loading", worker_id=slot.worker_id, phase=progress.phase, percent=percent)

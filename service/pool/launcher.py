@@ -1,13 +1,12 @@
-"""Starts and ends the processes of one worker: where they run, and how. Nothing else.
+"""Interface that starts and stops the processes of a worker. A launcher decides where and how they run.
 
-A worker may be a group of processes, which live and die together; one of them serves its stream. Watching,
-replacing and talking to workers is the supervisor's.
+A worker may be a group of processes that start and stop together. One of them serves the stream. The
+supervisor watches workers, replaces them and talks to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from quire.v1 import worker_pb2
@@ -16,60 +15,53 @@ from quire.v1 import worker_pb2
 class WorkerProcesses(Protocol):
     """The running processes of one incarnation of a worker."""
 
-    # Where its stream is served, as gRPC names it, such as "unix:/path" or "host:port".
+    # Of the incarnation: higher than all earlier ones, including those of earlier gateways.
+    epoch: int
+    # gRPC address of the stream, such as "unix:/path" or "host:port".
     address: str
-    # Of the process that serves it; 0 where that means nothing here.
+    # Of the process that serves the stream; 0 where a pid has no meaning here.
     pid: int
-    # What has to be shown on its stream.
+    # Secret that the gateway presents on the stream.
     secret: str
 
-    async def ended(self) -> int | None:
-        """Waits until one of them has ended; returns its exit status, as `subprocess` gives it.
+    async def wait(self) -> int | None:
+        """Waits until one process has exited. Returns its exit status, in the form of `subprocess`.
 
-        None: nobody can know the status of a process that another gateway has started.
+        None: the status is unknown, because an earlier gateway started the process.
         """
 
-    async def end(self, *, grace_s: float) -> int | None:
-        """Ends all of them, and returns what `ended` does.
+    async def stop(self, *, grace_s: float) -> int | None:
+        """Stops all processes and returns the same as `wait`. The stream is closed already.
 
-        Their stream is closed already. They are told to end, and get `grace_s` for that; whoever is left is
-        killed.
+        The processes receive a request to stop. Those that still run after `grace_s` are killed.
         """
 
     def kill(self) -> None:
-        """Kills all of them, and waits for nothing."""
+        """Kills all processes without waiting for them to exit."""
 
-    def leave(self) -> None:
-        """Lets go of them: where they can outlive this gateway, another one can have them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """A running incarnation that another gateway has started."""
-
-    epoch: int
-    processes: WorkerProcesses
+    def detach(self) -> None:
+        """Stops watching the processes. Those that can outlive this gateway can be adopted by another one."""
 
 
 class Launcher(Protocol):
-    """Where workers run."""
+    """Starts workers on some kind of machine."""
 
-    @property
-    def last_epoch(self) -> int:
-        """The highest that was ever given here. Known once `adopt` was called."""
+    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, WorkerProcesses]:
+        """Adopts workers of earlier gateways. Returns at most one for each config, by worker_id.
 
-    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, Adopted]:
-        """Takes over what gateways before this one have left: by worker_id, at most one for each config.
-
-        Called once, before anything is started. Whoever would compute something else than its config says,
-        or is wanted no more, is ended. Raises nothing.
+        Called once, before the first `start`. A worker that has no config here, or that was started with a
+        different one, is stopped. Raises nothing.
         """
 
-    async def start(self, config: worker_pb2.WorkerConfig, epoch: int) -> WorkerProcesses:
-        """Starts an incarnation of a worker, which need not answer yet.
+    async def start(self, config: worker_pb2.WorkerConfig) -> WorkerProcesses:
+        """Starts a new incarnation of a worker. It need not answer yet.
 
-        Raises OSError where trying again may help, PoolFailed where it cannot.
+        Raises OSError where a retry may help, PoolFailed where it cannot.
         """
 
     def close(self) -> None:
-        """Cleans up, when all workers have ended or were left."""
+        """Releases resources, after all workers are stopped or detached."""
+
+
+class PoolFailed(Exception):
+    """The pool cannot start and a retry cannot help. The message is for the operator."""

@@ -1,7 +1,7 @@
 """The coalesced stream to one worker.
 
-Commands queue up while a message is being written; the next message takes all of them. That is what makes the
-hop cheap: a message costs about the same with one command as with thirty. Answers come back the same way.
+Commands are queued while a message is being written, and the next message carries all of them. A message with
+thirty commands costs about as much as one with a single command. Answers are batched in the same way.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections.abc import Callable
 import grpc
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
+from service.config import Config
 from service.logging import get_logger
 
 _log = get_logger(__name__)
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.ConnectRequest, worker_pb2.ConnectResponse]
 
-# What one message may carry. A message that the queue would make larger is sent in several.
+# Limits of one message. A longer queue is sent in several messages.
 _MAX_COMMANDS_PER_MESSAGE = 1024
 _TARGET_MESSAGE_BYTES = 4 << 20
-# Above what the gateway lets in or asks for, so the hop itself is never the limit a caller meets.
+# Added to the size limits of clients' messages, so that a client never meets the limit of this stream.
 _HOP_SLACK_BYTES = 16 << 20
 _SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
 
@@ -30,18 +31,16 @@ _SECRET_KEY = "quire-worker-secret"  # noqa: S105 - a name
 class WorkerLink:
     """Owns the channel to one incarnation of a worker, and its two tasks.
 
-    `on_response` is called for each message, on the event loop. `closed` is set once, when the stream has
-    ended for whatever reason.
+    `on_response` is called for each message, on the event loop. `closed` is set when the stream has ended,
+    for any reason.
     """
 
     def __init__(
         self,
         address: str,
-        on_response: Callable[[worker_pb2.ConnectResponse], None],
-        *,
         secret: str,
-        max_request_bytes: int,
-        max_response_bytes: int,
+        config: Config,
+        on_response: Callable[[worker_pb2.ConnectResponse], None],
     ) -> None:
         self.closed = asyncio.Event()
         self._on_response = on_response
@@ -52,9 +51,9 @@ class WorkerLink:
         self._channel = grpc.aio.insecure_channel(
             address,
             options=[
-                ("grpc.max_send_message_length", max_request_bytes + _HOP_SLACK_BYTES),
-                ("grpc.max_receive_message_length", max_response_bytes + _HOP_SLACK_BYTES),
-                # The socket appears when the worker is up: look for it often.
+                ("grpc.max_send_message_length", config.max_request_bytes + _HOP_SLACK_BYTES),
+                ("grpc.max_receive_message_length", config.max_response_bytes + _HOP_SLACK_BYTES),
+                # The socket exists only once the worker listens: retry often.
                 ("grpc.initial_reconnect_backoff_ms", 20),
                 ("grpc.min_reconnect_backoff_ms", 20),
                 ("grpc.max_reconnect_backoff_ms", 100),
@@ -62,7 +61,7 @@ class WorkerLink:
         )
 
     def open(self) -> None:
-        """Begins to connect, for as long as that takes; then the stream starts."""
+        """Starts to connect, without a timeout, and then opens the stream."""
         call = worker_pb2_grpc.WorkerServiceStub(self._channel).Connect(
             wait_for_ready=True, metadata=((_SECRET_KEY, self._secret),)
         )
@@ -72,13 +71,13 @@ class WorkerLink:
         ]
 
     def send(self, command: worker_pb2.WorkerCommand) -> None:
-        """Queues a command. Once the stream has closed it is dropped: its operations are answered as lost."""
+        """Queues a command. Drops it if the stream is closed: loss of the worker fails its operations."""
         if not self.closed.is_set():
             self._queue.append(command)
             self._wake.set()
 
     async def close(self) -> None:
-        """Ends the stream and the channel."""
+        """Closes the stream and the channel."""
         self.closed.set()
         for task in self._tasks:
             task.cancel()

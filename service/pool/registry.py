@@ -1,11 +1,11 @@
-"""Which workers a gateway has running, written down for the one after it: `workers/` in the data directory.
+"""Registry of running workers for the next gateway: the directory `workers/` in the data directory.
 
-    worker-0-17.json   one incarnation: its process, its socket, the secret to show, what it was started with
-    worker-0-17.sock   its socket, if the path is not too long for one
-    epoch              the highest epoch that was ever given here
+    worker-0-17.json   one incarnation: its process, its socket, its secret and its config
+    worker-0-17.sock   its socket, unless the path is too long for a socket
+    epoch              the highest epoch that was ever used in this directory
 
-Nothing that lies there is trusted before it was looked at: what cannot be read, or was not written by this
-user for himself, is removed. It knows nothing of processes but what was written of them.
+Files are checked before use. A file that is invalid, or is not a private file of this user, is removed.
+Whether a process still runs is checked in `process.py`.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ from pathlib import Path
 from google.protobuf import json_format
 from quire.v1 import types_pb2, worker_pb2
 
+from service import durable_file
 from service.logging import get_logger
-from service.pool.directory import MAX_SOCKET_PATH_BYTES, is_locked_by
 
 _log = get_logger(__name__)
 
-# Of the directory of a socket that has no room here.
+# Prefix of the directory of a socket whose path would be too long here.
 _PREFIX = "quire-worker-"
 _MAX_ENTRY_BYTES = 64 << 10
 _MAX_EPOCH_BYTES = 32
 _MAX_EPOCH = 1 << 53
 _MAX_PID = 1 << 31
-# What a gateway and its workers have to agree on to understand each other.
+# sockaddr_un holds 108 bytes with the terminating zero.
+_MAX_SOCKET_PATH_BYTES = 107
+# Digest of the protocol between gateway and worker. Both have to use the same one.
 PROTOCOL = hashlib.blake2b(
     worker_pb2.DESCRIPTOR.serialized_pb + types_pb2.DESCRIPTOR.serialized_pb, digest_size=16
 ).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RegistryEntry:
     """One incarnation."""
 
     worker_id: str
     epoch: int
     pid: int
-    # By these two a process is known from later ones with its number, also when the machine was started anew.
+    # These two distinguish the process from later ones with the same pid, also after a reboot.
     boot_id: str
     start_ticks: int
-    # Where it listens: a path.
+    # Path of the socket.
     socket: str
     secret: str
     config: worker_pb2.WorkerConfig
@@ -60,20 +62,20 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What its files are called."""
+        """Name of its files without the suffix."""
         return f"{self.worker_id}-{self.epoch}"
 
 
 class Registry:
-    """Owner of the directory while it is open. Methods raise OSError where nothing else is said."""
+    """Owner of the directory while it is open. Methods raise OSError unless documented otherwise."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir.resolve() / "workers"
         self._lock = -1
 
     def open(self) -> None:
-        """Makes the directory if it is not there, and locks it. BlockingIOError: another gateway has it."""
-        if self._lock >= 0 and is_locked_by(self._lock, self._path):
+        """Creates the directory if necessary, and locks it. BlockingIOError: another gateway holds it."""
+        if self._has_path():
             return
         self.close()
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,21 +92,36 @@ class Registry:
             self.close()
             raise
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this gateway holds the lock."""
+        return self._lock >= 0
+
+    def _has_path(self) -> bool:
+        """Whether the locked directory is still the one at the path."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.is_open and os.path.samestat(os.fstat(self._lock), self._path.lstat())
+        return False
+
     def close(self) -> None:
-        """Lets others have the directory. What is written there stays."""
+        """Unlocks the directory. Its files stay."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
 
     def socket_path(self, name: str) -> Path:
-        """Where a socket goes: here, or in a directory of its own where the path is short enough."""
+        """Path for a new socket: here, or else in a new temporary directory."""
         path = self._path / f"{name}.sock"
-        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+        if self._has_path() and len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
             return path
-        return Path(tempfile.mkdtemp(prefix=_PREFIX)) / f"{name}.sock"
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX)) / f"{name}.sock"
+        if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+            path.parent.rmdir()
+            raise OSError(errno.ENAMETOOLONG, "the path is too long for a socket", str(path))
+        return path
 
-    def read(self) -> list[Entry]:
-        """All incarnations that were written down. Removes every file that is none of theirs."""
+    def read(self) -> list[RegistryEntry]:
+        """All valid entries. Removes invalid entries, and sockets that belong to no entry."""
         entries = []
         for path in list(self._path.iterdir()):
             if path.suffix == ".json":
@@ -112,7 +129,7 @@ class Registry:
                     entries.append(_read_entry(path))
                     continue
                 except (OSError, ValueError, TypeError, RecursionError, json_format.ParseError) as error:
-                    _log.warning("an entry of a worker cannot be used", path=str(path), error=str(error))
+                    _log.warning("removing an invalid worker entry", path=str(path), error=str(error))
             elif path.suffix != ".tmp":
                 continue
             _remove(path)
@@ -122,19 +139,19 @@ class Registry:
                 _remove(path)
         return entries
 
-    def write(self, entry: Entry) -> None:
-        """Writes an incarnation down: all of it, or nothing."""
-        content = {name: getattr(entry, name) for name in Entry.__slots__ if name != "config"}
+    def write(self, entry: RegistryEntry) -> None:
+        """Writes an entry atomically."""
+        content = {name: getattr(entry, name) for name in RegistryEntry.__slots__ if name != "config"}
         content["config"] = json_format.MessageToDict(entry.config)
-        self._replace(f"{entry.name}.json", json.dumps(content))
+        durable_file.write(self._path / f"{entry.name}.json", json.dumps(content), sync=False)
 
-    def remove(self, entry: Entry) -> None:
-        """Forgets an incarnation that has ended, and removes its socket. Raises nothing."""
+    def remove(self, entry: RegistryEntry) -> None:
+        """Removes the entry and the socket of an incarnation. Raises nothing."""
         _remove(self._path / f"{entry.name}.json")
-        _remove_socket(Path(entry.socket))
+        remove_socket(entry.socket)
 
     def last_epoch(self) -> int:
-        """The highest epoch that was given here; 0 if that cannot be read. Raises nothing."""
+        """The highest epoch that was ever used here; 0 if it cannot be read. Raises nothing."""
         path = self._path / "epoch"
         try:
             number = int(_read(path, _MAX_EPOCH_BYTES))
@@ -144,55 +161,42 @@ class Registry:
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:
-            _log.warning("the last epoch cannot be read", path=str(path), error=str(error))
+            _log.warning("cannot read the last epoch", path=str(path), error=str(error))
             _remove(path)
             return 0
 
-    def note_epoch(self, epoch: int) -> None:
-        """Writes down that an epoch is given, so that it lasts. Blocks on the disk."""
-        self._replace("epoch", str(epoch), lasting=True)
-
-    def _replace(self, name: str, content: str, *, lasting: bool = False) -> None:
-        temporary = self._path / f"{name}.tmp"
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-            if lasting:
-                file.flush()
-                os.fsync(descriptor)
-        temporary.replace(self._path / name)
-        if lasting:
-            os.fsync(self._lock)
+    def write_epoch(self, epoch: int) -> None:
+        """Makes the highest used epoch durable. Blocks on the disk."""
+        durable_file.write(self._path / "epoch", str(epoch))
 
 
-def _read_entry(path: Path) -> Entry:
+def _read_entry(path: Path) -> RegistryEntry:
     """Raises OSError, ValueError, TypeError, RecursionError or ParseError."""
     content = json.loads(_read(path, _MAX_ENTRY_BYTES))
     if not isinstance(content, dict):
         raise TypeError("it is not an object")
-    for name in Entry.__slots__:
+    for name in RegistryEntry.__slots__:
         wanted = {"config": dict, "epoch": int, "pid": int, "start_ticks": int}.get(name, str)
         if type(content.get(name)) is not wanted:
             raise TypeError(f"{name} is not a {wanted.__name__}")
-    fields = {name: content[name] for name in Entry.__slots__}
-    # Of another version it may have other fields: such a worker is ended, for which these suffice.
+    fields = {name: content[name] for name in RegistryEntry.__slots__}
+    # A worker of another version may have unknown fields. It is stopped, for which the known ones suffice.
     fields["config"] = json_format.ParseDict(
         content["config"], worker_pb2.WorkerConfig(), ignore_unknown_fields=True
     )
-    entry = Entry(**fields)
+    entry = RegistryEntry(**fields)
     if not (0 < entry.epoch < _MAX_EPOCH and 1 < entry.pid < _MAX_PID):
         raise ValueError("a number is out of range")
     if (path.name, Path(entry.socket).name) != (f"{entry.name}.json", f"{entry.name}.sock"):
-        raise ValueError("it is not what it is called")
+        raise ValueError("its content does not match its name")
     if b"\0" in os.fsencode(entry.socket) or not (entry.secret.isalnum() and entry.secret.isascii()):
-        raise ValueError("its socket or its secret is none")
+        raise ValueError("its socket or its secret is invalid")
     return entry
 
 
 def _read(path: Path, limit_bytes: int) -> str:
-    """A small file that this user has written for himself. Raises OSError or ValueError."""
-    # Not to wait for the other end of a pipe.
+    """Reads a small private file of this user. Raises OSError or ValueError."""
+    # O_NONBLOCK: opening a named pipe must not block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -204,8 +208,9 @@ def _read(path: Path, limit_bytes: int) -> str:
     return content.decode()
 
 
-def _remove_socket(path: Path) -> None:
-    """Removes a socket, and the directory that was made for it alone."""
+def remove_socket(socket: str) -> None:
+    """Removes a socket, and its directory if that was made for it alone. Raises nothing."""
+    path = Path(socket)
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             path.unlink()
@@ -215,7 +220,7 @@ def _remove_socket(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes whatever it is, if that can be done."""
+    """Removes a file, link or directory. Raises nothing."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -223,4 +228,4 @@ def _remove(path: Path) -> None:
     except IsADirectoryError:
         shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
-        _log.warning("cannot be removed", path=str(path), error=error.strerror)
+        _log.warning("cannot remove a file of the worker registry", path=str(path), error=error.strerror)

@@ -1,20 +1,18 @@
-"""Commands of the state machine as messages to a worker, and its messages as events. The only reader of both.
+"""Translates commands of the state machine to worker messages, and worker messages to events.
 
-Mirrors `workers/wire.py`.
+The counterpart is `workers/wire.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
-from service.caches.requests import Kind, Priority
+from service.caches.requests import AppendKind, Priority
 from service.errors import DeadlinePassed, KvExhausted, QuireError, Unsupported, WorkerFault
 
-# The protocol's numbers have the same names.
-_KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") for kind in Kind}
+# The protocol uses the same names.
+_KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") for kind in AppendKind}
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
 
 
@@ -22,8 +20,24 @@ def to_message(command: effects.Command) -> worker_pb2.WorkerCommand:
     """Encodes a command."""
     message = worker_pb2.WorkerCommand(op_id=command.op_id)
     match command:
-        case effects.ForwardSequence():
-            _fill_forward(message.forward, command)
+        case effects.Attempt():
+            append, body = command.append, message.forward
+            body.sequence = command.number
+            body.position = command.position
+            body.token_ids.extend(append.token_ids)
+            body.options = append.options
+            body.default_seed = command.seed
+            body.keep_all = command.keep_all
+            body.kind = _KINDS[append.kind]  # type: ignore[assignment]  # an enum to the stubs
+            body.caller = command.caller
+            body.prompt_len = command.prompt_len
+            body.ephemeral = command.ephemeral
+            if command.position == 0:
+                body.salt = command.salt
+            body.prelaunch = append.prelaunch
+            body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
+            if command.timeout_s is not None:
+                body.timeout_ns = max(1, int(command.timeout_s * 1e9))
         case effects.ForkSequence():
             message.fork.sequence = command.number
             message.fork.children.extend(command.children)
@@ -37,52 +51,22 @@ def to_message(command: effects.Command) -> worker_pb2.WorkerCommand:
     return message
 
 
-def _fill_forward(body: worker_pb2.ForwardCommand, command: effects.ForwardSequence) -> None:
-    append = command.append
-    body.sequence = command.number
-    body.position = command.position
-    body.token_ids.extend(append.token_ids)
-    body.rows = append.rows
-    body.kind = _KINDS[append.kind]  # type: ignore[assignment]  # an enum to the stubs, a number to Python
-    body.caller = command.caller
-    body.prompt_len = command.prompt_len
-    body.ephemeral = command.ephemeral
-    if command.position == 0:
-        body.salt = command.salt
-    if isinstance(append.output, types_pb2.OutputOptions):
-        body.output.CopyFrom(append.output)
-        if body.output.HasField("sampling") and not body.output.sampling.HasField("seed"):
-            # The cache's, so that the draw can be repeated.
-            body.output.sampling.seed = command.seed
-    if append.accept and not command.keep_all:
-        body.accept = append.accept  # type: ignore[assignment]
-    body.run_ahead = append.run_ahead
-    body.scored = append.scored
-    if isinstance(append.choices, tuple):
-        body.verify_rows.extend(append.choices)
-    body.sample_seeds.extend(append.sample_seeds)
-    body.parents.extend(append.parents)
-    body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
-    if command.timeout_s is not None:
-        body.timeout_ns = max(1, int(command.timeout_s * 1e9))
-
-
-def to_events(response: worker_pb2.ConnectResponse) -> Iterator[effects.Event]:
-    """The answers to commands in a worker's message; what it says of itself is passed over."""
+def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
+    """The answers to commands in a worker's message. Other events, such as snapshots, are skipped."""
+    events: list[effects.Event] = []
     for event in response.events:
         match event.WhichOneof("event"):
             case "forward":
-                done = event.forward
-                yield effects.ForwardDone(event.op_id, done.kept, done, tuple(done.kept_path))
+                events.append((event.op_id, event.forward))
             case "done":
-                yield effects.CommandDone(event.op_id)
+                events.append((event.op_id, None))
             case "error":
-                yield _failed(event.op_id, event.error)
+                events.append((event.op_id, _failed(event.error)))
+    return events
 
 
-def _failed(op_id: int, error: worker_pb2.WorkerError) -> effects.CommandFailed:
+def _failed(error: worker_pb2.WorkerError) -> effects.CommandFailed:
     return effects.CommandFailed(
-        op_id,
         _to_error(error),
         kv_missing=error.reason == worker_pb2.WORKER_ERROR_REASON_KV_MISSING,
         detail=f"{worker_pb2.WorkerErrorReason.Name(error.reason)} {error.detail}",

@@ -1,29 +1,32 @@
-"""What a runtime is to those who use it: the interface over local executors and remote providers.
+"""The interface of a runtime: this server's own workers, or a remote provider.
 
-A runtime runs a batch, and says what comes through an `Outlet`. It knows nothing of the stream behind that,
-which may be slow, gone, or have come back.
+A runtime runs a batch and puts the results into a `ChunkSink`. It does not see the client's stream, which may
+be slow, closed or reopened.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from quire.v1 import runner_pb2
 
 from service.caches.requests import Priority
 from service.caches.tenants import Tenant
 
+# A sample: its item's id, and its index.
+SampleKey: TypeAlias = tuple[str, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A checked request: what is wrong with single items is found by the runtime, and ends only them.
+    """A validated request. The runtime validates single items: an error in one ends only that item.
 
-    `key` tells a tenant's executions apart; a batch that comes again after the server was restarted has the
-    same. `keep_s`: what it leaves is kept so long for one who comes again; 0: nothing is. `deadline_s` is on
-    the monotonic clock; None: there is none. `resumed`: items of which the client has a part that another
-    runtime may have said: they are gone on with if something that was kept shows it was this one.
+    `key` is unique among a tenant's executions, and stays the same when the batch is resumed after a restart.
+    `keep_s`: how long the caches are kept for a client that resumes; 0: not at all. `deadline_s` is on the
+    monotonic clock; None: no deadline. `resumed`: items of which the client has a part, maybe from another
+    runtime. They continue only if a kept cache shows that this runtime generated that part.
     """
 
     key: str
@@ -35,23 +38,23 @@ class Batch:
     resumed: frozenset[str] = frozenset()
 
 
-class Outlet(Protocol):
-    """Where chunks go."""
+class ChunkSink(Protocol):
+    """Takes the chunks of a batch."""
 
     def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
-        """Takes chunks, those of a sample in their order. Never waits."""
+        """Takes chunks, those of one sample in their order. Never waits."""
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing more is to be begun until there is room."""
+        """Whether the runtime must wait for room before its next step or request."""
 
-    async def room(self) -> None:
-        """Returns when there is room."""
+    async def wait_for_room(self) -> None:
+        """Returns when the sink is not full."""
 
-    def on_release(self, let_go: Callable[[], None]) -> None:
-        """`let_go` is called when nothing more will be computed for a batch that was kept.
+    def on_release(self, callback: Callable[[], None]) -> None:
+        """`callback` is called when a kept batch will not be resumed.
 
-        It was cancelled, its time is over, or it was read to its end.
+        It was cancelled, its keep time is over, or the client has read it to the end.
         """
 
 
@@ -60,33 +63,33 @@ class Runtime(Protocol):
 
     @property
     def name(self) -> str:
-        """As the configuration has it."""
+        """The name in the configuration."""
 
     def describe(self) -> runner_pb2.Runtime:
-        """How it is now."""
+        """Its current state."""
 
     @property
     def wait_s(self) -> float:
-        """About how long it would be until it began something more."""
+        """About how long a new batch would wait before it starts."""
 
-    async def execute(self, batch: Batch, outlet: Outlet) -> None:
-        """Runs a batch; returns when the last chunk of every sample is out.
+    async def execute(self, batch: Batch, sink: ChunkSink) -> None:
+        """Runs a batch; returns after the last chunk of every sample.
 
-        Cancelling it ends all that runs for it within a step, and leaves nothing behind. Raises a QuireError
-        if nothing of the batch can be run; a failure of one item is a chunk of it.
+        Cancelling it ends all its work within a step, and frees everything. Raises a QuireError if no item
+        can run; a failure of one item is a chunk of that item.
         """
 
     async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
-        """What a batch would cost at most. Raises the error of the first item that cannot be run."""
+        """The most that a batch can cost. Raises the error of the first item that cannot run."""
 
     def load_weights(self, source: str, drain_s: float) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
-        """Serves another model from now on; says how far it is. Raises a QuireError: nothing has changed.
+        """Switches to another model; yields the progress. Raises a QuireError: nothing has changed.
 
-        Whoever closes it before the other is served takes it back.
+        Closing it before the switch aborts the load.
         """
 
     async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:
-        """Makes processes, device contexts and connections anew; returns how many."""
+        """Recreates processes, device contexts and connections; returns how many."""
 
     async def close(self) -> None:
-        """Lets go of connections. Nothing is run any more."""
+        """Closes connections. No batch is run after this."""

@@ -1,4 +1,4 @@
-"""The caches of one batch on this server's workers: how they are found again, and when they are released."""
+"""The caches of one batch on the server's own workers: how a later run finds them, when they are released."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from service.caches.requests import Release, Remembered
-from service.dispatcher import Dispatcher, Outcome
+from service.dispatcher import Dispatcher
 from service.runtimes.base import Batch
 from service.runtimes.items import num_samples
 
@@ -14,83 +14,80 @@ PROMPT, SAMPLES = "prompt", "samples"
 
 
 def sample_part(index: int) -> str:
-    """Names the creation of a sample's own cache."""
+    """The part that names the creation of a sample's own cache."""
     return f"sample {index}"
 
 
 class BatchCaches:
-    """Owner of what a batch has made. One that is kept leaves it for the next run, until `let_go`.
+    """Owner of the caches that a batch made. A kept batch leaves them to its next run until `stop_keeping`.
 
-    Once the batch has ended it knows their ids, and nothing of the batch.
+    Holds ids and counts, but no items: this object outlives the run, and prompts are large.
     """
 
     def __init__(self, dispatcher: Dispatcher, batch: Batch) -> None:
         self._dispatcher = dispatcher
         self._tenant = batch.tenant
-        # None: it has ended.
-        self._batch: Batch | None = batch
+        self._batch_key = batch.key
+        self._num_samples = {item.item_id: num_samples(item) for item in batch.items}
         self._ids: set[str] = set()
-        # Whether creations have request ids, and whether what they made may still be needed.
-        self._has_keys = self.is_kept = batch.keep_s > 0
+        # Whether creations have request ids, and whether their caches may still be needed.
+        self._has_keys = self._is_kept = batch.keep_s > 0
+        self._has_ended = False
 
     def key(self, item_id: str, part: str) -> str:
-        """The request id of a creation or a fork: no caller can have the like. Empty: none."""
-        if not self._has_keys or self._batch is None:
+        """The request id of a creation or a fork; empty: none. No client can send an equal one."""
+        if not self._has_keys:
             return ""
-        named = f"{self._batch.key}\x00{item_id}\x00{part}"
-        return "\x00" + hashlib.sha256(named.encode()).hexdigest()[:40]
+        digest = hashlib.sha256(f"{self._batch_key}\x00{item_id}\x00{part}".encode()).hexdigest()
+        return "\x00" + digest[:40]
 
     def recall(self, item_id: str, part: str) -> Sequence[Remembered | None]:
-        """What was made under a key, also by an earlier run. See `Dispatcher.recall`."""
+        """The caches made under a key, also by an earlier run. See `Dispatcher.recall`."""
         key = self.key(item_id, part)
         return self._dispatcher.recall(key, self._tenant) if key else ()
 
     def add(self, cache_id: str) -> None:
-        """A cache was made, or found."""
+        """Notes a cache that was made or found."""
         self._ids.add(cache_id)
 
-    def gone(self, cache_id: str) -> None:
-        """A cache was released."""
+    def discard(self, cache_id: str) -> None:
+        """Notes that a cache was released."""
         self._ids.discard(cache_id)
 
-    def not_needed(self, cache_id: str) -> None:
-        """The batch has done with a cache."""
-        if not self.is_kept:
-            self.gone(cache_id)
+    def finish(self, cache_id: str) -> None:
+        """This run no longer needs a cache. It is released unless the batch is kept."""
+        if not self._is_kept:
+            self.discard(cache_id)
             self._release([cache_id])
 
     def end(self, made: Iterable[str]) -> None:
-        """The batch has ended, and asks for nothing more. `made`: further caches of its. Safe to repeat."""
+        """The run has ended and sends no more requests. `made`: ids not noted yet. Can be repeated."""
         self._ids.update(made)
-        if not self.is_kept:
+        if not (self._is_kept or self._has_ended):
             self._release_all()
-        self._batch = None
+        self._has_ended = True
 
-    def let_go(self) -> None:
-        """Nothing more is computed for the batch."""
-        self.is_kept = False
-        if self._batch is None:
+    def stop_keeping(self) -> None:
+        """The batch is not resumed: releases everything, now or when the run ends."""
+        self._is_kept = False
+        if self._has_ended:
             self._release_all()
 
     def _release_all(self) -> None:
         self._release(list(self._ids))
         self._ids.clear()
-        if self._batch is not None and self._has_keys:
-            # Also what is with the journal, and what an earlier run made that this one did not come to.
-            self._dispatcher.forget(list(self._keys(self._batch)), self._tenant)
+        if self._has_keys:
+            # Also caches that are not durable yet, and those of an earlier run that this one did not reach.
+            self._dispatcher.forget(list(self._keys()), self._tenant)
 
-    def _keys(self, batch: Batch) -> Iterator[str]:
-        for item in batch.items:
-            samples = num_samples(item)
+    def _keys(self) -> Iterator[str]:
+        for item_id, samples in self._num_samples.items():
             parts = [sample_part(index) for index in range(samples)]
             for part in (*parts, PROMPT, SAMPLES) if samples > 1 else parts:
-                yield self.key(item.item_id, part)
+                yield self.key(item_id, part)
 
     def _release(self, cache_ids: Sequence[str]) -> None:
         if cache_ids:
             releases = [Release(cache_id) for cache_id in cache_ids]
-            self._dispatcher.start(releases, _ignore, self._dispatcher.new_caller(), self._tenant)
-
-
-def _ignore(_index: int, _outcome: Outcome) -> None:
-    """A release ends well, or there is nothing to release."""
+            # A release never fails: an unknown cache counts as released.
+            self._dispatcher.start(releases, lambda *_: None, self._dispatcher.new_caller(), self._tenant)

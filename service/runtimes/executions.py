@@ -1,4 +1,4 @@
-"""All executions: begun once for each request, found again by its id, ended with the server."""
+"""All executions: started once per request, found again by request id, ended with the server."""
 
 from __future__ import annotations
 
@@ -6,56 +6,105 @@ import functools
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from quire.v1 import runner_pb2
 
 from service.api import validation
-from service.api.appends import PRIORITIES
-from service.api.budget import AnswerBudget, KeptBudget
+from service.api.append_codec import PRIORITIES
+from service.api.budget import AnswerBudget, ReplayBudget
 from service.api.server_state import ServerState
 from service.caches.tenants import Tenant
-from service.errors import Draining, ExecutionLost, InvalidArgument
+from service.errors import Draining, ExecutionLost, InvalidArgument, TooManyExecutions, reused_request_id
 from service.runtimes.base import Batch
 from service.runtimes.execution import Execution, State
-from service.runtimes.items import check_cost, check_ids, num_samples, reused_request_id
-from service.runtimes.places import Places
+from service.runtimes.items import check_cost, check_ids, num_samples
 from service.runtimes.router import Router
 
 _POLICIES = frozenset(runner_pb2.RoutingPolicy.values())
+# The retry delay for a client that is refused because there are too many.
+_RETRY_S = 1.0
 _Key: TypeAlias = tuple[Tenant | None, str]
 
 
+class _Slots:
+    """The open executions, and the limits on their number, in all and per tenant.
+
+    A new execution needs a free slot, or is refused. As many more may be finished unread. Beyond that, the
+    oldest one of the tenant with the most is cancelled.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most` may be running, and as many be finished unread."""
+        self._most = most
+        # In each group the oldest first.
+        self._groups: dict[tuple[State, Tenant | None], dict[Execution, None]] = {}
+        self._group_of: dict[Execution, tuple[State, Tenant | None]] = {}
+
+    def __iter__(self) -> Iterator[Execution]:
+        return iter(self._group_of)
+
+    def check(self, tenant: Tenant | None) -> None:
+        """Raises TooManyExecutions if a tenant may not start another one.
+
+        Where callers have tokens, no tenant gets more than half of the slots.
+        """
+        if sum(map(len, self._all(State.RUNNING))) >= self._most:
+            raise TooManyExecutions(self._most, _RETRY_S)
+        share = (self._most + 1) // 2
+        if tenant is not None and len(self._groups.get((State.RUNNING, tenant), ())) >= share:
+            raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
+
+    def update(self, execution: Execution, tenant: Tenant | None) -> None:
+        """Notes a new execution, or a changed state. May cancel an execution that is finished unread."""
+        before = self._group_of.pop(execution, None)
+        if before is not None:
+            del self._groups[before][execution]
+            if not self._groups[before]:
+                del self._groups[before]
+        if execution.state is State.CLOSED:
+            return
+        group = self._group_of[execution] = execution.state, tenant
+        self._groups.setdefault(group, {})[execution] = None
+        unread = self._all(State.FINISHED_UNREAD)
+        if sum(map(len, unread)) > self._most:
+            most = max(unread, key=len)
+            next(iter(most)).cancel()
+
+    def _all(self, state: State) -> list[dict[Execution, None]]:
+        """The executions in a state, one group per tenant."""
+        return [group for (found, _), group in self._groups.items() if found is state]
+
+
 class Executions:
-    """Owner of the executions, by their tenants and request ids."""
+    """Owner of the executions, by tenant and request id."""
 
     def __init__(self, router: Router, state: ServerState) -> None:
         self._router = router
         self._state = state
-        self._all: set[Execution] = set()
-        self._places = Places(state.config.max_executions)
-        # Of those that are kept: what nobody has read, and what is kept beside.
+        self._slots = _Slots(state.config.max_executions)
+        # For all kept executions: their unread chunks, and chunks kept after reading.
         half_bytes = state.config.max_unread_bytes // 2
-        self._unread, self._read = AnswerBudget(half_bytes), KeptBudget(half_bytes)
-        # Those that can be asked for again, and of which request they are.
+        self._unread, self._read = AnswerBudget(half_bytes), ReplayBudget(half_bytes)
+        # Executions that can be resumed, with the digest of their request.
         self._kept: dict[_Key, tuple[bytes, Execution]] = {}
         self._draining = False
 
     def open(
         self, request: runner_pb2.ExecuteRequest, tenant: Tenant | None, timeout_s: float | None
     ) -> Execution:
-        """The execution of a request: a new one, or that which it repeats. Its reader is to come at once.
+        """A new execution, or the one that this request resumes. The caller attaches a reader at once.
 
         Raises InvalidArgument, RuntimeNotFound, NoWorker, TooManyExecutions, ExecutionLost or Draining.
         """
         self._check(request)
         _check_progress(request)
         self._router.named(request.runtime)
-        return self._known(request, tenant) or self._begin(request, tenant, timeout_s)
+        return self._find(request, tenant) or self._start(request, tenant, timeout_s)
 
     def needs_worker(self, request: runner_pb2.ExecuteRequest) -> bool:
-        """Whether only the server's own workers may take it. Raises RuntimeNotFound."""
+        """Whether only the server's own workers may run it. Raises RuntimeNotFound."""
         local = self._router.named("")
         if self._router.named(request.runtime) is not local:
             return False
@@ -63,7 +112,7 @@ class Executions:
         return bool(request.runtime) or self._router.runtimes == [local] or is_resumed
 
     def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
-        """Ends an execution that is kept. Returns whether there was one. Raises InvalidArgument."""
+        """Ends a kept execution. Returns whether there was one. Raises InvalidArgument."""
         if not request_id:
             raise InvalidArgument("BAD_REQUEST_ID", "request_id", "it is needed")
         validation.check_request_id(request_id)
@@ -74,7 +123,7 @@ class Executions:
         return True
 
     def check_items(self, items: Sequence[runner_pb2.ExecuteItem]) -> None:
-        """A batch has items that can be told apart, and not too many samples. Raises InvalidArgument."""
+        """Raises InvalidArgument: two items have one id, or there are too many samples."""
         most = self._state.config.max_items_per_call
         validation.check_num_items(items, most)
         check_ids(items)
@@ -82,23 +131,19 @@ class Executions:
         if samples > most:
             raise InvalidArgument("TOO_MANY_SAMPLES", "items", f"at most {most} samples in a batch")
 
-    # The end of the server.
-
     def drain(self) -> None:
-        """Begins no further execution."""
+        """From now on, no new execution is started."""
         self._draining = True
 
     @property
     def num_unfinished(self) -> int:
-        """Executions under way."""
-        return sum(not execution.is_done for execution in self._all)
+        """Executions with unfinished samples."""
+        return sum(not execution.is_done for execution in self._slots)
 
     def end_all(self) -> None:
-        """Ends all executions. Those that are kept can go on with the next server."""
-        for execution in list(self._all):
+        """Ends all executions. The next server can resume kept ones."""
+        for execution in list(self._slots):
             execution.end()
-
-    # One of them.
 
     def _check(self, request: runner_pb2.ExecuteRequest) -> None:
         self.check_items(request.items)
@@ -114,8 +159,8 @@ class Executions:
         if request.priority not in PRIORITIES:
             raise InvalidArgument("BAD_PRIORITY", "priority", f"priority {request.priority} has no name")
 
-    def _known(self, request: runner_pb2.ExecuteRequest, tenant: Tenant | None) -> Execution | None:
-        """The execution that is asked for again. Raises InvalidArgument if it is of another request."""
+    def _find(self, request: runner_pb2.ExecuteRequest, tenant: Tenant | None) -> Execution | None:
+        """The kept execution with this request id. Raises InvalidArgument if its request was another."""
         found = self._kept.get((tenant, request.request_id)) if request.request_id else None
         if found is None:
             return None
@@ -125,29 +170,28 @@ class Executions:
         execution.started.resumed = True
         return execution
 
-    def _begin(
+    def _start(
         self, request: runner_pb2.ExecuteRequest, tenant: Tenant | None, timeout_s: float | None
     ) -> Execution:
         if self._draining:
             raise Draining
-        self._places.check(tenant)
+        self._slots.check(tenant)
         keep_s = 0.0
         if request.HasField("keep"):
             keep_s = min(validation.lease_seconds(request.keep), self._state.config.max_lease_s)
         request_id = request.request_id or secrets.token_hex(16)
         key = tenant, request_id
-        resumed = self._resumed(request, keep_s)
+        resumed = self._resumed_items(request, keep_s)
         samples = [(item.item_id, sample) for item in request.items for sample in range(num_samples(item))]
         execution = Execution(
             request_id,
             samples,
             keep_s,
-            lambda changed: self._changed(key, changed),
+            lambda changed: self._on_state(key, changed),
             self._unread if keep_s else self._state.answers,
             self._read,
         )
-        self._all.add(execution)
-        self._places.update(execution, tenant)
+        self._slots.update(execution, tenant)
         if keep_s:
             self._kept[key] = _digest(request), execution
         batch = Batch(
@@ -155,43 +199,42 @@ class Executions:
             tenant=tenant,
             items=request.items,
             priority=PRIORITIES[request.priority],
-            # What outlives its client outlives the client's deadline.
+            # A kept execution continues without its client, so the client's deadline does not end it.
             deadline_s=None if timeout_s is None or keep_s else time.monotonic() + timeout_s,
             keep_s=keep_s,
             resumed=resumed,
         )
-        execution.begin(functools.partial(self._router.execute, request, batch))
+        execution.start(functools.partial(self._router.execute, request, batch))
         return execution
 
-    def _resumed(self, request: runner_pb2.ExecuteRequest, keep_s: float) -> frozenset[str]:
-        """The items of an execution that is not known here, of which the client has a part all the same.
+    def _resumed_items(self, request: runner_pb2.ExecuteRequest, keep_s: float) -> frozenset[str]:
+        """The items of which the client has a part, although this server does not know the execution.
 
-        Raises ExecutionLost if they cannot be gone on with, and NoWorker. Only the server's own workers write
-        the same text again, and only where draws have a seed, as those of what is kept have.
+        Raises ExecutionLost if they cannot be continued, and NoWorker. Only the server's own workers generate
+        the same text again, and only with a seed, which every kept execution has.
         """
         resumed = frozenset(at.item_id for at in request.resume_after if at.position)
         local = self._router.named("")
         if resumed and not (keep_s and self._router.named(request.runtime) is local):
             raise ExecutionLost
         if self.needs_worker(request):
-            # Raises NoWorker if none was ready yet.
+            # Raises NoWorker if no worker has been ready yet.
             _ = self._state.limits
-        is_certain = bool(request.runtime) or self._router.runtimes == [local]
-        return frozenset() if is_certain else resumed
+        # Otherwise another runtime may have generated the client's part. See `Batch.resumed`.
+        is_only_local = bool(request.runtime) or self._router.runtimes == [local]
+        return frozenset() if is_only_local else resumed
 
-    def _changed(self, key: _Key, execution: Execution) -> None:
-        """An execution is in another state."""
-        self._places.update(execution, key[0])
-        if execution.state is not State.GONE:
+    def _on_state(self, key: _Key, execution: Execution) -> None:
+        self._slots.update(execution, key[0])
+        if execution.state is not State.CLOSED:
             return
-        self._all.discard(execution)
         kept = self._kept.get(key)
         if kept is not None and kept[1] is execution:
             del self._kept[key]
 
 
 def _check_progress(request: runner_pb2.ExecuteRequest) -> None:
-    """It says only of its own samples what of them is there. Raises InvalidArgument."""
+    """Raises InvalidArgument: `resume_after` names a sample that the batch does not have."""
     samples = {item.item_id: num_samples(item) for item in request.items}
     if len(request.resume_after) > sum(samples.values()):
         text = "more is named than the batch has samples"
@@ -203,9 +246,9 @@ def _check_progress(request: runner_pb2.ExecuteRequest) -> None:
 
 
 def _digest(request: runner_pb2.ExecuteRequest) -> bytes:
-    """What makes a request the same when it comes again: all but where its client is."""
-    asked = runner_pb2.ExecuteRequest()
-    asked.CopyFrom(request)
-    asked.ClearField("resume_after")
-    asked.ClearField("keep")
-    return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()
+    """Identifies a request. A client may resume with other `resume_after` and `keep`."""
+    identity = runner_pb2.ExecuteRequest()
+    identity.CopyFrom(request)
+    identity.ClearField("resume_after")
+    identity.ClearField("keep")
+    return hashlib.sha256(identity.SerializeToString(deterministic=True)).digest()

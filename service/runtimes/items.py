@@ -1,4 +1,4 @@
-"""What holds of items for every runtime: checks, each with its field and a stable reason; how one fails."""
+"""Validation of items for all runtimes, with a field and a stable reason for each error; failed items."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
 def num_samples(item: runner_pb2.ExecuteItem) -> int:
-    """How many samples of an item have to end. One that asks for more than there may be fails as one."""
+    """How many samples of an item end. An item that asks for too many fails as one sample."""
     return max(1, item.n) if item.n <= MAX_SAMPLES else 1
 
 
 def check_ids(items: Sequence[runner_pb2.ExecuteItem]) -> None:
-    """Items can be told apart. Raises InvalidArgument."""
+    """Raises InvalidArgument if an item_id is not valid or not unique."""
     seen: set[str] = set()
     for index, item in enumerate(items):
         field = f"items[{index}].item_id"
@@ -37,7 +37,7 @@ def check_ids(items: Sequence[runner_pb2.ExecuteItem]) -> None:
 
 
 def check(item: runner_pb2.ExecuteItem) -> None:
-    """What needs no model to be checked. Raises InvalidArgument."""
+    """Checks all that needs no model. Raises InvalidArgument."""
     if item.WhichOneof("prompt") is None:
         raise InvalidArgument("EMPTY_PROMPT", "prompt", "a prompt is needed: tokens, text or chat")
     if item.n > MAX_SAMPLES:
@@ -57,19 +57,14 @@ def check(item: runner_pb2.ExecuteItem) -> None:
     check_cost(item)
 
 
-def check_cost(asked: runner_pb2.ExecuteItem | runner_pb2.ExecuteRequest) -> None:
-    """What it may cost is a number that costs can be compared with. Raises InvalidArgument."""
-    if asked.HasField("max_cost_usd") and not asked.max_cost_usd >= 0:
+def check_cost(message: runner_pb2.ExecuteItem | runner_pb2.ExecuteRequest) -> None:
+    """Raises InvalidArgument if max_cost_usd is negative or not a number."""
+    if message.HasField("max_cost_usd") and not message.max_cost_usd >= 0:
         raise InvalidArgument("BAD_MAX_COST", "max_cost_usd", "must be a number, and not negative")
 
 
-def reused_request_id() -> InvalidArgument:
-    """A request id under which something else was asked for."""
-    return InvalidArgument("REQUEST_ID_REUSED", "request_id", "the request_id belongs to another request")
-
-
 def deadline_s(item: runner_pb2.ExecuteItem, batch_deadline_s: float | None, now_s: float) -> float | None:
-    """When an item has to be done, on the clock of `now_s`. None: there is no such time."""
+    """The deadline of an item, on the clock of `now_s`. None: there is none."""
     if not item.HasField("timeout"):
         return batch_deadline_s
     own_s = now_s + _timeout_s(item)
@@ -77,12 +72,12 @@ def deadline_s(item: runner_pb2.ExecuteItem, batch_deadline_s: float | None, now
 
 
 def _timeout_s(item: runner_pb2.ExecuteItem) -> float:
-    # Longer ones than timers take are as good as none.
+    # Timers do not take longer ones.
     return min(item.timeout.seconds + item.timeout.nanos / 1e9, _LONGEST_TIMEOUT_S)
 
 
 def failures(item: runner_pb2.ExecuteItem, error: QuireError) -> list[runner_pb2.SampleChunk]:
-    """The end of all samples of an item that could not be begun."""
+    """The last chunks of all samples of an item that could not be started."""
     status = to_status(error, current_request_id())
     return [
         runner_pb2.SampleChunk(

@@ -8,16 +8,16 @@ from collections.abc import AsyncGenerator, Sequence
 
 from quire.v1 import runner_pb2
 
-from service.api.breath import Breather
 from service.api.server_state import ServerState
+from service.api.time_slice import TimeSlice
 from service.dispatcher import Dispatcher
 from service.errors import DeadlinePassed, NoWorker, QuireError, WeightsChanged
-from service.pool.rotation import Rotation
+from service.pool.rolling_restart import RollingRestart
 from service.runtimes import items
-from service.runtimes.base import Batch, Outlet
+from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local_run import LocalRun
-from service.runtimes.preparing import Prepared, Preparing
+from service.runtimes.preparing import ItemPreparer, PreparedItem
 from service.text.text_model import TextModel
 
 NAME = "local"
@@ -31,14 +31,14 @@ class LocalRuntime:
         dispatcher: Dispatcher,
         state: ServerState,
         text: TextModel,
-        rotation: Rotation,
+        restarts: RollingRestart,
         loader: WeightsLoader,
     ) -> None:
         self._dispatcher = dispatcher
-        self._rotation = rotation
+        self._restarts = restarts
         self._loader = loader
         self._state = state
-        self._preparing = Preparing(state, text)
+        self._preparer = ItemPreparer(state, text)
         self._executions = 0
 
     @property
@@ -72,24 +72,24 @@ class LocalRuntime:
         """See `Runtime`."""
         return self._dispatcher.expected_wait_s
 
-    async def execute(self, batch: Batch, outlet: Outlet) -> None:
+    async def execute(self, batch: Batch, sink: ChunkSink) -> None:
         """See `Runtime`."""
         self._executions += 1
-        weights = self._state.weights
+        weights = self._state.model_version
         lease_s = self._state.config.default_lease_s
-        run = LocalRun(self._dispatcher, batch, outlet, least_lease_s=lease_s)
+        run = LocalRun(self._dispatcher, batch, sink, least_lease_s=lease_s)
         try:
-            ready: list[Prepared] = []
-            breather = Breather()
+            ready: list[PreparedItem] = []
+            time_slice = TimeSlice()
             for item in batch.items:
                 prepared = await self._prepared(item, batch, weights)
-                if isinstance(prepared, Prepared):
+                if isinstance(prepared, PreparedItem):
                     ready.append(prepared)
                 else:
-                    outlet.put(prepared)
-                # What is short is prepared without waiting for anything, and there may be a thousand of it.
-                if breather.due:
-                    await breather.breathe()
+                    sink.put(prepared)
+                # Short items are prepared without awaiting anything, and a batch may have a thousand.
+                if time_slice.due:
+                    await time_slice.yield_to_others()
             await run.run(ready)
         finally:
             run.close()
@@ -97,47 +97,47 @@ class LocalRuntime:
 
     async def _prepared(
         self, item: runner_pb2.ExecuteItem, batch: Batch, weights: int
-    ) -> Prepared | list[runner_pb2.SampleChunk]:
-        """An item that can be run, or what is said of one that cannot: all of a batch are of one model."""
+    ) -> PreparedItem | list[runner_pb2.SampleChunk]:
+        """A prepared item, or the last chunks of one that cannot run. A batch has one set of weights."""
         now_s = time.monotonic()
         deadline_s = items.deadline_s(item, batch.deadline_s, now_s)
-        patience_s = self._state.config.max_wait_s
+        timeout_s = self._state.config.max_wait_s
         if deadline_s is not None:
-            patience_s = min(patience_s, deadline_s - now_s)
+            timeout_s = min(timeout_s, deadline_s - now_s)
         kept_as = batch.key if batch.keep_s else ""
         try:
-            # Templates and grammars may have to wait for others'.
-            async with asyncio.timeout(patience_s):
-                prepared = await self._preparing.prepare(item, deadline_s, kept_as)
+            # Templates and grammars may wait in a queue.
+            async with asyncio.timeout(timeout_s):
+                prepared = await self._preparer.prepare(item, deadline_s, kept_as)
             if prepared.weights != weights:
                 raise WeightsChanged(can_be_repeated=True)
             return prepared
         except TimeoutError:
             return items.failures(item, DeadlinePassed())
         except QuireError as error:
-            return items.failures(item, error.untraced())
+            return items.failures(item, error.without_traceback())
 
     async def estimate(self, batch: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
         """See `Runtime`. Raises the error of the first item that cannot be run."""
         estimate = runner_pb2.CostEstimate(runtime=NAME, max_cost_usd=0, is_counted=True)
-        breather = Breather()
+        time_slice = TimeSlice()
         for item in batch:
-            if breather.due:
-                await breather.breathe()
-            prepared = await self._preparing.prepare(item, None)
-            estimate.input_tokens += len(prepared.plan.prompt)
-            estimate.max_output_tokens += prepared.plan.max_tokens * prepared.num_samples
+            if time_slice.due:
+                await time_slice.yield_to_others()
+            prepared = await self._preparer.prepare(item, None)
+            estimate.input_tokens += len(prepared.spec.prompt)
+            estimate.max_output_tokens += prepared.spec.max_tokens * prepared.num_samples
         return estimate
 
     async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:
-        """See `Runtime`: workers are replaced one after another, a poisoned one without waiting for it."""
+        """See `Runtime`. Replaces the workers one after another; a poisoned one gets no grace."""
         is_poisoned = cause == runner_pb2.REBUILD_CAUSE_CUDA_CONTEXT_POISONED
         grace_s = 0.0 if is_poisoned else self._state.config.drain_grace_s
-        return len(await self._rotation.renew(grace_s))
+        return len(await self._restarts.replace_ready(grace_s))
 
     def load_weights(self, source: str, drain_s: float) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
         """See `Runtime`."""
         return self._loader.load(source, drain_s)
 
     async def close(self) -> None:
-        """See `Runtime`. The workers are the pool's."""
+        """See `Runtime`. The pool owns the workers."""

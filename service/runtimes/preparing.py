@@ -1,7 +1,6 @@
-"""Items of a batch as what the workers need: checked, with their prompts as tokens.
+"""Prepares the items of a batch for the workers: validates them and tokenizes their prompts.
 
-What a caller can make expensive (long texts, templates, grammars) is done in threads or processes, so many at
-a time.
+Expensive parts (long texts, templates, grammars) run in a bounded number of threads or processes.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api import validation
-from service.api.appends import MAX_KEPT_BYTES
+from service.api.append_codec import MAX_KEPT_BYTES, last_row
 from service.api.server_state import ServerState
 from service.api.validation import RequestLimits
 from service.errors import InvalidArgument, WeightsChanged
 from service.runtimes import items
-from service.runtimes.sample import Plan, Sample
-from service.text.matcher import Matcher
+from service.runtimes.sample import Sample, SampleSpec
+from service.text.constraints import Matcher
 from service.text.stops import StopTexts
 from service.text.text_model import TextModel
 
@@ -30,31 +29,31 @@ _SEEDS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedItem:
     """An item that can be run. `deadline_s` is on the monotonic clock."""
 
-    plan: Plan
+    spec: SampleSpec
     num_samples: int
     answer_bytes: int
     is_large: bool
     deadline_s: float | None
     new_matcher: Callable[[], Matcher] | None
-    # For which it was prepared: with others its tokens mean something else.
+    # The weights whose tokenizer made the tokens.
     weights: int
     _output: types_pb2.OutputOptions
     _first_mask: bytes | None
 
     @property
     def is_late(self) -> bool:
-        """Whether its time is up."""
+        """Whether its deadline has passed."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     def sample(self, index: int) -> Sample:
         """A sample without tokens."""
-        return Sample(self.plan, index, None if self.new_matcher is None else self.new_matcher())
+        return Sample(self.spec, index, None if self.new_matcher is None else self.new_matcher())
 
-    def output(self, index: int, mask: bytes | None = None) -> types_pb2.OutputOptions:
-        """What a worker is asked for at each step of a sample. `mask`: unset, that of the first step."""
+    def options(self, index: int, mask: bytes | None = None) -> bytes:
+        """The encoded output options for a step of a sample. `mask`: None: that of the first step."""
         output = types_pb2.OutputOptions()
         output.CopyFrom(self._output)
         mask = self._first_mask if mask is None else mask
@@ -62,10 +61,10 @@ class Prepared:
             output.mask.packed = mask
         if output.sampling.HasField("seed"):
             output.sampling.seed = (output.sampling.seed + index) % _SEEDS
-        return output
+        return last_row(output)
 
 
-class Preparing:
+class ItemPreparer:
     """Prepares items for the model that is served."""
 
     def __init__(self, state: ServerState, text: TextModel) -> None:
@@ -74,10 +73,10 @@ class Preparing:
 
     async def prepare(
         self, item: runner_pb2.ExecuteItem, deadline_s: float | None, kept_as: str = ""
-    ) -> Prepared:
-        """Checks an item. `kept_as`: the execution's key, if it may come again. Raises a QuireError.
+    ) -> PreparedItem:
+        """Validates and prepares an item. Raises a QuireError.
 
-        `deadline_s`: of the item, on the monotonic clock.
+        `deadline_s`: of the item, on the monotonic clock. `kept_as`: the execution's key if it is kept.
         """
         limits = self._state.limits
         items.check(item)
@@ -94,7 +93,7 @@ class Preparing:
         except InvalidArgument as error:
             raise InvalidArgument(error.reason, _field(error.field), error.message) from None
         if kept_as and output.HasField("sampling") and not output.sampling.HasField("seed"):
-            # A sample that is lost is drawn again as it was.
+            # A resumed execution must draw the same tokens again.
             output.sampling.seed = _seed_of(kept_as, item.item_id)
         new_matcher = await self._matcher(item)
         first_mask = None
@@ -103,11 +102,11 @@ class Preparing:
             loop = asyncio.get_running_loop()
             first_mask = await loop.run_in_executor(matcher.threads, matcher.allowed)
         tokenizer = None if item.tokens_only else await self._text.tokenizer()
-        if self._state.weights != limits.weights:
-            # Some of it was prepared for these, some for those.
+        if self._state.model_version != limits.weights:
+            # The weights were switched while the item was prepared.
             raise WeightsChanged(can_be_repeated=True)
-        return Prepared(
-            plan=Plan(
+        return PreparedItem(
+            spec=SampleSpec(
                 item_id=item.item_id,
                 prompt=prompt,
                 max_tokens=_max_tokens(item, len(prompt), limits),
@@ -130,7 +129,7 @@ class Preparing:
         kind = item.WhichOneof("prompt")
         prompt: Sequence[int]
         if kind == "tokens":
-            # Before they are copied: that takes as long as millions of them are.
+            # Not copied before the length is checked: there may be millions.
             prompt = item.tokens.token_ids
         elif kind == "text":
             prompt = await self._text.encode(item.text, max_tokens=limits.max_seq_tokens)
@@ -139,7 +138,7 @@ class Preparing:
         try:
             validation.check_tokens(prompt, limits)
         except InvalidArgument as error:
-            # Of texts the caller has not sent the tokens.
+            # The error names the field that the caller sent.
             where = f"tokens.{error.field}" if kind == "tokens" else str(kind)
             raise InvalidArgument(error.reason, where, error.message) from None
         return array("I", prompt)
@@ -168,6 +167,6 @@ def _seed_of(key: str, item_id: str) -> int:
 
 
 def _field(name: str) -> str:
-    """A field of OutputOptions as an item has it."""
+    """The name in an item of a field of OutputOptions."""
     name = name.removeprefix("output.")
     return f"constraint.{name}" if name.startswith("mask") else name

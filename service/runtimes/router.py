@@ -1,49 +1,71 @@
-"""Which runtime takes a batch, and why; and who takes what it could not begin.
+"""Routes batches to runtimes, with fallback.
 
-Who names a runtime gets that one and no other. For all others the policy puts the runtimes in an order; the
-first takes the batch. What it has no room for is refused, waits there, or goes to the next, as is configured.
+A request that names a runtime gets that one and no other. For all others the policy sorts the runtimes, and
+the first one runs the batch. If it has no capacity, the configuration says whether the batch is rejected,
+queued, or falls back to the next runtime.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 from quire.v1 import runner_pb2
 
+from service.api.status import to_status
 from service.errors import ProviderFailure, QuireError, RuntimeNotFound
-from service.runtimes.base import Batch, Runtime
+from service.runtimes.base import Batch, Runtime, SampleKey
 from service.runtimes.execution import Execution
-from service.runtimes.second_choice import SecondChoice
+from service.runtimes.items import failures
 
 _POLICIES = {
     "order": runner_pb2.ROUTING_POLICY_ORDER,
     "local-first": runner_pb2.ROUTING_POLICY_LOCAL_FIRST,
     "cheapest": runner_pb2.ROUTING_POLICY_CHEAPEST,
 }
-# When those had better come again for whom there is no room.
+# The bounds of the retry delay after BACKPRESSURE.
 _LEAST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
+# Another runtime may have capacity.
+_FALLBACK_CODES = {code_pb2.RESOURCE_EXHAUSTED, code_pb2.UNAVAILABLE}
+# Another runtime may support it.
+_FALLBACK_REASONS = {
+    "UNSUPPORTED",
+    "UNSUPPORTED_BY_EXECUTOR",
+    "NO_TOKENIZER",
+    "NO_CHAT_TEMPLATE",
+    "UNAUTHORIZED",
+    "FORBIDDEN",
+    "TOKEN_OUT_OF_VOCAB",
+    "SEQUENCE_TOO_LONG",
+    "CONTEXT_LENGTH_EXCEEDED",
+}
+# Characters of the list of other runtimes' failures.
+_MAX_ELSEWHERE = 512
 PolicyName = Literal["order", "local-first", "cheapest"]
 WhenFull = Literal["reject", "queue", "fallback"]
+# The name of a runtime that refused a sample, and its error.
+_Refusal: TypeAlias = tuple[str, status_pb2.Status]
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the configuration says of batches that name no runtime."""
+    """The configuration for batches that name no runtime."""
 
     policy: PolicyName = "order"
-    # Of `local-first`: with more seconds' worth of work waiting for the own workers, others come first.
+    # For `local-first`: when more seconds of work than this are queued locally, other runtimes come first.
     local_max_wait_s: float = 5.0
-    # What becomes of a batch for which the first runtime has no room.
+    # What happens to a batch for which the first runtime has no capacity.
     when_full: WhenFull = "fallback"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A runtime that may take a batch, and why, for people."""
+class Candidate:
+    """A runtime that may run a batch, and the reason as shown to the client."""
 
     runtime: Runtime
     reason: str
@@ -57,79 +79,169 @@ class Router:
         self._routing = routing or Routing()
 
     def replace(self, runtimes: Sequence[Runtime], routing: Routing) -> None:
-        """From now on these take batches. Those that run are not touched."""
+        """New batches use these runtimes. Running batches stay where they are."""
         self.runtimes, self._routing = list(runtimes), routing
 
     async def close(self) -> None:
-        """Lets go of connections."""
+        """Closes all runtimes."""
         for runtime in self.runtimes:
             await runtime.close()
 
     def named(self, name: str) -> Runtime:
-        """A runtime by its name; empty: the server's own. Raises RuntimeNotFound."""
+        """The runtime with a name; empty: the server's own. Raises RuntimeNotFound."""
         for runtime in self.runtimes:
             if name in ("", runtime.name):
                 return runtime
         raise RuntimeNotFound
 
     async def execute(self, request: runner_pb2.ExecuteRequest, batch: Batch, execution: Execution) -> None:
-        """Runs a batch where it belongs. Raises ProviderFailure, and as `Runtime.execute`."""
+        """Chooses a runtime and runs a batch there. Raises ProviderFailure, and as `Runtime.execute`."""
         if request.runtime:
-            (choice,) = await _affordable(
-                request, [Choice(self.named(request.runtime), "it was asked for")], batch
-            )
-            execution.runs_on(choice.runtime.describe(), choice.reason)
-            await choice.runtime.execute(batch, execution)
+            candidates = [Candidate(self.named(request.runtime), "it was asked for")]
+        elif batch.resumed:
+            # Another runtime would generate another text.
+            candidates = [Candidate(self.runtimes[0], "it goes on where it was begun")]
+        else:
+            candidates = await self._candidates(request.policy, batch)
+        candidates = await _affordable(request, candidates, batch)
+        when_full = self._routing.when_full
+        if not request.runtime and not batch.resumed:
+            if when_full == "reject" and _is_full(candidates[0].runtime, batch):
+                raise _no_room(candidates[0].runtime.wait_s)
+            if when_full != "fallback":
+                candidates = candidates[:1]
+        if len(candidates) > 1:
+            await _Fallback(candidates, execution).execute(batch)
             return
-        if batch.resumed:
-            # Others would write another text.
-            local = self.runtimes[0]
-            execution.runs_on(local.describe(), "it goes on where it was begun")
-            await local.execute(batch, execution)
-            return
-        choices = await _affordable(request, await self._choices(request.policy, batch), batch)
-        if self._routing.when_full == "reject" and _is_full(choices[0].runtime, batch):
-            raise _no_room(choices[0].runtime.wait_s)
-        if self._routing.when_full != "fallback":
-            choices = choices[:1]
-        await SecondChoice(choices, execution).execute(batch)
+        (candidate,) = candidates
+        execution.set_runtime(candidate.runtime.describe(), candidate.reason)
+        await candidate.runtime.execute(batch, execution)
 
-    async def _choices(self, policy: runner_pb2.RoutingPolicy, batch: Batch) -> list[Choice]:
-        """All runtimes, the best first; those in trouble last."""
+    async def _candidates(self, policy: runner_pb2.RoutingPolicy, batch: Batch) -> list[Candidate]:
+        """All runtimes in the order of the policy, those in trouble last."""
         policy = policy or _POLICIES[self._routing.policy]
         if policy == runner_pb2.ROUTING_POLICY_CHEAPEST:
-            choices = await self._by_price(batch)
+            candidates = await self._by_price(batch)
         elif policy == runner_pb2.ROUTING_POLICY_LOCAL_FIRST:
-            choices = self._local_first()
+            candidates = self._local_first()
         else:
-            choices = [Choice(runtime, "it is the first that is well") for runtime in self.runtimes]
-        return sorted(choices, key=lambda choice: bool(choice.runtime.describe().trouble))
+            candidates = [Candidate(runtime, "it is the first healthy runtime") for runtime in self.runtimes]
+        return sorted(candidates, key=lambda candidate: bool(candidate.runtime.describe().trouble))
 
-    def _local_first(self) -> list[Choice]:
+    def _local_first(self) -> list[Candidate]:
         local, *others = self.runtimes
         wait_s = local.wait_s
         if wait_s <= self._routing.local_max_wait_s or not others:
-            first = Choice(local, "the own workers have room")
-            return [first, *(Choice(other, "the own workers could not take it") for other in others)]
+            first = Candidate(local, "the own workers have room")
+            return [first, *(Candidate(other, "the own workers could not take it") for other in others)]
         reason = f"{wait_s:.1f} s of work wait for the own workers"
-        return [*(Choice(other, reason) for other in others), Choice(local, "nobody else could take it")]
+        return [
+            *(Candidate(other, reason) for other in others),
+            Candidate(local, "no other runtime could take it"),
+        ]
 
-    async def _by_price(self, batch: Batch) -> list[Choice]:
-        """The cheapest first of those who can be expected to begin in time; then those without a price."""
-        priced: list[tuple[bool, float, Choice]] = []
+    async def _by_price(self, batch: Batch) -> list[Candidate]:
+        """Runtimes that can start in time first, each group by price; unknown prices last in their group."""
+        priced: list[tuple[bool, float, Candidate]] = []
         for runtime in self.runtimes:
             try:
                 estimate = await runtime.estimate(batch.items)
             except QuireError:
-                # Of some item; what else there is in the batch it may do.
-                priced.append((True, 0.0, Choice(runtime, "nobody cheaper could take it")))
+                # It cannot run one of the items, but maybe the others.
+                priced.append((True, 0.0, Candidate(runtime, "no cheaper runtime could take it")))
                 continue
             if estimate.HasField("max_cost_usd"):
                 cost_usd, reason = estimate.max_cost_usd, f"it costs {estimate.max_cost_usd:.6f} USD at most"
             else:
-                cost_usd, reason = float("inf"), "nobody with a known price could take it"
-            priced.append((_is_full(runtime, batch), cost_usd, Choice(runtime, reason)))
-        return [choice for *_, choice in sorted(priced, key=lambda found: found[:2])]
+                cost_usd, reason = float("inf"), "no runtime with a known price could take it"
+            priced.append((_is_full(runtime, batch), cost_usd, Candidate(runtime, reason)))
+        return [candidate for *_, candidate in sorted(priced, key=lambda found: found[:2])]
+
+
+class _Fallback:
+    """Runs a batch on one runtime after another: items that one refuses go to the next.
+
+    It is a ChunkSink between the runtimes and the execution.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], execution: Execution) -> None:
+        self._choices = candidates
+        self._execution = execution
+        # Refusals of the current runtime, for items that it has not started.
+        self._failed: dict[str, list[runner_pb2.SampleChunk]] = defaultdict(list)
+        # All refusals of each sample, in order.
+        self._refusals: dict[SampleKey, list[_Refusal]] = defaultdict(list)
+        self._started: set[str] = set()
+        self._is_last = False
+        self._runtime = ""
+
+    async def execute(self, batch: Batch) -> None:
+        items = list(batch.items)
+        for index, candidate in enumerate(self._choices):
+            self._is_last = index == len(self._choices) - 1
+            self._runtime = candidate.runtime.name
+            self._execution.set_runtime(candidate.runtime.describe(), candidate.reason)
+            self._failed.clear()
+            try:
+                await candidate.runtime.execute(replace(batch, items=items), self)
+            except QuireError as error:
+                if self._started.intersection(item.item_id for item in items):
+                    raise
+                if not _may_fall_back(to_status(error)):
+                    raise
+                for item in items:
+                    self._failed.pop(item.item_id, None)
+                    self.put(failures(item, error.without_traceback()))
+            items = [item for item in items if item.item_id in self._failed]
+            if not items:
+                return
+
+    # A ChunkSink.
+
+    def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
+        forwarded: list[runner_pb2.SampleChunk] = []
+        for chunk in chunks:
+            if self._runtime != self._execution.started.runtime:
+                chunk.runtime = self._runtime
+            if self._is_refusal(chunk):
+                refusals = self._refusals[chunk.item_id, chunk.sample]
+                refusals.append((self._runtime, chunk.error))
+                if not self._is_last:
+                    self._failed[chunk.item_id].append(chunk)
+                    continue
+                self._set_first_error(chunk, refusals)
+            if chunk.item_id not in self._started:
+                self._started.add(chunk.item_id)
+                forwarded += self._failed.pop(chunk.item_id, ())
+            forwarded.append(chunk)
+        if forwarded:
+            self._execution.put(forwarded)
+
+    def _is_refusal(self, chunk: runner_pb2.SampleChunk) -> bool:
+        """Whether the sample failed before its first token, with an error that permits a fallback."""
+        return (
+            (self._is_last or chunk.item_id not in self._started)
+            and chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR
+            and not (chunk.position or chunk.text)
+            and _may_fall_back(chunk.error)
+        )
+
+    def _set_first_error(self, chunk: runner_pb2.SampleChunk, refusals: Sequence[_Refusal]) -> None:
+        """All runtimes refused a sample: it gets the first error, with a summary of the others."""
+        (first, error), *others = refusals
+        if others:
+            chunk.error.CopyFrom(_with_others(error, others))
+            chunk.runtime = "" if first == self._execution.started.runtime else first
+
+    @property
+    def is_full(self) -> bool:
+        return self._execution.is_full
+
+    async def wait_for_room(self) -> None:
+        await self._execution.wait_for_room()
+
+    def on_release(self, callback: Callable[[], None]) -> None:
+        self._execution.on_release(callback)
 
 
 def _no_room(wait_s: float) -> ProviderFailure:
@@ -139,23 +251,23 @@ def _no_room(wait_s: float) -> ProviderFailure:
 
 
 async def _affordable(
-    request: runner_pb2.ExecuteRequest, choices: Sequence[Choice], batch: Batch
-) -> list[Choice]:
-    """Those that cannot go beyond what the batch may cost. Raises ProviderFailure if none is left."""
+    request: runner_pb2.ExecuteRequest, candidates: Sequence[Candidate], batch: Batch
+) -> list[Candidate]:
+    """The candidates within the request's cost limit. Raises ProviderFailure if there are none."""
     if not request.HasField("max_cost_usd"):
-        return list(choices)
-    costs_usd = [await _most_usd(choice.runtime, batch.items) for choice in choices]
-    found = [c for c, cost_usd in zip(choices, costs_usd, strict=True) if cost_usd <= request.max_cost_usd]
+        return list(candidates)
+    costs_usd = [await _most_usd(candidate.runtime, batch.items) for candidate in candidates]
+    found = [c for c, cost_usd in zip(candidates, costs_usd, strict=True) if cost_usd <= request.max_cost_usd]
     if not found:
         least_usd = min(costs_usd)
-        might = f"{least_usd:.6f} US dollars" if math.isfinite(least_usd) else "nobody knows how much"
+        might = f"{least_usd:.6f} US dollars" if math.isfinite(least_usd) else "an unknown amount"
         text = f"the batch could cost {might}, and may cost {request.max_cost_usd:.6f}"
         raise ProviderFailure("BUDGET_EXCEEDED", text)
     return found
 
 
 async def _most_usd(runtime: Runtime, items: Sequence[runner_pb2.ExecuteItem]) -> float:
-    """What a batch can cost; inf: not known. An item that cannot be run costs nothing."""
+    """The most that a batch can cost; inf: unknown. An item that cannot run costs nothing."""
     if runtime.describe().runtime_kind == runner_pb2.RUNTIME_KIND_LOCAL:
         return 0.0
     total_usd = 0.0
@@ -171,6 +283,33 @@ async def _most_usd(runtime: Runtime, items: Sequence[runner_pb2.ExecuteItem]) -
 
 
 def _is_full(runtime: Runtime, batch: Batch) -> bool:
-    """Whether it could not be expected to begin in time; without a deadline: at once."""
+    """Whether a batch is expected to start after its deadline; without a deadline: not at once."""
     left_s = 0.0 if batch.deadline_s is None else batch.deadline_s - time.monotonic()
     return runtime.wait_s > left_s
+
+
+def _may_fall_back(status: status_pb2.Status) -> bool:
+    reason = _reason(status)
+    # A tenant's quota applies to all runtimes.
+    if reason == "QUOTA":
+        return False
+    return status.code in _FALLBACK_CODES or reason in _FALLBACK_REASONS
+
+
+def _reason(status: status_pb2.Status) -> str:
+    info = error_details_pb2.ErrorInfo()
+    return next((info.reason for detail in status.details if detail.Unpack(info)), "")
+
+
+def _with_others(status: status_pb2.Status, others: Sequence[_Refusal]) -> status_pb2.Status:
+    """An error whose metadata lists the other runtimes' reasons."""
+    extended = status_pb2.Status()
+    extended.CopyFrom(status)
+    info = error_details_pb2.ErrorInfo()
+    for detail in extended.details:
+        if detail.Unpack(info):
+            elsewhere = ", ".join(f"{runtime}: {_reason(error)}" for runtime, error in others)
+            info.metadata["elsewhere"] = elsewhere[:_MAX_ELSEWHERE]
+            detail.Pack(info)
+            break
+    return extended

@@ -1,4 +1,4 @@
-"""ModelRunnerService: batches in, streams out, on the runtimes of the configuration."""
+"""ModelRunnerService: runs batches on the configured runtimes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import grpc
 from quire.v1 import runner_pb2
 
 from service.api import admin, validation
-from service.api.reading import is_read
 from service.api.server_state import ServerState
+from service.api.session import write_in_time
 from service.api.status import to_status
-from service.doors.doors import current_tenant
-from service.doors.tokens import Role
-from service.errors import InvalidArgument, QuireError, RoleMissing, SlowConsumer
+from service.auth.authenticator import current_tenant
+from service.auth.tokens import Role
+from service.errors import InvalidArgument, QuireError, RoleMissing
 from service.logging import current_request_id
-from service.runtimes.execution import Execution, SampleKey
+from service.runtimes.base import SampleKey
+from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 
@@ -48,15 +49,15 @@ class RunnerApi:
         timeout_s = validation.timeout_seconds(context.time_remaining())
         execution = self._executions.open(request, current_tenant(), timeout_s)
         reader = execution.attach(_progress(request))
-        told, chunks = runner_pb2.ExecutionStarted(), list[runner_pb2.SampleChunk]()
+        sent, chunks = runner_pb2.ExecutionStarted(), list[runner_pb2.SampleChunk]()
         try:
-            # Most policies choose a runtime without waiting for anything: then it is told at once.
+            # Most policies choose a runtime within this turn of the loop. Then the first message has it.
             await asyncio.sleep(0)
             while True:
                 response = runner_pb2.ExecuteResponse(chunks=chunks)
-                if told != execution.started:
-                    told.CopyFrom(execution.started)
-                    response.started.CopyFrom(told)
+                if sent != execution.started:
+                    sent.CopyFrom(execution.started)
+                    response.started.CopyFrom(sent)
                 await self._write(context, response, execution, reader)
                 if not (chunks := await execution.read(reader)):
                     break
@@ -91,7 +92,7 @@ class RunnerApi:
             try:
                 estimates.append(await runtime.estimate(request.items))
             except QuireError as error:
-                errors.append(error.untraced())
+                errors.append(error.without_traceback())
                 status = to_status(error, current_request_id())
                 estimates.append(runner_pb2.CostEstimate(runtime=runtime.name, error=status))
         if len(errors) == len(wanted):
@@ -104,9 +105,9 @@ class RunnerApi:
             raise InvalidArgument("BAD_SOURCE", "source", "a directory or a model's name is needed")
         drain_s = validation.grace_seconds(request.drain) if request.HasField("drain") else 0.0
         runtime = self._router.named(request.runtime)
-        async with contextlib.aclosing(runtime.load_weights(request.source, drain_s)) as saying:
-            async for said in saying:
-                await context.write(said)
+        async with contextlib.aclosing(runtime.load_weights(request.source, drain_s)) as progress:
+            async for response in progress:
+                await context.write(response)
 
     async def RebuildSession(
         self, request: runner_pb2.RebuildSessionRequest, context: Context
@@ -121,27 +122,16 @@ class RunnerApi:
         return runner_pb2.RebuildSessionResponse(rebuilt=rebuilt)
 
     def _check_operator(self) -> None:
-        """Where nobody proves who he is, only those on this machine may change what all are served."""
-        if not admin.is_offered(self._state.config):
+        """Without authentication, only clients on this machine may change what all clients get."""
+        if not admin.is_available(self._state.config):
             raise RoleMissing(Role.ADMINISTER.value)
 
     async def _write(
         self, context: Context, message: runner_pb2.ExecuteResponse, execution: Execution, reader: int
     ) -> None:
-        """Writes one message. A reader who does not read it in time is given up."""
+        """Writes one message. A reader that does not take it in time is detached."""
         stall_s = self._state.config.session_stall_s
-        writing = asyncio.ensure_future(context.write(message))
-        try:
-            was_read = await is_read(writing, stall_s)
-        except asyncio.CancelledError:
-            writing.cancel()
-            raise
-        if not was_read:
-            execution.detach(reader)
-            # The status is delivered behind it: see Session.
-            await writing
-            raise SlowConsumer(stall_s)
-        await writing
+        await write_in_time(context.write(message), stall_s, lambda: execution.detach(reader))
 
 
 def _progress(request: runner_pb2.ExecuteRequest) -> Mapping[SampleKey, int]:

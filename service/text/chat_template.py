@@ -1,7 +1,7 @@
-"""Renders a chat template, which is a program of whoever made the model, where it can do no harm.
+"""Renders chat templates, which are untrusted programs of a model's authors.
 
-It runs in Jinja's sandbox, and that in a process of its own (`template_process.py`) with bounds on time,
-memory and output, which has nothing of ours but the messages. What happens there is a `TemplateError` here.
+They run in Jinja's sandbox, in a process of their own (`template_process.py`) with limits on CPU time, memory
+and output. The process gets the messages and nothing else. Its failures become `TemplateError`s.
 """
 
 from __future__ import annotations
@@ -13,53 +13,46 @@ from typing import Any
 from quire.v1 import types_pb2
 
 from service.printable import escaped
-from service.text.task_process import Bounds, TaskFailed, TaskProcess
+from service.text.task_pool import TaskPool
+from service.text.task_process import ProcessLimits, TaskFailed, TaskProcess
 
 DEFAULT = "default"
+MAX_PROCESSES = 2
+MAX_TASKS = 1000
+IDLE_S = 60.0
 MAX_CPU_S = 5.0
 MAX_OUTPUT_CHARACTERS = 16 << 20
 _MAX_MEMORY_BYTES = 1 << 30
-# JSON writes a character in twelve bytes at most.
+# JSON needs at most twelve bytes for a character.
 _MAX_JSON_BYTES = 12
 _MAX_REASON_CHARACTERS = 300
-_FAILED = "the model's chat template"
+_SUBJECT = "the model's chat template"
 
 
 class TemplateError(Exception):
-    """A prompt cannot be written as the template says. The message is one line that a terminal can show."""
+    """A template cannot be rendered. The message is one printable line."""
 
 
-def render_chat(
-    template: types_pb2.ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    name: str = DEFAULT,
-    tools: Sequence[Any] | None = None,
-) -> str:
-    """The prompt of some messages, up to where the model goes on. Starts a process for it, and blocks.
+def new_pool() -> TaskPool:
+    """Processes for templates: each renders one template source."""
+    return TaskPool(_new_process, MAX_PROCESSES, MAX_TASKS, IDLE_S)
 
-    Args:
-        template: What GetModelInfo has handed out.
-        messages: Each with its `role` and `content`.
-        name: Which of the model's templates.
-        tools: What the model may call, as the template expects it.
 
-    Raises:
-        TemplateError: There is no such template, or it failed, or went beyond a bound.
+async def render(pool: TaskPool, source: str, task: bytes) -> str:
+    """The prompt for a task of `make_task` with this template source. Cancelling the call ends the process.
+
+    Raises TemplateError if the template fails or exceeds a limit; Draining once the pool is closed.
     """
-    task = make_task(template, messages, name=name, tools=tools)
-    process = new_process()
     try:
-        return read_answer(ask(process, task))
-    finally:
-        process.end()
+        return await pool.run(lambda process: _render(process, task), source)
+    except TaskFailed as error:
+        raise TemplateError(f"{_SUBJECT} {error}") from None
 
 
-def new_process() -> TaskProcess:
-    """A process for templates."""
-    max_answer_bytes = _MAX_JSON_BYTES * MAX_OUTPUT_CHARACTERS + 4096
+def _new_process() -> TaskProcess:
+    max_result_bytes = _MAX_JSON_BYTES * MAX_OUTPUT_CHARACTERS + 4096
     return TaskProcess(
-        "service.text.template_process", Bounds(MAX_CPU_S, _MAX_MEMORY_BYTES, max_answer_bytes)
+        "service.text.template_process", ProcessLimits(MAX_CPU_S, _MAX_MEMORY_BYTES, max_result_bytes)
     )
 
 
@@ -70,44 +63,51 @@ def make_task(
     name: str = DEFAULT,
     tools: Sequence[Any] | None = None,
 ) -> bytes:
-    """What the process is asked; see `render_chat`. Raises TemplateError if there is no such template."""
+    """The process's task for a prompt that ends where the model's answer begins.
+
+    Args:
+        template: The model's templates, from a worker.
+        messages: Each with its `role` and `content`.
+        name: Which of the model's templates.
+        tools: Descriptions of tools in the form that the template expects.
+
+    Raises:
+        TemplateError: There is no such template.
+    """
     if name not in template.sources:
         names = ", ".join(sorted(map(escaped, template.sources)))
         wanted = "for plain chat" if name == DEFAULT else "of that name"
         raise TemplateError(f"the model has chat templates named {names}, and none {wanted}")
     task = {
         "source": template.sources[name],
-        "names": {
+        "variables": {
             **template.special_tokens,
             "messages": list(messages),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": True,
         },
-        "max_output_characters": MAX_OUTPUT_CHARACTERS,
+        "max_characters": MAX_OUTPUT_CHARACTERS,
     }
     return json.dumps(task).encode()
 
 
-def ask(process: TaskProcess, task: bytes) -> Mapping[str, Any]:
-    """What a process says to a task; for `read_answer`. Blocks. Raises TemplateError: the process is gone."""
+def _render(process: TaskProcess, task: bytes) -> str:
+    """As `render`, in a thread. Blocks. Raises TemplateError or TaskFailed."""
     try:
-        said = json.loads(process.ask(task))
-    except TaskFailed as error:
-        raise TemplateError(f"{_FAILED} {error}") from error
+        result = json.loads(process.run(task))
     except ValueError:
-        said = None
-    return said if isinstance(said, dict) else {"error": "it said nothing", "is_spent": True}
-
-
-def read_answer(said: Mapping[str, Any]) -> str:
-    """The prompt. Raises TemplateError."""
-    if "text" not in said:
-        reason = escaped(str(said.get("error")))[:_MAX_REASON_CHARACTERS]
-        raise TemplateError(f"{_FAILED} failed: {reason}")
-    text = str(said["text"])
+        result = None
+    if not isinstance(result, dict):
+        result = {"error": "its process gave no valid result", "must_restart": True}
+    if "must_restart" in result:
+        process.close()
+    if "text" not in result:
+        reason = escaped(str(result.get("error")))[:_MAX_REASON_CHARACTERS]
+        raise TemplateError(f"{_SUBJECT} failed: {reason}")
+    text = str(result["text"])
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise TemplateError(f"{_FAILED} failed: it wrote half a character") from None
+        raise TemplateError(f"{_SUBJECT} failed: it wrote an unpaired surrogate") from None
     return text

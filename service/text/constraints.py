@@ -1,8 +1,8 @@
-"""Constraints of callers as masks of tokens: JSON Schema, regular expressions, Lark grammars.
+"""Constraints of callers as token masks: JSON Schema, regular expressions, Lark grammars.
 
-A grammar is tried in one process before another makes masks of it, so that what takes long to be refused does
-not keep those waiting whose grammars are in use. Both are asked in threads that do nothing else. All who want
-a grammar wait for one trial of it, which once begun goes on to its end, whoever leaves, and is remembered.
+One process checks new grammars, and another computes masks of those that passed, so a slow check does not
+delay samples that run. Each process has its own threads. Callers of the same grammar share one check. A check
+that has begun runs to its end, even if its callers leave, and its result is cached.
 """
 
 from __future__ import annotations
@@ -18,185 +18,181 @@ from dataclasses import dataclass
 from service.errors import Draining, InvalidArgument, QuireError
 from service.printable import escaped
 from service.text.grammar_engine import ConstraintFailed, Grammar, GrammarEngine, SampleState, Vocabulary
-from service.text.matcher import Matcher
 
 MAX_GRAMMAR_BYTES = 64 << 10
-MAX_REMEMBERED = 256
-MAX_REMEMBERED_BYTES = 4 << 20
+MAX_CACHED = 256
+MAX_CACHED_BYTES = 4 << 20
 IDLE_S = 300.0
 _MAX_REASON_CHARACTERS = 300
-# Those who want masks take turns in so many threads: the process answers one at a time.
+# Threads that wait for masks. The process computes one at a time.
 _MASK_THREADS = 4
 
 
 class Constraints:
-    """Those of one model. Used from one event loop; what it hands out in any thread."""
+    """The constraints of one model. Used from one event loop; its matchers in any thread."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
-        """`vocab_size`: of the model's logits, which may be more or less than the tokenizer's tokens."""
+        """`vocab_size`: of the model's logits; may be more or less than the tokenizer's tokens."""
         self._vocab_size = vocab_size
-        self._nothing = bytes(-(-vocab_size // 8))
+        self._empty_mask = bytes(-(-vocab_size // 8))
         tokens = vocabulary.tokens[:vocab_size]
         self._num_tokens = len(tokens)
         special_ids = [token_id for token_id in vocabulary.special_ids if token_id < len(tokens)]
-        known = Vocabulary(tokens, special_ids)
-        self._trial, self._masks = GrammarEngine(known), GrammarEngine(known)
-        # A grammar is tried at a time.
-        self._trial_thread = ThreadPoolExecutor(1, "trial")
+        usable = Vocabulary(tokens, special_ids)
+        self._check_engine, self._mask_engine = GrammarEngine(usable), GrammarEngine(usable)
+        # One grammar is checked at a time.
+        self._check_thread = ThreadPoolExecutor(1, "check")
         self.mask_threads = ThreadPoolExecutor(_MASK_THREADS, "mask")
-        self._trials: dict[Grammar, _Trial] = {}
-        # What became of each grammar: None, or why it is refused.
-        self._tried: OrderedDict[Grammar, str | None] = OrderedDict()
-        self._tried_bytes = 0
-        self._watch: asyncio.TimerHandle | None = None
+        self._checks: dict[Grammar, _Check] = {}
+        # Results of checks, least recently used first: None, or why the grammar is refused.
+        self._results: OrderedDict[Grammar, str | None] = OrderedDict()
+        self._results_bytes = 0
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    async def factory(self, kind: str, text: str, end_ids: frozenset[int]) -> Callable[[], Matcher]:
-        """What makes a matcher for each sample. `kind` is a field of Constraint.
+    async def matcher_factory(self, kind: str, text: str, end_ids: frozenset[int]) -> Callable[[], Matcher]:
+        """A function that makes a matcher for each sample. `kind` is a field of Constraint.
 
-        One that was tried before waits for nobody. Raises InvalidArgument, or Draining at the end.
+        Does not wait if the grammar was checked before. Raises InvalidArgument, or Draining once closed.
         """
         size = len(text.encode())
         if size > MAX_GRAMMAR_BYTES:
-            raise _bad(kind, f"at most {MAX_GRAMMAR_BYTES} bytes are taken, got {size}")
+            raise _bad_constraint(kind, f"it may have at most {MAX_GRAMMAR_BYTES} bytes and has {size}")
         key = hashlib.sha256(f"{kind}\n{text}".encode()).hexdigest()
         grammar = Grammar(key, kind, text)
-        if grammar in self._tried:
-            self._tried.move_to_end(grammar)
-            reason = self._tried[grammar]
+        if grammar in self._results:
+            self._results.move_to_end(grammar)
+            reason = self._results[grammar]
         else:
-            reason = await self._try(grammar)
+            reason = await self._check(grammar)
         if reason is not None:
-            raise _bad(kind, reason)
-        return lambda: GrammarMatcher(self, SampleState(grammar), end_ids)
+            raise _bad_constraint(kind, reason)
+        return lambda: Matcher(self, SampleState(grammar), end_ids)
 
     def mask(self, state: SampleState, end_ids: frozenset[int]) -> tuple[bool, bytes]:
-        """Whether nothing may follow, and the mask. Blocks. Raises ConstraintFailed."""
-        may_end, bits = self._masks.mask(state)
-        mask = bytearray(self._nothing)
+        """Whether no further token may follow, and the mask. Blocks. Raises ConstraintFailed."""
+        may_end, bits = self._mask_engine.mask(state)
+        mask = bytearray(self._empty_mask)
         used = -(-self._num_tokens // 8)
         mask[:used] = bits[:used].ljust(used, b"\0")
-        # Behind the tokens there is the library's own, for the end.
+        # Clears the bit of the token that the library appends for the end of a text.
         if self._num_tokens % 8:
             mask[used - 1] &= (1 << self._num_tokens % 8) - 1
         ends = [end_id for end_id in end_ids if end_id < self._vocab_size]
         for end_id in ends:
             mask[end_id >> 3] &= ~(1 << (end_id & 7))
-        is_over = mask == self._nothing
-        if is_over and not may_end:
+        is_complete = mask == self._empty_mask
+        if is_complete and not may_end:
             raise ConstraintFailed("none of the model's tokens can follow")
         if may_end:
             for end_id in ends:
                 mask[end_id >> 3] |= 1 << (end_id & 7)
-        return is_over, bytes(mask)
+        return is_complete, bytes(mask)
 
     def close(self) -> None:
-        """Ends the processes. May be called again."""
+        """Ends the processes. Idempotent."""
         self._is_closed = True
-        if self._watch is not None:
-            self._watch.cancel()
-        self._trial_thread.shutdown(wait=False, cancel_futures=True)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._check_thread.shutdown(wait=False, cancel_futures=True)
         self.mask_threads.shutdown(wait=False)
-        # Whoever is still answered is told that there is nothing to ask.
-        self._trial.close()
-        self._masks.close()
+        # Tasks that still run in the threads fail.
+        self._check_engine.close()
+        self._mask_engine.close()
 
-    async def _try(self, grammar: Grammar) -> str | None:
-        """Finds out why a grammar is refused, if it is. Raises Draining."""
-        trial = self._trials.get(grammar)
-        if trial is None:
-            trial = self._trials[grammar] = self._begin_trial(grammar)
-        trial.num_waiting += 1
+    async def _check(self, grammar: Grammar) -> str | None:
+        """Why a grammar is refused; None: it is not. Raises Draining."""
+        check = self._checks.get(grammar)
+        if check is None:
+            check = self._checks[grammar] = self._begin_check(grammar)
+        check.num_waiting += 1
         try:
-            return await asyncio.shield(trial.found)
+            return await asyncio.shield(check.result)
         except asyncio.CancelledError:
-            if trial.found.cancelled():
+            if check.result.cancelled():
                 raise Draining from None
             raise
         finally:
-            trial.num_waiting -= 1
-            if not trial.num_waiting and trial.asked.cancel():
-                # It had not begun, and nobody wants to know any more.
-                self._trials.pop(grammar, None)
+            check.num_waiting -= 1
+            if not check.num_waiting and check.job.cancel():
+                # It has not begun, and its last caller has left.
+                self._checks.pop(grammar, None)
 
-    def _begin_trial(self, grammar: Grammar) -> _Trial:
-        self._watch_for_idle()
+    def _begin_check(self, grammar: Grammar) -> _Check:
+        self._set_idle_timer()
         try:
-            asked = self._trial_thread.submit(self._why_not, grammar)
+            job = self._check_thread.submit(self._run_check, grammar)
         except RuntimeError:
-            # The server ends, and its threads with it.
+            # The thread has been shut down.
             raise Draining from None
-        trial = _Trial(asked, asyncio.wrap_future(asked))
-        # Before those who wait go on.
-        trial.found.add_done_callback(lambda _: self._end_trial(grammar, trial))
-        return trial
+        check = _Check(job, asyncio.wrap_future(job))
+        # Runs before the waiting callers continue.
+        check.result.add_done_callback(lambda _: self._end_check(grammar, check))
+        return check
 
-    def _end_trial(self, grammar: Grammar, trial: _Trial) -> None:
-        if self._trials.get(grammar) is trial:
-            del self._trials[grammar]
-        if not trial.found.cancelled() and trial.found.exception() is None:
-            self._remember(grammar, trial.found.result())
-
-    def _why_not(self, grammar: Grammar) -> str | None:
+    def _run_check(self, grammar: Grammar) -> str | None:
         try:
-            self._trial.compile(grammar)
+            self._check_engine.compile(grammar)
         except ConstraintFailed as error:
             return _sanitized(error)
         return None
 
-    def _remember(self, grammar: Grammar, reason: str | None) -> None:
-        self._tried[grammar] = reason
-        self._tried_bytes += len(grammar.text)
-        while len(self._tried) > MAX_REMEMBERED or self._tried_bytes > MAX_REMEMBERED_BYTES:
-            forgotten, _ = self._tried.popitem(last=False)
-            self._tried_bytes -= len(forgotten.text)
-
-    def _watch_for_idle(self) -> None:
-        """Ends processes that nobody has wanted for a while, and looks again while there are others."""
-        if self._watch is not None or self._is_closed:
+    def _end_check(self, grammar: Grammar, check: _Check) -> None:
+        if self._checks.get(grammar) is check:
+            del self._checks[grammar]
+        if check.result.cancelled() or check.result.exception() is not None:
             return
-        self._watch = asyncio.get_running_loop().call_later(IDLE_S, self._end_idle)
+        self._results[grammar] = check.result.result()
+        self._results_bytes += len(grammar.text)
+        while len(self._results) > MAX_CACHED or self._results_bytes > MAX_CACHED_BYTES:
+            evicted, _ = self._results.popitem(last=False)
+            self._results_bytes -= len(evicted.text)
+
+    def _set_idle_timer(self) -> None:
+        if self._idle_timer is not None or self._is_closed:
+            return
+        self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._end_idle)
 
     def _end_idle(self) -> None:
-        self._watch = None
-        are_ended = [engine.end_if_idle(IDLE_S) for engine in (self._trial, self._masks)]
+        self._idle_timer = None
+        are_ended = [engine.end_if_idle(IDLE_S) for engine in (self._check_engine, self._mask_engine)]
         if not all(are_ended):
-            self._watch_for_idle()
+            self._set_idle_timer()
 
 
 @dataclass(eq=False, slots=True)
-class _Trial:
-    """A grammar that is being tried, or is to be."""
+class _Check:
+    """A check of a grammar that is queued or runs."""
 
-    asked: concurrent.futures.Future[str | None]
-    # The same, in the event loop.
-    found: asyncio.Future[str | None]
+    job: concurrent.futures.Future[str | None]
+    # The result of `job`, for the event loop.
+    result: asyncio.Future[str | None]
     num_waiting: int = 0
 
 
-class GrammarMatcher:
-    """One sample under a grammar. See `Matcher`."""
+class Matcher:
+    """Applies a grammar to one sample, token by token."""
 
     def __init__(self, constraints: Constraints, state: SampleState, end_ids: frozenset[int]) -> None:
         self._constraints = constraints
         self._state = state
         self._end_ids = end_ids
-        # Of the state as it is; None: not known.
+        # The mask after the tokens so far; None: not computed yet.
         self._mask: bytes | None = None
         self._is_complete = False
 
     @property
     def threads(self) -> Executor:
-        """See `Matcher`."""
+        """Where to call `allowed`, so that it does not block the default executor."""
         return self._constraints.mask_threads
 
     @property
     def is_complete(self) -> bool:
-        """See `Matcher`."""
+        """Whether no further token may follow. Known after `allowed`; False after `take` until then."""
         return self._is_complete
 
     def take(self, token_id: int) -> None:
-        """See `Matcher`."""
+        """Appends the chosen token. Does not block. Raises ValueError if the last mask does not allow it."""
         mask = self._mask
         if mask is not None and not mask[token_id >> 3] >> (token_id & 7) & 1:
             raise ValueError(f"the constraint does not allow token {token_id}")
@@ -204,22 +200,32 @@ class GrammarMatcher:
         self._state.token_ids.append(token_id)
 
     def allowed(self) -> bytes:
-        """See `Matcher`. Where nothing may follow and there is no end token, no bit is set."""
+        """Which tokens may follow, as TokenMask.packed. Blocks; may be called in any thread.
+
+        No bit is set if no token may follow and there is no end token.
+
+        Raises:
+            QuireError: The constraint cannot be applied any further.
+        """
         if self._mask is None:
             kind = self._state.grammar.kind
             try:
                 self._is_complete, self._mask = self._constraints.mask(self._state, self._end_ids)
             except ConstraintFailed as error:
-                raise _bad(kind, _sanitized(error)) from None
+                raise _bad_constraint(kind, _sanitized(error)) from None
             if not self._state.token_ids and not any(self._mask):
-                raise _bad(kind, "only the empty text is allowed, and there is no token to end it with")
+                raise _bad_constraint(
+                    kind, "it allows only the empty text, and there is no token to end that with"
+                )
         return self._mask
 
 
-def _bad(kind: str, reason: str) -> QuireError:
-    return InvalidArgument("BAD_CONSTRAINT", f"constraint.{kind}", f"the constraint cannot be kept: {reason}")
+def _bad_constraint(kind: str, reason: str) -> QuireError:
+    return InvalidArgument(
+        "BAD_CONSTRAINT", f"constraint.{kind}", f"the constraint cannot be applied: {reason}"
+    )
 
 
 def _sanitized(error: ConstraintFailed) -> str:
-    """In one line, which others may have written."""
+    """The error in one printable line: parts of it may come from the caller."""
     return escaped(" ".join(str(error).split()))[:_MAX_REASON_CHARACTERS]

@@ -1,7 +1,7 @@
-"""Grammars and masks from a process of their own (`grammar_process.py`), which may die of them.
+"""Compiles grammars and computes masks in a sandboxed process (`grammar_process.py`), which may crash.
 
-Whatever it loses is told to the next one: a sample here is its grammar and its tokens. A grammar that a
-process dies of is given up. This side blocks, and is called in threads.
+After a crash a new process gets what the old one knew: a sample is defined by its grammar and its tokens. A
+grammar that ends the process is refused. This side blocks, so it is called in threads.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.text.task_process import Bounds, TaskFailed, TaskProcess
+from service.text.task_process import ProcessLimits, TaskFailed, TaskProcess
 
-# For a grammar to be compiled, and for a mask to be made: both take some milliseconds as a rule.
+# Of a compilation or a mask: both usually take some milliseconds.
 MAX_CPU_S = 2.0
-# Of it a vocabulary of 150,000 tokens takes some 150 MiB.
+# A vocabulary of 150,000 tokens takes some 150 MiB of it.
 MAX_MEMORY_BYTES = 1 << 30
-_MAX_ANSWER_BYTES = 16 << 20
-_samples = itertools.count()
+_MAX_RESULT_BYTES = 16 << 20
+_sample_numbers = itertools.count()
 
 
 class ConstraintFailed(Exception):
-    """A grammar cannot be used, or not any further. The text may hold anything."""
+    """A grammar cannot be used, or a sample cannot continue. The text is not sanitized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a caller has sent: `kind` is a field of Constraint. `key` names it to the process."""
+    """A caller's grammar. `kind` is a field of Constraint; `key` identifies the grammar in the process."""
 
     key: str
     kind: str
@@ -40,115 +40,114 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The bytes of each token, by id; empty: it says nothing. Special tokens have names."""
+    """The bytes of each token by id; empty: no text. Special tokens have the names that grammars use."""
 
     tokens: Sequence[bytes]
     special_ids: Sequence[int] = ()
 
     def task(self) -> bytes:
-        """What a new process is told first."""
+        """The setup task of a new process."""
         lengths = array("I", map(len, self.tokens)).tobytes()
-        asked = {"do": "use", "special_ids": list(self.special_ids), "lengths_bytes": len(lengths)}
-        return b"".join((json.dumps(asked).encode(), b"\n", lengths, *self.tokens))
+        request = {
+            "method": "set_vocabulary",
+            "special_ids": list(self.special_ids),
+            "lengths_bytes": len(lengths),
+        }
+        return b"".join((json.dumps(request).encode(), b"\n", lengths, *self.tokens))
 
 
 @dataclass(eq=False, slots=True)
 class SampleState:
-    """A sample: its tokens, and how many of them which process knows."""
+    """A sample's grammar and tokens; `process` knows the first `num_known` of them."""
 
     grammar: Grammar
     token_ids: list[int] = field(default_factory=list)
-    number: int = field(default_factory=lambda: next(_samples))
+    number: int = field(default_factory=lambda: next(_sample_numbers))
     process: TaskProcess | None = None
     num_known: int = 0
 
 
 class GrammarEngine:
-    """Owner of a process, which is started when it is needed. Thread-safe: one at a time is answered."""
+    """Owns the process, which the first task starts. Thread-safe: runs one task at a time."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._first_task = vocabulary.task()
+        self._setup_task = vocabulary.task()
         self._process: TaskProcess | None = None
         self._lock = threading.Lock()
         self._is_closed = False
         self._used_s = time.monotonic()
 
     def compile(self, grammar: Grammar) -> None:
-        """Finds out whether a grammar can be used. Raises ConstraintFailed."""
-        asked = {"do": "compile", "key": grammar.key, "kind": grammar.kind, "text": grammar.text}
+        """Checks that a grammar can be used. Raises ConstraintFailed."""
+        request = {"method": "compile", "key": grammar.key, "kind": grammar.kind, "text": grammar.text}
         with self._lock:
-            self._ask(lambda _: asked)
+            self._run(lambda _: request)
 
     def mask(self, state: SampleState) -> tuple[bool, bytes]:
-        """Whether a sample may end, and a bit for each token that may follow, and some more bits.
+        """Whether a sample may end, and a mask of the tokens that may follow, longer than the vocabulary.
 
         Raises:
-            ConstraintFailed: It cannot go on. No other sample is worse off.
+            ConstraintFailed: The sample cannot continue. Other samples are not affected.
         """
         with self._lock:
-            # What is taken meanwhile is for the next time.
+            # A copy: tokens that are added meanwhile are sent the next time.
             token_ids = tuple(state.token_ids)
-            said, mask = self._ask(lambda process: _asked(state, token_ids, process))
-            if said.get("is_missing"):
+            result, mask = self._run(lambda process: _mask_request(state, token_ids, process))
+            if result.get("is_missing"):
                 state.process = None
-                said, mask = self._ask(lambda process: _asked(state, token_ids, process))
+                result, mask = self._run(lambda process: _mask_request(state, token_ids, process))
             state.process, state.num_known = self._process, len(token_ids)
-        return said["may_end"], mask
+        return result["may_end"], mask
 
     def end_if_idle(self, idle_s: float) -> bool:
-        """Ends the process if it was not used for so long. Returns whether there is none."""
+        """Ends the process if it was idle for `idle_s`. Returns whether there is no process now."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
             if self._process is not None and time.monotonic() - self._used_s >= idle_s:
-                self._process.end()
+                self._process.close()
                 self._process = None
             return self._process is None
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """Ends the process; who waits for it fails. May be called again."""
+        """Ends the process; a running task fails. Idempotent."""
         self._is_closed = True
         process = self._process
         if process is not None:
             process.kill()
-        # Whoever waits for it sees to the rest.
+        # Does nothing while a task runs: that task then fails and drops the process.
         self.end_if_idle(0)
 
-    def _ask(self, asked: Callable[[TaskProcess], Mapping[str, Any]]) -> tuple[Mapping[str, Any], bytes]:
-        """Does a task, which depends on what the process knows: again if earlier ones were to blame."""
-        is_fresh = self._process is None
+    def _run(self, request: Callable[[TaskProcess], Mapping[str, Any]]) -> tuple[Mapping[str, Any], bytes]:
+        """Runs the task that `request` makes for a process. Retries if earlier tasks ended the process."""
+        process = self._process
+        if process is None:
+            limits = ProcessLimits(MAX_CPU_S, MAX_MEMORY_BYTES, _MAX_RESULT_BYTES)
+            process = TaskProcess("service.text.grammar_process", limits, self._setup_task)
+            self._process = process
         try:
-            process = self._ready()
-            answer = process.ask(json.dumps(asked(process)).encode())
+            if self._is_closed:
+                raise TaskFailed("was stopped", is_task_fault=False)
+            output = process.run(json.dumps(request(process)).encode())
         except TaskFailed as error:
             self._process = None
-            if is_fresh or error.is_own_doing or self._is_closed:
+            if error.is_task_fault or self._is_closed:
                 raise ConstraintFailed(f"it {error}") from None
-            return self._ask(asked)
+            return self._run(request)
         self._used_s = time.monotonic()
-        line, _, mask = answer.partition(b"\n")
-        said = json.loads(line)
-        if "error" in said:
-            raise ConstraintFailed(said["error"])
-        return said, mask
-
-    def _ready(self) -> TaskProcess:
-        """A process that knows the tokens. Raises TaskFailed."""
-        if self._is_closed:
-            raise TaskFailed("was ended", is_own_doing=False)
-        if self._process is None:
-            bounds = Bounds(MAX_CPU_S, MAX_MEMORY_BYTES, _MAX_ANSWER_BYTES)
-            self._process = TaskProcess("service.text.grammar_process", bounds)
-            self._process.ask(self._first_task)
-        return self._process
+        line, _, mask = output.partition(b"\n")
+        result = json.loads(line)
+        if "error" in result:
+            raise ConstraintFailed(result["error"])
+        return result, mask
 
 
-def _asked(state: SampleState, token_ids: Sequence[int], process: TaskProcess) -> Mapping[str, Any]:
-    """The mask behind some tokens: all are told to a process that may not have them."""
-    asked = {"do": "mask", "sample": state.number, "key": state.grammar.key}
+def _mask_request(state: SampleState, token_ids: Sequence[int], process: TaskProcess) -> Mapping[str, Any]:
+    """The request for the mask after some tokens: with all of them if the process may not know the sample."""
+    request = {"method": "mask", "sample": state.number, "key": state.grammar.key}
     if state.process is process:
-        return {**asked, "begin": state.num_known, "token_ids": token_ids[state.num_known :]}
-    text = {"kind": state.grammar.kind, "text": state.grammar.text}
-    return {**asked, **text, "begin": 0, "token_ids": token_ids}
+        return {**request, "begin": state.num_known, "token_ids": token_ids[state.num_known :]}
+    grammar = {"kind": state.grammar.kind, "text": state.grammar.text}
+    return {**request, **grammar, "begin": 0, "token_ids": token_ids}

@@ -1,6 +1,6 @@
-"""The inside of a `TaskProcess`: reads tasks, does them within bounds, writes answers.
+"""The loop in a `TaskProcess`: reads tasks, runs them within limits, writes results.
 
-The bounds are kept by the kernel, so that they hold in code that Python does not run.
+The kernel enforces the limits, so they hold in native code too.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ _LENGTH_BYTES = 4
 
 
 def main(handle: Callable[[bytes], bytes]) -> int:
-    """Answers tasks until nobody asks any more. The arguments of the process are its bounds."""
+    """Runs tasks until the parent closes its pipe. The limits are the arguments of the process."""
     max_cpu_s, max_memory_bytes = float(sys.argv[1]), int(sys.argv[2])
-    # They reach whole process groups; whoever asks may want to go on for a while.
+    # Both are sent to whole process groups; a gateway that drains still needs this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    tasks, answers = _own_pipes()
-    _bound(max_memory_bytes)
+    tasks, results = _take_pipes()
+    _set_limits(max_memory_bytes)
     while (task := _read(tasks)) is not None:
-        # Its signal is not handled: it ends the process wherever that is.
+        # SIGPROF is not handled, so it ends the process also in native code.
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-        answer = handle(task)
+        result = handle(task)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(answers, answer)
+        _write(results, result)
     return 0
 
 
-def _own_pipes() -> tuple[int, int]:
-    """Both pipes, where nothing finds them that writes to the standard output."""
-    tasks, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
-    os.close(nothing)
-    return tasks, answers
+def _take_pipes() -> tuple[int, int]:
+    """Moves both pipes to new descriptors, so that prints do not mix with results."""
+    tasks, results = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
+    return tasks, results
 
 
-def _bound(max_memory_bytes: int) -> None:
-    """Bounds what this process can take from now on; it writes no files."""
-    for what, bound in (
+def _set_limits(max_memory_bytes: int) -> None:
+    """Limits the address space, and forbids writing files."""
+    for resource_id, limit in (
         (resource.RLIMIT_AS, max_memory_bytes),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        # Not every system has each of them.
+        # Not every system supports each limit.
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(what, (bound, bound))
+            resource.setrlimit(resource_id, (limit, limit))
 
 
 def _read(descriptor: int) -> bytes | None:
-    """A task; None: there is no more."""
+    """The next task; None: the pipe is closed."""
     length = _read_bytes(descriptor, _LENGTH_BYTES)
     return None if length is None else _read_bytes(descriptor, int.from_bytes(length, "big"))
 
@@ -70,7 +70,7 @@ def _read_bytes(descriptor: int, number: int) -> bytes | None:
     return bytes(read)
 
 
-def _write(descriptor: int, answer: bytes) -> None:
-    rest = memoryview(len(answer).to_bytes(_LENGTH_BYTES, "big") + answer)
+def _write(descriptor: int, result: bytes) -> None:
+    rest = memoryview(len(result).to_bytes(_LENGTH_BYTES, "big") + result)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

@@ -1,8 +1,8 @@
-"""A process of its own for what others have written: templates and grammars, which may loop, swell or crash.
+"""A sandboxed process for untrusted programs: templates, grammars and tokenizers may loop, leak or crash.
 
-It is given tasks one by one over its pipes and has nothing else of ours: no descriptors, no environment. Each
-task may compute for so long, the process hold so much; the kernel ends it if not. What runs in it is in
-`task_loop.py`. This side blocks, and is called in threads.
+The process gets tasks one by one over its pipes. It inherits no other file descriptor and no environment
+variable with a secret. The kernel ends it if a task exceeds the CPU time or the process the memory.
+`task_loop.py` runs in the process. This module is the parent's side: it blocks, so it is called in threads.
 """
 
 from __future__ import annotations
@@ -25,106 +25,120 @@ _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a process may take."""
+class ProcessLimits:
+    """Limits of a process and of each of its tasks."""
 
-    # Of the processor's time, for each task: a slow machine does not change what is refused.
+    # CPU time of a task. Not elapsed time: a slow machine does not change what is refused.
     max_cpu_s: float
-    # Of address space, all that the process itself is made of included.
+    # Address space of the process, its code included.
     max_memory_bytes: int
-    max_answer_bytes: int
-    # For a process that does not compute either.
-    patience_s: float = 120.0
+    max_result_bytes: int
+    # Elapsed time of a task: for a process that hangs without computing.
+    timeout_s: float = 120.0
 
 
 class TaskFailed(Exception):
-    """The process ended, or was ended, instead of answering. The message goes on after a noun."""
+    """The process ended without a result. The message is a predicate: callers put a subject before it."""
 
-    def __init__(self, reason: str, *, is_own_doing: bool) -> None:
+    def __init__(self, reason: str, *, is_task_fault: bool) -> None:
         super().__init__(reason)
-        # It was this task that did it, and not what earlier ones had left.
-        self.is_own_doing = is_own_doing
+        # False: earlier tasks, or a kill from outside, may have caused it; the task can be retried.
+        self.is_task_fault = is_task_fault
 
 
 class TaskProcess:
-    """One process, which is started by its first task and ended with this object. One task at a time.
+    """One process, started by its first task and ended with this object. It runs one task at a time.
 
-    `kill` may be called from any thread; the task under way then fails.
+    `kill` may be called from any thread; the running task then fails.
     """
 
-    def __init__(self, module: str, bounds: Bounds) -> None:
-        self.bounds = bounds
-        # Tasks that were answered.
+    def __init__(self, module: str, limits: ProcessLimits, setup_task: bytes | None = None) -> None:
+        """`module`: what the process runs. `setup_task`: run before the first task; its result is dropped."""
+        self.limits = limits
+        # Tasks that succeeded, without the setup task.
         self.num_tasks = 0
         self._module = module
-        self._started: subprocess.Popen[bytes] | None = None
-        self._starting = threading.Lock()
+        self._setup_task = setup_task
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
         self._is_killed = False
 
-    def ask(self, request: bytes) -> bytes:
-        """Does a task. Raises TaskFailed; the process is gone then."""
-        deadline_s = time.monotonic() + self.bounds.patience_s
-        process = self._process()
+    def run(self, task: bytes) -> bytes:
+        """Runs a task and returns its result. Ends the process if that fails. Raises TaskFailed."""
+        deadline_s = time.monotonic() + self.limits.timeout_s
+        process = self._start()
+        max_bytes = self.limits.max_result_bytes
         try:
-            _write(process, request, deadline_s)
-            answer = _read(process, self.bounds.max_answer_bytes, deadline_s)
+            if self._setup_task is not None:
+                _write(process, self._setup_task, deadline_s)
+                _read(process, max_bytes, deadline_s)
+                self._setup_task = None
+            _write(process, task, deadline_s)
+            result = _read(process, max_bytes, deadline_s)
         except BaseException as error:
-            self.end()
+            self.close()
             if isinstance(error, (EOFError, BrokenPipeError)):
-                raise self._why(process.returncode) from None
+                raise self._failure(process.returncode) from None
             raise
         self.num_tasks += 1
-        return answer
+        return result
 
     def kill(self) -> None:
-        """Ends it without waiting for that."""
-        with self._starting:
+        """Kills the process and does not wait for its end."""
+        with self._lock:
             self._is_killed = True
-            if self._started is not None:
-                self._started.kill()
+            if self._popen is not None:
+                self._popen.kill()
 
-    def end(self) -> None:
-        """Ends it. May be called again."""
+    def close(self) -> None:
+        """Kills the process and waits for its end. Idempotent."""
         self.kill()
-        if self._started is not None:
-            _end(self._started)
+        if self._popen is not None:
+            _reap(self._popen)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was killed, so that every further task fails."""
+        return self._is_killed
 
     @property
     def pid(self) -> int | None:
-        """None: it was not started yet."""
-        return None if self._started is None else self._started.pid
+        """None: not started yet."""
+        return None if self._popen is None else self._popen.pid
 
-    def _process(self) -> subprocess.Popen[bytes]:
-        with self._starting:
+    def _start(self) -> subprocess.Popen[bytes]:
+        """The process, started if it is not. Raises TaskFailed if it was killed."""
+        with self._lock:
             if self._is_killed:
-                raise TaskFailed("was ended", is_own_doing=False)
-            if self._started is None:
-                self._started = _start(self._module, self.bounds)
-                weakref.finalize(self, _end, self._started)
-            return self._started
+                raise TaskFailed("was stopped", is_task_fault=False)
+            if self._popen is None:
+                self._popen = _spawn(self._module, self.limits)
+                weakref.finalize(self, _reap, self._popen)
+            return self._popen
 
-    def _why(self, status: int) -> TaskFailed:
+    def _failure(self, status: int) -> TaskFailed:
         if status == -signal.SIGPROF:
-            return TaskFailed(f"computed for more than {self.bounds.max_cpu_s:g} s", is_own_doing=True)
+            return TaskFailed(f"used more than {self.limits.max_cpu_s:g} s of CPU time", is_task_fault=True)
         if status == -signal.SIGSEGV:
-            return TaskFailed("crashed its process: it may be nested too deeply", is_own_doing=True)
-        is_own_doing = self.num_tasks == 0
+            return TaskFailed("crashed its process: it may be nested too deeply", is_task_fault=True)
+        # After other tasks the cause may be what those left in memory, or a kill from outside.
+        is_task_fault = self.num_tasks == 0
         if status in (-signal.SIGABRT, -signal.SIGKILL):
-            return TaskFailed("needs too much memory", is_own_doing=is_own_doing)
-        return TaskFailed(f"ended its process with status {status}", is_own_doing=is_own_doing)
+            return TaskFailed("needs too much memory", is_task_fault=is_task_fault)
+        return TaskFailed(f"ended its process with status {status}", is_task_fault=is_task_fault)
 
 
 def environment() -> dict[str, str]:
-    """What Python and the local time need, and none of the caller's secrets."""
+    """The environment of a process: what Python, locale and time zone need, so no secrets."""
     path = os.pathsep.join(part or str(Path.cwd()) for part in sys.path)
     kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
     return {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **kept}
 
 
-def _start(module: str, bounds: Bounds) -> subprocess.Popen[bytes]:
+def _spawn(module: str, limits: ProcessLimits) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(  # noqa: S603 - our own program
-        # -P: nothing is imported from where the caller happens to be.
-        [sys.executable, "-P", "-m", module, str(bounds.max_cpu_s), str(bounds.max_memory_bytes)],
+        # -P: modules are not imported from the current directory.
+        [sys.executable, "-P", "-m", module, str(limits.max_cpu_s), str(limits.max_memory_bytes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -137,7 +151,7 @@ def _start(module: str, bounds: Bounds) -> subprocess.Popen[bytes]:
     return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _reap(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -146,10 +160,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _write(process: subprocess.Popen[bytes], request: bytes, deadline_s: float) -> None:
+def _write(process: subprocess.Popen[bytes], task: bytes, deadline_s: float) -> None:
     assert process.stdin is not None
     descriptor = process.stdin.fileno()
-    rest = memoryview(len(request).to_bytes(_LENGTH_BYTES, "big") + request)
+    rest = memoryview(len(task).to_bytes(_LENGTH_BYTES, "big") + task)
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]
@@ -160,23 +174,23 @@ def _write(process: subprocess.Popen[bytes], request: bytes, deadline_s: float) 
 def _read(process: subprocess.Popen[bytes], max_bytes: int, deadline_s: float) -> bytes:
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
-    answer = bytearray()
-    until: int | None = None
-    while until is None or len(answer) < until:
+    result = bytearray()
+    end: int | None = None
+    while end is None or len(result) < end:
         _wait(descriptor, select.POLLIN, deadline_s)
         part = os.read(descriptor, _READ_BYTES)
         if not part:
             raise EOFError
-        answer += part
-        if until is None and len(answer) >= _LENGTH_BYTES:
-            until = _LENGTH_BYTES + int.from_bytes(answer[:_LENGTH_BYTES], "big")
-        if until is not None and (until > _LENGTH_BYTES + max_bytes or len(answer) > until):
-            raise TaskFailed("wrote too much", is_own_doing=True)
-    return bytes(memoryview(answer)[_LENGTH_BYTES:])
+        result += part
+        if end is None and len(result) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(result[:_LENGTH_BYTES], "big")
+        if end is not None and (end > _LENGTH_BYTES + max_bytes or len(result) > end):
+            raise TaskFailed("wrote too large a result", is_task_fault=True)
+    return bytes(memoryview(result)[_LENGTH_BYTES:])
 
 
 def _wait(descriptor: int, events: int, deadline_s: float) -> None:
     poll = select.poll()
     poll.register(descriptor, events)
     if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
-        raise TaskFailed("took too long", is_own_doing=True)
+        raise TaskFailed("took too long", is_task_fault=True)

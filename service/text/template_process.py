@@ -1,11 +1,11 @@
-"""The process in which chat templates run: tasks and answers are JSON.
+"""The process that renders chat templates: tasks and results are JSON.
 
-Nothing of a task is there in the next one: an environment is made for each, and of the one before only the
-template's code is kept, which does not change.
+Tasks do not affect each other: each gets a new Jinja environment. Only a template's compiled code, which is
+immutable, is kept.
 
-Templates get what the transformers library gives them: Jinja's sandbox with values that do not change, blocks
-whose lines leave no blanks, `break` and `continue`, `{% generation %}` around what an assistant says,
-`raise_exception`, `strftime_now`, and a `tojson` that escapes nothing for HTML.
+The environment is that of the transformers library: Jinja's sandbox with immutable values, trimmed blocks,
+`break` and `continue`, `{% generation %}`, `raise_exception`, `strftime_now`, and a `tojson` that does not
+escape for HTML.
 """
 
 from __future__ import annotations
@@ -29,28 +29,27 @@ from jinja2.utils import Namespace
 from service.text import task_loop
 
 
-def answer(task: bytes) -> bytes:
-    """Does one task: what a template makes of some names, or why it makes nothing of them."""
-    asked = json.loads(task)
-    return json.dumps(_answer(asked["source"], asked["names"], asked["max_output_characters"])).encode()
+def run(task: bytes) -> bytes:
+    """Runs one task: returns the rendered text or an error."""
+    return json.dumps(_render(**json.loads(task))).encode()
 
 
-def render(source: str, names: Mapping[str, Any], max_characters: int) -> str:
-    """What a template makes of some names.
+def render(source: str, variables: Mapping[str, Any], max_characters: int) -> str:
+    """Renders a template.
 
     Raises:
-        OverflowError: It is longer than that.
-        Exception: Whatever the template does wrong.
+        OverflowError: The text is longer than `max_characters`.
+        Exception: Any error of the template.
     """
     environment = make_environment()
     template = environment.template_class.from_code(
         environment, _compiled(source), environment.make_globals(None)
     )
     parts: list[str] = []
-    room = max_characters
-    for part in template.generate(**names):
-        room -= len(part)
-        if room < 0:
+    characters_left = max_characters
+    for part in template.generate(**variables):
+        characters_left -= len(part)
+        if characters_left < 0:
             raise OverflowError(f"it wrote more than {max_characters} characters")
         parts.append(part)
     return "".join(parts)
@@ -62,7 +61,7 @@ def _compiled(source: str) -> CodeType:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it."""
+    """The Jinja environment that chat templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -73,16 +72,16 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _answer(source: str, names: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
-    """`is_spent`: what it has taken may be missing in the next task."""
+def _render(source: str, variables: Mapping[str, Any], max_characters: int) -> dict[str, Any]:
+    """`must_restart`: the process must not run another task, because this one may have used up its memory."""
     try:
-        return {"text": render(source, names, max_characters)}
+        return {"text": render(source, variables, max_characters)}
     except MemoryError:
-        return {"error": "it needs too much memory", "is_spent": True}
+        return {"error": "it needs too much memory", "must_restart": True}
     except RecursionError:
-        return {"error": "it is nested too deeply", "is_spent": True}
+        return {"error": "it is nested too deeply", "must_restart": True}
     except OverflowError as error:
-        return {"error": str(error), "is_spent": True}
+        return {"error": str(error), "must_restart": True}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
     except Exception as error:
@@ -90,7 +89,7 @@ def _answer(source: str, names: Mapping[str, Any], max_characters: int) -> dict[
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what an assistant has said, for training. Written as it is."""
+    """`{% generation %}` marks an assistant's output for training. Its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - as in Jinja
 
@@ -102,7 +101,7 @@ class _Generation(Extension):
 
 
 class _SafeNamespace(Namespace):
-    """Jinja's, without the names by which Python's own attributes could be reached."""
+    """Jinja's namespace, without names that reach Python's own attributes."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         for name in dict(*args[1:], **kwargs):
@@ -140,4 +139,4 @@ def _strftime_now(form: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(task_loop.main(answer))
+    sys.exit(task_loop.main(run))

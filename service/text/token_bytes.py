@@ -1,9 +1,9 @@
-"""The bytes that each token adds to a text, as the tokenizer's decoder writes them, or that it has none.
+"""The bytes that each token adds to a text, as the tokenizer's decoder writes them.
 
-Nothing is guessed from a tokenizer's kind but how it spells bytes: what a token says is read off texts that
-were decoded, and a token that does not say the same wherever it stands has no bytes. So constraints on
-texts can be kept token by token, whatever the decoder does to spaces, prefixes and suffixes. What it does to
-the beginning of a text is left out: a sample continues its prompt.
+They are found by decoding: only the spelling of bytes is known from the decoder's type. A token that decodes
+differently in different places has no bytes. So constraints on texts can be applied token by token, whatever
+the decoder does to spaces, prefixes and suffixes. The beginning of a text does not matter: a sample continues
+its prompt.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
-# Tokens that are looked at to find two that others can be decoded between.
+# Tokens among which two anchors are looked for, to decode other tokens between them.
 _CANDIDATES = 4096
 _ANCHORS = 2
-# Where one look at a token is enough, so many get another.
+# Size of the sample of tokens that is checked once more.
 _MAX_CHECKED = 2048
-# The interpreter is not held for longer than these take.
+# Texts decoded in one call, during which no other Python thread runs.
 _MAX_DECODED = 2048
-# Fewer tokens than this that say the same everywhere: it is the decoder that is not understood.
-_UNDERSTOOD = 0.9
-_UNFIT = "constraints need a tokenizer whose tokens each stand for a text, and the model's is of another kind"
+# If less than this share of the tokens decodes the same everywhere, the decoder is not supported.
+_MIN_CONSISTENT = 0.9
+_UNSUPPORTED = "constraints need tokens that have the same text everywhere, and the model's have not"
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """For each id what it adds to a text, UTF-8, perhaps a part of a character.
+    """For each id the bytes it adds to a text: UTF-8, perhaps a part of a character.
 
-    Empty: nothing, as a special token or an id without a token; or not the same everywhere. Takes a second
-    for a large vocabulary.
+    Empty: a special token, an id without a token, or a token whose text differs from place to place. Takes a
+    second for a large vocabulary.
 
     Raises:
-        Unsupported: Most of the tokens are of the last kind.
+        Unsupported: The text of too many tokens differs from place to place.
     """
     ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
     size = ids[-1] + 1 if ids else 0
@@ -47,21 +47,21 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     ids = [token_id for token_id in ids if token_id not in special]
     decoders = _decoder_types(tokenizer)
     spelled = _spelled_bytes(tokenizer, ids, decoders)
-    # A decoder of bytes and nothing else puts them together.
-    seen = _some(ids) if decoders == {"ByteLevel"} else ids
+    # A decoder that only concatenates bytes needs no more than a sample.
+    checked = _sample(ids) if decoders == {"ByteLevel"} else ids
     found = [spelled.get(token_id, b"") for token_id in range(size)]
-    for token_id, text in zip(seen, _Texts(tokenizer, ids).of(seen), strict=True):
+    for token_id, text in zip(checked, _TokenTexts(tokenizer, ids).of(checked), strict=True):
         if token_id in spelled:
             found[token_id] = _checked(spelled[token_id], text)
         elif text is not None and _REPLACEMENT not in text:
             found[token_id] = text.encode()
-    if sum(bool(found[token_id]) for token_id in seen) < _UNDERSTOOD * len(seen):
-        raise Unsupported(_UNFIT)
+    if sum(bool(found[token_id]) for token_id in checked) < _MIN_CONSISTENT * len(checked):
+        raise Unsupported(_UNSUPPORTED)
     return found
 
 
 def constrained_tokens(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
-    """`token_bytes`, with special tokens by the names that grammars have for them; and the ids of those.
+    """`token_bytes`, but special tokens have the names that grammars use; and the ids of special tokens.
 
     Raises:
         Unsupported: As `token_bytes`.
@@ -75,8 +75,8 @@ def constrained_tokens(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
     return tokens, special_ids
 
 
-class _Texts:
-    """What tokens say between others."""
+class _TokenTexts:
+    """Finds the texts of tokens between others."""
 
     def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
         self._decode_batch = tokenizer.decode_batch
@@ -84,30 +84,30 @@ class _Texts:
 
     def of(self, ids: Sequence[int]) -> list[str | None]:
         """Of each token its text; None: it is not the same everywhere."""
-        (anchor, other), again = self._anchors, _some(ids)
-        texts = dict(zip(ids, self._between(anchor, other, ids), strict=True))
-        for token_id, text in zip(again, self._between(other, anchor, again), strict=True):
+        (first, second), sample = self._anchors, _sample(ids)
+        texts = dict(zip(ids, self._between(first, second, ids), strict=True))
+        for token_id, text in zip(sample, self._between(second, first, sample), strict=True):
             if text != texts[token_id]:
                 texts[token_id] = None
         return list(texts.values())
 
     def _between(
-        self, anchor: tuple[int, str, str], other: tuple[int, str, str], ids: Sequence[int]
+        self, before: tuple[int, str, str], after: tuple[int, str, str], ids: Sequence[int]
     ) -> list[str | None]:
-        """Of each token the text that stands, twice, behind another one, whether or not a third follows."""
-        (left, begin, _), (right, _, end) = anchor, other
+        """The text of each token. None: it changes if the token is repeated, or if `after` follows."""
+        (left, begin, _), (right, _, end) = before, after
         last = self._decode([[left, token_id, token_id] for token_id in ids])
         between = self._decode([[left, token_id, token_id, right] for token_id in ids])
         texts = []
         for text, longer in zip(last, between, strict=True):
             twice = text.removeprefix(begin)
             once = twice[: len(twice) // 2]
-            is_fit = text == begin + 2 * once and longer == text + end
-            texts.append(once if is_fit else None)
+            is_consistent = text == begin + 2 * once and longer == text + end
+            texts.append(once if is_consistent else None)
         return texts
 
     def _find_anchors(self, ids: Sequence[int]) -> tuple[tuple[int, str, str], tuple[int, str, str]]:
-        """Two tokens of letters or digits, each with its text at the beginning and behind another."""
+        """Two tokens of letters or digits, each with its text at the beginning and after another token."""
         ids = ids[:_CANDIDATES]
         alone = self._decode([[token_id] for token_id in ids])
         twice = self._decode([[token_id, token_id] for token_id in ids])
@@ -117,20 +117,20 @@ class _Texts:
                 anchors.append((token_id, first, both.removeprefix(first)))
             if len(anchors) == _ANCHORS:
                 return anchors[0], anchors[1]
-        raise Unsupported(_UNFIT)
+        raise Unsupported(_UNSUPPORTED)
 
     def _decode(self, texts: Sequence[list[int]]) -> list[str]:
         parts = [texts[begin : begin + _MAX_DECODED] for begin in range(0, len(texts), _MAX_DECODED)]
         return [text for part in parts for text in self._decode_batch(list(part))]
 
 
-def _some(ids: Sequence[int]) -> Sequence[int]:
-    """A sample of them, spread over all."""
+def _sample(ids: Sequence[int]) -> Sequence[int]:
+    """A sample, spread evenly over all."""
     return ids[:: max(1, len(ids) // _MAX_CHECKED)]
 
 
 def _spelled_bytes(tokenizer: Tokenizer, ids: Sequence[int], decoders: set[str]) -> dict[int, bytes]:
-    """Of tokens that the decoder takes for bytes, which."""
+    """The bytes of the tokens that the decoder writes as bytes."""
     spelled = {}
     for token_id in ids:
         token = tokenizer.id_to_token(token_id)
@@ -146,11 +146,11 @@ def _spelled_bytes(tokenizer: Tokenizer, ids: Sequence[int], decoders: set[str])
 
 
 def _checked(spelled: bytes, text: str | None) -> bytes:
-    """The bytes, if the decoded text says the same as far as it can."""
+    """The bytes; empty if they are a whole text that differs from the decoded one."""
     try:
         whole = spelled.decode()
     except UnicodeDecodeError:
-        # Twice the part of a character may be a character.
+        # Not comparable: a part of a character, decoded twice, may even be a character.
         return spelled
     return spelled if text == whole else b""
 
@@ -163,10 +163,10 @@ def _decoder_types(tokenizer: Tokenizer) -> set[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character by which byte-level tokenizers write each byte: itself, where it can be seen."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in set(seen)]
-    return {chr(byte): byte for byte in seen} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
+    """The character that byte-level tokenizers write for each byte: itself if it is visible."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in set(visible)]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
 
 
 _BYTES = _byte_level_alphabet()

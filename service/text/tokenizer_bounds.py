@@ -1,7 +1,7 @@
-"""Which tokenizers take little time and memory for any text: those whose every part is known to.
+"""Which tokenizers need little CPU time and memory for any text: those that consist of known parts only.
 
-A tokenizer is a program of whoever made the model: it may replace a character by a thousand, or split by an
-expression that takes exponential time. What is not known here may be harmless all the same.
+A tokenizer is an untrusted program of a model's authors: it may replace a character by a thousand, or split
+by an expression that takes exponential time. An unknown part may still be harmless.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# How many times longer a text may become: all parts together.
-_MOST_GROWTH = 128
-# Of a part's settings, and so how many parts there can be.
+# How many times longer all parts together may make a text.
+_MAX_GROWTH = 128
+# Of a part's settings as JSON. Also limits the number of nested parts.
 _MAX_PART_BYTES = 16 << 10
-# Of a template around a text, whose special tokens may be many tokens each.
+# Of a template around a text: each of its special tokens may be many tokens.
 _MAX_TEMPLATE_BYTES = 2048
 _MAX_AFFIX_CHARACTERS = 64
-# More than the longest token of known models has, which is a few hundred.
+# The longest tokens of known models have a few hundred characters.
 _MAX_TOKEN_CHARACTERS = 4096
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _FIRST = r"[^\r\n\p{L}\p{N}]?"
-QWEN_2 = rf"{_CONTRACTIONS}|{_FIRST}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"
-# Those of well-known models, which go through a text once.
+QWEN_2 = rf"{_CONTRACTIONS}|{_FIRST}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+# The splitting expressions of well-known models, which take linear time.
 _EXPRESSIONS = frozenset(
     (
         # GPT-2
@@ -38,11 +38,11 @@ _EXPRESSIONS = frozenset(
         QWEN_2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
         QWEN_2,
         # Qwen 3.5
-        rf"{_CONTRACTIONS}|{_FIRST}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
+        rf"{_CONTRACTIONS}|{_FIRST}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
         # GPT-4o; Mistral
         *(
             rf"{_FIRST}{_UPPER}*{_LOWER}+{end}|{_FIRST}{_UPPER}+{_LOWER}*{end}"
-            rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"
+            rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
             for end, digits in ((f"{_CONTRACTIONS}?", r"\p{N}{1,3}"), ("", r"\p{N}"))
         ),
         # DeepSeek
@@ -50,13 +50,13 @@ _EXPRESSIONS = frozenset(
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
         (
             r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}"
+            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
         ),
-        # The model that is shipped.
+        # The shipped model
         r"\s+",
     )
 )
-# By the name of a part: how many characters it can make of one.
+# By type of a part: how many characters it can make of one.
 _NORMALIZERS = {
     "NFC": 3,
     "NFD": 4,
@@ -86,7 +86,7 @@ _DECODERS = dict.fromkeys(
 
 
 def encodes_in_bounds(tokenizer: Tokenizer) -> bool:
-    """Whether any text costs little more than as many characters of an ordinary one."""
+    """Whether encoding any text costs little more than an ordinary text of its length."""
     model = tokenizer.model
     if type(model).__name__ != "BPE" or tokenizer.padding is not None or tokenizer.truncation is not None:
         return False
@@ -95,18 +95,18 @@ def encodes_in_bounds(tokenizer: Tokenizer) -> bool:
         return False
     growth = _growth(tokenizer.normalizer, _NORMALIZERS) * _growth(tokenizer.pre_tokenizer, _PRE_TOKENIZERS)
     growth *= _growth(tokenizer.post_processor, _PROCESSORS, _MAX_TEMPLATE_BYTES)
-    return growth <= _MOST_GROWTH
+    return growth <= _MAX_GROWTH
 
 
 def decodes_in_bounds(tokenizer: Tokenizer) -> bool:
-    """Whether any tokens cost little more than as many of an ordinary tokenizer."""
+    """Whether decoding any tokens costs little more than with an ordinary tokenizer."""
     tokens = tokenizer.get_vocab(with_added_tokens=True)
     is_long = max(map(len, tokens), default=0) > _MAX_TOKEN_CHARACTERS
-    return not is_long and _growth(tokenizer.decoder, _DECODERS) <= _MOST_GROWTH
+    return not is_long and _growth(tokenizer.decoder, _DECODERS) <= _MAX_GROWTH
 
 
 def _growth(part: Any, known: Mapping[str, int], max_bytes: int = _MAX_PART_BYTES) -> float:
-    """How many times longer a part of a tokenizer makes a text; infinite where that is not known."""
+    """How many times longer a part of a tokenizer can make a text; infinite: unknown."""
     if part is None:
         return 1.0
     settings = part.__getstate__()
@@ -116,7 +116,7 @@ def _growth(part: Any, known: Mapping[str, int], max_bytes: int = _MAX_PART_BYTE
 
 
 def _flat(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The parts of a sequence, or of one in it."""
+    """The part itself, or the parts of a sequence, recursively."""
     if part["type"] != "Sequence":
         yield part
         return
@@ -134,8 +134,8 @@ def _growth_of_one(part: Mapping[str, Any], known: Mapping[str, int]) -> float:
         case {"type": "Split", "pattern": {"String": str(text)}} if text:
             return 1.0
         case {"type": "Replace" | "Split", "pattern": {"Regex": str(text)}}:
-            # Some have the characters, and some what stands for them.
-            written = text.replace("\r", r"\r").replace("\n", r"\n")
-            return max(1.0, len(part.get("content", ""))) if written in _EXPRESSIONS else math.inf
+            # Some files have line breaks, and some the escapes for them.
+            escaped = text.replace("\r", r"\r").replace("\n", r"\n")
+            return max(1.0, len(part.get("content", ""))) if escaped in _EXPRESSIONS else math.inf
         case _:
             return known.get(part["type"], math.inf)

@@ -1,7 +1,7 @@
-"""The process in which a tokenizer encodes texts that may take it long, or make it large.
+"""The process that encodes texts with a tokenizer that may need much CPU time or memory.
 
-The first task is the tokenizer; of those that follow each is a text, behind a + if special tokens are to go
-around it, else behind a -. A panic ends the process.
+The first task is the tokenizer. Each further task is a text after a + (add special tokens) or a - (do not).
+A panic ends the process.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from service.text import task_loop
 
 
 class Encoder:
-    """The tokenizer, once it is known."""
+    """The tokenizer, from the first task on."""
 
     def __init__(self) -> None:
         self._tokenizer: Tokenizer | None = None
 
-    def answer(self, task: bytes) -> bytes:
-        """The tokens of a text, each in four bytes; nothing for the tokenizer."""
+    def run(self, task: bytes) -> bytes:
+        """The tokens of a text, four bytes each; empty for the tokenizer."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_buffer(task)
             return b""
@@ -32,6 +32,6 @@ class Encoder:
 
 
 if __name__ == "__main__":
-    # A thread for each core is of no use to one text, and takes address space, which is bounded.
+    # One text does not profit from a thread per core, and each thread takes address space, which is limited.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    sys.exit(task_loop.main(Encoder().answer))
+    sys.exit(task_loop.main(Encoder().run))

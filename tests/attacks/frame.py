@@ -15,11 +15,10 @@ from typing import Any
 
 import psutil
 from google.protobuf.message import Message
-from grpc_status import rpc_status
-from quire.errors import from_status
 
 from benchmarks.checkout import ROOT
 from tests.attacks.bystanders import Bystanders
+from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 
 SERVICE = "/quire.v1.ModelExecutorService/"
@@ -74,9 +73,7 @@ class Scene:
 
 def said(error: Any) -> str:
     """A failed call's code and reason."""
-    status = rpc_status.from_call(error)
-    reason = from_status(status).reason if status is not None else ""
-    return f"{error.code().name} {reason}".strip()
+    return f"{error.code().name} {reason_of(error)}".strip()
 
 
 @dataclass(frozen=True, slots=True)

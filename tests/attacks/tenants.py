@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.v1 import executor_pb2 as pb
 
-from service.doors.tokens import Role, new_token
+from service.auth.tokens import Role, new_token
 from tests.attacks.frame import TIMEOUT_S, Attack, Scene
 from tests.gateway_process import GatewayProcess
 

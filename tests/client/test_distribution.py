@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ for name in quire.__all__:
 
 with quire.Client(target) as client, client.prefill([1, 2, 3]) as cache:
     print(cache.decode(4).token_id)
+
+from quire.cli.main import main
+print([main([*command.split(), "--target", target]) for command in ("caches list", "status", "load")])
 """
 
 
@@ -70,10 +74,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_it_holds_the_client_and_typed_stubs_only(wheel: Path) -> None:
+def test_it_holds_the_client_its_command_and_typed_stubs_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = [*CLIENT.glob("quire/*.py"), *CLIENT.glob("quire/v1/*.py"), *CLIENT.glob("quire/v1/*.pyi")]
+    sources = [*CLIENT.glob("quire/**/*.py"), *CLIENT.glob("quire/v1/*.pyi")]
     assert names == {path.relative_to(CLIENT).as_posix() for path in sources} | {"quire/py.typed"}
     assert {"quire/v1/executor_pb2.pyi", "quire/v1/executor_pb2_grpc.pyi"} <= names
 
@@ -81,12 +85,20 @@ def test_it_holds_the_client_and_typed_stubs_only(wheel: Path) -> None:
 def test_it_depends_on_grpc_and_protobuf_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(archive.read(name))
-    assert metadata["Name"] == "quire-llm"
-    lines = metadata.get_all("Requires-Dist", [])
+        built = email.message_from_bytes(archive.read(name))
+    assert built["Name"] == "quire-llm"
+    lines = built.get_all("Requires-Dist", [])
     requirements = {line.split(">")[0] for line in lines if "extra ==" not in line}
     assert requirements == {"grpcio", "protobuf", "googleapis-common-protos"}
     assert [line.split(">")[0] for line in lines if 'extra == "text"' in line] == ["tokenizers"]
+
+
+def test_it_has_the_command_and_the_server_adds_to_it() -> None:
+    found = metadata.entry_points(group="console_scripts", name="quire")
+    assert {point.dist.name for point in found if point.dist is not None} == {"quire-llm"}
+    added = metadata.entry_points(group="quire.commands")
+    assert added.names == {"serve", "state", "token"}
+    assert {point.dist.name for point in added if point.dist is not None} == {"quire-llm-server"}
 
 
 def test_installed_alone_it_completes_calls(
@@ -99,7 +111,12 @@ def test_installed_alone_it_completes_calls(
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "10"), done.stderr
+    assert done.returncode == 0, done.stderr
+    token, header, statuses = done.stdout.splitlines()
+    assert (token, header.split()[0], statuses) == ("10", "cache", "[0, 1, 1]")
+    said = "needs the extra `cli`; in a checkout of Quire: `pip install './clients/python[cli]'`"
+    status, load = done.stderr.splitlines()
+    assert status == f"quire: status {said} (refused: rich)" and load.startswith(f"quire: load {said}")
     assert executor.caches == {}
 
 

@@ -94,7 +94,7 @@ def test_a_mask_for_fewer_tokens_does_not_allow_the_others(words: bool) -> None:
     """As tokenizers make them, which may have fewer tokens than the model."""
     made_for = VOCAB - 300
     most = packed_of(set(range(50, made_for)), made_for, 1, words=words)
-    with pytest.raises(InvalidArgument, match="hold one bit for each token"):
+    with pytest.raises(InvalidArgument, match="one bit for each token takes"):
         allowed_in(token_mask(most), VOCAB)
     few = packed_of({5, 99}, made_for, 0, words=words)
     assert allowed_in(token_mask(few), VOCAB) == {5, 99}

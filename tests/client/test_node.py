@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from service.doors.tokens import Role, new_token
+from service.auth.tokens import Role, new_token
 from tests.certificates import Authority
 from tests.gateway_process import GatewayProcess
 

@@ -1,4 +1,4 @@
-"""The README's code and commands, run against the shipped model as they are written there."""
+"""The code and commands of the README, the tutorial and docs/serving.md, run as they are written there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from quire.v1 import executor_pb2
 from benchmarks import checkout
 from tests.gateway_process import ROOT, GatewayProcess
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ("README.md", "docs/tutorial.md", "docs/serving.md")
+TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 BIN = Path(sys.executable).parent
 
 
@@ -34,7 +35,7 @@ def address(gateway: GatewayProcess) -> str:
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 def commands(program: str) -> list[list[str]]:
@@ -58,7 +59,7 @@ def test_what_dies_is_found_again(tmp_path: Path) -> None:
     """It kills a worker, then the server, and goes on with the same cache."""
     (code,) = filter(starts_a_server, blocks("python"))
     script = tmp_path / "copied.py"
-    quire = f'"{sys.executable}", "-m", "service.cli.main"'
+    quire = f'"{sys.executable}", "-m", "quire.cli"'
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     script.write_text(code.replace('".venv/bin/quire"', quire).replace("127.0.0.1:50052", address))
@@ -77,8 +78,8 @@ def test_the_python_code(address: str, tmp_path: Path) -> None:
         script = tmp_path / "copied.py"
         script.write_text(code.replace("127.0.0.1:50051", address))
         printed.append(run(sys.executable, str(script)).strip())
-    first, session, whole, patient = printed
-    assert (first, patient) == ("46", "3")
+    first, text, session, whole, patient = printed
+    assert (first, text, patient) == ("46", "46", "3")
     answer, *chunks = whole.splitlines()
     said = ["".join(line[2:] for line in chunks if line.startswith(f"{n} ")) for n in range(3)]
     assert (answer, said) == ("46", ["1", "2", "3"])
@@ -89,7 +90,7 @@ def test_the_python_code(address: str, tmp_path: Path) -> None:
 
 def test_the_commands(address: str) -> None:
     generate, status, *_ = commands("quire")
-    quire = (sys.executable, "-m", "service.cli.main")
+    quire = (sys.executable, "-m", "quire.cli")
     assert run(*quire, *generate, "--target", address, cwd=ROOT).strip() == "46"
     assert "worker-0" in run(*quire, *status, "--target", address, cwd=ROOT)
 
@@ -100,7 +101,7 @@ def test_a_server_that_is_ready_says_what_to_try_next(gateway: GatewayProcess) -
     assert ready["listen"] == gateway.address
     program, *arguments = shlex.split(str(ready["try_next"]))
     assert program == "quire"
-    assert run(sys.executable, "-m", "service.cli.main", *arguments, cwd=ROOT).strip() == "46"
+    assert run(sys.executable, "-m", "quire.cli", *arguments, cwd=ROOT).strip() == "46"
 
 
 def test_buf_curl_through_reflection(address: str) -> None:

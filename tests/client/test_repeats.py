@@ -110,6 +110,17 @@ def test_what_nothing_fences_is_sent_once(name: str, target: str, executor: Fake
         assert len(executor.calls[rpc]) == before + 1
 
 
+def test_a_client_without_retries_sends_nothing_twice(target: str, executor: FakeExecutor) -> None:
+    with Client(target, timeout_s=20, retries=False) as client:
+        cache = client.prefill([1, 2, 3])
+        for rpc, make in MADE_BY.items():
+            before = len(executor.calls[rpc])
+            executor.fail(rpc, LOST)
+            with pytest.raises(Unavailable):
+                make(client, cache)
+            assert len(executor.calls[rpc]) == before + 1
+
+
 def test_calls_of_the_stub_are_sent_once(target: str, executor: FakeExecutor) -> None:
     with Client(target, timeout_s=20) as client:
         client.prefill([1, 2, 3])

@@ -30,7 +30,7 @@ CHOSEN = (
 def test_the_server_ends_and_says_why(tmp_path: Path, bad: BadDirectory) -> None:
     directory = make_good(tmp_path / "model", sharded=bad.sharded)
     bad.damage(directory)
-    command = [sys.executable, "-m", "service.cli.main", "serve", "--log-format", "json"]
+    command = [sys.executable, "-m", "quire.cli", "serve", "--log-format", "json"]
     flags = ["--listen", "127.0.0.1:0", "--model", str(directory)]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=False)
     records = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]

@@ -56,7 +56,9 @@ def calls() -> list[Call]:
     for service_section in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         service, _, rest = service_section.partition("\n")
         for section in re.split(r"^### ", rest, flags=re.MULTILINE)[1:]:
-            parts = re.fullmatch(r"(\w+)\n\n.+?\n\n```sh\n(.+?)\n```\n\nAnswer: (.+)\n+", section, re.DOTALL)
+            parts = re.fullmatch(
+                r"(\w+)\n\n.+?\n\n```sh\n(.+?)\n```\n\nResponse: (.+)\n+", section, re.DOTALL
+            )
             assert parts, f"{service}: no sentence, line and answer in\n{section}"
             found.append(Call(f"{service}/{parts[1]}", parts[2].replace("\\\n", " "), parts[3]))
     return found

@@ -19,7 +19,8 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc as pb_grpc
 
 from service.config import Config
-from service.server import Gateway, serve
+from service.gateway import Gateway
+from service.server import serve
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 
@@ -29,21 +30,21 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def serve_until_it_ends(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service.cli.main", "serve", "--log-format", "json", *flags]
+    command = [sys.executable, "-m", "quire.cli", "serve", "--log-format", "json", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_shipped_model_adds(shipped_gateway: GatewayProcess) -> None:
     target = ["--target", shipped_gateway.address]
     for prompt, answer in (("12+34=", "46"), ("999+1=", "1000"), ("0+0=", "0")):
-        command = [sys.executable, "-m", "service.cli.main", "generate", *target, prompt]
+        command = [sys.executable, "-m", "quire.cli", "generate", *target, prompt]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert answer in done.stdout.replace(prompt, "").split()
     shipped_gateway.assert_pools_are_whole()
 
 
 def test_status_is_a_table_of_workers(shipped_gateway: GatewayProcess) -> None:
-    command = [sys.executable, "-m", "service.cli.main", "status", "--target", shipped_gateway.address]
+    command = [sys.executable, "-m", "quire.cli", "status", "--target", shipped_gateway.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "worker-0" in done.stdout and "worker-1" in done.stdout
 

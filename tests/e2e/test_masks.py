@@ -1,4 +1,4 @@
-"""Masks of every form through a real gateway: the same set is the same choice, wherever a mask can stand."""
+"""Masks of every form through a real gateway: equal sets give equal choices, in every call with a mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 30
 
 @pytest.fixture
 def caches(tiny_gateway: GatewayProcess) -> Iterator[list[str]]:
-    """Four that hold PROMPT. Others look whether the gateway's pools are empty."""
+    """Four caches that hold PROMPT. Released at the end: other tests check for empty pools."""
     stub = tiny_gateway.stub
     first = stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S).kv_cache.cache_id
     others = stub.ForkCache(pb.ForkCacheRequest(cache_id=first, count=3), timeout=TIMEOUT_S).kv_caches
@@ -30,7 +30,7 @@ def caches(tiny_gateway: GatewayProcess) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 50, 96, 97])
-def test_each_item_has_a_mask_of_its_own(tiny_gateway: GatewayProcess, caches: list[str], count: int) -> None:
+def test_each_item_has_its_own_mask(tiny_gateway: GatewayProcess, caches: list[str], count: int) -> None:
     """In every call: decodes, prefills, a verify and its rows, mixed steps, scorings, executions."""
     stub = tiny_gateway.stub
     allowed = set(random.Random(count).sample(range(VOCAB), count))
@@ -47,11 +47,11 @@ def test_each_item_has_a_mask_of_its_own(tiny_gateway: GatewayProcess, caches: l
     unified = stub.UnifiedForward(pb.UnifiedForwardRequest(items=items), timeout=TIMEOUT_S)
     scorings = [pb.ForwardRequest(token_ids=PROMPT, score_from=5, output=output) for output in outputs]
     scored = stub.BatchForward(pb.BatchForwardRequest(items=scorings), timeout=TIMEOUT_S)
-    said = [
+    choices = [
         [result.response.output.token_id for result in answer.results]
         for answer in (decoded, prefilled, unified)
     ]
-    said += [[result.response.outputs[row].token_id for result in scored.results] for row in (0, 1)]
+    choices += [[result.response.outputs[row].token_id for result in scored.results] for row in (0, 1)]
     rows = [types_pb2.VerifyRow(), *(types_pb2.VerifyRow(mask=mask) for mask in masks)]
     for row in range(5):
         of_row = []
@@ -61,7 +61,7 @@ def test_each_item_has_a_mask_of_its_own(tiny_gateway: GatewayProcess, caches: l
             )
             answer = stub.ForwardVerify(verify, timeout=TIMEOUT_S)
             of_row.append(answer.outputs[0].token_id)
-        said.append(of_row)
+        choices.append(of_row)
     executed = runner_pb2.ExecuteRequest(
         items=[
             runner_pb2.ExecuteItem(
@@ -76,7 +76,7 @@ def test_each_item_has_a_mask_of_its_own(tiny_gateway: GatewayProcess, caches: l
             for index, mask in enumerate(masks)
         ]
     )
-    for tokens in said:
+    for tokens in choices:
         assert len(set(tokens)) == 1 and tokens[0] in allowed
     texts: dict[str, list[int]] = {}
     assert tiny_gateway.channel is not None

@@ -1,4 +1,4 @@
-"""OpenAI's own client, and worse ones, against the HTTP front of a real gateway."""
+"""OpenAI's own client, and misbehaving ones, against the HTTP server of a real gateway."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import pytest
 from quire import Client
 from transformers import PreTrainedTokenizerFast
 
-from service.doors.tokens import Role, new_token
+from service.auth.tokens import Role, new_token
 from tests.chat_templates import QWEN, byte_tokenizer
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, hf_greedy, make_model
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 QUESTION = [{"role": "user", "content": "What is 2 < 3?"}]
 
 
-class Fronted(GatewayProcess):
-    """A gateway with a front, of which tests want to know the address."""
+class HttpGateway(GatewayProcess):
+    """A gateway that serves OpenAI's API, with its port."""
 
     @property
     def port(self) -> int:
@@ -34,7 +34,7 @@ class Fronted(GatewayProcess):
 
     def client(self, key: str = "none") -> Any:
         url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key=key, timeout=PATIENCE_S, max_retries=0)
+        return openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +56,19 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 
 
 @pytest.fixture(scope="module")
-def gateway(model: Path) -> Iterator[Fronted]:
+def gateway(model: Path) -> Iterator[HttpGateway]:
     flags = ["--dtype", "float32", "--kv-pages", "512", "--openai-listen", "127.0.0.1:0"]
     flags += ["--message-timeout-s", "1"]
     flags += ["--max-request-bytes", str(1 << 18)]
-    with Fronted(model=str(model), flags=flags) as gateway:
+    with HttpGateway(model=str(model), flags=flags) as gateway:
         yield gateway
 
 
 @pytest.fixture
-def client(gateway: Fronted) -> Iterator[Any]:
+def client(gateway: HttpGateway) -> Iterator[Any]:
     with gateway.client() as client:
         yield client
-    # Whatever was asked, nothing of it is left.
+    # No request leaves anything behind.
     gateway.wait_until(lambda: not gateway.status().caches and not gateway.status().operations_in_flight)
 
 
@@ -81,11 +81,14 @@ def test_models(client: Any) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_a_chat_is_the_one_of_transformers(
+def test_a_chat_equals_that_of_transformers(
     client: Any, model: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    said: list[Any] = [{"role": "developer", "content": [{"type": "text", "text": "Be kind €."}]}, *QUESTION]
-    answer = client.chat.completions.create(model="talker", messages=said, temperature=0, max_tokens=12)
+    request: list[Any] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be kind €."}]},
+        *QUESTION,
+    ]
+    answer = client.chat.completions.create(model="talker", messages=request, temperature=0, max_tokens=12)
     messages = [{"role": "system", "content": "Be kind €."}, *QUESTION]
     prompt: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     expected = hf_greedy(model, prompt, 12)
@@ -95,7 +98,7 @@ def test_a_chat_is_the_one_of_transformers(
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
     assert (answer.usage.completion_tokens, answer.object, answer.model) == (12, "chat.completion", "talker")
     stream = client.chat.completions.create(
-        model="local", messages=said, temperature=0, max_completion_tokens=12, stream=True,
+        model="local", messages=request, temperature=0, max_completion_tokens=12, stream=True,
         stream_options={"include_usage": True},
     )  # fmt: skip
     first, *chunks, last = list(stream)
@@ -103,12 +106,12 @@ def test_a_chat_is_the_one_of_transformers(
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
     assert last.choices == [] and last.usage is not None
-    # Computed before.
+    # The same prompt as before.
     assert last.usage.completion_tokens == 12 and last.usage.total_tokens == answer.usage.total_tokens
     assert len({chunk.id for chunk in chunks} | {first.id, last.id}) == 1
 
 
-def test_completions_of_several_prompts(gateway: Fronted, client: Any) -> None:
+def test_completions_of_several_prompts(gateway: HttpGateway, client: Any) -> None:
     prompts = [list(b"one, two"), [7], [9, 8]]
     with Client(gateway.address) as grpc_client:
         expected = [
@@ -128,10 +131,10 @@ def test_completions_of_several_prompts(gateway: Fronted, client: Any) -> None:
         found[chunk.choices[0].index] += chunk.choices[0].text
     assert found == texts
     one = client.completions.create(model="talker", prompt="a", temperature=0)
-    assert one.usage is not None and one.usage.completion_tokens == 16, "as OpenAI's API has it"
+    assert one.usage is not None and one.usage.completion_tokens == 16, "the default of OpenAI's API"
 
 
-def test_samples_are_drawn_with_their_seeds_and_end_at_stops(client: Any) -> None:
+def test_samples_depend_on_seeds_and_end_at_stop_texts(client: Any) -> None:
     def ask(**settings: Any) -> list[Any]:
         made = client.chat.completions.create(
             model="talker", messages=QUESTION, max_tokens=24, n=3, **settings
@@ -155,9 +158,9 @@ def test_samples_are_drawn_with_their_seeds_and_end_at_stops(client: Any) -> Non
 def test_logprobs(client: Any) -> None:
     settings: dict[str, Any] = {"model": "talker", "max_tokens": 6, "temperature": 0}
     chat = client.chat.completions.create(messages=QUESTION, logprobs=True, top_logprobs=3, **settings)
-    told = chat.choices[0].logprobs.content
-    assert len(told) == 6 and all(len(entry.top_logprobs) == 3 for entry in told)
-    for entry in told:
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 6 and all(len(entry.top_logprobs) == 3 for entry in content)
+    for entry in content:
         assert entry.token == entry.top_logprobs[0].token, "greedy"
         assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob) and entry.logprob < 0
         assert entry.bytes in (None, list(entry.token.encode()))
@@ -165,7 +168,7 @@ def test_logprobs(client: Any) -> None:
         messages=QUESTION, logprobs=True, top_logprobs=3, stream=True, **settings
     )
     entries = [e for c in streamed if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
-    assert [e.token for e in entries] == [e.token for e in told]
+    assert [e.token for e in entries] == [e.token for e in content]
     text = client.completions.create(prompt="abc", logprobs=2, **settings).choices[0]
     assert text.logprobs is not None and text.logprobs.text_offset is not None
     assert text.logprobs.text_offset[0] == 0 and len(text.logprobs.tokens or []) == 6
@@ -200,8 +203,8 @@ def test_logprobs(client: Any) -> None:
         ({"model": None}, "model", "bad_field"),
     ],
 )
-def test_what_makes_no_sense_is_refused(client: Any, settings: dict[str, Any], param: str, code: str) -> None:
-    # As bytes: the client cannot write halves of characters.
+def test_invalid_requests_are_refused(client: Any, settings: dict[str, Any], param: str, code: str) -> None:
+    # As bytes: the client cannot send unpaired surrogates.
     body = json.dumps({"model": "talker", "messages": QUESTION, **settings}).encode()
     options = {"headers": {"content-type": "application/json"}}
     with pytest.raises(openai.BadRequestError) as caught:
@@ -210,7 +213,7 @@ def test_what_makes_no_sense_is_refused(client: Any, settings: dict[str, Any], p
     assert caught.value.type == "invalid_request_error"
 
 
-def test_what_changes_nothing_is_ignored(client: Any) -> None:
+def test_fields_that_change_nothing_are_ignored(client: Any) -> None:
     client.chat.completions.create(
         model="talker", messages=QUESTION, max_tokens=1, user="me", metadata={"a": "b"}, store=False,
         service_tier="auto", stop=None, tools=[], parallel_tool_calls=True, modalities=["text"],
@@ -220,14 +223,14 @@ def test_what_changes_nothing_is_ignored(client: Any) -> None:
 
 def test_tools_reach_the_template(client: Any) -> None:
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    plain, told, untold = (
+    plain, with_tools, without_tools = (
         client.chat.completions.create(model="talker", messages=QUESTION, max_tokens=1, **settings)
         for settings in ({}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "none"})
     )
-    assert plain.usage.prompt_tokens == untold.usage.prompt_tokens < told.usage.prompt_tokens
+    assert plain.usage.prompt_tokens == without_tools.usage.prompt_tokens < with_tools.usage.prompt_tokens
 
 
-def test_an_answer_is_of_its_schema(client: Any) -> None:
+def test_a_response_matches_its_schema(client: Any) -> None:
     schema = {
         "type": "object",
         "properties": {"is_less": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
@@ -240,8 +243,8 @@ def test_an_answer_is_of_its_schema(client: Any) -> None:
     )
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
-        said = json.loads(choice.message.content)
-        assert set(said) == {"is_less", "kind"} and said["kind"] in "ab"
+        value = json.loads(choice.message.content)
+        assert set(value) == {"is_less", "kind"} and value["kind"] in "ab"
     form["json_schema"]["schema"] = {"type": "nothing"}  # type: ignore[index]
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="talker", messages=QUESTION, response_format=form)
@@ -261,7 +264,7 @@ def test_errors_have_their_status(client: Any) -> None:
     for settings in ({"echo": True}, {"suffix": "x"}, {"best_of": 2}):
         with pytest.raises(openai.BadRequestError, match=next(iter(settings))):
             client.completions.create(model="talker", prompt="x", **settings)
-    with pytest.raises(openai.NotFoundError, match="nothing at this path"):
+    with pytest.raises(openai.NotFoundError, match="nothing is served at this path"):
         client.embeddings.create(model="talker", input="x")
     with pytest.raises(openai.APIStatusError) as method:
         client.get("/completions", cast_to=object)
@@ -272,7 +275,7 @@ def test_errors_have_their_status(client: Any) -> None:
     assert client.completions.create(model="talker", prompt="x", max_tokens=1).choices
 
 
-def test_a_client_who_goes_leaves_nothing(gateway: Fronted, client: Any) -> None:
+def test_a_client_that_disconnects_ends_its_batch(gateway: HttpGateway, client: Any) -> None:
     stream = client.completions.create(model="talker", prompt="x", max_tokens=400, n=8, stream=True)
     next(iter(stream))
     assert gateway.status().caches
@@ -285,8 +288,8 @@ def test_a_client_who_goes_leaves_nothing(gateway: Fronted, client: Any) -> None
     gateway.wait_until(lambda: not gateway.status().caches)
 
 
-def connected(gateway: Fronted) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S)
+def connected(gateway: HttpGateway) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", gateway.port), timeout=TIMEOUT_S)
 
 
 def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
@@ -295,15 +298,15 @@ def post(path: str, body: bytes, *headers: str, length: int | None = None) -> by
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def answered(raw: socket.socket) -> tuple[int, Any]:
-    """An answer's status and value."""
+def read_response(raw: socket.socket) -> tuple[int, Any]:
+    """A response's status and JSON."""
     response = http.client.HTTPResponse(raw)
     response.begin()
     return response.status, json.loads(response.read())
 
 
-def ended(raw: socket.socket) -> bytes:
-    """All that comes until the other side ends it."""
+def read_to_end(raw: socket.socket) -> bytes:
+    """All bytes until the server closes the connection."""
     found = b""
     try:
         while part := raw.recv(65536):
@@ -316,81 +319,81 @@ def ended(raw: socket.socket) -> bytes:
 GOOD = json.dumps({"model": "talker", "prompt": [1], "max_tokens": 1}).encode()
 
 
-def test_bytes_that_are_no_request(gateway: Fronted, client: Any) -> None:
+def test_bytes_that_are_not_http(gateway: HttpGateway, client: Any) -> None:
     rng = random.Random(3)
     for noise in (b"\x16\x03\x01", b"GET HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\r\n" * 9):
         with connected(gateway) as raw:
             raw.sendall(noise + rng.randbytes(300) + b"\r\n\r\n")
-            # What seems to be an old request names no host.
-            assert ended(raw)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 421")
+            # 421: what looks like an HTTP/1.0 request has no Host header.
+            assert read_to_end(raw)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 421")
     with connected(gateway) as raw:
         raw.sendall(b"GET /v1/models HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
-        assert ended(raw)[:12] in (b"", b"HTTP/1.1 400")
+        assert read_to_end(raw)[:12] in (b"", b"HTTP/1.1 400")
     for body in (b"", b"{", b"[" * 100_000, b"NaN", b"\xff", b'{"model": 1}', b"[1]", b"1" * 5000, b"null"):
         with connected(gateway) as raw:
             raw.sendall(post("/v1/completions", body))
-            status, told = answered(raw)
-            assert status == 400 and set(told["error"]) == {"message", "type", "param", "code"}
+            status, response = read_response(raw)
+            assert status == 400 and set(response["error"]) == {"message", "type", "param", "code"}
     with connected(gateway) as raw:
         raw.sendall(post("/v1/completions", GOOD).replace(b"application/json", b"text/plain"))
-        assert answered(raw)[0] == 415
+        assert read_response(raw)[0] == 415
     with connected(gateway) as raw:
         raw.sendall(post("/v1/completions", GOOD).replace(b"localhost", b"evil.example"))
-        assert answered(raw)[0] == 421
+        assert read_response(raw)[0] == 421
     assert "failed unexpectedly" not in gateway.log() and "Traceback" not in gateway.log()
 
 
-def test_requests_that_do_not_arrive(gateway: Fronted, client: Any) -> None:
-    """Nobody says a word, half of the headers, half of a body, and a body that is half closed."""
+def test_incomplete_requests_time_out(gateway: HttpGateway, client: Any) -> None:
+    """No bytes, half of the headers, half of a body, and half of a body before a half close."""
     silent, headers, body, closed = (connected(gateway) for _ in range(4))
     with silent, headers, body, closed:
         headers.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localh")
         body.sendall(post("/v1/completions", GOOD[:10], length=200))
         closed.sendall(post("/v1/completions", GOOD[:10], length=200))
         closed.shutdown(socket.SHUT_WR)
-        assert ended(closed) == ended(silent) == ended(headers) == b""
-        status, told = answered(body)
-        assert status == 408 and told["error"]["code"] == "message_timeout"
+        assert read_to_end(closed) == read_to_end(silent) == read_to_end(headers) == b""
+        status, response = read_response(body)
+        assert status == 408 and response["error"]["code"] == "message_timeout"
 
 
-def test_pipelined_requests_are_answered_in_order(gateway: Fronted, client: Any) -> None:
+def test_pipelined_requests_are_answered_in_order(gateway: HttpGateway, client: Any) -> None:
     with connected(gateway) as raw:
         raw.sendall(post("/v1/completions", GOOD) + post("/v1/none", b"{}") + post("/v1/completions", GOOD))
         found = b""
         while found.count(b"HTTP/1.1 ") < 2:
             found += raw.recv(65536)
-        rest = found + ended(raw)
+        rest = found + read_to_end(raw)
         statuses = [part[:3] for part in rest.split(b"HTTP/1.1 ")[1:]]
         assert statuses[:2] == [b"200", b"404"]
 
 
-def test_doors_and_the_end_of_the_server(tmp_path: Path) -> None:
+def test_authentication(tmp_path: Path) -> None:
     made = {"alice": new_token("alice", [Role.CALL]), "ops": new_token("ops", [Role.OBSERVE])}
     lines = [line for _, line in made.values()]
     (tmp_path / "tokens").write_text("\n".join(["[tokens]", *lines, "[tenants.alice]", "max_in_flight = 4"]))
     flags = ["--openai-listen", "127.0.0.1:0", "--tokens", str(tmp_path / "tokens"), "--drain-grace-s", "0.2"]
 
-    class Guarded(Fronted):
+    class TokenGateway(HttpGateway):
         def status(self) -> Any:
             with Client(self.address, token=made["ops"][0], timeout_s=30) as ops:
                 return ops.status()
 
-    with Guarded(model="adder", flags=flags) as gateway:
+    with TokenGateway(model="adder", flags=flags) as gateway:
         for key in ("wrong", made["alice"][0][:-1]):
-            with gateway.client(key) as nobody, pytest.raises(openai.AuthenticationError) as refused:
-                nobody.completions.create(model="adder", prompt="1+1=")
+            with gateway.client(key) as anonymous, pytest.raises(openai.AuthenticationError) as refused:
+                anonymous.completions.create(model="adder", prompt="1+1=")
             assert refused.value.code == "invalid_api_key"
         for host in (b"a/health?", b"[", b"a/health#"):
             with connected(gateway) as raw:
                 raw.sendall(post("/v1/completions", GOOD).replace(b"localhost", host))
-                assert answered(raw)[0] in (400, 401), "who names a host so is let in nowhere"
+                assert read_response(raw)[0] in (400, 401), "such a Host header does not avoid authentication"
         with gateway.client(made["ops"][0]) as ops:
             assert [model.id for model in ops.models.list()] == ["local", "adder"]
             with pytest.raises(openai.PermissionDeniedError):
                 ops.completions.create(model="adder", prompt="1+1=")
         with connected(gateway) as raw:
             raw.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            assert answered(raw) == (200, {"status": "serving"})
+            assert read_response(raw) == (200, {"status": "serving"})
         with gateway.client(made["alice"][0]) as alice:
             assert (
                 alice.completions.create(model="adder", prompt="12+30=", temperature=0).choices[0].text
@@ -406,8 +409,8 @@ def test_doors_and_the_end_of_the_server(tmp_path: Path) -> None:
         assert not any(token in gateway.log() for token, _ in made.values())
 
 
-def test_a_second_server_has_the_first_one_as_its_provider(gateway: Fronted, tmp_path: Path) -> None:
-    """What it is asked for by name goes there, and what its own model cannot do goes there by itself."""
+def test_a_server_as_the_provider_of_another(gateway: HttpGateway, tmp_path: Path) -> None:
+    """Requests go there by the runtime's name, and by themselves if the own model cannot serve them."""
     (tmp_path / "runtimes.toml").write_text(
         f"""
         [runtimes.talker]
@@ -424,8 +427,8 @@ def test_a_second_server_has_the_first_one_as_its_provider(gateway: Fronted, tmp
         named = client.execute(QUESTION, runtime="talker", max_tokens=12)
         assert "".join(chunk.text for chunk in named) == wanted
         assert named.started is not None and named.started.runtime == "talker"
-        # The small model that adds numbers has no chat template.
-        by_itself = list(client.execute(QUESTION, max_tokens=12))
-        assert "".join(chunk.text for chunk in by_itself) == wanted
-        assert by_itself[-1].usage.output_tokens == 12
+        # The second server's own model has no chat template.
+        routed = list(client.execute(QUESTION, max_tokens=12))
+        assert "".join(chunk.text for chunk in routed) == wanted
+        assert routed[-1].usage.output_tokens == 12
         assert "".join(chunk.text for chunk in client.execute("12+30=")) == "42"

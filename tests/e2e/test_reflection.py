@@ -77,7 +77,7 @@ def test_buf_curl_shows_why_a_call_was_refused(weightless_gateway: GatewayProces
 
     assert refused.returncode != 0
     error = json.loads(refused.stderr)
-    assert (error["code"], error["message"]) == ("invalid_argument", "at least one token is needed")
+    assert (error["code"], error["message"]) == ("invalid_argument", "at least one token is required")
     kinds = [detail["type"] for detail in error["details"]]
     assert kinds == ["google.rpc.ErrorInfo", "google.rpc.BadRequest"]
 

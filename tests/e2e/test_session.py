@@ -10,11 +10,10 @@ from typing import Self
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from google.rpc import error_details_pb2
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
-from tests.error_details import reason_of
+from tests.error_details import reason_of, status_info, status_reason
 from tests.gateway_process import GatewayProcess
 from tests.raw_messages import packed
 
@@ -60,16 +59,6 @@ class Lane:
                 assert result.tag not in results
                 results[result.tag] = result
         return results
-
-
-def info_in(result: pb.SessionResult) -> error_details_pb2.ErrorInfo:
-    info = error_details_pb2.ErrorInfo()
-    assert result.error.details[0].Unpack(info)
-    return info
-
-
-def reason_in(result: pb.SessionResult) -> str:
-    return info_in(result).reason
 
 
 def end_of(lane: Lane) -> grpc.RpcError:
@@ -159,8 +148,8 @@ def test_calls_on_a_cache_run_in_the_order_sent(gateway: GatewayProcess, message
         assert answers[4].decode.kv_cache.seq_len == 11
         assert answers[5].release_cache.released
         assert answers[6].HasField("release_cache") and not answers[6].release_cache.released
-        assert [reason_in(answers[tag]) for tag in (7, 8)] == ["CACHE_NOT_FOUND"] * 2
-        ids = [info_in(answers[tag]).metadata["request_id"] for tag in (7, 8)]
+        assert [status_reason(answers[tag].error) for tag in (7, 8)] == ["CACHE_NOT_FOUND"] * 2
+        ids = [status_info(answers[tag].error).metadata["request_id"] for tag in (7, 8)]
         assert ids[0] and ids[0] == ids[1], "also of errors that are known late"
     gateway.assert_pools_are_whole()
 
@@ -178,7 +167,7 @@ def test_an_error_is_the_calls_own(gateway: GatewayProcess) -> None:
             pb.SessionCall(tag=7, forward=score),
         )
         answers = lane.take(7)
-        assert [reason_in(answers[tag]) for tag in range(1, 6)] == [
+        assert [status_reason(answers[tag].error) for tag in range(1, 6)] == [
             "CACHE_NOT_FOUND",
             "EMPTY_TOKENS",
             "EMPTY_CALL",
@@ -199,7 +188,7 @@ def test_a_call_that_has_not_begun_in_its_time_is_dropped(gateway: GatewayProces
         )
         answers = lane.take(2)
     assert answers[1].WhichOneof("result") == "forward"
-    assert reason_in(answers[2]) == "DEADLINE_PASSED"
+    assert status_reason(answers[2].error) == "DEADLINE_PASSED"
     gateway.assert_pools_are_whole()
 
 

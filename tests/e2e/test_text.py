@@ -1,4 +1,4 @@
-"""A model of the hub, by its id through the real gateway to people: what it hands out, and a chat with it."""
+"""A model of the hub through a real gateway: its description, chats, and constrained output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import cast
 import grpc
 import pytest
 from quire import Client, item
+from quire.cli.main import main
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from transformers import PreTrainedTokenizerFast
 
-from service.cli.main import main
 from tests.chat_templates import QWEN, byte_tokenizer
 from tests.error_details import reason_of, status_reason
 from tests.gateway_process import GatewayProcess
@@ -23,7 +23,7 @@ from tests.model_factory import TinyModel, hf_greedy, make_model
 
 MODEL = "org/tiny-model"
 QUESTION = "What is 2 < 3?"
-DRAWS = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.75}
+SAMPLING = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.75}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """The model in a cache of the hub, whose files are links to blobs."""
+    """The model in a local cache of the hub, where files are links to blobs."""
     cache = tmp_path_factory.mktemp("cache") / "models--org--tiny-model"
     (cache / "refs").mkdir(parents=True)
     (cache / "refs" / "main").write_text(COMMIT)
@@ -45,7 +45,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToke
     snapshot.mkdir(parents=True)
     make_model(blobs, TinyModel(vocab_size=300, max_shard_bytes=100_000))
     tokenizer.save_pretrained(blobs)
-    settings = {"eos_token_id": [tokenizer.eos_token_id], **DRAWS}
+    settings = {"eos_token_id": [tokenizer.eos_token_id], **SAMPLING}
     (blobs / "generation_config.json").write_text(json.dumps(settings))
     for number, file in enumerate(sorted(blobs.iterdir())):
         blob = file.rename(blobs / f"{number:064x}")
@@ -63,7 +63,7 @@ def gateway(snapshot: Path) -> Iterator[GatewayProcess]:
         yield gateway
 
 
-def test_it_is_called_as_on_the_hub_and_hands_out_what_callers_need(
+def test_model_info_has_the_name_on_the_hub_and_the_files_for_callers(
     gateway: GatewayProcess, snapshot: Path
 ) -> None:
     with Client(gateway.address) as client:
@@ -100,14 +100,14 @@ def test_a_download_is_served(
     assert set(hub.fetched) == set(hub.files)
 
 
-def test_the_defaults_are_not_applied_by_the_server(gateway: GatewayProcess, snapshot: Path) -> None:
+def test_recommended_sampling_is_not_applied_by_the_server(gateway: GatewayProcess, snapshot: Path) -> None:
     prompt = [1, 2, 3]
     with Client(gateway.address) as client, client.prefill(prompt) as cache:
         assert [cache.output.token_id] == hf_greedy(snapshot, prompt, 1)
 
 
 @pytest.mark.parametrize("system", [None, "Be kind \u20ac."])
-def test_a_chat_is_the_one_of_transformers(
+def test_a_chat_equals_that_of_transformers(
     gateway: GatewayProcess,
     snapshot: Path,
     tokenizer: PreTrainedTokenizerFast,
@@ -126,14 +126,14 @@ def test_a_chat_is_the_one_of_transformers(
     if tokenizer.eos_token_id in expected:
         del expected[expected.index(tokenizer.eos_token_id) :]
     assert main(["generate", "--target", gateway.address, QUESTION, *flags]) == 0
-    shown = [int(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
-    assert shown == expected and len(shown) > 4
+    printed = [int(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert printed == expected and len(printed) > 4
 
 
-def test_what_is_recommended_can_be_asked_for(
+def test_recommended_sampling_is_applied_by_the_client(
     gateway: GatewayProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two draws with one seed are the same, and another than the greedy one."""
+    """Two samples with one seed are equal, and differ from the greedy one."""
     command = ["generate", "--target", gateway.address, QUESTION, "--max-tokens", "16", "--logprobs"]
     drawn = []
     for flags in (["--seed", "1"], ["--seed", "1"], ["--temperature", "0"]):
@@ -160,7 +160,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(16, marks=pytest.mark.thorough)])
-def test_json_of_a_random_model_is_always_of_its_schema(gateway: GatewayProcess, times: int) -> None:
+def test_json_of_a_random_model_always_matches_its_schema(gateway: GatewayProcess, times: int) -> None:
     hot = types_pb2.SamplingParams(temperature=1.5)
     constraint = runner_pb2.Constraint(json_schema=json.dumps(SCHEMA))
     with Client(gateway.address) as client:
@@ -181,9 +181,7 @@ def test_json_of_a_random_model_is_always_of_its_schema(gateway: GatewayProcess,
                 assert all(-99 <= count <= 99 for count in found["counts"]) and len(found["counts"]) <= 3
 
 
-def test_messages_are_written_as_the_template_says(
-    gateway: GatewayProcess, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_template_formats_messages(gateway: GatewayProcess, tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
     prompt = dict(tokenizer.apply_chat_template(messages, add_generation_prompt=True))["input_ids"]  # type: ignore[arg-type]
     with Client(gateway.address) as client:
@@ -191,7 +189,7 @@ def test_messages_are_written_as_the_template_says(
         assert [list(d.token_ids) for d in client.execute(messages, max_tokens=12)] == wanted
 
 
-def test_texts_that_the_tokenizer_fails_at_are_answered_and_keep_no_place(
+def test_texts_that_the_tokenizer_fails_on_are_refused_and_free_their_slot(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     make_model(tmp_path / "model", TinyModel(vocab_size=300))

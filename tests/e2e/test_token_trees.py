@@ -205,7 +205,7 @@ def test_siblings_are_tried_in_turn(
         bad_rows[at].ClearField("draft")
         if row is not None:
             bad_rows[at].draft.CopyFrom(row)
-        with pytest.raises(grpc.RpcError, match=r"needed for each token that|cannot have been drawn"):
+        with pytest.raises(grpc.RpcError, match=r"each token that has a child|has no probability in it"):
             verify(tiny_gateway, new_cache(prompt), tree, accept=SPECULATIVE, rows=bad_rows)
 
 
@@ -224,7 +224,7 @@ def test_a_repeated_tree_has_the_same_answer(
     assert first.kv_cache.seq_len == again.kv_cache.seq_len == 7
     assert [row.token_id for row in first.outputs] == [row.token_id for row in again.outputs]
     # With other parents it is another request, which is late.
-    with pytest.raises(grpc.RpcError, match="position 4 was stated, the cache has 7 tokens"):
+    with pytest.raises(grpc.RpcError, match="position is 4, but the cache has 7 tokens"):
         verify(tiny_gateway, cache_id, Tree(tree.token_ids, [0, 1, 2, 3]), **fields)
 
 

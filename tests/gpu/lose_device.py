@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 from workers.executors.llm import LlmExecutor, StepLimits
-from workers.operations import Forward
-from workers.running import Chunk
+from workers.operations import Chunk, Forward
 
 BEYOND = 1_000_000
 
@@ -26,8 +25,9 @@ def main() -> None:
     executor.decode(0, 4)
     try:
         prefill, decode = Forward(1, 1, 0, [5, BEYOND, 6]), Forward(2, 0, 4, [BEYOND])
-        running = executor.engine.begin(prefill if operation == "prefill" else decode)
-        executor.engine.execute([Chunk(running, 0, running.remaining)])
+        forward = prefill if operation == "prefill" else decode
+        executor.engine.begin(forward)
+        executor.engine.execute([Chunk(forward, 0, forward.remaining)])
         print("nothing", flush=True)
     except Exception as error:
         print(type(error).__name__, flush=True)

@@ -21,8 +21,8 @@ from tests.kernels.cuda.conftest import INTERPRETED
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors
 from workers.models.decoder import Decoder
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.taps import Taps
 from workers.operations import Sampling
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
@@ -145,8 +145,10 @@ class Uncapturable:
 
     has_hidden_states = True
 
-    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
-        hidden = self._decoder.forward(inputs, kv, taps)
+    def forward(
+        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+    ) -> torch.Tensor:
+        hidden = self._decoder.forward(inputs, kv, capture)
         if torch.cuda.is_current_stream_capturing():
             self._succeed -= 1
             if self._succeed < 0:

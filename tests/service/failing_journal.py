@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from service.caches.records import Record
-from service.journal.base import OnCommitted
-from service.journal.memory import MemoryJournal
+from service.journal.base import MemoryJournal, OnCommitted
 
 
 class FailingJournal(MemoryJournal):

@@ -1,4 +1,4 @@
-"""A gateway's table and one worker, in time that is only counted: how much is done in time, under any load.
+"""A gateway's machine and one worker, in time that is only counted: how much is done in time, under any load.
 
 The worker computes one forward after the other, its callers in turns, as fast as its capacity says; or, told
 what a step costs anyway, all that it has in one step. Callers come at random, and go away at their deadlines.
@@ -13,19 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from service.caches.effects import (
-    AbortForward,
-    CommandFailed,
-    Effect,
-    ForwardDone,
-    ForwardSequence,
-    Reply,
-    Send,
-    Write,
-)
-from service.caches.placement import WorkerView
-from service.caches.requests import Append, Appended, Kind, Priority, Release
-from service.caches.table import CacheTable, Limits
+from quire.v1 import worker_pb2
+
+from service.caches.effects import AbortForward, Attempt, CommandFailed, Effects, Event
+from service.caches.machine import CacheMachine
+from service.caches.requests import Append, Appended, AppendKind, Priority, Release, Result
+from service.caches.reservations import Limits
+from service.caches.workers import WorkerView
 from service.errors import DeadlinePassed, QuireError
 
 TOKENS = 255
@@ -78,11 +72,12 @@ class Overloaded:
         spread: float = 0.3,
         step_s: float | None = None,
         max_wait_s: float = 300.0,
+        max_queued_operations: int = 100_000,
     ):
         self.groups = list(groups)
-        limits = Limits(max_queued_operations=100_000, max_caches=1_000_000, max_wait_s=max_wait_s)
-        self.table = CacheTable(limits)
-        self.table.worker_ready(WorkerView("worker-0", 1, 16, _PAGES, 10_000, _PAGES), 0.0)
+        limits = Limits(max_queued_operations, max_caches=1_000_000, max_wait_s=max_wait_s)
+        self.machine = CacheMachine(limits)
+        self.machine.worker_ready(WorkerView("worker-0", 1, 16, _PAGES, 10_000, _PAGES), 0.0)
         self._rng = random.Random(seed)
         self._token_s = 1 / capacity_per_s / (TOKENS + 1)
         self._spread = spread
@@ -91,7 +86,7 @@ class Overloaded:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._calls: dict[int, _Call] = {}
         # By (tag, number): start-time fair queueing, as in the worker.
-        self._queue: list[tuple[int, int, float, ForwardSequence]] = []
+        self._queue: list[tuple[int, int, float, Attempt]] = []
         self._next_tags: dict[int, int] = {}
         self._virtual_time = 0
         self._aborted: set[int] = set()
@@ -132,13 +127,13 @@ class Overloaded:
 
     def _begin(self, group: Group, caller: int = 0) -> None:
         append = Append(
-            Kind.PREFILL, "", [1] * group.tokens, timeout_s=group.timeout_s, priority=group.priority
+            AppendKind.PREFILL, "", [1] * group.tokens, timeout_s=group.timeout_s, priority=group.priority
         )
         self._numbers += 1
         caller = caller or self._numbers
         call = _Call(group, self.now_s, caller, group.items)
         for _ in range(group.items):
-            ticket = self.table.submit(append, self.now_s, caller)
+            (ticket,) = self.machine.submit_many([append], self.now_s, caller)
             self._calls[ticket] = call
             if group.timeout_s is not None:
                 self._at(self.now_s + group.timeout_s, partial(self._leave, ticket))
@@ -148,47 +143,45 @@ class Overloaded:
         call = self._calls.pop(ticket, None)
         if call is not None:
             call.group.answers["late"] += 1
-            self.table.cancel(ticket, self.now_s)
+            self.machine.cancel(ticket, self.now_s)
             self._carry_out()
             self._again(call)
 
     def _carry_out(self) -> None:
-        while effects := self.table.take_effects():
-            self._take_turn(effects)
+        while effects := self.machine.take_effects():
+            self._apply(effects)
         if self._numbers % 64 == 0:
-            self.table.check_invariants()
+            self.machine.check_invariants()
         if not self._computing:
             self._compute()
 
-    def _take_turn(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Write):
-                self.table.committed([effect.ticket], self.now_s)
-            elif isinstance(effect, Reply):
-                self._answered(effect)
-            elif isinstance(effect, Send):
-                if isinstance(effect.command, ForwardSequence):
-                    self._enqueue(effect.command)
-                elif isinstance(effect.command, AbortForward):
-                    self._aborted.add(effect.command.target_op_id)
+    def _apply(self, effects: Effects) -> None:
+        for _, _, command in effects.commands:
+            if isinstance(command, Attempt):
+                self._enqueue(command)
+            elif isinstance(command, AbortForward):
+                self._aborted.add(command.target_op_id)
+        self.machine.committed_many([ticket for ticket, _ in effects.writes], self.now_s)
+        for ticket, outcome in effects.replies:
+            self._answered(ticket, outcome)
 
-    def _answered(self, reply: Reply) -> None:
-        call = self._calls.pop(reply.ticket, None)
+    def _answered(self, ticket: int, outcome: Result | QuireError) -> None:
+        call = self._calls.pop(ticket, None)
         if call is None:
             return
         group = call.group
-        if isinstance(reply.outcome, QuireError):
-            group.answers[reply.outcome.reason] += 1
+        if isinstance(outcome, QuireError):
+            group.answers[outcome.reason] += 1
             self._at(self.now_s + _PAUSE_S, lambda: self._again(call))
             return
         group.answers["OK"] += 1
         group.waits_s.append(self.now_s - call.began_s)
-        assert isinstance(reply.outcome, Appended) and reply.outcome.handle is not None
-        cache_id = reply.outcome.handle.cache_id
+        assert isinstance(outcome, Appended)
+        cache_id = outcome.cache_id
         self._at(self.now_s, lambda: self._release(cache_id, call))
 
     def _release(self, cache_id: str, call: _Call) -> None:
-        self.table.submit(Release(cache_id), self.now_s)
+        self.machine.submit_many([Release(cache_id)], self.now_s)
         self._carry_out()
         self._again(call)
 
@@ -197,7 +190,7 @@ class Overloaded:
         if not call.missing and call.group.loops:
             self._begin(call.group, call.caller)
 
-    def _enqueue(self, command: ForwardSequence) -> None:
+    def _enqueue(self, command: Attempt) -> None:
         tag = max(self._next_tags.get(command.caller, 0), self._virtual_time)
         self._next_tags[command.caller] = tag + len(command.append.token_ids)
         self._numbers += 1
@@ -214,15 +207,13 @@ class Overloaded:
                 self._compute_one(command, self.now_s - came_s)
                 return
 
-    def _compute_one(self, command: ForwardSequence, waited_s: float) -> None:
+    def _compute_one(self, command: Attempt, waited_s: float) -> None:
         if command.timeout_s is not None and waited_s > command.timeout_s:
-            failed = CommandFailed(command.op_id, DeadlinePassed())
-            self._at(self.now_s, lambda: self._done(failed))
+            self._at(self.now_s, lambda: self._done((command.op_id, CommandFailed(DeadlinePassed()))))
             return
         tokens = len(command.append.token_ids)
         took_s = (tokens + 1) * self._token_s * self._rng.uniform(1 - self._spread, 1 + self._spread)
-        done = ForwardDone(command.op_id, tokens, None)
-        self._at(self.now_s + took_s, lambda: self._done(done))
+        self._at(self.now_s + took_s, lambda: self._done(done(command)))
 
     def _compute_all(self, step_s: float) -> None:
         """One step of everything there is, answered together."""
@@ -234,14 +225,17 @@ class Overloaded:
             spread = self._rng.uniform(1 - self._spread, 1 + self._spread)
             self._at(self.now_s + (step_s + cost * self._token_s) * spread, lambda: self._all_done(commands))
 
-    def _all_done(self, commands: Sequence[ForwardSequence]) -> None:
+    def _all_done(self, commands: Sequence[Attempt]) -> None:
         self._computing = False
-        for command in commands:
-            done = ForwardDone(command.op_id, len(command.append.token_ids), None)
-            self.table.worker_answered(done, self.now_s)
+        self.machine.answered_many(map(done, commands), self.now_s)
         self._carry_out()
 
-    def _done(self, event: ForwardDone | CommandFailed) -> None:
+    def _done(self, event: Event) -> None:
         self._computing = False
-        self.table.worker_answered(event, self.now_s)
+        self.machine.answered_many([event], self.now_s)
         self._carry_out()
+
+
+def done(command: Attempt) -> Event:
+    """The answer to a forward that keeps all of its tokens."""
+    return command.op_id, worker_pb2.ForwardDone(kept=len(command.append.token_ids))

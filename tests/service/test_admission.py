@@ -1,6 +1,6 @@
 """What cannot be done in time is refused at once, so that what can be is done: whatever the load.
 
-In counted time, with the real table: no clock decides.
+In counted time, with the real machine: no clock decides.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import dataclasses
 
 import pytest
 
-from service.caches.effects import ForwardDone, ForwardSequence, Reply, Send
-from service.caches.requests import Append, Appended, Kind, Priority
-from service.caches.table import CacheTable, Limits
+from service.caches.effects import Attempt
+from service.caches.machine import CacheMachine
+from service.caches.requests import Append, Appended, AppendKind, Priority
 from service.errors import Overloaded as OverloadedError
 from service.errors import QueueFull
-from tests.service.overloaded import TOKENS, Group, Overloaded
+from tests.service.overloaded import TOKENS, Group, Overloaded, done
 
 CAPACITY = 25.0
 SECONDS = 40.0
@@ -117,60 +117,51 @@ def test_what_its_callers_take_back_teaches_nothing() -> None:
     overload = Overloaded([group], CAPACITY)
     overload.run(20)
     refused = group.answers["OVERLOADED"]
-    tickets = [
-        overload.table.submit(Append(Kind.PREFILL, "", [1] * 99, priority=LOW), overload.now_s)
-        for _ in range(40)
-    ]
+    tickets = overload.machine.submit_many(
+        [Append(AppendKind.PREFILL, "", [1] * 99, priority=LOW)] * 40, overload.now_s
+    )
     for ticket in tickets:
-        overload.table.cancel(ticket, overload.now_s + 9)
+        overload.machine.cancel(ticket, overload.now_s + 9)
     overload.run(overload.now_s + 20)
     assert group.answers["OVERLOADED"] - refused < 0.05 * group.answers["OK"]
 
 
 def test_low_priority_may_fill_half_of_the_queue() -> None:
     for most, half in ((1, 1), (8, 4)):
-        table = Overloaded([], CAPACITY).table
-        table.limits = Limits(max_queued_operations=most)
-        for _ in range(most + 1):
-            table.submit(Append(Kind.PREFILL, "", [1], priority=LOW), 0.0)
-        refused = [e for e in table.take_effects() if isinstance(e, Reply)]
-        assert table.operations_in_flight == half
-        assert isinstance(refused[0].outcome, QueueFull) and refused[0].outcome.metadata == {
-            "limit": str(half)
-        }
+        machine = Overloaded([], CAPACITY, max_queued_operations=most).machine
+        machine.submit_many([Append(AppendKind.PREFILL, "", [1], priority=LOW)] * (most + 1), 0.0)
+        _, refused = machine.take_effects().replies[0]
+        assert machine.operations_in_flight == half
+        assert isinstance(refused, QueueFull) and refused.metadata == {"limit": str(half)}
 
 
 def test_a_decode_of_a_cache_is_refused_too() -> None:
     """And what is sent is told by when it has to begin."""
-    table = Overloaded([], CAPACITY).table
-    ticket = table.submit(Append(Kind.PREFILL, "", [1] * 20, lease_s=900), 0.0)
-    (sent,) = sent_by(table)
-    table.worker_answered(ForwardDone(sent.op_id, 20, None), 0.01)
-    table.committed([ticket], 0.01)
-    (made,) = (e.outcome for e in table.take_effects() if isinstance(e, Reply))
-    assert isinstance(made, Appended) and made.handle is not None
+    machine = Overloaded([], CAPACITY).machine
+    tickets = machine.submit_many([Append(AppendKind.PREFILL, "", [1] * 20, lease_s=900)], 0.0)
+    machine.answered_many(map(done, sent_by(machine)), 0.01)
+    machine.committed_many(tickets, 0.01)
+    ((_, made),) = machine.take_effects().replies
+    assert isinstance(made, Appended)
     now_s = 1.0
     for _ in range(10):
         # Each waits for half a second, behind two others.
-        tickets = [table.submit(Append(Kind.SCORE, "", [1] * 9), now_s) for _ in range(3)]
-        scores = sent_by(table)
+        tickets = machine.submit_many([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
+        scores = sent_by(machine)
         now_s += 0.5
-        for score in scores:
-            table.worker_answered(ForwardDone(score.op_id, 9, None), now_s)
+        machine.answered_many(map(done, scores), now_s)
         assert len(scores) == len(tickets)
-    for _ in range(3):
-        table.submit(Append(Kind.SCORE, "", [1] * 9), now_s)
-    sent_by(table)
-    decode = Append(Kind.DECODE, made.handle.cache_id, [1], timeout_s=0.1)
-    table.submit(decode, now_s)
-    (refused,) = (e.outcome for e in table.take_effects() if isinstance(e, Reply))
+    machine.submit_many([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
+    sent_by(machine)
+    decode = Append(AppendKind.DECODE, made.cache_id, [1], timeout_s=0.1)
+    machine.submit_many([decode], now_s)
+    ((_, refused),) = machine.take_effects().replies
     assert isinstance(refused, OverloadedError) and 80 < float(refused.metadata["left_ms"]) < 90
     assert refused.retry_after_s is not None and refused.retry_after_s > 0.05
-    table.submit(dataclasses.replace(decode, timeout_s=30.0), now_s)
-    (sent,) = sent_by(table)
+    machine.submit_many([dataclasses.replace(decode, timeout_s=30.0)], now_s)
+    (sent,) = sent_by(machine)
     assert sent.timeout_s is not None and 29.0 < sent.timeout_s <= 30.0
 
 
-def sent_by(table: CacheTable) -> list[ForwardSequence]:
-    commands = [e.command for e in table.take_effects() if isinstance(e, Send)]
-    return [command for command in commands if isinstance(command, ForwardSequence)]
+def sent_by(machine: CacheMachine) -> list[Attempt]:
+    return [command for _, _, command in machine.take_effects().commands if isinstance(command, Attempt)]

@@ -7,10 +7,10 @@ import asyncio
 from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.v1 import executor_pb2
+from quire.v1 import executor_pb2, worker_pb2
 
-from service.api import session
-from service.api.calls import CALLS
+from service.api import append_codec, session
+from service.api.calls import CALLS, held_bytes
 from service.api.executor import ExecutorApi
 from service.api.validation import RequestLimits
 from service.caches.requests import Append
@@ -18,7 +18,6 @@ from service.errors import CacheNotFound
 
 LIMITS = RequestLimits(40, 1 << 20)
 SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"]
-UNIFIED_FORWARD = next(call for call in CALLS if call.method == "UnifiedForward")
 
 
 def test_the_service_has_every_call_of_the_protos() -> None:
@@ -28,7 +27,7 @@ def test_the_service_has_every_call_of_the_protos() -> None:
 def test_every_call_is_in_a_session_too() -> None:
     fields = executor_pb2.SessionCall.DESCRIPTOR.oneofs_by_name["call"].fields
     assert set(session._CALLS) == {field.name for field in fields}
-    assert {call.method for call in session._CALLS.values()} == {call.method for call in CALLS}
+    assert {call.method for call in session._CALLS.values()} == set(CALLS)
 
 
 @given(st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1))
@@ -36,12 +35,12 @@ def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[
     items = [executor_pb2.UnifiedForwardItem(cache_id=cache_id, token_ids=[1]) for cache_id in cache_ids]
 
     request = executor_pb2.UnifiedForwardRequest(items=items)
-    plan = asyncio.run(UNIFIED_FORWARD.plan(request, LIMITS, None))
+    checked = asyncio.run(CALLS["UnifiedForward"].check_items(request, LIMITS, None))
 
     refused = [bool(cache_id) and cache_ids.count(cache_id) > 1 for cache_id in cache_ids]
-    asked = [request.cache_id for request in plan.requests if isinstance(request, Append)]
+    asked = [request.cache_id for request in checked if isinstance(request, Append)]
     assert asked == [name for name, is_refused in zip(cache_ids, refused, strict=True) if not is_refused]
-    answer = plan.answer([CacheNotFound() for _ in asked], "r-7")
+    answer = CALLS["UnifiedForward"].answer_items(checked, [CacheNotFound() for _ in asked], "r-7")
     assert isinstance(answer, executor_pb2.UnifiedForwardResponse)
     reasons = {True: "DUPLICATE_CACHE_IN_BATCH", False: "CACHE_NOT_FOUND"}
     for index, (result, is_refused) in enumerate(zip(answer.results, refused, strict=True)):
@@ -52,9 +51,20 @@ def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[
             assert [v.field for v in violations.field_violations] == [f"items[{index}].cache_id"]
 
 
-async def test_the_row_that_samples_are_drawn_from_is_counted_with_the_call() -> None:
+def test_the_row_that_samples_are_drawn_from_is_counted_with_the_call() -> None:
     """A worker keeps it until all are drawn."""
-    prefill = next(call for call in CALLS if call.method == "Prefill")
     few, many = (executor_pb2.PrefillRequest(token_ids=[1], sample_seeds=range(n)) for n in (0, 1))
-    without, with_samples = [(await prefill.plan(each, LIMITS, None)).answer_bytes for each in (few, many)]
+    without, with_samples = [held_bytes([CALLS["Prefill"].check(each, LIMITS, None)]) for each in (few, many)]
     assert with_samples - without >= 4 * LIMITS.vocab_size
+
+
+def test_the_same_options_are_the_same_bytes() -> None:
+    """However their maps were filled: by the bytes a repetition is known."""
+    biases = [(token, -1.0) for token in range(200)]
+    requests = [executor_pb2.DecodeRequest(cache_id="a", token_id=1) for _ in range(2)]
+    for request, its in zip(requests, (biases, biases[::-1]), strict=True):
+        request.output.sampling.logit_bias.update(its)
+    limits = RequestLimits(vocab_size=300, max_response_bytes=1 << 20)
+    one, other = (append_codec.decode(request, limits, None) for request in requests)
+    assert one == other
+    assert worker_pb2.ForwardOptions.FromString(one.options).output == requests[0].output

@@ -1,266 +1,101 @@
-"""The command line against a fake server: what is printed, what is sent, and how it ends."""
+"""What an installed server adds to the command line: serve, token, and the directories that it leaves."""
 
 from __future__ import annotations
 
 import contextlib
-import io
+import fcntl
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from importlib import metadata
+import time
 from pathlib import Path
 
-import grpc
 import pytest
-from quire.v1 import executor_pb2, types_pb2
-from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from quire.cli.main import main
 
-from service.cli import generate
-from service.cli.main import main
-from service.cli.status import Reading, render
-from service.doors.tokens import read_register
+from service.auth.tokens import read_token_store
+from service.config import Config
+from service.data_directory import data_directory
 from service.journal.sqlite import open_journal
-from tests.chat_templates import QWEN, byte_tokenizer
-from tests.fake_executor import EOS, FakeExecutor, rich_status, serving
+from tests.quire_command import run
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-TOKENIZER = byte_tokenizer()
-
-
-def ids(text: str) -> list[int]:
-    return list(TOKENIZER.encode(text).ids)
-
-
-def prompts(executor: FakeExecutor) -> list[list[int]]:
-    """Of all calls of Execute."""
-    return [list(request.items[0].tokens.token_ids) for request in executor.calls["Execute"]]
+DAY_S = 86_400
 
 
 @pytest.fixture
-def executor() -> FakeExecutor:
-    executor = FakeExecutor()
-    executor.tokenizer_json = TOKENIZER.to_str().encode()
-    return executor
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "quire"
 
 
-@pytest.fixture
-def target(executor: FakeExecutor) -> Iterator[str]:
-    with serving(executor) as address:
-        yield address
+def left_behind(port: int, *, days: int, more_bytes: int = 0) -> Path:
+    """The directory of a server that has ended."""
+    directory = data_directory(Config(listen=f"127.0.0.1:{port}"))
+    assert directory is not None
+    with contextlib.closing(open_journal(directory, "normal")):
+        (directory / "workers").mkdir()
+        (directory / "workers" / "epoch").write_bytes(bytes(more_bytes))
+    then_s = time.time() - days * DAY_S
+    for path in (directory, *directory.rglob("*")):
+        os.utime(path, (then_s, then_s))
+    return directory
 
 
-@pytest.fixture
-def quire(target: str) -> Callable[..., int]:
-    return lambda command, *arguments: main([command, "--target", target, *arguments])
+def test_directories_are_listed_with_size_and_age(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["state", "list"]) == 0
+    assert capsys.readouterr().out == f"in {home}:\n"
+    old = left_behind(1, days=40, more_bytes=3 << 20)
+    new = left_behind(2, days=2)
+    (home / "run" / "quire-1-2").mkdir(parents=True)
+    with contextlib.closing(open_journal(new, "normal")):
+        assert main(["state", "list"]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split() for row in rows] == [
+        ["3.0", "MiB", "40.0", "days", "ago", old.name],
+        ["0.0", "MiB", "in", "use", new.name],
+    ]
 
 
-def test_generate_continues_a_text(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+def test_directories_are_removed_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = left_behind(1, days=40), left_behind(2, days=2)
+    assert main(["state", "remove", old.name]) == 0
+    assert capsys.readouterr().out == f"removed {old.name}: 0.0 MiB, written to 40.0 days ago\n"
+    assert list(home.iterdir()) == [new]
+    (home / "run").mkdir()
+    for name in (old.name, "run", "..", ""):
+        assert main(["state", "remove", name]) == 1
+        assert capsys.readouterr() == ("", f"quire: {name} is not in {home}\n")
+    assert sorted(home.iterdir()) == [new, home / "run"]
+
+
+def test_old_directories_are_removed_and_others_kept(home: Path) -> None:
+    old, new = left_behind(1, days=40), left_behind(2, days=2)
+    # As a removal leaves it that was interrupted; a server has come to the same address since.
+    old.rename(old.with_name(old.name + ".removed"))
+    left_behind(1, days=35)
+    assert main(["state", "remove", "--older-than", "30"]) == 0
+    assert list(home.iterdir()) == [new]
+    assert main(["state", "remove", "--older-than", "0"]) == 0
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("locked", ["lock", "workers"])
+def test_what_a_server_uses_is_never_removed(
+    home: Path, capsys: pytest.CaptureFixture[str], locked: str
 ) -> None:
-    executor.script = [*ids("46 é€"), EOS]
-    assert quire("generate", "12+34=") == 0
-    assert capsys.readouterr().out == "46 é€\n"
-    assert prompts(executor) == [ids("12+34=")], "one call for all tokens"
-    assert executor.caches == {}
-
-
-def test_generate_reads_the_prompt_from_standard_input(
-    quire: Callable[..., int],
-    executor: FakeExecutor,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n=\n".encode())))
-    assert quire("generate", "-", "--max-tokens", "1") == 0
-    assert prompts(executor) == [ids("é\n=")], "as from a shell's $(...), without the last newline"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    assert quire("generate", "-") == 2
-    assert "the prompt holds bytes that are not UTF-8" in capsys.readouterr().err
-
-
-def test_generate_stops_at_max_tokens_and_at_the_end_of_the_context(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    executor.script = ids("abcdefgh")
-    assert quire("generate", "x", "--max-tokens", "3") == 0
-    assert capsys.readouterr().out == "abc\n"
-    executor.max_seq_len = 3
-    assert quire("generate", "x") == 0
-    assert capsys.readouterr().out == "abc\n"
-
-
-def test_generate_warns_of_what_the_tokenizer_does_not_know(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    letters = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
-    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    executor.tokenizer_json = letters.to_str().encode()
-    executor.script = [1, EOS]
-    assert quire("generate", "ab") == 0
-    assert capsys.readouterr().err == ""
-    assert quire("generate", "abxé\x1bx") == 0
-    assert capsys.readouterr().err == "quire: the model's tokenizer does not know: x é \\x1b\n"
-
-
-def test_generate_takes_and_shows_token_ids(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    executor.tokenizer_json = b""
-    executor.script = [5, 6, 7]
-    assert quire("generate", "--tokens", "1,2,3", "--max-tokens", "3") == 0
-    assert capsys.readouterr().out == "5 6 7 \n"
-    assert prompts(executor) == [[1, 2, 3]]
-    executor.script = [5, EOS]
-    assert quire("generate", "--tokens", "1,2,3") == 0
-    assert capsys.readouterr().out == "5 \n", "the token that only says that it ends is not shown"
-
-
-def test_generate_shows_logprobs(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    executor.script = ids("aé")
-    assert quire("generate", "x", "--max-tokens", "3", "--logprobs") == 0
-    a, first, second = ids("aé")
-    assert capsys.readouterr().out == f"{a}\t-0.5000\t'a'\n{first}\t-0.5000\t''\n{second}\t-0.5000\t'é'\n"
-    assert executor.calls["Execute"][0].items[0].logprobs
-
-
-def test_generate_sends_only_the_sampling_that_was_given(
-    quire: Callable[..., int], executor: FakeExecutor
-) -> None:
-    assert (
-        quire("generate", "x", "--max-tokens", "2", "--temperature", "0.5", "--top-k", "0", "--seed", "3")
-        == 0
-    )
-    sampling = executor.calls["Execute"][0].items[0].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 0, 3)
-    assert sampling.HasField("top_k") and not sampling.HasField("top_p") and not sampling.HasField("min_p")
-
-
-def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
-    quire: Callable[..., int], executor: FakeExecutor
-) -> None:
-    own = types_pb2.SamplingParams(temperature=0.5, top_k=20, top_p=0.25, repetition_penalty=1.5)
-    executor.sampling_defaults = own
-    assert quire("generate", "x", "--max-tokens", "1") == 0
-    assert quire("generate", "x", "--max-tokens", "1", "--temperature", "0", "--seed", "3") == 0
-    assert quire("generate", "x", "--max-tokens", "1", "--top-k", "0", "--repetition-penalty", "1") == 0
-    plain, greedy, other = (request.items[0].sampling for request in executor.calls["Execute"])
-    assert plain == own
-    own.temperature, own.seed = 0, 3
-    assert greedy == own
-    expected = types_pb2.SamplingParams(temperature=0.5, top_k=0, top_p=0.25, repetition_penalty=1)
-    assert other == expected
-
-
-NO_TEMPLATE = "this model has no chat template: without --chat and --system it continues text"
-
-
-def test_the_help_says_where_a_draw_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "as the model's makers recommend (its generation_config.json), but for what the flags say" in said
-    assert "(default: the model's own, else 0)" in said
-
-
-USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize(
-    ("flags", "prompt"),
-    [
-        ([], USER.format("2 < 3?")),
-        (["--chat"], USER.format("2 < 3?")),
-        (["--system", "Be kind."], "<|im_start|>system\nBe kind.<|im_end|>\n" + USER.format("2 < 3?")),
-        (["--system", ""], "<|im_start|>system\n<|im_end|>\n" + USER.format("2 < 3?")),
-        (["--raw"], "2 < 3?"),
-    ],
-)
-def test_generate_writes_a_message_as_the_chat_template_says(
-    quire: Callable[..., int], executor: FakeExecutor, flags: list[str], prompt: str
-) -> None:
-    executor.chat_template = types_pb2.ChatTemplate(sources={"default": QWEN})
-    assert quire("generate", "2 < 3?", "--max-tokens", "1", *flags) == 0
-    assert prompts(executor) == [ids(prompt)]
-
-
-def test_special_tokens_are_added_to_text_and_not_to_what_a_template_wrote(
-    quire: Callable[..., int], executor: FakeExecutor
-) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
-    executor.tokenizer_json = tokenizer.to_str().encode()
-    executor.chat_template = types_pb2.ChatTemplate(
-        sources={"default": "{{ bos_token }}{{ messages[0].content }}"}, special_tokens={"bos_token": "<s>"}
-    )
-    for flags in (["--chat"], ["--raw"]):
-        assert quire("generate", "x", "--max-tokens", "1", *flags) == 0
-    assert prompts(executor) == [[256, *ids("x")]] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["x", "--chat"], NO_TEMPLATE),
-        (["x", "--system", "y"], NO_TEMPLATE),
-        (["x", "--system", "y", "--raw"], "--system goes with a message, not with --raw or --tokens"),
-        (["--tokens", "1", "--system", "y"], "--system goes with a message, not with --raw or --tokens"),
-        (["--tokens", "1", "--chat"], "--chat goes with a message, not with --tokens"),
-        (["\udcff"], "the prompt holds bytes that are not UTF-8"),
-        (["x", "--system", "\udcff"], "the prompt holds bytes that are not UTF-8"),
-    ],
-)
-def test_a_prompt_that_makes_no_sense_is_refused(
-    quire: Callable[..., int],
-    executor: FakeExecutor,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
-) -> None:
-    assert quire("generate", *arguments) == 2
-    assert capsys.readouterr() == ("", f"quire: {said}\n")
-    assert executor.calls["Execute"] == []
-
-
-def test_a_template_that_refuses_is_told_in_a_line(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    executor.chat_template = types_pb2.ChatTemplate(sources={"default": "{{ raise_exception('no\x1b[2J') }}"})
-    assert quire("generate", "x") == 2
-    said = "quire: the model's chat template failed: no\\x1b[2J; --raw sends the text as it is\n"
-    assert capsys.readouterr() == ("", said)
-    assert quire("generate", "x", "--raw", "--max-tokens", "1") == 0
-
-
-@pytest.mark.parametrize(
-    ("model", "prompt"),
-    [
-        ({"type": "Bogus"}, ["x"]),
-        ({"type": "Bogus"}, ["--tokens", "1"]),
-        ({"type": "WordLevel", "vocab": {"a": 0}}, ["x"]),
-        ({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}, ["x"]),
-    ],
-)
-def test_a_tokenizer_that_cannot_be_used_is_told_in_a_line(
-    quire: Callable[..., int],
-    executor: FakeExecutor,
-    capsys: pytest.CaptureFixture[str],
-    model: dict[str, object],
-    prompt: list[str],
-) -> None:
-    executor.tokenizer_json = json.dumps({"model": model}).encode()
-    assert quire("generate", *prompt) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("quire: the model's tokenizer.json cannot be used: ") and said.count("\n") == 1
+    """Which of them it locks depends on where caches are written down, and whether workers outlive it."""
+    used = left_behind(1, days=40)
+    lock = os.open(used / locked, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = sorted(used.rglob("*"))
+        assert main(["state", "remove", "--older-than", "0"]) == 0
+        assert main(["state", "remove", used.name]) == 1
+        assert capsys.readouterr() == ("", f"quire: {used.name} is in use by a server\n")
+        assert sorted(used.rglob("*")) == before
+    finally:
+        os.close(lock)
+    assert main(["state", "remove", used.name]) == 0
 
 
 def test_serve_of_a_model_that_is_nowhere_ends_with_a_line(tmp_path: Path) -> None:
@@ -273,127 +108,6 @@ def test_serve_of_a_model_that_is_nowhere_ends_with_a_line(tmp_path: Path) -> No
     assert error == f"quire: org/name {where}: {hint}\n"
 
 
-def test_a_failure_is_told_in_a_line(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    executor.fail("Step", rich_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", "no pages"))
-    assert quire("generate", "x") == 1
-    assert capsys.readouterr() == ("", "quire: RESOURCE_EXHAUSTED KV_EXHAUSTED no pages\n")
-    executor.fail("Execute", rich_status(grpc.StatusCode.INVALID_ARGUMENT, "BAD_SAMPLING", "top_p"))
-    assert quire("generate", "x") == 1
-    assert capsys.readouterr() == ("", "quire: INVALID_ARGUMENT BAD_SAMPLING top_p\n")
-    assert executor.ended.wait(timeout=60)
-    assert executor.caches == {}
-
-
-def test_generate_waits_for_a_worker(
-    quire: Callable[..., int],
-    executor: FakeExecutor,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    no_worker = rich_status(grpc.StatusCode.UNAVAILABLE, "NO_WORKER", "no worker is ready")
-    monkeypatch.setattr(generate, "POLL_INTERVAL_S", 0.0)
-    executor.script = [*ids("46"), EOS]
-    for method in ("GetModelInfo", "GetModelInfo", "Execute"):
-        executor.fail(method, no_worker)
-    assert quire("generate", "x") == 0
-    out, err = capsys.readouterr()
-    waiting = "quire: waiting for a worker: loading 42%\n"
-    assert (out, err) == ("46\n", waiting * 2), "told once for each wait"
-    executor.fail("GetModelInfo", no_worker)
-    executor.fail("GetStatus", rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING"))
-    assert quire("generate", "x") == 0, "a token that may not ask how far it is waits, too"
-    assert capsys.readouterr() == ("46\n", "quire: waiting for a worker to load\n")
-    monkeypatch.setattr(generate, "WORKER_PATIENCE_S", -1.0)
-    executor.fail("GetModelInfo", no_worker)
-    assert quire("generate", "x") == 1
-    assert capsys.readouterr().err == "quire: UNAVAILABLE NO_WORKER no worker is ready\n"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate"],
-        ["generate", "x", "--tokens", "1"],
-        ["generate", "--tokens", "1,x"],
-        ["generate", "--tokens", "-1"],
-        ["generate", "x", "--max-tokens", "0"],
-        ["status", "--watch", "0"],
-        ["status", "--watch", "nan"],
-        ["serve", "--port", "1"],
-        ["dance"],
-        [],
-    ],
-)
-def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: quire" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("serve --wrokers 2", "quire serve: error: --wrokers is not known; did you mean --workers?"),
-        ("generate x --lgprobs=1", "quire generate: error: --lgprobs is not known; did you mean --logprobs?"),
-        ("generate x y", "quire generate: error: y is not known"),
-        ("generate x --max-tokens 0", "--max-tokens: '0' is refused: must be a whole number from 1"),
-        ("generate x --top-p hot", "--top-p: 'hot' is refused: must be a number"),
-        ("generate --tokens 1,x", "'1,x' is refused: must be whole numbers of 32 bits with commas between"),
-        (
-            "status --target http://h:1",
-            "--target: 'http://h:1' is refused: must be HOST:PORT, without http://",
-        ),
-        ("status --watch nan", "--watch: 'nan' is refused: must be a number of seconds above 0"),
-    ],
-)
-def test_wrong_usage_is_told_in_a_sentence(
-    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments.split())
-    error = capsys.readouterr().err
-    command, *_ = arguments.split()
-    assert caught.value.code == 2 and said in error
-    assert error.startswith(f"usage: quire {command}"), "the usage of that command"
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("generat", "quire: error: generat is no command; did you mean generate?"),
-        ("--verson", "quire: error: --verson is not known; did you mean --version?"),
-        (
-            "dance",
-            "quire: error: dance is no command; the commands are serve, status, generate, load, caches",
-        ),
-    ],
-)
-def test_a_mistyped_command_is_told(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "12+34="])
-    assert caught.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"quire {metadata.version('quire-llm-server')}\n"
-
-
-def test_what_only_the_server_can_tell_exits_with_2_too(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    executor.tokenizer_json = b""
-    assert quire("generate", "text") == 2
-    assert "give token ids with --tokens" in capsys.readouterr().err
-    assert quire("generate", "--tokens", "1", "--seed", "-1") == 2
-    assert "--seed" in capsys.readouterr().err
-
-
 def test_a_bad_setting_exits_with_2_and_names_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,39 +117,6 @@ def test_a_bad_setting_exits_with_2_and_names_it(
         "quire: workers = 'none' (from QUIRE_WORKERS) is refused: must be a whole number from 1 to 256\n"
     )
     assert capsys.readouterr().err == expected
-
-
-@pytest.mark.parametrize("command", [["status"], ["generate", "x"]])
-def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--target", "127.0.0.1:1"]) == 1
-    failure, hint = capsys.readouterr().err.splitlines()
-    assert failure.startswith("quire: UNAVAILABLE ")
-    assert hint == "quire: is `make serve` running? --target names another server"
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("localhost", "localhost:50051"),
-        ("[::1]", "[::1]:50051"),
-        ("localhost:1234", "localhost:1234"),
-        ("[::1]:1234", "[::1]:1234"),
-        ("unix:/run/quire", "unix:/run/quire"),
-    ],
-)
-def test_a_target_without_a_port_means_the_default_port(
-    target: str, monkeypatch: pytest.MonkeyPatch, given: str, meant: str
-) -> None:
-    connect, asked = grpc.insecure_channel, []
-
-    def channel(address: str, options: object = None) -> grpc.Channel:
-        asked.append(address)
-        return connect(target)
-
-    monkeypatch.setattr(grpc, "insecure_channel", channel)
-    monkeypatch.setenv("QUIRE_TARGET", given)
-    assert main(["status"]) == main(["generate", "--tokens", "1", "--target", given]) == 0
-    assert asked == [meant, meant]
 
 
 def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
@@ -468,154 +149,14 @@ def test_a_journal_that_cannot_be_used_is_told_also_where_a_killed_server_has_le
     assert line["event"] == "cannot use the journal"
 
 
-def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert quire("status") == 0
-    summary, *in_use, header, worker, starting, kernels = capsys.readouterr().out.splitlines()
-    assert summary.startswith("serving  version 9.9.9  up 1m01s")
-    assert in_use[0].startswith("0 connections  0 sessions") and in_use[-1].endswith("0 refused")
-    cells = dict(zip(split(header), split(worker), strict=True))
-    assert cells == {
-        "worker": "worker-0", "pid": "4711", "epoch": "3", "device": "cpu", "runner": "eager",
-        "state": "ready", "seqs": "5", "used": "25", "free": "60", "cached": "15", "pages": "100",
-        "running": "2", "prefills": "10",
-        "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
-    }  # fmt: skip
-    assert "starting 42%" in starting
-    assert kernels == "kernels of worker-0: torch, cpu-not-compiled  slow, see the log"
-
-
-@pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("width", [80, 120, 200])
-def test_a_table_fits_the_terminal_and_cuts_nothing(width: int, watched: bool) -> None:
-    status = executor_pb2.GetStatusResponse()
-    for index in range(2):
-        worker = status.workers.add(worker_id=f"worker-{index}", pid=104_711, state=1 + index)
-        worker.pool.pages_total, worker.memory_bytes = 16_384, 1 << 30
-    console = Console(width=width, file=io.StringIO())
-    with console.capture() as capture:
-        console.print(render(Reading(status, 1.0), Reading(status, 0.0) if watched else None))
-    _, header, starting, ready = capture.get().splitlines()[-4:]
-    assert max(map(len, (header, starting, ready))) <= width
-    assert "\N{HORIZONTAL ELLIPSIS}" not in capture.get()
-    kept = ["worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch"]
-    kept += ["tokens/s"] if watched else ["pid", "memory"]
-    assert all(name in header for name in kept)
-    assert "starting 0%" in starting and "ready" in ready and "16384" in ready
-    assert ("prefill ms" in header) == (width == 200)
-
-
-def split(row: str) -> list[str]:
-    """The cells of a row; columns are at least two blanks apart where names have one blank."""
-    for name in ("prefill ms", "decode ms", "300.0 MiB"):
-        row = row.replace(name, name.replace(" ", "\0"))
-    return [cell.replace("\0", " ") for cell in row.split()]
-
-
-def run(*arguments: str, **settings: str) -> subprocess.Popen[str]:
-    path = f"{ROOT}{os.pathsep}{ROOT / 'clients' / 'python'}"
-    environment = {**os.environ, "PYTHONPATH": path, **settings}
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "service.cli.main", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-    )
-
-
-def test_watch_shows_rates_until_interrupted(target: str, executor: FakeExecutor) -> None:
-    with run("status", "--watch", "0.5", "--target", target) as process:
-        assert process.stdout is not None
-        rows = [line for line in iter_lines(process, until=12) if line.startswith("worker-0")]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
-        _, error = process.communicate()
-    assert error == ""
-    assert len(rows) == 2
-    tokens_s, prefills_s, decodes_s, steps_s = (float(cell) for cell in rows[1].split()[-4:])
-    # 1000 tokens, 10 prefills, 100 decodes and 50 steps are done from one reading to the next.
-    assert tokens_s == pytest.approx(100 * prefills_s, rel=0.01)
-    assert tokens_s == pytest.approx(10 * decodes_s, rel=0.01)
-    assert tokens_s == pytest.approx(20 * steps_s, rel=0.01)
-    assert 0 < tokens_s <= 2000
-
-
-def iter_lines(process: subprocess.Popen[str], until: int) -> Iterator[str]:
-    assert process.stdout is not None
-    for _ in range(until):
-        yield process.stdout.readline()
-
-
-def test_an_interrupted_generate_leaves_nothing(target: str, executor: FakeExecutor) -> None:
-    executor.decode_delay_s = 0.3
-    with run("generate", "x", "--target", target) as process:
-        assert executor.decoding.wait(timeout=60)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 1
-        _, error = process.communicate()
-    assert error.strip() == ""
-    assert executor.ended.wait(timeout=60)
-    assert executor.caches == {}
-
-
-def test_a_reader_that_leaves_is_not_an_error(target: str, executor: FakeExecutor) -> None:
-    executor.decode_delay_s = 0.05
-    with run("generate", "x", "--target", target) as process:
-        assert process.stdout is not None
-        process.stdout.read(1)
-        process.stdout.close()
-        process.stdout = None
-        assert process.wait(timeout=30) == 1
-        _, error = process.communicate()
-    assert error == ""
-    assert executor.ended.wait(timeout=60)
-    assert executor.caches == {}
-
-
-ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\r[bold]"
-
-
-def test_what_a_server_sends_does_not_move_the_terminal(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    executor.script = [*ids("a\x1b[31mb\r\n\tc\x07"), EOS]
-    assert quire("generate", "x") == 0
-    assert capsys.readouterr().out == "a[31mb\n\tc\n"
-    for method in ("Execute", "Step"):
-        executor.fail(method, rich_status(grpc.StatusCode.INTERNAL, ATTACK, ATTACK))
-        assert quire("generate", "x") == 1
-        assert capsys.readouterr().err[:-1].isprintable()
-
-
-def test_a_status_does_not_move_the_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
-    status = executor_pb2.GetStatusResponse(version=ATTACK)
-    status.workers.add(worker_id=ATTACK).executor.device = ATTACK
-    Console(width=500).print(render(Reading(status, 0.0), None))
-    out = capsys.readouterr().out
-    assert out.replace("\n", "").isprintable() and out.count("[bold]") == 3, "markup is shown, too"
-
-
 def test_a_token_and_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["token", "alice", "--roles", "call,observe"]) == 0
     token, line = capsys.readouterr().out.splitlines()
     (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n")
-    grant = read_register(tmp_path / "tokens").grant_of(token)
-    assert grant is not None and grant.tenant == "alice" and len(grant.roles) == 2
+    principal = read_token_store(tmp_path / "tokens").principal_of(token)
+    assert principal is not None and principal.tenant == "alice" and len(principal.roles) == 2
     assert main(["token", "alice", "--roles", "root"]) == 2
     assert "no role 'root'; roles are call, observe, administer" in capsys.readouterr().err
     assert main(["token", "two words"]) == 2
     assert main(["status", "--ca", str(tmp_path / "nothing")]) == 2
     assert "No such file" in capsys.readouterr().err
-
-
-def test_the_token_goes_with_every_call(
-    quire: Callable[..., int], executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor.script = [*ids("a"), EOS]
-    assert quire("generate", "x", "--token", "secret") == 0
-    assert executor.authorizations == {"Bearer secret"}
-    executor.authorizations.clear()
-    monkeypatch.setenv("QUIRE_TOKEN", "other")
-    assert quire("generate", "x") == 0
-    assert executor.authorizations == {"Bearer other"}

@@ -8,9 +8,9 @@ from service.caches.records import CacheReleased, TokensAppended
 from service.caches.requests import (
     Append,
     Appended,
+    AppendKind,
     Fork,
     Handles,
-    Kind,
     Release,
     Released,
     Renew,
@@ -32,12 +32,12 @@ class Bench(Gateway):
     def works_again(self) -> None:
         """As the dispatcher finds out by itself, before long."""
         self.disk.fails = False
-        self.table.committed((), self.now_s)
+        self.machine.committed_many((), self.now_s)
 
     def settle(self) -> None:
         """The disk catches up."""
         self.disk.settle()
-        self.table.check_invariants()
+        self.machine.check_invariants()
 
 
 @pytest.fixture
@@ -53,18 +53,6 @@ def is_unavailable(outcome: object) -> bool:
     )
 
 
-def test_an_append_that_is_not_written_has_not_happened(gateway: Bench) -> None:
-    cache = gateway.create(1, 2)
-    ticket = gateway.ask(decode(cache, 3, position=2))
-    gateway.disk.fails = True
-    gateway.work()
-    assert is_unavailable(gateway.replies[ticket])
-    assert gateway.tokens(cache) == [1, 2] and gateway.held() == [[1, 2]]
-    gateway.works_again()
-    assert gateway.append(decode(cache, 4, position=2)).handle is not None, "length as before"
-    assert gateway.tokens(cache) == [1, 2, 4]
-
-
 @pytest.mark.parametrize("kind", ["create", "truncate", "fork", "release", "renew"])
 def test_nothing_else_has_happened_either(gateway: Bench, kind: str) -> None:
     cache, other = gateway.create(1, 2), gateway.create(5)
@@ -78,8 +66,8 @@ def test_nothing_else_has_happened_either(gateway: Bench, kind: str) -> None:
     gateway.disk.fails = True
     assert is_unavailable(gateway.run(requests[kind]))
     gateway.work()
-    assert len(gateway.table) == 2 and gateway.held() == [[1, 2], [5]]
-    assert [handle.expires_at_s for _, handle in gateway.table.handles()] == [1800.0] * 2
+    assert len(gateway.machine) == 2 and gateway.held() == [[1, 2], [5]]
+    assert [handle.expires_at_s for _, handle in gateway.machine.index.handles()] == [1800.0] * 2
     gateway.works_again()
     assert isinstance(gateway.run(requests[kind]), Appended | Handles | Released), "it can be repeated"
 
@@ -92,7 +80,7 @@ def test_nothing_is_computed_that_could_not_be_kept(gateway: Bench) -> None:
     sent = len(gateway.sent)
     assert is_unavailable(gateway.run(decode(cache, 2))) and is_unavailable(gateway.run(prefill(3)))
     assert len(gateway.sent) == sent
-    assert isinstance(gateway.run(Append(Kind.SCORE, "", [1, 2], rows=2)), Appended)
+    assert isinstance(gateway.run(Append(AppendKind.SCORE, "", [1, 2], rows=2)), Appended)
 
 
 def test_leases_that_run_out_are_looked_at_once_while_nothing_can_be_written(gateway: Bench) -> None:
@@ -101,9 +89,9 @@ def test_leases_that_run_out_are_looked_at_once_while_nothing_can_be_written(gat
     gateway.now_s = 5.0
     gateway.disk.fails = True
     assert gateway.dispatcher.expire() == 3 and gateway.dispatcher.expire() == 0
-    assert len(gateway.table) == 3
+    assert len(gateway.machine) == 3
     gateway.works_again()
-    assert gateway.dispatcher.expire() == 3 and len(gateway.table) == 0
+    assert gateway.dispatcher.expire() == 3 and len(gateway.machine) == 0
 
 
 def test_an_answer_waits_until_it_is_durable(gateway: Bench) -> None:
@@ -129,7 +117,7 @@ def test_what_is_with_the_journal_is_applied_though_its_caller_goes(gateway: Ben
     assert ticket not in gateway.replies and gateway.tokens(cache) == [1, 2]
     # Who asks again is answered.
     result = gateway.append(decode(cache, 2, position=1))
-    assert result.handle is not None and result.handle.seq_len == 2
+    assert result.seq_len == 2
     assert gateway.tokens(cache) == [1, 2]
 
 
@@ -144,8 +132,8 @@ def test_caches_of_a_caller_who_goes_while_they_are_written(gateway: Bench, requ
     gateway.settle()
     gateway.settle()
     gateway.work()
-    assert len(gateway.table) == (4 if request_id else 1)
-    assert len(gateway.held()) == len(gateway.table) == len(gateway.table.ledger)
+    assert len(gateway.machine) == (4 if request_id else 1)
+    assert len(gateway.held()) == len(gateway.machine) == len(gateway.machine.ledger)
 
 
 def test_a_worker_that_dies_while_its_answer_is_written_takes_nothing_with_it(gateway: Bench) -> None:
@@ -161,18 +149,6 @@ def test_a_worker_that_dies_while_its_answer_is_written_takes_nothing_with_it(ga
     gateway.work()
     gateway.append(decode(cache, 3))
     assert gateway.tokens(cache) == [1, 2, 3] and gateway.held() == [[1, 2, 3]]
-
-
-def test_a_fork_that_is_not_written_lets_go_on_what_it_would_have_released(gateway: Bench) -> None:
-    cache, other = gateway.create(1), gateway.create(5)
-    ticket = gateway.ask(decode(other, 6))
-    gateway.disk.is_slow = gateway.disk.fails = True
-    fork = gateway.ask(Fork.of(cache, 1, (other,)))
-    gateway.settle()
-    assert is_unavailable(gateway.replies[fork]) and ticket not in gateway.replies
-    gateway.disk.is_slow = gateway.disk.fails = False
-    gateway.work()
-    assert isinstance(gateway.replies[ticket], Appended) and gateway.tokens(other) == [5, 6]
 
 
 def test_records_are_written_in_the_order_in_which_things_happened(gateway: Bench) -> None:
@@ -207,5 +183,8 @@ def test_kv_that_comes_back_while_the_cache_grows_is_not_believed(gateway: Bench
     gateway.settle()
     gateway.disk.is_slow = False
     assert isinstance(gateway.replies[ticket], Appended)
+    sent = len(gateway.sent)
     assert gateway.append(decode(cache, 4)).replayed_tokens == 3
+    forwards = [command.forward for command in gateway.sent[sent:] if command.HasField("forward")]
+    assert [forward.position for forward in forwards] == [0, 3], "no forward is sent that has to fail"
     assert gateway.held() == [[1, 2, 3, 4]]

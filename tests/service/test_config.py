@@ -82,7 +82,7 @@ def test_auto_means_none_in_every_source(tmp_path: Path) -> None:
         ("--model", "/", f"it has no config.json; {MODELS}"),
         ("--model", "", f"it has no config.json; {MODELS}"),
         ("--model", "a/b/c", f"it does not exist; {MODELS}"),
-        ("--model", "n" * 300, f"it cannot be looked into (File name too long); {MODELS}"),
+        ("--model", "n" * 300, f"it cannot be read (File name too long); {MODELS}"),
         ("--tokens", "n" * 300, "must be a file"),
         ("--model", "../qwen3", f"it does not exist; {MODELS}"),
         ("--model-download", "maybe", "must be one of off, on"),
@@ -107,7 +107,7 @@ def test_a_directory_that_may_not_be_looked_into_is_refused(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "stat", forbidden)
-    with pytest.raises(ConfigError, match=r"it cannot be looked into \(Permission denied\)"):
+    with pytest.raises(ConfigError, match=r"it cannot be read \(Permission denied\)"):
         load_config({"model": model}, {})
 
 
@@ -136,7 +136,7 @@ def test_a_directory_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_config({"model": "org/name"}, {})
     (tmp_path / "org" / "name" / "config.json").touch()
     assert load_config({"model": "org/name"}, {}).model == "org/name"
-    with pytest.raises(ConfigError, match=r"model_revision = 'main' .* goes with a model of the hub only"):
+    with pytest.raises(ConfigError, match=r"model_revision = 'main' .* is only for a model of the hub"):
         load_config({"model": "org/name", "model_revision": "main"}, {})
 
 
@@ -224,11 +224,11 @@ def test_a_model_directory_is_taken(tmp_path: Path) -> None:
     [
         (
             "model-Q4_K_M.gguf",
-            "it is GGUF, for llama.cpp: give the model that it was made from, as safetensors",
+            "it is in GGUF format, for llama.cpp: use the original model in safetensors format",
         ),
         (
             "adapter_config.json",
-            "it is a LoRA adapter (PEFT): merge it into its base model and give the directory of the result",
+            "it is a LoRA adapter (PEFT): merge it into its base model and use the directory of the result",
         ),
     ],
 )
@@ -287,7 +287,7 @@ def test_a_workers_settings_are_the_gateways() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "[2001:db8::1]:1", "example.org:1"])
 def test_what_others_can_reach_needs_tls_or_a_word(address: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="TLS is needed") as caught:
+    with pytest.raises(ConfigError, match="clients need TLS") as caught:
         load_config(parse("--listen", address), {})
     assert (caught.value.setting, caught.value.source) == ("listen", "--listen")
     file = tmp_path / "pem"
@@ -306,7 +306,7 @@ def test_tls_by_halves_is_refused(tmp_path: Path) -> None:
         ("--tls-key", "tls_cert"),
         ("--tls-client-ca", "tls_cert"),
     ):
-        with pytest.raises(ConfigError, match=f"needs {needs} beside it"):
+        with pytest.raises(ConfigError, match=f"needs {needs} too"):
             load_config(parse(flag, str(file)), {})
     with pytest.raises(ConfigError, match="must be a file"):
         load_config(parse("--tokens", str(tmp_path / "nothing")), {})

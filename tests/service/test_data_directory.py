@@ -1,13 +1,14 @@
-"""Where a gateway finds again what the one before it has left."""
+"""The data directory that a gateway shares with the one before it."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from service.config import Config
-from service.data_directory import data_directory
+from service.data_directory import data_directory, state_dir
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def test_each_address_and_model_has_its_own(home: Path) -> None:
     assert data_directory(Config(listen="127.0.0.1:50051", model="paged-attention")) != first
 
 
-def test_one_that_is_named_is_taken(tmp_path: Path) -> None:
+def test_the_configured_one_is_used(tmp_path: Path) -> None:
     assert data_directory(Config(data_dir=str(tmp_path), listen="127.0.0.1:0")) == tmp_path
 
 
@@ -33,6 +34,17 @@ def test_a_port_that_is_chosen_anew_has_none() -> None:
 
 
 @pytest.mark.parametrize("listen", ["unix:/run/user/1/quire.sock", "[::1]:50051"])
-def test_names_have_nothing_that_leads_elsewhere(home: Path, listen: str) -> None:
+def test_names_cannot_lead_elsewhere(home: Path, listen: str) -> None:
     found = data_directory(Config(listen=listen))
     assert found is not None and found.parent == home / "quire" and "/" not in found.name
+
+
+def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/reader")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert state_dir() == Path("/home/reader/.local/state/quire")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert state_dir() == Path("/state/quire")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.delenv("HOME")
+    assert state_dir() == Path(tempfile.gettempdir()) / "quire"

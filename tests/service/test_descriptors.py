@@ -1,4 +1,4 @@
-"""How many connections there are descriptors for."""
+"""The limit of connections follows from the limit of file descriptors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 import pytest
 import structlog
 
+from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config
-from service.doors.descriptors import TooFewDescriptors, with_descriptors
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -20,7 +20,7 @@ UNLIMITED = resource.RLIM_INFINITY
     [
         ((20_000, 20_000), 4096, 20_000, 4096),
         ((UNLIMITED, UNLIMITED), 4096, UNLIMITED, 4096),
-        # A soft limit for the sake of old programs: there is room for twice as many, and for workers.
+        # The soft limit is increased: room for twice max_connections, and for workers.
         ((1024, 524_288), 4096, 2 * 4096 + 128 + 2 * 16, 4096),
         ((1024, UNLIMITED), 4096, 2 * 4096 + 128 + 2 * 16, 4096),
         ((1024, 5000), 4096, 5000, 4096),
@@ -39,26 +39,26 @@ def test_there_are_no_more_connections_than_descriptors(
         config = with_descriptors(Config(max_connections=wanted, workers=2))
     assert now[-1] == (soft, limits[1])
     assert config.max_connections == allowed
-    assert len(logs) == (allowed < wanted), "it is said once"
+    assert len(logs) == (allowed < wanted), "it is logged once"
 
 
 @pytest.mark.parametrize("limit", [20, 12])
-def test_with_hardly_any_the_server_ends_with_a_line(limit: int) -> None:
-    """Whatever would have failed first."""
+def test_with_too_few_the_server_ends_with_one_line(limit: int) -> None:
+    """Not with the first error that the lack of descriptors causes."""
     done = subprocess.run(
-        [sys.executable, "-m", "service.cli.main", "serve", "--listen", "127.0.0.1:0"],
+        [sys.executable, "-m", "quire.cli", "serve", "--listen", "127.0.0.1:0"],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
     )
-    said = f"quire: {limit} descriptors are too few to serve (ulimit -n); for all connections it takes 8336\n"
+    said = f"quire: {limit} file descriptors are too few (ulimit -n): max_connections needs 8336\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
-def test_too_few_are_too_few_whatever_the_soft_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hard_limit_may_be_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 32))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    with pytest.raises(TooFewDescriptors, match="32 descriptors are too few"):
+    with pytest.raises(TooFewDescriptors, match="32 file descriptors are too few"):
         with_descriptors(Config())

@@ -9,9 +9,10 @@ import pytest
 from quire.v1 import types_pb2, worker_pb2
 
 from service import dispatcher as dispatcher_module
-from service.caches.placement import WorkerView
-from service.caches.requests import Append, Appended, Fork, Kind, Renew, Request, Truncate
-from service.caches.table import CacheTable, Limits
+from service.caches.machine import CacheMachine
+from service.caches.requests import Append, Appended, AppendKind, Fork, Renew, Request, Truncate
+from service.caches.reservations import Limits
+from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import CacheNotFound, JournalUnavailable, NoWorker, QuireError
 from service.pool import wire
@@ -25,9 +26,9 @@ class Bench:
     def __init__(self) -> None:
         self.sent: list[worker_pb2.WorkerCommand] = []
         self.journal = FailingJournal()
-        self.table = CacheTable(Limits())
+        self.machine = CacheMachine(Limits())
         self.dispatcher = Dispatcher(
-            self.table, self.journal, lambda *sent: self.sent.append(wire.to_message(sent[2]))
+            self.machine, self.journal, lambda *sent: self.sent.append(wire.to_message(sent[2]))
         )
         self.dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 100, 100, 100))
 
@@ -58,11 +59,11 @@ class Bench:
         task = await self.start(prefill(*token_ids))
         self.answer(self.sent.pop())
         (result,) = await task
-        assert isinstance(result, Appended) and result.handle is not None
-        return result.handle.cache_id
+        assert isinstance(result, Appended)
+        return result.cache_id
 
     def tokens(self, cache_id: str) -> list[int]:
-        (state,) = [state for state in self.table.ledger if state.cache_id == cache_id]
+        (state,) = [state for state in self.machine.ledger if state.cache_id == cache_id]
         return list(state.tokens.copy())
 
 
@@ -85,8 +86,8 @@ async def test_a_call_is_answered_when_all_of_it_is_done(bench: Bench) -> None:
     bench.answer(first)
     outcomes = await task
     assert isinstance(outcomes[1], CacheNotFound)
-    handles = [o.handle for o in (outcomes[0], outcomes[2]) if isinstance(o, Appended)]
-    assert [handle.cache_id for handle in handles if handle] == [a, b], "in the order of the requests"
+    appended = [o for o in (outcomes[0], outcomes[2]) if isinstance(o, Appended)]
+    assert [one.cache_id for one in appended] == [a, b], "in the order of the requests"
 
 
 async def test_a_call_is_a_caller_of_its_own(bench: Bench) -> None:
@@ -196,7 +197,7 @@ async def test_what_was_made_for_a_caller_who_left_before_he_knew_is_released(be
 
 
 async def test_what_can_be_asked_for_again_stays(bench: Bench) -> None:
-    task = await bench.start(Append(Kind.PREFILL, "", (2,), request_id="mine"))
+    task = await bench.start(Append(AppendKind.PREFILL, "", (2,), request_id="mine"))
     bench.answer(bench.sent[-1])
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -222,7 +223,7 @@ async def test_those_who_are_parked_are_looked_at_as_time_passes(
 ) -> None:
     monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
     bench.dispatcher.worker_lost("worker-0", 1)
-    task = await bench.start(Append(Kind.PREFILL, "", (2,), timeout_s=0.01))
+    task = await bench.start(Append(AppendKind.PREFILL, "", (2,), timeout_s=0.01))
     keeping = asyncio.create_task(bench.dispatcher.keep_time())
     (outcome,) = await task
     keeping.cancel()

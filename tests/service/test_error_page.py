@@ -28,12 +28,17 @@ def told() -> dict[str, tuple[str, set[str]]]:
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every call of a name in the gateway; one of `super().__init__` counts as its class's."""
+    """Every call of a name in the gateway; of an error with an `__init__` that of `super().__init__` in it.
+
+    What these name beside the delay is metadata.
+    """
     for path in sorted((ROOT / "service").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                yield node.func.id, node
+                kind = getattr(errors, node.func.id, None)
+                if node.func.id in GIVEN or "__init__" not in vars(kind or object):
+                    yield node.func.id, node
             elif isinstance(node, ast.ClassDef) and hasattr(errors, node.name):
                 for inner in ast.walk(node):
                     if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
@@ -50,9 +55,7 @@ def raised() -> dict[str, tuple[str, set[str]]]:
             rows[str(first)] = GIVEN[name], set()
         elif name == "too_many" and first is not None:
             rows[f"TOO_MANY_{str(first).upper()}"] = errors.InvalidArgument.code, set()
-        for keyword in call.keywords:
-            if keyword.arg == "metadata" and isinstance(keyword.value, ast.Dict):
-                keys[name] |= {str(key.value) for key in keyword.value.keys if isinstance(key, ast.Constant)}
+        keys[name] |= {keyword.arg for keyword in call.keywords if keyword.arg} - {"retry_after_s"}
     for kind in errors.QuireError.__subclasses__():
         if kind is not errors.ProviderFailure and kind.__name__ not in GIVEN:
             rows[kind.reason] = kind.code, keys[kind.__name__]

@@ -6,7 +6,7 @@ import asyncio
 
 import structlog
 
-from service.pool.base import PoolFailed
+from service.pool.launcher import PoolFailed
 from service.server import _report_failure
 
 

@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from service.caches.records import CacheForked, CacheReleased
-from service.caches.requests import Append, Appended, Fork, Handles, Release, Source
-from service.caches.table import Limits
-from service.errors import CacheNotFound
+from service.caches.requests import Appended, Fork, Handles, Source
+from service.caches.reservations import Limits
 from tests.service.failing_journal import FailingJournal
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import Pool
@@ -31,30 +29,12 @@ class Bench(Gateway):
         return [handle.cache_id for handle in self.handles(fork).handles]
 
     def all_tokens(self) -> list[list[int]]:
-        return sorted(list(state.tokens.copy()) for state in self.table.ledger)
+        return sorted(list(state.tokens.copy()) for state in self.machine.ledger)
 
 
 @pytest.fixture
 def gateway() -> Bench:
     return Bench()
-
-
-def test_copies_come_in_the_order_of_the_parents(gateway: Bench) -> None:
-    copies = gateway.ids(forks((gateway.right, 1), (gateway.left, 2), release=(gateway.right,)))
-    assert [gateway.tokens(copy) for copy in copies] == [[3], [1, 2], [1, 2]]
-    assert gateway.all_tokens() == [[1, 2], [1, 2], [1, 2], [3]]
-    gateway.work()
-    assert sorted(gateway.held()) == gateway.all_tokens(), "their pages are there"
-    assert all(isinstance(gateway.append(decode(copy, 4)), Appended) for copy in copies), (
-        "each goes on by itself"
-    )
-
-
-def test_all_of_it_is_one_commit(gateway: Bench) -> None:
-    gateway.disk.written.clear()
-    gateway.ids(forks((gateway.left, 1), (gateway.right, 1), release=(gateway.left,)))
-    kinds = [type(record) for record in gateway.disk.written]
-    assert kinds == [CacheForked, CacheForked, CacheReleased]
 
 
 def unknown(gateway: Bench) -> Fork:
@@ -88,54 +68,6 @@ def test_one_wrong_cache_and_nothing_happens(
     assert len(gateway.ids(forks((gateway.left, 1), (gateway.right, 1)))) == 2, "there is room for these"
 
 
-def test_it_waits_for_all_of_its_caches_and_others_wait_for_it(gateway: Bench) -> None:
-    step, fork, after = gateway.submit(
-        decode(gateway.right, 4), forks((gateway.left, 1), (gateway.right, 1)), decode(gateway.left, 5)
-    )
-    assert not {step, fork, after} & gateway.replies.keys()
-    gateway.work()
-    made = gateway.replies[fork]
-    assert isinstance(made, Handles)
-    assert [gateway.tokens(handle.cache_id) for handle in made.handles] == [[1, 2], [3, 4]]
-    assert isinstance(gateway.replies[after], Appended) and gateway.tokens(gateway.left) == [1, 2, 5]
-
-
-def test_forks_of_the_same_caches_in_any_order_do_not_wait_for_each_other(gateway: Bench) -> None:
-    asked = gateway.submit(
-        decode(gateway.left, 4),
-        decode(gateway.right, 4),
-        forks((gateway.left, 1), (gateway.right, 1)),
-        forks((gateway.right, 1), (gateway.left, 1)),
-        forks((gateway.left, 1), (gateway.right, 1), release=(gateway.left, gateway.right)),
-    )
-    gateway.work()
-    assert [type(gateway.replies[ticket]) for ticket in asked] == [Appended] * 2 + [Handles] * 3
-    assert gateway.all_tokens() == [[1, 2, 4]] * 3 + [[3, 4]] * 3
-
-
-def test_one_that_is_taken_back_while_it_waits_lets_others_go_on(gateway: Bench) -> None:
-    _, fork, after = gateway.submit(
-        decode(gateway.right, 4), forks((gateway.left, 1), (gateway.right, 1)), Release(gateway.left)
-    )
-    gateway.cancel(fork)
-    assert after in gateway.replies, "the other cache was free"
-    gateway.work()
-    assert gateway.all_tokens() == [[3, 4]]
-
-
-def test_a_parent_that_is_released_while_it_waits_ends_it(gateway: Bench) -> None:
-    other = gateway.create(9)
-    step, fork, after = gateway.submit(
-        decode(gateway.right, 4), forks((gateway.left, 1), (gateway.right, 1)), decode(gateway.right, 5)
-    )
-    gateway.ids(forks((other, 0), release=(gateway.left,)))
-    error = gateway.replies[fork]
-    assert isinstance(error, CacheNotFound) and error.metadata == {"index": "0"}
-    gateway.work()
-    assert isinstance(gateway.replies[step], Appended) and isinstance(gateway.replies[after], Appended)
-    assert gateway.all_tokens() == [[3, 4, 5], [9]]
-
-
 def test_whoever_it_waits_for_gets_the_pages_of_its_other_caches() -> None:
     """Else they would wait for each other."""
     gateway = Bench(pool=Pool(4, page_tokens=1))
@@ -149,19 +81,6 @@ def test_whoever_it_waits_for_gets_the_pages_of_its_other_caches() -> None:
     made = gateway.replies[fork]
     assert isinstance(gateway.replies[step], Appended) and isinstance(made, Handles)
     assert [gateway.tokens(handle.cache_id) for handle in made.handles] == [[1, 2], [3, 4, 5]]
-
-
-def test_one_that_is_not_written_has_not_happened(gateway: Bench) -> None:
-    gateway.disk.is_slow = gateway.disk.fails = True
-    both = (gateway.left, gateway.right)
-    fork = gateway.ask(forks((gateway.left, 2), (gateway.right, 1), release=both))
-    after = gateway.submit(decode(gateway.left, 4), decode(gateway.right, 4))
-    gateway.disk.settle()
-    assert gateway.reason(fork) == "JOURNAL_UNAVAILABLE"
-    gateway.disk.is_slow = gateway.disk.fails = False
-    gateway.work()
-    assert all(isinstance(gateway.replies[ticket], Appended) for ticket in after)
-    assert gateway.all_tokens() == [[1, 2, 4], [3, 4]]
 
 
 def test_kv_that_was_lost_is_computed_for_the_copies(gateway: Bench) -> None:
@@ -187,8 +106,8 @@ def test_a_repetition_gets_the_first_ones_copies(gateway: Bench, releases: bool,
     if restarts:
         again = Gateway()
         for record in gateway.disk.written:
-            again.table.recovering(record, 0.0)
-        again.table.recovered(now_s=0.0, wall_s=0.0, tenant_of=lambda _: again.table._anonymous)
+            again.machine.recovering(record, 0.0)
+        again.machine.recovered(now_s=0.0, wall_s=0.0, tenant_of=lambda _: again.machine.index.anonymous)
         assert [handle.cache_id for handle in again.handles(fork).handles] == made
     assert gateway.ids(fork) == made
 
@@ -208,7 +127,7 @@ def test_the_request_id_belongs_to_these_caches_and_counts(gateway: Bench) -> No
     ):
         assert gateway.refusal(forks(*sources, request_id="f")).reason == "REQUEST_ID_REUSED", sources
     assert len(gateway.ids(forks((left, 2), (other, 0), (right, 1), request_id="f"))) == 3
-    assert len(gateway.table) == 6
+    assert len(gateway.machine) == 6
 
 
 def test_one_is_not_repeated_once_all_copies_of_a_parent_are_gone(gateway: Bench) -> None:
@@ -219,12 +138,3 @@ def test_one_is_not_repeated_once_all_copies_of_a_parent_are_gone(gateway: Bench
     assert gateway.refusal(forks((gateway.right, 1), request_id="f")).reason == "REQUEST_ID_REUSED"
     gateway.release(second)
     assert len(gateway.ids(fork)) == 2, "nothing is known of it any more"
-
-
-def test_an_append_to_a_parent_that_was_asked_for_later_does_not_get_into_the_copies(gateway: Bench) -> None:
-    later: list[Append] = [decode(gateway.left, 8), decode(gateway.right, 8)]
-    fork, *steps = gateway.submit(forks((gateway.left, 1), (gateway.right, 1)), *later)
-    gateway.work()
-    made = gateway.replies[fork]
-    assert isinstance(made, Handles) and all(ticket in gateway.replies for ticket in steps)
-    assert [gateway.tokens(handle.cache_id) for handle in made.handles] == [[1, 2], [3]]

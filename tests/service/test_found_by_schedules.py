@@ -9,9 +9,9 @@ import dataclasses
 import random
 from collections import Counter
 
-from service.caches.placement import WorkerView
 from service.caches.records import CacheForked, CacheReleased
 from service.caches.requests import Appended, Fork, Handles, Truncate
+from service.caches.workers import WorkerView
 from service.errors import InvalidArgument, QuireError
 from tests.service.failing_journal import FailingJournal
 from tests.sim.disk import Disk, DiskJournal
@@ -21,7 +21,7 @@ from tests.sim.model_worker import Faults, ModelWorker, Pool
 
 def without_answer_in_memory(gateway: Gateway, cache: str) -> None:
     """As after a restart of the gateway."""
-    for entry in gateway.table._catalog:
+    for entry in gateway.machine.index:
         if entry.state.cache_id == cache:
             entry.answer = None
 
@@ -68,7 +68,7 @@ def test_forks_of_two_caches_do_not_share_a_request_id() -> None:
     journal.write(9)
     assert not isinstance(gateway.replies[first], QuireError)
     assert isinstance(gateway.replies[second], InvalidArgument)
-    gateway.table.check_invariants()
+    gateway.machine.check_invariants()
 
 
 def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> None:
@@ -85,7 +85,7 @@ def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> Non
     gateway.lose_worker("worker-0")
     gateway.work()
     journal.settle()
-    gateway.table.check_invariants()
+    gateway.machine.check_invariants()
     assert gateway.reason(refused) == "DEADLINE_PASSED" and isinstance(gateway.replies[fork], Handles)
     assert gateway.reason(append) == "CACHE_NOT_FOUND"
     assert [type(record) for record in journal.written[-2:]] == [CacheForked, CacheReleased]
@@ -125,7 +125,7 @@ def orphan(epoch: int, sequences: dict[int, list[int]]) -> ModelWorker:
 def test_what_an_adopted_worker_holds_of_a_cache_that_is_elsewhere_is_dropped() -> None:
     gateway = Gateway()
     cache = gateway.create(1, 2)
-    (entry,) = gateway.table._catalog
+    (entry,) = gateway.machine.index
     adopted(gateway, orphan(9, {entry.number: [1, 2]}), {entry.number: 2})
     gateway.work()
     assert gateway.held() == [[1, 2]]
@@ -135,7 +135,7 @@ def test_what_an_adopted_worker_holds_of_a_cache_that_is_elsewhere_is_dropped() 
 def test_what_was_cut_and_extended_since_it_was_claimed_is_computed_again() -> None:
     gateway = Gateway()
     cache = gateway.create(1, 2, 3)
-    (entry,) = gateway.table._catalog
+    (entry,) = gateway.machine.index
     worker = orphan(9, {entry.number: [1, 2, 3]})
     kept = worker.adopt(gateway.dispatcher.claims(worker.holdings()))
     gateway.handles(Truncate(cache, 1))

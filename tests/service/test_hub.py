@@ -190,7 +190,7 @@ def test_nobody_there(find: Find) -> None:
     found, said = find()
     assert found == ""
     assert said.startswith(
-        f"quire: {MODEL} is not whole in the cache, and cannot be downloaded from 127.0.0.1:1"
+        f"quire: {MODEL} is missing or incomplete in the cache, and cannot be downloaded from 127.0.0.1:1"
     )
     assert said.endswith(f"; {FIRST}\n")
     assert f"(hf download {MODEL} --revision v1.0)" in find(revision="v1.0")[1]
@@ -269,7 +269,7 @@ def test_a_refusal_is_told_in_a_line(find: Find, refusal: tuple[int, str], said:
         (SMALL | {"pytorch_model.bin": b"p"}, "its weights are pickles only, which run code"),
         (SMALL | {"consolidated.00.pth": b"p"}, "its weights are pickles only, which run code"),
         (SMALL, "it has neither model.safetensors nor model.safetensors.index.json"),
-        (SMALL | {"model.gguf": b"g"}, "it is GGUF, for llama.cpp"),
+        (SMALL | {"model.gguf": b"g"}, "it is in GGUF format, for llama.cpp"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"a"}, "it is a LoRA adapter (PEFT)"),
         (WEIGHTS, "it has no config.json"),
     ],

@@ -1,4 +1,4 @@
-"""What surrounds every call: nothing of an exception reaches a client, nothing is left unanswered."""
+"""The wrapper of every call: no text of an exception reaches a client, and every call is answered."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
 from service import errors
 from service.api.interceptor import CallInterceptor
 from service.caches.effects import Command
-from service.caches.placement import WorkerView
-from service.caches.requests import Append, Kind
-from service.caches.table import CacheTable, Limits
+from service.caches.machine import CacheMachine
+from service.caches.requests import Append, AppendKind
+from service.caches.reservations import Limits
+from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher
 from service.errors import CacheNotFound, NoWorker, QuireError
-from service.journal.memory import MemoryJournal
+from service.journal.base import MemoryJournal
 from service.logging import current_request_id
 from service.pool import wire
 
@@ -127,10 +128,10 @@ async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, erro
 @pytest.mark.parametrize(
     ("error", "pushback_ms"), [(hopeless(), "-1"), (NoWorker(), "1000"), (CacheNotFound(), "")]
 )
-async def test_grpcs_own_retries_are_told_what_may_pass(
+async def test_grpcs_own_retries_follow_the_error(
     harness: Harness, error: QuireError, pushback_ms: str
 ) -> None:
-    """Else a client's channel asks four times for what is gone for good."""
+    """Otherwise a client's channel would retry permanent failures four times."""
     failed = await harness.refused(raises(error))
     metadata = dict(failed.trailing_metadata())
     assert metadata.get("grpc-retry-pushback-ms", "") == pushback_ms
@@ -139,13 +140,13 @@ async def test_grpcs_own_retries_are_told_what_may_pass(
 async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harness) -> None:
     sent: list[Command] = []
     dispatcher = Dispatcher(
-        CacheTable(Limits()), MemoryJournal(), lambda _worker, _epoch, command: sent.append(command)
+        CacheMachine(Limits()), MemoryJournal(), lambda _worker, _epoch, command: sent.append(command)
     )
     dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 8, 64, 8))
 
     async def behave(_request: Any) -> executor_pb2.DecodeResponse:
         running = asyncio.ensure_future(
-            dispatcher.run([Append(kind=Kind.PREFILL, cache_id="", token_ids=[1])])
+            dispatcher.run([Append(kind=AppendKind.PREFILL, cache_id="", token_ids=[1])])
         )
         await asyncio.sleep(0)  # Lets the append reach the worker.
         event = worker_pb2.WorkerEvent(op_id=sent[0].op_id)
@@ -212,7 +213,7 @@ async def test_an_error_of_ours_arrives_whole(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05abc", b"\x0a\x02\xff\xfe", b"\x10"])
-async def test_bytes_that_are_no_message_are_the_callers_fault(harness: Harness, data: bytes) -> None:
+async def test_bytes_that_are_no_message_are_an_invalid_argument(harness: Harness, data: bytes) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await harness.raw(DECODE)(data, timeout=PATIENCE_S)
 

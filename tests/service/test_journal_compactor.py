@@ -1,4 +1,4 @@
-"""Compaction: at any moment, whatever fails, the journal says all that is true of the caches."""
+"""Compaction: at any moment, whatever fails, the journal restores all caches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from service.caches.records import (
 from service.journal.base import OnCommitted
 from service.journal.compactor import Compactor
 
-CHUNK_TOKENS = 4
+SEGMENT_TOKENS = 4
 
 
 class StepwiseJournal:
-    """Rows in memory; what waits is written, or fails, when it is told to."""
+    """Rows in memory. Each commit succeeds or fails when the test calls `finish`."""
 
     model_fingerprint: str | None = None
     oldest_waiting_s = 0.0
@@ -41,7 +41,7 @@ class StepwiseJournal:
         self._dropped = 0
 
     def bind_model(self, fingerprint: str) -> None:
-        """Of any model."""
+        """Does nothing."""
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         self.waiting.append((records, on_committed))
@@ -56,14 +56,14 @@ class StepwiseJournal:
         return mark
 
     def end_compaction(self, mark: int) -> None:
-        # Nothing that waits can have come before.
+        # Waiting commits came after the mark.
         self.rows = self.rows[self._marks[mark] - self._dropped :]
         self._dropped = self._marks[mark]
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing."""
 
-    def settle(self, ok: bool) -> None:
+    def finish(self, ok: bool) -> None:
         item = self.waiting.popleft()
         if isinstance(item, int):
             self._marks[item] = self._dropped + len(self.rows)
@@ -75,7 +75,7 @@ class StepwiseJournal:
 
 
 def facts(ledger: Ledger) -> dict[int, object]:
-    """All that is true of each cache."""
+    """The state of each cache."""
     names = ("cache_id", "tenant", "salt", "seed", "lease_s", "request_id", "fork", "prompt_len", "ownership")
     return {
         state.number: (*(getattr(state, name) for name in names), state.last, list(state.tokens.copy()))
@@ -84,7 +84,7 @@ def facts(ledger: Ledger) -> dict[int, object]:
 
 
 def recovered(journal: StepwiseJournal) -> Ledger:
-    ledger = Ledger(CHUNK_TOKENS)
+    ledger = Ledger(SEGMENT_TOKENS)
     for row in journal.rows:
         for record in row:
             ledger.apply(record)
@@ -92,14 +92,14 @@ def recovered(journal: StepwiseJournal) -> Ledger:
 
 
 class CompactionMachine(RuleBasedStateMachine):
-    """Traffic whose commits are answered late and may fail, and rounds of compaction in between."""
+    """Traffic whose commits finish late and may fail, with compaction passes in between."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(CHUNK_TOKENS)
+        self.ledger = Ledger(SEGMENT_TOKENS)
         self.journal = StepwiseJournal()
         self.compactor = Compactor(self.ledger, self.journal, portion_tokens=6)
-        # Caches that have a record on its way: no second one is written before.
+        # Caches with an unfinished commit, which get no other one.
         self.busy: collections.Counter[int] = collections.Counter()
         self.next_number = 1
         self.next_token = 0
@@ -168,7 +168,7 @@ class CompactionMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.idle()))
     @rule(data=st.data())
     def renew_twice(self, data: st.DataObject) -> None:
-        """Two commits that concern one cache are on their way."""
+        """Two unfinished commits for one cache."""
         number = self.pick(data)
         for lease_s in (2.0, 3.0):
             self.commit([LeaseRenewed(number, lease_s)], number)
@@ -176,30 +176,30 @@ class CompactionMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4), ok=st.sampled_from((True, True, True, False)))
     def settle(self, count: int, ok: bool) -> None:
         for _ in range(min(count, len(self.journal.waiting))):
-            self.journal.settle(ok)
+            self.journal.finish(ok)
 
     @rule()
     def step(self) -> None:
         self.compactor.step()
 
     @invariant()
-    def recovery_finds_what_is_true(self) -> None:
+    def recovery_restores_all_caches(self) -> None:
         assert facts(recovered(self.journal)) == facts(self.ledger)
 
     def teardown(self) -> None:
-        """Left alone, a round ends, and the journal says every cache once."""
+        """Without traffic a pass finishes, and the journal has each cache once."""
         while self.journal.waiting:
-            self.journal.settle(ok=True)
+            self.journal.finish(ok=True)
         self.journal.wants = False
         while self.compactor.step() or self.journal.waiting:
             while self.journal.waiting:
-                self.journal.settle(ok=True)
+                self.journal.finish(ok=True)
         self.journal.wants = True
         while self.compactor.step():
             self.journal.wants = False
             while self.journal.waiting:
-                self.journal.settle(ok=True)
-        self.recovery_finds_what_is_true()
+                self.journal.finish(ok=True)
+        self.recovery_restores_all_caches()
         numbers = [
             record.number for row in self.journal.rows for record in row if isinstance(record, CacheRestated)
         ]
@@ -214,22 +214,22 @@ def committed(
     compactor: Compactor, journal: StepwiseJournal, ledger: Ledger, records: Sequence[Record]
 ) -> None:
     compactor.commit(records, lambda _ok: None)
-    journal.settle(ok=True)
+    journal.finish(ok=True)
     for record in records:
         ledger.apply(record)
 
 
-def settled(journal: StepwiseJournal, compactor: Compactor) -> list[Record]:
-    """The journal after one round."""
+def compacted(journal: StepwiseJournal, compactor: Compactor) -> list[Record]:
+    """The records in the journal after one pass."""
     while compactor.step():
         journal.wants = False
         while journal.waiting:
-            journal.settle(ok=True)
+            journal.finish(ok=True)
     return [record for row in journal.rows for record in row]
 
 
 def test_forks_are_restated_with_what_they_share() -> None:
-    ledger, journal = Ledger(CHUNK_TOKENS), StepwiseJournal()
+    ledger, journal = Ledger(SEGMENT_TOKENS), StepwiseJournal()
     records: list[Record] = [
         CacheCreated(1, "c1", "tenant", b"", 1, 1.0, ""),
         TokensAppended(1, 0, range(1000), 0, 1),
@@ -238,7 +238,7 @@ def test_forks_are_restated_with_what_they_share() -> None:
     ]
     compactor = Compactor(ledger, journal, portion_tokens=300)
     committed(compactor, journal, ledger, records)
-    restated = settled(journal, compactor)
+    restated = compacted(journal, compactor)
     assert (
         sum(len(record.token_ids) for record in restated if isinstance(record, CacheRestated))
         < 1000 + 101 * 5
@@ -247,57 +247,57 @@ def test_forks_are_restated_with_what_they_share() -> None:
     assert recovered(journal).size_bytes <= ledger.size_bytes
 
 
-def test_a_cache_that_is_released_in_a_round_is_not_written_once_more() -> None:
-    ledger, journal = Ledger(CHUNK_TOKENS), StepwiseJournal()
+def test_cache_that_is_released_during_a_pass_is_not_restated() -> None:
+    ledger, journal = Ledger(SEGMENT_TOKENS), StepwiseJournal()
     compactor = Compactor(ledger, journal)
     new = CacheCreated(1, "c1", "tenant", b"", 1, 1.0, "")
     committed(compactor, journal, ledger, [new, TokensAppended(1, 0, range(1000), 0, 1)])
     compactor.commit([LeaseRenewed(1, 2.0)], lambda _ok: None)
     compactor.step()
     while journal.waiting:
-        journal.settle(ok=True)
+        journal.finish(ok=True)
     committed(compactor, journal, ledger, [CacheReleased(1)])
     assert len(recovered(journal)) == 0
     assert all(len(r.token_ids) == 0 for row in journal.rows for r in row if isinstance(r, CacheRestated))
 
 
-def two_in_a_round() -> tuple[Compactor, StepwiseJournal, Ledger]:
-    """A cache and its fork; the first is being restated, which is not answered yet."""
-    ledger, journal = Ledger(CHUNK_TOKENS), StepwiseJournal()
+def two_caches_in_a_pass() -> tuple[Compactor, StepwiseJournal, Ledger]:
+    """A cache and its fork. The restatement of the first is not durable yet."""
+    ledger, journal = Ledger(SEGMENT_TOKENS), StepwiseJournal()
     compactor = Compactor(ledger, journal, portion_tokens=1)
     new = CacheCreated(1, "c1", "tenant", b"", 1, 1.0, "")
     fork = CacheForked(1, [Child(2, "c2", 1)], "")
     committed(compactor, journal, ledger, [new, TokensAppended(1, 0, range(100), 0, 1), fork])
     compactor.step()
     journal.wants = False
-    journal.settle(ok=True)
+    journal.finish(ok=True)
     return compactor, journal, ledger
 
 
-def test_nobody_shares_with_one_whose_restating_may_fail() -> None:
-    compactor, journal, ledger = two_in_a_round()
+def test_caches_share_only_with_durable_restatements() -> None:
+    compactor, journal, ledger = two_caches_in_a_pass()
     compactor.commit([LeaseRenewed(2, 5.0)], lambda _ok: ledger.apply(LeaseRenewed(2, 5.0)))
-    journal.settle(ok=False)
-    journal.settle(ok=True)
-    settled(journal, compactor)
+    journal.finish(ok=False)
+    journal.finish(ok=True)
+    compacted(journal, compactor)
     assert not compactor.is_underway
     assert facts(recovered(journal)) == facts(ledger)
 
 
-def test_nobody_shares_with_one_that_is_being_released() -> None:
-    compactor, journal, ledger = two_in_a_round()
-    journal.settle(ok=True)
+def test_caches_do_not_share_with_one_that_is_being_released() -> None:
+    compactor, journal, ledger = two_caches_in_a_pass()
+    journal.finish(ok=True)
     compactor.commit([CacheReleased(1)], lambda _ok: ledger.apply(CacheReleased(1)))
-    settled(journal, compactor)
+    compacted(journal, compactor)
     assert not compactor.is_underway
     assert facts(recovered(journal)) == facts(ledger)
 
 
-def test_a_cache_that_is_made_when_a_round_begins_is_restated() -> None:
-    ledger, journal = Ledger(CHUNK_TOKENS), StepwiseJournal()
+def test_cache_that_is_being_created_when_a_pass_starts_is_restated() -> None:
+    ledger, journal = Ledger(SEGMENT_TOKENS), StepwiseJournal()
     compactor = Compactor(ledger, journal)
     new = CacheCreated(1, "c1", "tenant", b"", 1, 1.0, "")
     compactor.commit([new], lambda _ok: ledger.apply(new))
-    settled(journal, compactor)
+    compacted(journal, compactor)
     assert not compactor.is_underway
     assert facts(recovered(journal)) == facts(ledger) != {}

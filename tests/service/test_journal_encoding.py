@@ -1,4 +1,4 @@
-"""Records as bytes: all come back as they were, and bytes that are not what was encoded are noticed."""
+"""Encoding of records: all are decoded unchanged, and damage is detected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKENS = st.one_of(
 )
 SMALL = st.integers(0, 2**32 - 1)
 SINGLE = st.builds(TokensAppended, SMALL, SMALL, st.tuples(TOKEN), SMALL, SMALL)
-# Mostly the first ones, of which nothing is written.
+# Mostly 0, which is not encoded.
 WEIGHTS = st.just(0) | U64
 LAST = st.builds(LastAppend, U64, U64, U64, BYTES)
 FORK = st.builds(ForkKey, TEXT, U64, U64, U64)
@@ -72,13 +72,13 @@ def turn(count: int) -> list[Record]:
 
 
 @given(st.lists(RECORDS, max_size=3), st.integers(1, 2**62), st.integers(0, 2**62))
-def test_records_come_back(commits: list[list[Record]], seq: int, wall_ns: int) -> None:
+def test_records_round_trip(commits: list[list[Record]], seq: int, wall_ns: int) -> None:
     row = seal([encode(records) for records in commits], seq, wall_ns)
     assert plain(list(decode(row, seq, wall_ns))) == plain([r for records in commits for r in records])
 
 
 @given(RECORDS, st.data())
-def test_every_changed_bit_is_noticed(records: list[Record], data: st.DataObject) -> None:
+def test_every_flipped_bit_is_detected(records: list[Record], data: st.DataObject) -> None:
     row = bytearray(seal([encode(records)], 5, 6))
     bit = data.draw(st.integers(0, 8 * len(row) - 1))
     row[bit // 8] ^= 1 << bit % 8
@@ -87,7 +87,7 @@ def test_every_changed_bit_is_noticed(records: list[Record], data: st.DataObject
 
 
 @given(RECORDS, st.data())
-def test_every_cut_is_noticed(records: list[Record], data: st.DataObject) -> None:
+def test_every_truncation_is_detected(records: list[Record], data: st.DataObject) -> None:
     row = seal([encode(records)], 5, 6)
     with pytest.raises(CorruptRecord):
         list(decode(row[: data.draw(st.integers(0, len(row) - 1))], 5, 6))
@@ -95,7 +95,7 @@ def test_every_cut_is_noticed(records: list[Record], data: st.DataObject) -> Non
         list(decode(row + b"\0", 5, 6))
 
 
-def test_a_row_in_the_place_of_another_is_noticed() -> None:
+def test_swapped_row_is_detected() -> None:
     row = seal([encode(turn(2))], 5, 6)
     for seq, wall_ns in ((4, 6), (5, 7)):
         with pytest.raises(CorruptRecord, match="byte 0"):
@@ -103,18 +103,16 @@ def test_a_row_in_the_place_of_another_is_noticed() -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 255))
-def test_whatever_a_frame_holds_nothing_but_the_error_is_raised(body: bytes, kind: int) -> None:
-    """With checksums that are right: as someone would write it who means harm."""
+def test_random_frames_raise_only_corrupt_record(body: bytes, kind: int) -> None:
+    """With valid checksums, as an attacker would write them."""
     row = seal([encoding._frame(kind, body)], 5, 6)
     with contextlib.suppress(CorruptRecord):
         list(decode(row, 5, 6))
 
 
 @given(RECORD, st.data())
-def test_whatever_becomes_of_a_body_nothing_but_the_error_is_raised(
-    record: Record, data: st.DataObject
-) -> None:
-    """Lengths and counts that lie allocate nothing."""
+def test_changed_bodies_raise_only_corrupt_record(record: Record, data: st.DataObject) -> None:
+    """Wrong lengths and counts allocate nothing."""
     frame = encode([record])
     kind, body = frame[4], bytearray(frame[5:-4])
     for _ in range(data.draw(st.integers(1, 4))):
@@ -129,10 +127,10 @@ RESTATED = CacheRestated(2, "kv_2", "", b"", 3, 60.0, "", 0, 0, None, None, 0, 0
 
 
 @pytest.mark.parametrize(("record", "format_"), [(TOGETHER, 2), (CREATED, 3), (RESTATED, 3)])
-def test_a_row_that_a_program_of_before_cannot_read_says_so(
+def test_earlier_version_refuses_a_newer_row(
     record: Record, format_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would take the last one for damaged, and cut it off."""
+    """Otherwise it would drop the last row as damaged."""
     row = seal([encode(turn(1)), encode([CacheReleased(9), record, *turn(1)])], 1, 1)
     assert plain([record]) == plain(list(decode(row, 1, 1)))[2:3]
     monkeypatch.setattr(encoding, "VERSION", format_ - 1)
@@ -142,7 +140,7 @@ def test_a_row_that_a_program_of_before_cannot_read_says_so(
 
 @pytest.mark.parametrize(("record", "kind"), [(CREATED, 1), (RESTATED, 7)])
 def test_weights_that_an_earlier_version_wrote_are_read(record: Record, kind: int) -> None:
-    """It wrote them into records of the first format."""
+    """It wrote them with kinds of the first format."""
     row = seal([encoding._frame(kind, encode([record])[5:-4])], 1, 1)
     assert row[0] == 1 and plain(list(decode(row, 1, 1))) == plain([record])
 
@@ -152,11 +150,11 @@ def is_of_the_first_format(record: Record) -> bool:
 
 
 @given(st.lists(RECORD.filter(is_of_the_first_format)))
-def test_rows_without_what_is_new_are_of_the_first_format(records: list[Record]) -> None:
+def test_rows_without_newer_kinds_have_the_first_format(records: list[Record]) -> None:
     assert seal([encode(records)], 5, 6)[0] == 1
 
 
-def test_a_turn_is_compact() -> None:
+def test_packed_decodes_are_compact() -> None:
     assert len(encode(turn(32))) < 32 * 21
 
 

@@ -1,4 +1,4 @@
-"""The journal on disk: what was reported as durable is found again, and what was not is not."""
+"""The journal on disk: commits that were reported as durable are recovered, and no others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def recovered(journal: SqliteJournal) -> Ledger:
 
 
 def facts(ledger: Ledger) -> dict[int, object]:
-    """All that is true of each cache."""
+    """The state of each cache."""
     return {state.number: _facts(state) for state in ledger}
 
 
@@ -96,7 +96,7 @@ async def journal(tmp_path: Path) -> AsyncIterator[SqliteJournal]:
 
 
 def traffic(rng: random.Random, ledger: Ledger, commits: int) -> Iterator[list[Record]]:
-    """Commits of many kinds. The ledger is brought up to date by who takes them, before the next."""
+    """Commits of many kinds. The caller applies each to the ledger before it takes the next."""
     next_number = max((state.number for state in ledger), default=0) + 1
     for _ in range(commits):
         states = list(ledger)
@@ -109,7 +109,7 @@ def traffic(rng: random.Random, ledger: Ledger, commits: int) -> Iterator[list[R
             ]
             next_number += 1
         elif kind < 0.75:
-            # A turn, of which some accept more than one token.
+            # A batch of appends, some with more than one token.
             yield [
                 appended(state.number, state.length, *rng.choices(range(1000), k=rng.choice((1, 1, 1, 3))))
                 for state in states[:8]
@@ -124,15 +124,16 @@ def traffic(rng: random.Random, ledger: Ledger, commits: int) -> Iterator[list[R
             yield [CacheReleased(states[0].number)]
 
 
-@pytest.mark.parametrize("in_runs", [True, False])
-async def test_what_was_committed_is_found_again(tmp_path: Path, in_runs: bool) -> None:
+async def test_commits_are_recovered(tmp_path: Path) -> None:
     ledger = Ledger()
     rng = random.Random(1)
     for _ in range(3):
         journal = open_journal(tmp_path)
         found = Ledger()
-        apply = lambda record, _wall_s: found.apply(record)  # noqa: E731, B023
-        journal.recover(apply, (lambda run, _wall_s: found.apply_run(run)) if in_runs else None)  # noqa: B023
+        journal.recover(
+            lambda record, _wall_s: found.apply(record),  # noqa: B023
+            lambda run, _wall_s: found.apply_run(run),  # noqa: B023
+        )
         assert facts(found) == facts(ledger)
         for records in traffic(rng, ledger, 150):
             journal.commit(records, lambda ok: None)
@@ -141,18 +142,18 @@ async def test_what_was_committed_is_found_again(tmp_path: Path, in_runs: bool) 
         journal.close()
 
 
-async def test_batches_that_wait_together_are_told_one_by_one(journal: SqliteJournal) -> None:
+async def test_commits_of_one_row_are_reported_one_by_one(journal: SqliteJournal) -> None:
     told: list[tuple[int, bool]] = []
     for number in range(1, 50):
         journal.commit([created(number)], lambda ok, number=number: told.append((number, ok)))  # type: ignore[misc]
-    assert journal.backlog_bytes > 0 and journal.oldest_waiting_s >= 0 and not told
+    assert not told
     assert await commit(journal, created(99))
     assert told == [(number, True) for number in range(1, 50)]
-    assert journal.backlog_bytes == 0 and journal.oldest_waiting_s == 0
+    assert journal.oldest_waiting_s == 0
 
 
-async def test_what_follows_thousands_of_commits_is_done_in_several_turns(journal: SqliteJournal) -> None:
-    """Others run in between, however many became durable at once; the order stays."""
+async def test_callbacks_of_thousands_of_commits_yield_to_other_tasks(journal: SqliteJournal) -> None:
+    """However many become durable at once. The order stays."""
     told: list[int] = []
     portions: list[int] = []
     for number in range(2000):
@@ -162,12 +163,12 @@ async def test_what_follows_thousands_of_commits_is_done_in_several_turns(journa
         await asyncio.sleep(0)
         portions.append(len(told) - before)
     assert told == list(range(2000)) and max(portions) <= 256
-    assert journal.backlog_bytes == 0
+    assert journal.oldest_waiting_s == 0
 
 
-async def test_one_who_fails_does_not_keep_others_from_being_told(journal: SqliteJournal) -> None:
+async def test_failing_callback_does_not_stop_others(journal: SqliteJournal) -> None:
     def fail(_ok: bool) -> None:
-        raise RuntimeError("of whoever wanted to know")
+        raise RuntimeError("of a caller")
 
     journal.commit([created(1)], fail)
     assert await commit(journal, created(2))
@@ -175,7 +176,7 @@ async def test_one_who_fails_does_not_keep_others_from_being_told(journal: Sqlit
 
 @pytest.mark.parametrize("error", [MemoryError(), BaseException("a panic")], ids=["memory", "panic"])
 @pytest.mark.parametrize("step", ["service.journal.writer.seal", "service.journal.writer.Writer._insert"])
-async def test_whatever_a_write_raises_is_told_and_the_next_is_written(
+async def test_failed_write_is_reported_and_the_next_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
 ) -> None:
     def fail(*_: object) -> None:
@@ -248,7 +249,7 @@ def _move_directory(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_remove_database, _replace_database, _remove_log, _move_directory])
-async def test_what_goes_to_a_removed_file_is_not_durable(
+async def test_writes_to_a_removed_file_are_not_durable(
     journal: SqliteJournal, tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     assert await commit(journal, created(1))
@@ -256,20 +257,20 @@ async def test_what_goes_to_a_removed_file_is_not_durable(
     assert not await commit(journal, created(2))
 
 
-async def test_after_its_log_was_removed_nothing_is_lost_and_it_goes_on(tmp_path: Path) -> None:
+async def test_removed_log_loses_nothing_and_writes_continue(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "journal")
     assert await commit(journal, created(1))
     _remove_log(tmp_path / "journal")
     assert not await commit(journal, created(2))
     assert await commit(journal, created(3))
-    # As after a crash: copied while it is open.
+    # As after a crash: copied while the journal is open.
     shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
     journal.close()
     with reopened(tmp_path / "crashed") as (_, ledger):
         assert [state.number for state in ledger] == [1, 3]
 
 
-async def test_a_directory_that_was_moved_and_brought_back_has_what_was_told(tmp_path: Path) -> None:
+async def test_moved_directory_has_all_durable_commits_when_moved_back(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "journal")
     assert await commit(journal, created(1))
     _move_directory(tmp_path / "journal")
@@ -281,8 +282,8 @@ async def test_a_directory_that_was_moved_and_brought_back_has_what_was_told(tmp
         assert [state.number for state in ledger] == [1, 3]
 
 
-async def test_after_the_lock_was_removed_the_last_gateway_writes_and_no_other(tmp_path: Path) -> None:
-    """Whatever either is told is durable is found again."""
+async def test_after_removal_of_the_lock_only_the_last_gateway_writes(tmp_path: Path) -> None:
+    """All durable commits of both are recovered."""
     first = open_journal(tmp_path / "journal")
     assert await commit(first, created(1))
     (tmp_path / "journal" / "lock").unlink()
@@ -300,7 +301,7 @@ async def test_after_the_lock_was_removed_the_last_gateway_writes_and_no_other(t
             assert [state.number for state in ledger] == [1, 3, 5]
 
 
-async def test_a_gateway_whose_journal_was_taken_drops_nothing_of_it(tmp_path: Path) -> None:
+async def test_gateway_that_lost_ownership_drops_no_rows(tmp_path: Path) -> None:
     first = open_journal(tmp_path)
     assert await commit(first, created(1))
     mark = first.begin_compaction()
@@ -317,7 +318,7 @@ async def test_a_gateway_whose_journal_was_taken_drops_nothing_of_it(tmp_path: P
 
 
 async def filled(directory: Path, rows: int = 6) -> list[dict[int, object]]:
-    """A journal that was not closed in order; what is true after each row, and before the first."""
+    """Makes a closed and a crashed journal. Returns the caches before the first row and after each."""
     journal, ledger = open_journal(directory), Ledger()
     states = [facts(ledger)]
     for index in range(rows):
@@ -326,14 +327,14 @@ async def filled(directory: Path, rows: int = 6) -> list[dict[int, object]]:
         for record in records:
             ledger.apply(record)
         states.append(facts(ledger))
-    # As after a crash: copied while it is open.
+    # As after a crash: copied while the journal is open.
     shutil.copytree(directory, directory.with_name("crashed"))
     journal.close()
     return states
 
 
 def change(directory: Path, statement: str, *values: object) -> None:
-    """Someone else writes to the database."""
+    """Changes the database from outside."""
     with contextlib.closing(sqlite3.connect(directory / "journal.db")) as db, db:
         db.execute(statement, values)
 
@@ -341,7 +342,7 @@ def change(directory: Path, statement: str, *values: object) -> None:
 DAMAGE = "UPDATE log SET data = substr(data, 1, length(data) - 5) WHERE seq = ?"
 
 
-async def test_a_torn_last_row_is_cut_off_and_said(
+async def test_damaged_last_row_is_dropped_and_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = await filled(tmp_path / "journal")
@@ -371,11 +372,11 @@ async def test_damage_in_the_middle_is_refused(tmp_path: Path, statement: str, r
         pass
 
 
-async def test_rows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+async def test_conflicting_rows_are_refused(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     assert await commit(journal, appended(1, 0, 1))
     journal.close()
-    with pytest.raises(JournalUnusable, match="do not fit"), reopened(tmp_path):
+    with pytest.raises(JournalUnusable, match="conflict"), reopened(tmp_path):
         pass
 
 
@@ -393,8 +394,8 @@ def _overwrite_begin(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [Path.unlink, _empty, _cut_in_half, _overwrite_begin])
 @pytest.mark.parametrize("name", ["journal.db", "journal.db-wal"])
-async def test_a_spoilt_file_is_refused(tmp_path: Path, name: str, spoil: Callable[[Path], None]) -> None:
-    """And still is at the next start; brought back, all is there."""
+async def test_damaged_file_is_refused(tmp_path: Path, name: str, spoil: Callable[[Path], None]) -> None:
+    """Also at the next start. When the file is restored, all caches are there."""
     states = await filled(tmp_path / "journal")
     good = (tmp_path / "crashed" / name).read_bytes()
     spoil(tmp_path / "crashed" / name)
@@ -409,7 +410,7 @@ async def test_a_spoilt_file_is_refused(tmp_path: Path, name: str, spoil: Callab
 async def test_after_a_crash_of_the_system_the_last_rows_may_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were never synchronised; what was is asked for."""
+    """If they were not synced. Synced rows must exist."""
     await filled(tmp_path / "journal")
     (tmp_path / "crashed" / "journal.db-wal").unlink()
     shutil.copytree(tmp_path / "journal", tmp_path / "closed")
@@ -417,15 +418,15 @@ async def test_after_a_crash_of_the_system_the_last_rows_may_be_missing(
     monkeypatch.setattr(files, "_boot_id", lambda: b"after the crash.")
     with reopened(tmp_path / "crashed") as (_, ledger):
         assert len(ledger) == 0
-    with pytest.raises(JournalUnusable, match="ends with row 5, and row 6 was written"):
+    with pytest.raises(JournalUnusable, match="ends with row 5, but row 6 was written"):
         open_journal(tmp_path / "closed")
 
 
 @pytest.mark.parametrize("name", ["journal.db", "journal.db-wal"])
-async def test_no_flipped_bit_changes_what_is_found(
+async def test_no_flipped_bit_changes_recovered_caches(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused, or makes no difference, or the last row is cut off and that is said."""
+    """It is refused, or makes no difference, or drops the last row and logs that."""
     states = await filled(tmp_path / "journal")
     source = tmp_path / ("journal" if name == "journal.db" else "crashed")
     good, rng = (source / name).read_bytes(), random.Random(7)
@@ -458,10 +459,10 @@ async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         (dataclasses.replace(created(2), weights=1), 3),
     ],
 )
-async def test_a_row_of_a_newer_format_is_refused_and_not_cut_off(
+async def test_row_of_a_newer_format_is_refused_and_not_dropped(
     tmp_path: Path, record: Record, format_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a program of before it would find it, at the end."""
+    """An earlier version finds it at the end of the journal."""
     with contextlib.closing(open_journal(tmp_path)) as journal:
         assert await commit(journal, created(1))
         assert await commit(journal, record)
@@ -480,18 +481,18 @@ async def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
         open_journal(tmp_path)
 
 
-async def test_a_place_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+async def test_unusable_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in ("file", "file/journal"):
-        with pytest.raises(JournalUnusable, match=r"file.*A file is where a directory is to be"):
+        with pytest.raises(JournalUnusable, match=r"file.*It must be a directory, but is a file"):
             open_journal(tmp_path / place)
     (tmp_path / "journal" / "journal.db").mkdir(parents=True)
     with pytest.raises(JournalUnusable, match="not a regular file"):
         open_journal(tmp_path / "journal")
 
 
-# A process that appends tokens 0, 1, 2... to three caches, says which are durable, and compacts all the time.
-# With a limit, its files may not grow beyond it until 10 commits have failed.
+# A process that appends tokens 0, 1, 2... to three caches, prints which are durable, and always compacts.
+# With a limit, its files cannot grow beyond it until 10 commits have failed.
 CHILD = """
 import asyncio, resource, sys
 from pathlib import Path
@@ -544,14 +545,14 @@ def child(directory: Path, limit_bytes: int = 0) -> subprocess.Popen[str]:
 
 
 def length_of_all(directory: Path) -> int:
-    """How many tokens the three caches have, each the same."""
+    """The length of the three caches, which is the same."""
     with reopened(directory) as (_, ledger):
         (tokens,) = {tuple(state.tokens.copy()) for state in ledger}
         assert len(ledger) == 3 and tokens == tuple(range(len(tokens)))
         return len(tokens)
 
 
-def test_what_was_reported_before_a_kill_is_found(tmp_path: Path) -> None:
+def test_durable_commits_survive_a_kill(tmp_path: Path) -> None:
     rng, length = random.Random(3), 0
     for _ in range(4):
         process = child(tmp_path)
@@ -564,25 +565,25 @@ def test_what_was_reported_before_a_kill_is_found(tmp_path: Path) -> None:
         durable = max(int(line.split()[0]) for line in reported if line.endswith("True\n"))
         assert int(reported[0].split()[0]) == length
         length = length_of_all(tmp_path)
-        # The last commits may be there without their report.
+        # The last commits may be stored without a report.
         assert durable + 1 <= length <= durable + 2
 
 
-def test_on_a_full_disk_commits_fail_and_afterwards_go_on(tmp_path: Path) -> None:
+def test_commits_fail_on_a_full_disk_and_succeed_afterwards(tmp_path: Path) -> None:
     process = child(tmp_path, limit_bytes=200_000)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    # Beside what is logged.
+    # In addition to log lines.
     lines = [line.split() for line in output.splitlines() if line.endswith(("True", "False"))]
     outcomes = [ok for _, ok in lines]
     assert outcomes.count("False") == 10 and outcomes[0] == outcomes[-1] == "True"
     assert length_of_all(tmp_path) == int(lines[-1][0]) + 1
 
 
-async def test_a_disk_that_the_log_has_filled_has_room_again(
+async def test_checkpoint_frees_a_disk_that_the_log_has_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The write-ahead log is many times as large as the records in it, and its room can be had again."""
+    """The write-ahead log is many times as large as its records, and a checkpoint frees it."""
     room = 20
     insert = writer.Writer._insert
 
@@ -611,7 +612,7 @@ async def test_a_disk_that_the_log_has_filled_has_room_again(
 
 
 async def test_under_endless_traffic_the_file_stays_small(tmp_path: Path) -> None:
-    """Caches come, decode and go: 100 times what lives at a time."""
+    """Caches are created, decoded and released: 100 times as many as exist at a time."""
     journal, ledger = open_journal(tmp_path, compaction_bytes=100_000), Ledger()
     compactor = Compactor(ledger, journal, portion_tokens=2000)
     biggest = 0

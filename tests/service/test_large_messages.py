@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from quire.v1 import executor_pb2, types_pb2
 
-from service.api.parsing import Large, Malformed, MessageLimits
+from service.api.parsing import LargeRequest, MessageLimits, RejectedRequest
 from service.errors import InvalidArgument
 
 VOCAB = 100_000
@@ -19,8 +19,8 @@ async def test_more_seeds_than_draws_are_refused_unparsed() -> None:
     request = executor_pb2.PrefillRequest(token_ids=[1], sample_seeds=[5] * 100_000)
     message = executor_pb2.BatchPrefillRequest()
     data = executor_pb2.BatchPrefillRequest(items=[request]).SerializeToString()
-    parsed = await Large(message, data, LIMITS).parsed()
-    assert isinstance(parsed, Malformed) and isinstance(parsed.error, InvalidArgument)
+    parsed = await LargeRequest(message, data, LIMITS).parse()
+    assert isinstance(parsed, RejectedRequest) and isinstance(parsed.error, InvalidArgument)
     assert (parsed.error.reason, parsed.error.field) == ("BAD_COUNT", "sample_seeds")
     assert not any(item.sample_seeds for item in message.items)
 
@@ -32,20 +32,20 @@ async def test_a_mask_with_more_ids_than_tokens_is_refused_unparsed(kind: str) -
         getattr(mask, kind).ids.extend([70_000] * ids)
         request = executor_pb2.ForwardRequest(token_ids=[1], output=types_pb2.OutputOptions(mask=mask))
         message = executor_pb2.ForwardRequest()
-        parsed = await Large(message, request.SerializeToString(), LIMITS).parsed()
+        parsed = await LargeRequest(message, request.SerializeToString(), LIMITS).parse()
         if not refused:
             assert parsed == request
             continue
-        assert isinstance(parsed, Malformed) and isinstance(parsed.error, InvalidArgument)
+        assert isinstance(parsed, RejectedRequest) and isinstance(parsed.error, InvalidArgument)
         assert (parsed.error.reason, parsed.error.field) == ("BAD_MASK", f"output.mask.{kind}")
         assert not getattr(message.output.mask, kind).ids
 
 
 async def test_few_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsed, a number of one byte takes eight: of many that are sent at once, few are that large."""
-    parse, under_way, counts = Large._parsed_in_slices, set[Large](), list[int]()
+    parse, under_way, counts = LargeRequest._parse_in_slices, set[LargeRequest](), list[int]()
 
-    async def watched(large: Large) -> object:
+    async def watched(large: LargeRequest) -> object:
         under_way.add(large)
         counts.append(len(under_way))
         await asyncio.sleep(0)
@@ -53,10 +53,10 @@ async def test_few_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         under_way.discard(large)
         return parsed
 
-    monkeypatch.setattr(Large, "_parsed_in_slices", watched)
+    monkeypatch.setattr(LargeRequest, "_parse_in_slices", watched)
     data = executor_pb2.PrefillRequest(token_ids=[1] * 100_000).SerializeToString()
     limits = MessageLimits()
     requests = [executor_pb2.PrefillRequest() for _ in range(6)]
-    await asyncio.gather(*(Large(each, data, limits).parsed() for each in requests))
+    await asyncio.gather(*(LargeRequest(each, data, limits).parse() for each in requests))
     assert len(counts) == 6 and max(counts) == 2
     assert [len(each.token_ids) for each in requests] == [100_000] * 6

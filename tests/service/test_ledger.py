@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from service.caches.chunks import CHUNK_TOKENS
 from service.caches.ledger import Ledger, RecordConflict
 from service.caches.records import (
     CacheCreated,
@@ -17,6 +16,7 @@ from service.caches.records import (
     Record,
     TokensAppended,
 )
+from service.caches.segments import SEGMENT_TOKENS
 
 
 @pytest.fixture
@@ -137,14 +137,14 @@ def test_whatever_caches_share_each_has_its_own_tokens(seed: int) -> None:
                 truth[new] = []
                 apply(ledger, created(new))
             case "append" if number:
-                token_ids = [rng.randrange(2**32) for _ in range(rng.choice((1, 3, CHUNK_TOKENS, 700)))]
+                token_ids = [rng.randrange(2**32) for _ in range(rng.choice((1, 3, SEGMENT_TOKENS, 700)))]
                 apply(ledger, appended(number, len(truth[number]), *token_ids))
                 truth[number] += token_ids
             case "fork" if number:
                 truth[new] = list(truth[number])
                 apply(ledger, forked(number, new))
             case "truncate" if number:
-                edge = rng.randrange(4) * CHUNK_TOKENS
+                edge = rng.randrange(4) * SEGMENT_TOKENS
                 new_len = min(len(truth[number]), rng.choice((edge, rng.randint(0, 2000))))
                 del truth[number][new_len:]
                 apply(ledger, CacheTruncated(number, new_len))

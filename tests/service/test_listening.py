@@ -1,4 +1,4 @@
-"""What is said of an address that cannot be listened on."""
+"""The reasons for which the server cannot listen on an address."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from service.doors.unix_socket import IN_USE, OwnSocket
-from service.server import why_not_listening
+from service.auth.unix_socket import IN_USE, LockedUnixSocket
+from service.listening import why_not_listening
 
 
 def test_a_port_that_another_server_has() -> None:
@@ -25,7 +25,7 @@ def test_a_port_that_another_server_has() -> None:
         ("unix:/nowhere/to/be/found.sock", "No such file or directory"),
     ],
 )
-def test_an_address_that_is_not_here(listen: str, said: str) -> None:
+def test_an_address_that_does_not_exist(listen: str, said: str) -> None:
     assert why_not_listening(listen) == said
 
 
@@ -38,22 +38,22 @@ def test_a_path_that_is_taken_and_one_that_is_free(tmp_path: Path) -> None:
     assert why_not_listening(f"unix:{tmp_path}") == "it is a directory: name a file in it"
 
 
-def test_a_unix_socket_is_one_servers_at_a_time(tmp_path: Path) -> None:
+def test_one_server_at_a_time_has_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    first = OwnSocket(str(path))
+    first = LockedUnixSocket(str(path))
     with pytest.raises(OSError, match="another process has this address"):
-        OwnSocket(str(path))
+        LockedUnixSocket(str(path))
     first.close()
     assert not any(tmp_path.iterdir()), "nothing is left behind"
-    OwnSocket(str(path)).close()
+    LockedUnixSocket(str(path)).close()
 
 
-def test_a_unix_socket_of_another_program_is_not_taken_but_a_dead_ones_is(tmp_path: Path) -> None:
+def test_the_unix_socket_of_a_dead_program_is_replaced_but_not_of_a_live_one(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         other.listen()
         with pytest.raises(OSError, match="another process has this address"):
-            OwnSocket(str(path))
-    assert list(tmp_path.iterdir()) == [path], "nobody has removed it, and nothing is left beside it"
-    OwnSocket(str(path)).close()
+            LockedUnixSocket(str(path))
+    assert list(tmp_path.iterdir()) == [path], "it is still there, and no lock file is left"
+    LockedUnixSocket(str(path)).close()

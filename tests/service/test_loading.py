@@ -1,4 +1,4 @@
-"""Weights are loaded beside those that serve, by the real supervisor; workers run in this process."""
+"""LoadWeights with the real supervisor. Workers run in this process."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from typing import Any
 import pytest
 from quire.v1 import executor_pb2, runner_pb2
 
-from service.api.server_state import ServerState
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker
-from service.pool.rotation import Rotation
-from service.pool.served import Served, ServedFile
+from service.pool.model_versions import ModelVersion, ServedModel, ServedModelFile
+from service.pool.rolling_restart import RollingRestart
 from service.runtimes import sources
 from service.runtimes.loading import WeightsLoader
-from service.runtimes.sources import Sources
+from service.runtimes.sources import ModelSources
 from tests.service.test_supervisor import (
     MODEL,
     Behaviour,
     Bench,
     FakeLauncher,
-    gives_up,
+    closes_its_stream,
     loads,
     serves_another_model,
     stop,
@@ -41,89 +40,77 @@ PHASES = runner_pb2.LoadWeightsPhase
 
 
 class Loads(Bench):
-    """A supervisor whose first worker serves; those after it do as planned. And a loader for it."""
+    """A supervisor with a loader. The first worker works; later ones behave as planned."""
 
     def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch, *plan: Behaviour | Exception) -> None:
-        super().__init__(FakeLauncher(tmp_path, works, *plan), patch, Config(worker_start_timeout_s=0.3))
+        self.file = ServedModelFile(tmp_path / "data")
+        config = Config(worker_start_timeout_s=0.3, drain_grace_s=0.0)
+        super().__init__(FakeLauncher(tmp_path, works, *plan), patch, config, tmp_path / "data")
         self.gateway = Gateway(workers=0)
-        self.file = ServedFile(tmp_path / "data")
-        self.rotation = Rotation(self.supervisor, self.gateway.dispatcher)
-        self.state = ServerState(Config(drain_grace_s=0.0))
-        self.loader = WeightsLoader(
-            self.supervisor,
-            self.gateway.dispatcher,
-            self.state,
-            self.rotation,
-            Sources(tmp_path, None),
-            self.file,
-            MODEL,
-            lambda _: None,
-        )
+        self.restarts = RollingRestart(self.supervisor, self.gateway.dispatcher)
+        sources = ModelSources(tmp_path, None)
+        dispatcher = self.gateway.dispatcher
+        self.loader = WeightsLoader(self.supervisor, dispatcher, self.restarts, sources, config)
         self.source = tmp_path / "model"
         self.source.mkdir()
         (self.source / "config.json").touch()
 
     async def load(self, drain_s: float = 0.0) -> list[PHASES]:
-        return [said.phase async for said in self.loader.load(str(self.source), drain_s)]
+        return [update.phase async for update in self.loader.load(str(self.source), drain_s)]
 
-    def is_as_before(self) -> bool:
-        """The first worker serves, and no other is there."""
-        (slot,) = self.supervisor.all_slots
+    def is_unchanged(self) -> bool:
+        """Whether the first worker serves and is the only one."""
+        (slot,) = self.versions.all_slots
         serves = slot.epoch == 1 and slot.state == executor_pb2.WORKER_STATE_READY
         return serves and self.gateway.dispatcher.weights == 0 and self.file.read() is None
 
 
 @contextlib.asynccontextmanager
 async def serving(bench: Loads) -> AsyncIterator[None]:
-    running = asyncio.create_task(bench.supervisor.run())
-    assert await bench.told(1) == [("ready", 1)]
-    bench.state.worker_became_ready(bench.supervisor.slots[0].ready)  # type: ignore[arg-type]
+    running = asyncio.create_task(bench.run())
+    assert await bench.events(1) == [("ready", 1)]
     yield
     await stop(running)
 
 
-async def test_they_serve_when_all_workers_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_switch_when_all_workers_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Loads(tmp_path, monkeypatch, serves_another_model)
     async with serving(bench):
-        bench.state.worker_became_ready(bench.supervisor.slots[0].ready, 1)  # type: ignore[arg-type]
         assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
-        assert bench.file.read() == Served(MODEL, str(bench.source), 1)
-        (slot,) = bench.supervisor.all_slots
+        assert bench.file.read() == ServedModel(MODEL, str(bench.source), 1)
+        (slot,) = bench.versions.all_slots
         assert (slot.worker_id, slot.epoch) == ("worker-0.1", 2) and bench.launcher.started[0].grace_s
-        # Who dies from now on is replaced, as ever.
+        # From now on, dead workers are replaced.
         bench.launcher.started[1].exit()
         while slot.epoch != 3 or slot.ready is None:
             await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("behave", [gives_up, loads, OSError(errno.EAGAIN, "no more processes")])
-async def test_one_that_does_not_come_to_serve_changes_nothing(
+@pytest.mark.parametrize("behave", [closes_its_stream, loads, OSError(errno.EAGAIN, "no more processes")])
+async def test_failed_worker_fails_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: Behaviour | Exception
 ) -> None:
-    """It is tried once."""
+    """There is only one attempt."""
     bench = Loads(tmp_path, monkeypatch, behave, works)
     async with serving(bench):
         with pytest.raises(LoadFailed):
             await bench.load()
-        assert bench.is_as_before() and bench.launcher.attempts == 2
-        # And again: with another name, and another number.
-        bench.state.worker_became_ready(bench.supervisor.slots[0].ready, 2)  # type: ignore[arg-type]
+        assert bench.is_unchanged() and bench.launcher.attempts == 2
+        # The next attempt has another name and number.
         await bench.load()
         assert bench.gateway.dispatcher.weights == 2
 
 
-async def test_a_switch_that_cannot_be_written_down_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Loads(tmp_path, monkeypatch, works)
     (tmp_path / "data").touch()
     async with serving(bench):
         with pytest.raises(LoadFailed, match="written down"):
             await bench.load()
-        assert bench.is_as_before()
+        assert bench.is_unchanged()
 
 
-async def test_whoever_goes_takes_it_back_until_it_is_written_down(
+async def test_cancellation_before_the_switch_is_stored_discards_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Loads(tmp_path, monkeypatch, loads, works)
@@ -135,70 +122,68 @@ async def test_whoever_goes_takes_it_back_until_it_is_written_down(
             await bench.load()
         loading.cancel()
         await asyncio.wait({loading})
-        assert loading.cancelled() and bench.is_as_before()
+        assert loading.cancelled() and bench.is_unchanged()
         assert bench.launcher.started[1].grace_s == 0.0
 
         writing, written = asyncio.Event(), asyncio.Event()
 
-        async def write_down(_: Served) -> None:
+        async def persist(_: ModelVersion) -> None:
             writing.set()
             await written.wait()
 
-        monkeypatch.setattr(bench.loader, "_write_down", write_down)
+        monkeypatch.setattr(bench.loader, "_persist", persist)
         loading = asyncio.create_task(bench.load())
         await writing.wait()
         loading.cancel()
         written.set()
         await asyncio.wait({loading})
         assert loading.cancelled() and bench.gateway.dispatcher.weights == 2
-        while len(bench.supervisor.all_slots) > 1:
+        while len(bench.versions.all_slots) > 1:
             await asyncio.sleep(0)
 
 
-async def test_what_does_not_fit_or_is_not_there_is_not_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Loads(tmp_path, monkeypatch, works)
     (bench.source / "model.safetensors").write_bytes(bytes(1000))
     psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=999))
     monkeypatch.setattr(sources, "psutil", psutil)
     async with serving(bench):
-        ready = bench.supervisor.slots[0].ready
+        ready = bench.versions.serving.slots[0].ready
         assert ready is not None
         ready.executor.device = "cpu"
         with pytest.raises(NoMemory):
             await bench.load()
         for source in ("", "no\0path", str(tmp_path), "/" * 5000):
             with pytest.raises(InvalidArgument, match="the source is neither"):
-                _ = [said async for said in bench.loader.load(source, 0.0)]
-        assert bench.is_as_before() and bench.launcher.attempts == 1
+                _ = [update async for update in bench.loader.load(source, 0.0)]
+        assert bench.is_unchanged() and bench.launcher.attempts == 1
 
 
 class Hub:
-    """Downloads a model until it is told that nobody wants it."""
+    """Downloads a model until `on_progress` raises."""
 
     def __init__(self) -> None:
-        self.begun, self.ended, self.goes_on = threading.Event(), threading.Event(), threading.Event()
-        self.was_told = False
+        self.begun, self.ended, self.may_continue = threading.Event(), threading.Event(), threading.Event()
+        self.was_cancelled = False
 
     def find(self, _hub_id: str, on_progress: Callable[[float], None]) -> Path:
         self.begun.set()
         try:
-            assert self.goes_on.wait(60)
+            assert self.may_continue.wait(60)
             for _ in range(500):
                 on_progress(0.5)
                 time.sleep(0.01)
         except LoadFailed:
-            self.was_told = True
+            self.was_cancelled = True
             raise
         finally:
             self.ended.set()
         return Path("/nowhere")
 
 
-async def test_a_download_that_nobody_waits_for_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_download_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, hub = Loads(tmp_path, monkeypatch, works), Hub()
-    bench.loader._sources = Sources(tmp_path, hub.find)
+    bench.loader._sources = ModelSources(tmp_path, hub.find)
     async with serving(bench):
 
         async def load() -> None:
@@ -211,33 +196,31 @@ async def test_a_download_that_nobody_waits_for_ends(tmp_path: Path, monkeypatch
         await asyncio.wait({downloading})
         with pytest.raises(Loading):
             await bench.load()
-        hub.goes_on.set()
+        hub.may_continue.set()
         await asyncio.to_thread(hub.ended.wait)
         while bench.loader._sources.is_busy:
             await asyncio.sleep(0)
-        bench.state.worker_became_ready(bench.supervisor.slots[0].ready, 1)  # type: ignore[arg-type]
         assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
 
 
-def test_a_server_that_stops_ends_a_download(tmp_path: Path) -> None:
+def test_stopping_server_ends_a_download(tmp_path: Path) -> None:
     hub = Hub()
-    hub.goes_on.set()
+    hub.may_continue.set()
 
     async def serve() -> asyncio.Task[str]:
-        finding = asyncio.create_task(Sources(tmp_path, hub.find).find("org/name"))
+        finding = asyncio.create_task(ModelSources(tmp_path, hub.find).find("org/name"))
         await asyncio.to_thread(hub.begun.wait)
         return finding
 
     with asyncio.Runner() as runner:
         finding = runner.run(serve())
-    assert finding.cancelled() and hub.was_told
+    assert finding.cancelled() and hub.was_cancelled
 
 
-async def test_it_is_told_that_they_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However short that was."""
+async def test_checking_phase_is_always_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short it was."""
     bench = Loads(tmp_path, monkeypatch, works)
     async with serving(bench):
-        bench.state.worker_became_ready(bench.supervisor.slots[0].ready, 1)  # type: ignore[arg-type]
         phases = await bench.load()
     assert list(dict.fromkeys(phases)) == [
         PHASES.LOAD_WEIGHTS_PHASE_LOADING,
@@ -247,10 +230,10 @@ async def test_it_is_told_that_they_are_checked(tmp_path: Path, monkeypatch: pyt
     ]
 
 
-def test_what_cannot_be_written_whole_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a descriptor for the directory: it is said that nothing has changed, so nothing has."""
-    file = ServedFile(tmp_path)
-    file.write(Served("a", "a", 1))
+def test_weights_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure to open the directory leaves the file as it was."""
+    file = ServedModelFile(tmp_path)
+    file.write(ServedModel("a", "a", 1))
     opens = os.open
 
     def full(path: Any, flags: int, *rest: Any) -> int:
@@ -260,43 +243,42 @@ def test_what_cannot_be_written_whole_is_not_written(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "open", full)
     with pytest.raises(OSError, match="too many"):
-        file.write(Served("a", "b", 2))
-    assert file.read() == Served("a", "a", 1)
+        file.write(ServedModel("a", "b", 2))
+    assert file.read() == ServedModel("a", "a", 1)
 
 
-async def test_a_replacement_and_a_switch_do_not_get_in_each_others_way(
+async def test_rolling_restart_and_switch_exclude_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever was to be replaced has gone, or does not come back: nobody waits for ever."""
+    """Replacements that wait for a switch fail, since their worker is not served any more."""
     bench = Loads(tmp_path, monkeypatch, works, loads)
     async with serving(bench):
-        bench.state.worker_became_ready(bench.supervisor.slots[0].ready, 1)  # type: ignore[arg-type]
-        async with bench.rotation.paused():
-            renewing = asyncio.create_task(bench.rotation.renew(0.0))
-            replacing = asyncio.create_task(bench.rotation.replace("worker-0", 0.0))
+        async with bench.restarts.lock:
+            replacing_all = asyncio.create_task(bench.restarts.replace_ready(0.0))
+            replacing = asyncio.create_task(bench.restarts.replace("worker-0", 0.0))
             loading = asyncio.create_task(bench.load())
-            while len(bench.supervisor.all_slots) < 2 or not bench.supervisor.all_slots[1].ready:
+            while len(bench.versions.all_slots) < 2 or not bench.versions.all_slots[1].ready:
                 await asyncio.sleep(0)
-        # They were first. The worker that is ended for them has no successor.
-        ended = await asyncio.gather(renewing, replacing, return_exceptions=True)
+        # They wait first, so that a worker may be stopped for them, which then has no successor.
+        ended = await asyncio.gather(replacing_all, replacing, return_exceptions=True)
         assert [type(error) for error in ended] == [NoWorker, NoWorker]
         assert (await loading)[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
 
 
-async def test_a_worker_is_replaced_though_the_caller_went_while_it_was_draining(
+async def test_draining_worker_is_replaced_if_the_caller_cancels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be ready, and take no work, until somebody replaces it."""
+    """Otherwise it would stay ready without taking work."""
     bench = Loads(tmp_path, monkeypatch, works)
     draining = asyncio.Event()
     monkeypatch.setattr(bench.gateway.dispatcher, "worker_draining", lambda *_: draining.set())
     monkeypatch.setattr(bench.gateway.dispatcher, "is_drained", lambda *_: False)
     async with serving(bench):
-        replacing = asyncio.create_task(bench.rotation.replace("", grace_s=600.0))
+        replacing = asyncio.create_task(bench.restarts.replace("", grace_s=600.0))
         await draining.wait()
         replacing.cancel()
         await asyncio.wait({replacing})
-        (slot,) = bench.supervisor.slots
+        (slot,) = bench.versions.serving.slots
         while slot.epoch == 1 or slot.ready is None:
             await asyncio.sleep(0)
         assert replacing.cancelled() and len(bench.launcher.started) == 2

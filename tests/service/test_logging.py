@@ -1,4 +1,4 @@
-"""The log: what a line holds, and what never gets into one."""
+"""The contents of log lines, and what they never contain."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def restored_logging() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
     logging.captureWarnings(False)
     structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
+    bind_request_id("")
 
 
 def lines_of(stream: io.StringIO) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ class UnreadPipe:
 
 
 @pytest.mark.parametrize("module", ["service.background_log", "workers.logging"])
-def test_a_pipe_that_nobody_reads_stops_nobody(module: str) -> None:
+def test_an_unread_pipe_does_not_block(module: str) -> None:
     pipe, told = UnreadPipe(), []
     done = threading.Event()
 
@@ -214,7 +214,7 @@ def test_a_pipe_that_nobody_reads_stops_nobody(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["service.background_log", "workers.logging"])
-def test_a_log_whose_reader_has_gone_is_no_failure(module: str) -> None:
+def test_a_closed_pipe_is_not_an_error(module: str) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     log = importlib.import_module(module).BackgroundLog(write_end, lambda _: None)

@@ -1,14 +1,14 @@
-"""The watch sees for how long the loop was kept."""
+"""LoopWatch measures how long the event loop was blocked."""
 
 from __future__ import annotations
 
 import asyncio
 
-from service.api.loop_watch import LoopWatch
+from service.api.time_slice import LoopWatch
 
 
-async def test_the_longest_stretch_is_seen() -> None:
-    """The clock goes on only while somebody works; waiting takes no time on it."""
+async def test_the_longest_blocking_stretch_is_measured() -> None:
+    """The clock advances only while the loop is blocked. Waiting takes no time."""
     now_s = 0.0
     watch = LoopWatch(lambda: now_s)
     watching = asyncio.create_task(watch.run())

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import executor_pb2, types_pb2
 
-from service.api import appends
-from service.api.calls import CALLS
+from service.api import append_codec
+from service.api.calls import CALLS, held_bytes
 from service.api.masks import check_choice
 from service.api.validation import RequestLimits
 from service.errors import InvalidArgument
@@ -128,7 +128,7 @@ def test_a_mask_of_a_row_names_its_field() -> None:
     rows = [types_pb2.VerifyRow(), types_pb2.VerifyRow(mask=types_pb2.TokenMask(deflated=b"garbage"))]
     request = executor_pb2.ForwardVerifyRequest(cache_id="a", token_ids=[1, 2], rows=rows)
     with pytest.raises(InvalidArgument) as failed:
-        appends.verify(request, LIMITS, None)
+        append_codec.verify(request, LIMITS, None)
     assert (failed.value.reason, failed.value.field) == ("BAD_MASK", "rows[1].mask.deflated")
 
 
@@ -136,19 +136,24 @@ async def test_what_masks_become_is_counted_with_the_call() -> None:
     """Else a few kilobytes could be gigabytes in a worker."""
     packed, allowed, deflated, forbidden = forms(set(range(1000)), LARGE.vocab_size, words=True)
     grows_by = {"packed": 0, "allowed": 1, "deflated": 1, "forbidden": 1}
-    calls = {call.method: call for call in CALLS}
+
+    def held(method: str, request: object) -> int:
+        return held_bytes([CALLS[method].check(request, LARGE, None)])
+
     for mask in (packed, allowed, deflated, forbidden):
         output = types_pb2.OutputOptions(mask=mask)
         plain = executor_pb2.DecodeRequest(cache_id="a", token_id=1)
         masked = executor_pb2.DecodeRequest(cache_id="b", token_id=1, output=output)
         size_bytes = grows_by[mask.WhichOneof("kind") or ""] * len(packed.packed)
-        least = (await calls["Decode"].plan(plain, LARGE, None)).answer_bytes
-        assert (await calls["Decode"].plan(masked, LARGE, None)).answer_bytes == least + size_bytes
+        least = held("Decode", plain)
+        assert held("Decode", masked) == least + size_bytes
         batch = executor_pb2.BatchDecodeRequest(items=[plain, masked])
-        assert (await calls["BatchDecode"].plan(batch, LARGE, None)).answer_bytes == 2 * least + size_bytes
+        assert (
+            held_bytes(await CALLS["BatchDecode"].check_items(batch, LARGE, None)) == 2 * least + size_bytes
+        )
         row = types_pb2.VerifyRow(mask=mask)
         verify = executor_pb2.ForwardVerifyRequest(cache_id="a", token_ids=[1, 2], rows=[row, row])
-        of_rows = (await calls["ForwardVerify"].plan(verify, LARGE, None)).answer_bytes
+        of_rows = held("ForwardVerify", verify)
         del verify.rows[:]
-        alone = (await calls["ForwardVerify"].plan(verify, LARGE, None)).answer_bytes
+        alone = held("ForwardVerify", verify)
         assert of_rows == alone + 2 * size_bytes

@@ -1,4 +1,4 @@
-"""Free memory is looked through when that is worth it, and less and less often while nothing comes of it."""
+"""Free memory is trimmed when much is resident, and less often while trims return little."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ import psutil
 import pytest
 
 from service import memory
-from service.memory import MemoryReturner, OwnMemory, TrimPolicy
+from service.memory import MemoryTrimmer, ProcessMemory, TrimPolicy
 
 MIB = 1 << 20
 
 
-def test_a_peak_is_given_back_and_then_left_alone() -> None:
+def test_after_a_peak_memory_is_trimmed_once() -> None:
     policy = TrimPolicy(100 * MIB)
     assert not policy.due(110 * MIB)
     assert policy.due(400 * MIB)
-    policy.trimmed(400 * MIB, 104 * MIB)
+    policy.on_trimmed(400 * MIB, 104 * MIB)
     assert not any(policy.due(104 * MIB) for _ in range(100))
 
 
-def test_what_is_freed_later_is_given_back_later() -> None:
-    """While large messages are in use nothing comes of it; once they are not, it does."""
+def test_trims_are_retried_with_growing_pauses() -> None:
+    """While large messages are in use a trim returns nothing; later one does."""
     policy = TrimPolicy(100 * MIB)
     looked = []
     for tick in range(12):
         if policy.due(400 * MIB):
             looked.append(tick)
-            policy.trimmed(400 * MIB, 400 * MIB)
+            policy.on_trimmed(400 * MIB, 400 * MIB)
     assert looked == [0, 2, 6]
 
 
-def test_memory_that_stays_in_use_is_not_looked_through_for_ever() -> None:
+def test_memory_that_stays_in_use_is_the_new_minimum() -> None:
     policy = TrimPolicy(100 * MIB)
     looked = 0
     for _ in range(10_000):
         if policy.due(400 * MIB):
             looked += 1
-            policy.trimmed(400 * MIB, 400 * MIB)
+            policy.on_trimmed(400 * MIB, 400 * MIB)
     assert looked == 6
-    assert policy.due(440 * MIB), "more than that is again worth it"
+    assert policy.due(440 * MIB), "a rise above the new minimum is trimmed"
 
 
-class Figures(OwnMemory):
-    """Tells one after the other, and the last again and again."""
+class Figures(ProcessMemory):
+    """Returns the figures one after the other, then always the last."""
 
     def __init__(self, *figures: int) -> None:
         self._figures = list(figures)
@@ -55,10 +55,10 @@ class Figures(OwnMemory):
 
 async def test_without_glibc_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_glibc", lambda: None)
-    await asyncio.wait_for(MemoryReturner(Figures(100 * MIB)).run(), 5)
+    await asyncio.wait_for(MemoryTrimmer(Figures(100 * MIB)).run(), 5)
 
 
-async def test_it_is_the_allocator_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_allocator_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_INTERVAL_S", 0.001)
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -73,14 +73,14 @@ async def test_it_is_the_allocator_that_is_asked(monkeypatch: pytest.MonkeyPatch
             loop.call_soon_threadsafe(asked.set)
 
     libc = Libc()
-    running = asyncio.create_task(MemoryReturner(Figures(100 * MIB, 300 * MIB, 100 * MIB), libc).run())
+    running = asyncio.create_task(MemoryTrimmer(Figures(100 * MIB, 300 * MIB, 100 * MIB), libc).run())
     await asyncio.wait_for(asked.wait(), 5)
     running.cancel()
     assert libc.settings == (-3, 1 << 20)
 
 
-def test_the_last_figure_is_told_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = OwnMemory()
+def test_the_last_figure_is_returned_if_it_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ProcessMemory()
     last = own.resident_bytes()
 
     def fails(_process: psutil.Process) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from service.api import breath, parsing
-from service.api.parsing import Large, Malformed, MessageLimits
+from service.api import parsing, time_slice
+from service.api.parsing import LargeRequest, MessageLimits, RejectedRequest
 from tests.raw_messages import packed
 
 LIMITS = MessageLimits(max_calls=5, max_items=5, max_seq_tokens=lambda: 1000)
@@ -60,17 +60,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed(kind: type[Message], data: bytes, limits: MessageLimits = LIMITS) -> Any:
-    """What a handler is given of the bytes, in the end."""
+    """The message that the handler gets for the bytes."""
     parse: Callable[[bytes], Any] = kind.FromString
 
     async def of(given: Any) -> Any:
-        return await given.parsed() if isinstance(given, Large) else given
+        return await given.parse() if isinstance(given, LargeRequest) else given
 
-    return asyncio.run(of(parsing.tolerant(parse, limits)(data)))
+    return asyncio.run(of(parsing.deferring_deserializer(parse, limits)(data)))
 
 
 def reason(refused: Any) -> str:
-    assert isinstance(refused, Malformed)
+    assert isinstance(refused, RejectedRequest)
     return refused.error.reason
 
 
@@ -90,9 +90,9 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     try:
         whole = pb.SessionRequest.FromString(data)
     except DecodeError:
-        assert isinstance(found, Malformed)
+        assert isinstance(found, RejectedRequest)
     else:
-        assert isinstance(found, Malformed) or list(found.calls) == list(whole.calls)
+        assert isinstance(found, RejectedRequest) or list(found.calls) == list(whole.calls)
 
 
 def test_calls_and_items_are_counted_before_they_are_parsed() -> None:
@@ -105,7 +105,7 @@ def test_calls_and_items_are_counted_before_they_are_parsed() -> None:
     assert reason(parsed(pb.PrefillRequest, b"\x78\x01" * 100_000)) == "TOO_MANY_FIELDS"
 
 
-def test_a_prompt_that_nobody_can_hold_is_refused_unparsed() -> None:
+def test_a_prompt_over_the_limit_is_refused_unparsed() -> None:
     data = pb.PrefillRequest(token_ids=range(100_000)).SerializeToString()
     assert reason(parsed(pb.PrefillRequest, data)) == "SEQUENCE_TOO_LONG"
     assert len(parsed(pb.PrefillRequest, data, MessageLimits()).token_ids) == 100_000
@@ -114,7 +114,7 @@ def test_a_prompt_that_nobody_can_hold_is_refused_unparsed() -> None:
 def test_others_run_between_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock is a slice later: every piece is followed by a turn for others."""
     seconds = iter(range(1_000_000))
-    monkeypatch.setattr(parsing, "Breather", lambda: breath.Breather(lambda: float(next(seconds))))
+    monkeypatch.setattr(parsing, "TimeSlice", lambda: time_slice.TimeSlice(lambda: float(next(seconds))))
     data = pb.PrefillRequest(token_ids=[5] * 200_000).SerializeToString()
     turns = 0
 
@@ -126,9 +126,9 @@ def test_others_run_between_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def main() -> None:
         beside = asyncio.create_task(neighbour())
-        large = parsing.tolerant(pb.PrefillRequest.FromString, MessageLimits())(data)
-        assert isinstance(large, Large)
-        assert len((await large.parsed()).token_ids) == 200_000  # type: ignore[union-attr]
+        large = parsing.deferring_deserializer(pb.PrefillRequest.FromString, MessageLimits())(data)
+        assert isinstance(large, LargeRequest)
+        assert len((await large.parse()).token_ids) == 200_000  # type: ignore[union-attr]
         beside.cancel()
 
     asyncio.run(main())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from service.caches.placement import Placement, PrefixAffinity, WorkerView
+from service.caches.workers import PrefixAffinity, Workers, WorkerView
 from service.errors import NoWorker
 
 # Prefixes are remembered every so many tokens.
@@ -20,17 +20,17 @@ def view(
     return WorkerView(worker_id, epoch, page_tokens, 100, capacity_tokens, pages_available)
 
 
-def placed(*workers: WorkerView) -> Placement:
-    placement = Placement()
+def placed(*workers: WorkerView) -> Workers:
+    placement = Workers()
     for worker in workers:
         placement.add(worker)
     return placement
 
 
-def place(placement: Placement, token_ids: Sequence[int], salt: bytes = b"") -> WorkerView:
+def place(placement: Workers, token_ids: Sequence[int], salt: bytes = b"") -> WorkerView:
     """Chooses a worker, and asks it."""
     worker = placement.choose(token_ids, salt)
-    placement.computes(token_ids, worker, salt)
+    placement.affinity.record(token_ids, worker, salt)
     return worker
 
 
@@ -94,7 +94,7 @@ def test_a_worker_is_ready_once() -> None:
     placement = placed(a)
     with pytest.raises(ValueError, match="a is ready"):
         placement.add(view("a", 2, 10))
-    assert placement.has(a) and placement.find("a", 1) is a
+    assert a.is_ready and placement.find("a", 1) is a
     assert placement.find("a", 2) is None and placement.find("b", 1) is None
 
 
@@ -104,7 +104,7 @@ def test_what_was_refused_is_forgotten() -> None:
     assert place(placement, PROMPT) is full
     full.pages_available = 31
     assert place(placement, PROMPT) is full
-    placement.not_computed(PROMPT, full)
+    placement.affinity.forget(PROMPT, full)
     assert place(placement, PROMPT) is empty
 
 

@@ -1,4 +1,4 @@
-"""Calls that came to nothing are told, of a flood some, and none goes uncounted."""
+"""Refused and cancelled calls are logged with a rate limit, and all refusals are counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.api.refusal_log import RefusalLog
 from service.errors import Draining, QueueFull
 
 
-def test_of_a_flood_some_are_told_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_is_logged_in_part_and_counted_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[tuple[str, dict[str, Any]]] = []
 
     class Log:

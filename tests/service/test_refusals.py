@@ -15,14 +15,15 @@ from quire.v1 import executor_pb2_grpc, types_pb2, worker_pb2
 
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor
-from service.api.server_state import ServerState
-from service.caches.placement import WorkerView
-from service.caches.table import CacheTable, Limits
+from service.caches.machine import CacheMachine
+from service.caches.reservations import Limits
+from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import QuireError
-from service.journal.memory import MemoryJournal
+from service.journal.base import MemoryJournal
 from service.pool.supervisor import Supervisor
+from tests.service.served import state_of
 
 LONG = [1] * 50_000
 UNKNOWN = "kv_unknown"
@@ -42,12 +43,11 @@ REFUSED: list[tuple[str, Any]] = [
 @pytest_asyncio.fixture
 async def stub() -> AsyncIterator[Any]:
     """A client of the API, whose one worker takes sequences of 160 tokens and never answers."""
-    dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), lambda *_: None)
+    dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), lambda *_: None)
     dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 10, 160, 10))
-    state = ServerState(Config())
     executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
     model = types_pb2.ModelDescription(vocab_size=1000)
-    state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=executor))
+    state = state_of(Config(), worker_pb2.WorkerReady(model=model, executor=executor))
     api = ExecutorApi(dispatcher, state, cast(Supervisor, None))
     server = grpc.aio.server(interceptors=[CallInterceptor()])
     servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, api)

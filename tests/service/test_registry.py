@@ -1,10 +1,11 @@
-"""What a gateway has written down of its workers: believed by the next one only as far as it is true."""
+"""The registry of workers: the next gateway checks all that it reads."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,9 +18,9 @@ from typing import Any
 import pytest
 from quire.v1 import worker_pb2
 
-from service.pool.lasting import LastingProcess, address_of, boot_id, start_ticks
 from service.pool.local import LocalLauncher
-from service.pool.registry import Entry, Registry
+from service.pool.process import LocalProcess, address_of, boot_id, start_ticks
+from service.pool.registry import Registry, RegistryEntry, remove_socket
 
 CONFIG = worker_pb2.WorkerConfig(
     worker_id="worker-0", model="paged-attention", kv_pages=8, orphan_grace_s=60, log_level="info"
@@ -29,9 +30,17 @@ WAIT = "import sys; print(flush=True); sys.stdin.read()"
 
 @pytest.fixture
 def data_dir() -> Iterator[Path]:
-    """A directory whose path is short, as those of tests are not."""
+    """A directory with a path that is short enough for sockets."""
     with tempfile.TemporaryDirectory() as path:
         yield Path(path)
+
+
+@pytest.fixture
+def temporary(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = data_dir / "tmp"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
 
 
 @pytest.fixture
@@ -43,7 +52,7 @@ def registry(data_dir: Path) -> Iterator[Registry]:
 
 
 class Stranger:
-    """A process that looks like a worker that listens at an address."""
+    """A process with the command line of a worker."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-S", "-c", WAIT, *arguments]
@@ -57,7 +66,7 @@ class Stranger:
         return process.returncode
 
 
-def entry_of(data_dir: Path, process: subprocess.Popen[bytes] | None = None, **changed: Any) -> Entry:
+def entry_of(data_dir: Path, process: subprocess.Popen[bytes] | None = None, **changed: Any) -> RegistryEntry:
     pid = os.getpid() if process is None else process.pid
     path = data_dir / "workers" / "worker-0-3.sock"
     fields: dict[str, Any] = {
@@ -70,10 +79,10 @@ def entry_of(data_dir: Path, process: subprocess.Popen[bytes] | None = None, **c
         "secret": "ab12",
         "config": CONFIG,
     }
-    return Entry(**(fields | changed))
+    return RegistryEntry(**(fields | changed))
 
 
-def test_what_was_written_is_read_and_private(registry: Registry, data_dir: Path) -> None:
+def test_entries_are_read_back_and_private(registry: Registry, data_dir: Path) -> None:
     entry = entry_of(data_dir)
     registry.write(entry)
     registry.write(entry)
@@ -85,16 +94,16 @@ def test_what_was_written_is_read_and_private(registry: Registry, data_dir: Path
     assert registry.read() == []
 
 
-def test_epochs_last(registry: Registry, data_dir: Path) -> None:
+def test_epochs_are_durable(registry: Registry, data_dir: Path) -> None:
     assert registry.last_epoch() == 0
-    registry.note_epoch(41)
+    registry.write_epoch(41)
     assert registry.last_epoch() == 41
     for content in ("", "-1", "4e3", "9" * 30, "9" * 5000, "\N{SNOWMAN}"):
         (data_dir / "workers" / "epoch").write_text(content)
         assert registry.last_epoch() == 0
 
 
-def test_one_gateway_has_it_at_a_time(registry: Registry, data_dir: Path) -> None:
+def test_only_one_gateway_locks_the_registry(registry: Registry, data_dir: Path) -> None:
     other = Registry(data_dir)
     with pytest.raises(BlockingIOError, match="another gateway has it"):
         other.open()
@@ -103,7 +112,7 @@ def test_one_gateway_has_it_at_a_time(registry: Registry, data_dir: Path) -> Non
     other.close()
 
 
-def test_a_long_path_has_its_socket_elsewhere(data_dir: Path) -> None:
+def test_socket_of_a_long_path_is_in_a_temporary_directory(data_dir: Path) -> None:
     registry = Registry(data_dir / ("x" * 90))
     registry.open()
     path = registry.socket_path("worker-0-3")
@@ -122,8 +131,8 @@ def changed(entry: dict[str, Any], **values: Any) -> str:
     return json.dumps(entry | values)
 
 
-def test_what_is_not_an_entry_is_removed(registry: Registry, data_dir: Path) -> None:
-    """Whatever somebody has put there."""
+def test_invalid_entries_are_removed(registry: Registry, data_dir: Path) -> None:
+    """Whatever they contain."""
     place = data_dir / "workers"
     registry.write(entry_of(data_dir))
     good = json.loads((place / "worker-0-3.json").read_text())
@@ -162,7 +171,7 @@ def test_what_is_not_an_entry_is_removed(registry: Registry, data_dir: Path) -> 
         assert not path.exists(), content[:80]
 
 
-def test_what_is_no_private_file_is_removed_and_not_followed(registry: Registry, data_dir: Path) -> None:
+def test_files_that_are_not_private_are_removed_and_not_followed(registry: Registry, data_dir: Path) -> None:
     place = data_dir / "workers"
     entry = entry_of(data_dir)
     registry.write(entry)
@@ -179,7 +188,11 @@ def test_what_is_no_private_file_is_removed_and_not_followed(registry: Registry,
     assert registry.read() == [] and not path.exists()
 
 
-async def test_a_process_is_known_by_when_it_began_and_what_it_is(registry: Registry, data_dir: Path) -> None:
+def nothing() -> None:
+    """Callback that does nothing."""
+
+
+async def test_process_is_identified_by_start_time_and_command(data_dir: Path) -> None:
     address = address_of(entry_of(data_dir).socket)
     worker, other = Stranger("--listen", address), Stranger("--listen", address + "x")
     entry = entry_of(data_dir, worker.process)
@@ -188,29 +201,29 @@ async def test_a_process_is_known_by_when_it_began_and_what_it_is(registry: Regi
         entry_of(data_dir, worker.process, boot_id="before"),
         entry_of(data_dir, other.process),
     ):
-        assert LastingProcess.find(wrong, registry) is None
-    found = LastingProcess.find(entry, registry)
+        assert LocalProcess.attach(wrong, nothing) is None
+    found = LocalProcess.attach(entry, nothing)
     assert found is not None
-    ended = asyncio.create_task(found.ended())
+    ended = asyncio.create_task(found.wait())
     await asyncio.sleep(0)
     assert not ended.done()
     worker.process.send_signal(signal.SIGSTOP)
-    assert await found.end(grace_s=0) is None and await ended is None
+    assert await found.stop(grace_s=0) is None and await ended is None
     assert worker.end() == -signal.SIGKILL
-    assert LastingProcess.find(entry, registry) is None, "it is gone"
+    assert LocalProcess.attach(entry, nothing) is None, "it has exited"
     assert other.process.poll() is None
     other.end()
 
 
 async def adopt(data_dir: Path, grace_s: float, *configs: worker_pb2.WorkerConfig) -> dict[str, int]:
-    """The epochs of what a new gateway takes over; it has ended all others then."""
+    """Epochs of the workers that a new gateway adopts. It has stopped all others."""
     launcher = LocalLauncher(data_dir, grace_s)
     adopted = await launcher.adopt(configs)
-    assert launcher.last_epoch >= 3
-    await asyncio.gather(*launcher._ending)
+    assert launcher._last_epoch >= 3
+    await asyncio.gather(*launcher._stopping)
     launcher.close()
     for found in adopted.values():
-        found.processes.leave()
+        found.detach()
     return {worker_id: found.epoch for worker_id, found in adopted.items()}
 
 
@@ -222,7 +235,7 @@ def like(**values: Any) -> worker_pb2.WorkerConfig:
     return merged
 
 
-async def test_who_would_compute_something_else_is_ended(data_dir: Path) -> None:
+async def test_workers_with_another_config_are_stopped(data_dir: Path) -> None:
     worker = Stranger("--listen", address_of(entry_of(data_dir).socket))
     registry = Registry(data_dir)
 
@@ -233,8 +246,8 @@ async def test_who_would_compute_something_else_is_ended(data_dir: Path) -> None
 
     write()
     assert await adopt(data_dir, 60, CONFIG) == {"worker-0": 3}
-    said_otherwise = like(log_level="debug", log_format="json", model_was_proved=True)
-    assert await adopt(data_dir, 60, said_otherwise) == {"worker-0": 3}
+    other_logging = like(log_level="debug", log_format="json", model_was_proved=True)
+    assert await adopt(data_dir, 60, other_logging) == {"worker-0": 3}
     assert worker.process.poll() is None
     for grace_s, config, written in (
         (60, like(dtype="float32"), {}),
@@ -257,14 +270,103 @@ async def test_without_a_registry_workers_end_with_their_gateway(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (data_dir / "a-file").touch()
-    monkeypatch.setattr("service.pool.local._LOCK_PATIENCE_S", 0.1)
+    monkeypatch.setattr("service.pool.local._LOCK_TIMEOUT_S", 0.1)
     first = LocalLauncher(data_dir, 60)
-    assert await first.adopt([CONFIG]) == {} and first._is_open
+    assert await first.adopt([CONFIG]) == {} and first._grace_s == 60
     for other in (LocalLauncher(data_dir, 60), LocalLauncher(data_dir / "a-file", 60)):
-        assert await other.adopt([CONFIG]) == {} and not other._is_open
+        assert await other.adopt([CONFIG]) == {} and other._grace_s == 0
+        socket = other._registry.socket_path("worker-0-1")
+        assert socket.parent.parent == Path(tempfile.gettempdir())
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        remove_socket(str(socket))
+        assert not socket.parent.exists()
         other.close()
     first.close()
     monkeypatch.setattr("service.pool.local.can_watch", lambda: False)
     third = LocalLauncher(data_dir, 60)
-    assert await third.adopt([CONFIG]) == {} and not third._is_open
+    assert await third.adopt([CONFIG]) == {} and third._grace_s == 0
     third.close()
+
+
+async def test_without_a_data_directory_nothing_stays(temporary: Path) -> None:
+    launcher = LocalLauncher(None, 0)
+    assert await launcher.adopt([CONFIG]) == {}
+    socket = launcher._registry.socket_path("worker-0-1")
+    assert temporary in socket.parents and socket.parent.stat().st_mode & 0o777 == 0o700
+    launcher.close()
+    assert os.listdir(temporary) == []  # noqa: PTH208 - pathlib's is not for async functions
+
+
+async def test_only_directories_of_dead_gateways_are_removed(temporary: Path) -> None:
+    living, dead, third = (LocalLauncher(None, 0) for _ in range(3))
+    (temporary / "quire-workers-notes").symlink_to(temporary / "else")
+    (temporary / "else").mkdir()
+    for launcher in (living, dead):
+        await launcher.adopt([CONFIG])
+    dead._registry.close()
+    await third.adopt([CONFIG])
+    left = sorted(os.listdir(temporary))  # noqa: PTH208 - pathlib's is not for async functions
+    homes = [launcher._temporary.name for launcher in (living, third)]  # type: ignore[union-attr]
+    assert left == sorted(["else", "quire-workers-notes", *homes])
+    living.close()
+    third.close()
+
+
+def test_sockets_of_dead_gateways_are_removed(registry: Registry, data_dir: Path) -> None:
+    registry.write(entry_of(data_dir))
+    kept, left = registry.socket_path("worker-0-3"), registry.socket_path("worker-1-4")
+    kept.touch()
+    left.touch()
+    assert len(registry.read()) == 1 and kept.exists() and not left.exists()
+
+
+def test_removed_directory_is_created_again(registry: Registry, temporary: Path) -> None:
+    first = registry.socket_path("worker-0-1")
+    shutil.rmtree(first.parent)
+    assert registry.socket_path("worker-0-2").parent.parent == temporary
+    registry.open()
+    assert registry.socket_path("worker-0-2").parent == first.parent and first.parent.is_dir()
+
+
+def test_path_that_is_too_long_for_a_socket_is_reported(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = data_dir / ("x" * 90)
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    with pytest.raises(OSError, match="the path is too long for a socket"):
+        Registry(place).socket_path("worker-0-1")
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("can_watch", [True, False])
+async def test_child_is_watched_and_stopped(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, can_watch: bool
+) -> None:
+    """Also without pidfds."""
+    monkeypatch.setattr("service.pool.local.can_watch", lambda: can_watch)
+    command = [sys.executable, "-S", "-c", "import sys; sys.exit(len(sys.stdin.read()) + 7)"]
+    monkeypatch.setattr("service.pool.local._command", lambda *_: command)
+    registry = Registry(data_dir)
+    registry.open()
+    registry.write_epoch(41)
+    registry.close()
+    launcher = LocalLauncher(data_dir, 0)
+    await launcher.adopt([CONFIG])
+    exits, hangs, detached = [await launcher.start(like()) for _ in range(3)]
+    assert [process.epoch for process in (exits, hangs, detached)] == [42, 43, 44]
+    assert registry.last_epoch() == 44
+    stdin = exits._child.stdin  # type: ignore[union-attr]
+    assert stdin is not None
+    stdin.close()
+    assert await exits.wait() == 7 == await exits.stop(grace_s=0)
+    os.kill(hangs.pid, signal.SIGSTOP)
+    assert await hangs.stop(grace_s=0) == -signal.SIGKILL
+    exits.kill()
+    detached.detach()
+    detached.kill()
+    child = detached._child
+    assert child is not None and child.poll() is None, "it is detached"
+    with child:
+        child.kill()
+    launcher.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from quire.v1 import types_pb2
+from quire.v1 import types_pb2, worker_pb2
 
 from service.caches.requests import Append, Appended, Fork, Handle, Truncate
-from service.caches.table import Limits
+from service.caches.reservations import Limits
 from service.caches.tenants import Quota, Tenant
 from service.dispatcher import Outcome
 from service.errors import QuireError
+from service.pool import wire
 from tests.sim.harness import Gateway, answer_of, decode, prefill
 from tests.sim.model_worker import Pool
 from tests.sim.toy_model import next_token
@@ -25,7 +26,7 @@ def gateway() -> Gateway:
 
 
 def handle_of(gateway: Gateway, cache: str) -> Handle:
-    return next(handle for _, handle in gateway.table.handles() if handle.cache_id == cache)
+    return next(handle for _, handle in gateway.machine.index.handles() if handle.cache_id == cache)
 
 
 def token_of(result: Appended) -> int:
@@ -43,8 +44,8 @@ def test_a_cache_outlives_its_worker(crashed: bool) -> None:
     gateway.lose_worker(before.worker_id, crashed=crashed)
     result = gateway.append(decode(cache, 4, position=3))
     assert token_of(result) == next_token([1, 2, 3, 4], None)
-    assert result.handle is not None and result.handle.seq_len == 4
-    assert result.handle.epoch > before.epoch and result.handle.worker_id != before.worker_id
+    assert result.seq_len == 4
+    assert result.epoch > before.epoch and result.worker_id != before.worker_id
     assert gateway.held() == [[1, 2, 3, 4]]
 
 
@@ -71,29 +72,6 @@ def test_what_was_used_lately_is_there_again_before_anyone_asks() -> None:
     assert gateway.append(decode(cache, 4)).replayed_tokens == 0
 
 
-def test_an_append_under_way_is_computed_elsewhere() -> None:
-    gateway = Gateway(workers=2)
-    cache = gateway.create(1, 2, 3)
-    ticket = gateway.ask(decode(cache, 4))
-    gateway.lose_worker(handle_of(gateway, cache).worker_id)
-    gateway.work()
-    result = gateway.replies[ticket]
-    assert isinstance(result, Appended) and result.replayed_tokens == 3
-    assert token_of(result) == next_token([1, 2, 3, 4], None)
-    assert gateway.tokens(cache) == [1, 2, 3, 4]
-
-
-def test_an_append_waits_for_a_worker(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    ticket, creation = gateway.submit(decode(cache, 3), prefill(7))
-    gateway.lose_worker()
-    assert gateway.table.num_parked == 2 and not gateway.replies.keys() & {ticket, creation}
-    gateway.start_worker("worker-0")
-    gateway.work()
-    assert isinstance(gateway.replies[ticket], Appended) and isinstance(gateway.replies[creation], Appended)
-    assert gateway.tokens(cache) == [1, 2, 3]
-
-
 def test_who_waits_for_a_worker_is_told_before_his_deadline(gateway: Gateway) -> None:
     gateway.lose_worker()
     ticket = gateway.ask(Append(prefill().kind, "", (1,), timeout_s=2.0))
@@ -110,22 +88,6 @@ def test_nobody_waits_for_a_worker_for_ever() -> None:
     ticket = gateway.ask(prefill(1))
     gateway.wait(5.0)
     assert gateway.reason(ticket) == "NO_WORKER"
-
-
-def test_a_repeated_answer_is_computed_again_after_a_loss() -> None:
-    """On a copy, as before: the cache is not appended to a second time."""
-    gateway = Gateway(workers=2)
-    cache = gateway.create(1, 2)
-    first = gateway.append(decode(cache, 3, position=2))
-    ticket = gateway.ask(decode(cache, 3, position=2, output=LOGITS))
-    gateway.lose_worker(handle_of(gateway, cache).worker_id)
-    gateway.work()
-    again = gateway.replies[ticket]
-    assert isinstance(again, Appended) and answer_of(again).outputs[0].logits.data
-    assert token_of(again) == token_of(first)
-    assert gateway.tokens(cache) == [1, 2, 3]
-    gateway.append(decode(cache, 4, position=3))
-    assert gateway.held() == [[1, 2, 3, 4]], "the copy is gone"
 
 
 def test_a_copy_that_a_worker_has_forgotten_is_computed_again(gateway: Gateway) -> None:
@@ -155,7 +117,7 @@ def test_forks_are_computed_again_one_after_the_other() -> None:
     gateway.lose_worker()
     tickets = gateway.submit(*(decode(child, 7) for child in children))
     gateway.start_worker("worker-0")
-    replays = [message for message in gateway.worker.inbox if message.forward.rows == 0]
+    replays = [message for message in gateway.worker.inbox if not message.forward.options]
     assert len(replays) == 1
     gateway.work()
     assert all(isinstance(gateway.replies[ticket], Appended) for ticket in tickets)
@@ -172,25 +134,24 @@ def test_a_worker_that_is_drained_gives_its_caches_away() -> None:
     gateway.work()
     assert gateway.dispatcher.is_drained(worker.worker_id, worker.epoch)
     assert isinstance(gateway.replies[ticket], Appended) and not worker.sequences
-    after = gateway.append(decode(cache, 5)).handle
-    assert after is not None and after.worker_id != before.worker_id
+    after = gateway.append(decode(cache, 5))
+    assert after.worker_id != before.worker_id
 
 
-def test_a_worker_that_comes_back_with_kv_need_not_compute_it(gateway: Gateway) -> None:
-    """What it holds beyond what the gateway knows of is dropped."""
-    kept, released = gateway.create(1, 2, 3), gateway.create(4, 5)
+def test_the_time_goes_on_with_a_message_that_answers_nothing(gateway: Gateway) -> None:
+    """What waits for room is told how much of its time is left when there is some."""
+    gateway.create(1, 2)
+    cache = gateway.create(3, 4)
+    gateway.ask(decode(cache, 5))
     worker = gateway.worker
-    numbers = list(worker.sequences)
-    gateway.now_s += 1000.0
-    gateway.lose_worker(crashed=False)
-    assert [claim.length for claim in gateway.dispatcher.claims(dict.fromkeys(numbers, 3))] == [3, 2]
-    gateway.release(released)
-    gateway.handles(Truncate(kept, 2))
-    again = gateway.start_worker("worker-0", kept={numbers[0]: 3, numbers[1]: 2}, sequences=worker.sequences)
-    gateway.work()
-    assert list(again.sequences) == numbers[:1]
-    result = gateway.append(decode(kept, 7))
-    assert result.replayed_tokens == 0 and token_of(result) == next_token([1, 2, 7], None)
+    full = worker_pb2.WorkerError(reason=worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED, pages_needed=4)
+    event = worker_pb2.WorkerEvent(op_id=gateway.sent[-1].op_id, error=full)
+    events = wire.to_events(worker_pb2.ConnectResponse(events=[event]))
+    gateway.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, 0)
+    assert gateway.machine.num_parked == 1
+    gateway.now_s = 3.0
+    gateway.dispatcher.worker_answered(worker.worker_id, worker.epoch, (), 100)
+    assert gateway.sent[-1].forward.timeout_ns == 297e9
 
 
 # Pages run out.
@@ -213,8 +174,8 @@ def test_more_caches_than_fit_all_go_on() -> None:
             told = [n, n + 1, n + 2, *range(50, 50 + step)]
             result = gateway.append(decode(cache, 50 + step, position=len(told)))
             assert token_of(result) == next_token([*told, 50 + step], None)
-    assert gateway.table.num_parked == 0
-    assert sum(handle.worker_id != "" for _, handle in gateway.table.handles()) <= 4
+    assert gateway.machine.num_parked == 0
+    assert sum(handle.worker_id != "" for _, handle in gateway.machine.index.handles()) <= 4
 
 
 def test_it_is_the_cache_that_was_used_longest_ago_that_goes() -> None:
@@ -225,42 +186,6 @@ def test_it_is_the_cache_that_was_used_longest_ago_that_goes() -> None:
     gateway.now_s += IDLE_S
     gateway.create(9)
     assert [handle_of(gateway, cache).worker_id for cache in caches] == ["worker-0", "", "worker-0"]
-
-
-def test_who_finds_no_room_waits_until_there_is() -> None:
-    gateway = small(2)
-    other = gateway.create(1, 2, 3, 4, 5)
-    ticket = gateway.ask(prefill(6))
-    gateway.work()
-    assert gateway.table.num_parked == 1, "the other is in use: its caller is between two steps"
-    gateway.release(other)
-    gateway.work()
-    assert isinstance(gateway.replies[ticket], Appended)
-
-
-def test_idle_caches_make_room_for_who_waits() -> None:
-    gateway = small(2)
-    gateway.create(1, 2, 3, 4, 5)
-    ticket = gateway.ask(prefill(6))
-    gateway.work()
-    gateway.wait(IDLE_S)
-    gateway.work()
-    assert isinstance(gateway.replies[ticket], Appended)
-
-
-def test_one_whose_own_pages_were_taken_gets_room_again() -> None:
-    """It waits for room with pages of its own, which an older one takes and then leaves idle."""
-    gateway = small(4)
-    young, old = gateway.create(1, 2, 3, 4), gateway.create(*range(10, 22))
-    grow_old = gateway.ask(Append(prefill().kind, old, (7, 7)))
-    grow_young = gateway.ask(decode(young, 5))
-    gateway.work()
-    for _ in range(4):
-        gateway.wait(IDLE_S)
-        gateway.work()
-    assert isinstance(gateway.replies[grow_old], Appended) and isinstance(
-        gateway.replies[grow_young], Appended
-    )
 
 
 def test_who_finds_no_room_in_time_is_told_so() -> None:
@@ -287,7 +212,7 @@ def test_it_goes_to_another_worker_that_has_room() -> None:
     before = handle_of(gateway, cache)
     gateway.release(other)
     result = gateway.append(prefill(4, 5, 6, cache_id=cache))
-    assert result.handle is not None and result.handle.worker_id != before.worker_id
+    assert result.worker_id != before.worker_id
     assert result.replayed_tokens == 3
 
 
@@ -342,8 +267,8 @@ def test_what_nobody_asked_for_is_in_nobodys_quota() -> None:
     gateway.dispatcher.start([prefill(1, 2)], outcomes.__setitem__, 1, alice)
     gateway.work()
     made = outcomes[0]
-    assert isinstance(made, Appended) and made.handle is not None
-    gateway.lose_worker(made.handle.worker_id)
+    assert isinstance(made, Appended)
+    gateway.lose_worker(made.worker_id)
     (other,) = gateway.workers.values()
     assert other.inbox, "it is computed again"
     gateway.dispatcher.start([prefill(3)], outcomes.__setitem__, 1, alice)

@@ -8,15 +8,16 @@ from typing import cast
 
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
-from service.api.breath import Breather
-from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
-from service.caches.effects import Command, ForwardDone, ForwardSequence
-from service.caches.placement import WorkerView
-from service.caches.table import CacheTable, Limits
+from service.api.time_slice import TimeSlice
+from service.caches.effects import Attempt, Command
+from service.caches.machine import CacheMachine
+from service.caches.reservations import Limits
+from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.journal.memory import MemoryJournal
+from service.journal.base import MemoryJournal
+from tests.service.served import state_of
 
 
 class Peer:
@@ -34,12 +35,11 @@ class Peer:
 
 async def test_calls_of_a_session_are_of_one_caller() -> None:
     sent: list[Command] = []
-    dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), lambda *effect: sent.append(effect[2]))
+    dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), lambda *effect: sent.append(effect[2]))
     dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 100, 100, 100))
-    state = ServerState(Config())
     executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=100)
     model = types_pb2.ModelDescription(vocab_size=100)
-    state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=executor))
+    state = state_of(Config(), worker_pb2.WorkerReady(model=model, executor=executor))
 
     async def calls() -> AsyncIterator[executor_pb2.SessionRequest]:
         prefill = executor_pb2.PrefillRequest(token_ids=[1])
@@ -61,7 +61,7 @@ async def test_calls_of_a_session_are_of_one_caller() -> None:
         await asyncio.sleep(0)
     by_caller: dict[int, list[int]] = {}
     for command in sent:
-        assert isinstance(command, ForwardSequence)
+        assert isinstance(command, Attempt)
         by_caller.setdefault(command.caller, []).append(command.op_id)
     assert 0 not in by_caller
     assert [len(op_ids) for op_ids in by_caller.values()] == [6, 6]
@@ -70,18 +70,18 @@ async def test_calls_of_a_session_are_of_one_caller() -> None:
     done = worker_pb2.ForwardDone(kept=1)
     done.outputs.add(token_id=9)
     for op_ids, peer, session in zip(by_caller.values(), peers, sessions, strict=True):
-        events = [ForwardDone(op_id, done.kept, done) for op_id in op_ids]
+        events = [(op_id, done) for op_id in op_ids]
         dispatcher.worker_answered("worker-0", 1, events, pages_available=50)
         await session
         assert [result.tag for result in peer.results] == [1, 2, 3, 4]
 
 
 async def test_others_run_between_calls_that_are_refused() -> None:
-    dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), lambda *_: None)
+    dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), lambda *_: None)
     peer = Peer()
-    session = Session(dispatcher, ServerState(Config()), cast(SessionContext, peer))
+    session = Session(dispatcher, state_of(Config()), cast(SessionContext, peer))
     # Planning them takes no time: only what their errors cost makes a slice end.
-    session._breather = Breather(clock_s=lambda: 0.0)
+    session._time_slice = TimeSlice(clock_s=lambda: 0.0)
     turns = 0
 
     async def others() -> None:

@@ -8,22 +8,23 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import pytest
-from google.rpc import error_details_pb2
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2, worker_pb2
 
 from service.api import session as session_module
-from service.api.breath import SLICE_S, Breather
-from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
-from service.caches.effects import Command, ForwardDone, ForwardSequence
-from service.caches.placement import WorkerView
+from service.api.time_slice import SLICE_S, TimeSlice
+from service.caches.effects import Attempt, Command
+from service.caches.machine import CacheMachine
 from service.caches.requests import Request
-from service.caches.table import CacheTable, Limits
+from service.caches.reservations import Limits
+from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
-from service.journal.memory import MemoryJournal
+from service.journal.base import MemoryJournal
+from tests.error_details import status_reason
+from tests.service.served import state_of
 
 
 class Peer:
@@ -46,13 +47,12 @@ class Harness:
     """A gateway without sockets, whose one worker answers when told to."""
 
     def __init__(self, config: Config) -> None:
-        self.sent: list[ForwardSequence] = []
-        self.dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), self._send)
+        self.sent: list[Attempt] = []
+        self.dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), self._send)
         self.dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 10_000, 10_000, 10_000))
-        self.state = ServerState(config)
         executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=10_000)
         model = types_pb2.ModelDescription(vocab_size=100)
-        self.state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=executor))
+        self.state = state_of(config, worker_pb2.WorkerReady(model=model, executor=executor))
         self.peer = Peer()
 
     def start(self, calls: Sequence[pb.SessionCall]) -> asyncio.Task[None]:
@@ -63,14 +63,14 @@ class Harness:
         return asyncio.create_task(session.run(messages()))
 
     def _send(self, _worker_id: str, _epoch: int, command: Command) -> None:
-        if isinstance(command, ForwardSequence):
+        if isinstance(command, Attempt):
             self.sent.append(command)
 
     def answer(self) -> None:
         """The worker answers all it was sent."""
         done = worker_pb2.ForwardDone(kept=1)
         done.outputs.add(token_id=9)
-        events = [ForwardDone(command.op_id, done.kept, done) for command in self.sent]
+        events = [(command.op_id, done) for command in self.sent]
         self.sent.clear()
         self.dispatcher.worker_answered("worker-0", 1, events, pages_available=10_000)
 
@@ -88,10 +88,10 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def slow_clock(looks: int) -> Callable[[], Breather]:
+def slow_clock(looks: int) -> Callable[[], TimeSlice]:
     """A slice is over after so many looks at the clock."""
     ticks = itertools.count()
-    return lambda: Breather(lambda: next(ticks) * 1.001 * SLICE_S / looks)
+    return lambda: TimeSlice(lambda: next(ticks) * 1.001 * SLICE_S / looks)
 
 
 async def test_a_message_of_too_many_calls_costs_nothing() -> None:
@@ -103,7 +103,7 @@ async def test_a_message_of_too_many_calls_costs_nothing() -> None:
 
 
 async def test_others_run_between_the_slices_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "Breather", slow_clock(8))
+    monkeypatch.setattr(session_module, "TimeSlice", slow_clock(8))
     harness = Harness(Config())
     session = harness.start(forwards(200))
     in_a_turn: list[int] = []
@@ -184,8 +184,7 @@ async def test_answers_of_all_callers_share_a_budget() -> None:
     harness.peer, first_peer = second_peer, harness.peer
     refused = harness.start(forwards(1, f32))
     await refused
-    info = error_details_pb2.ErrorInfo()
-    assert second_peer.results[0].error.details[0].Unpack(info) and info.reason == "ANSWERS_FULL"
+    assert status_reason(second_peer.results[0].error) == "ANSWERS_FULL"
     assert len(harness.sent) == 4
     harness.answer()
     await turns()

@@ -1,4 +1,4 @@
-"""Whose fault it is that nothing is read: the caller's, or that of a gateway that was stopped."""
+"""The read timeout of a Session does not count the time while the gateway is stopped."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Coroutine, Iterator
 
 import pytest
 
-from service.api.server_state import ServerState
+from service.caches.machine import CacheMachine
 from service.caches.requests import Release
-from service.caches.table import CacheTable, Limits
+from service.caches.reservations import Limits
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.journal.memory import MemoryJournal
+from service.journal.base import MemoryJournal
+from tests.service.served import state_of
 from tests.sim.peers import Peer
 from tests.sim.virtual_loop import VirtualLoop
 
@@ -25,9 +26,9 @@ def loop() -> Iterator[VirtualLoop]:
 
 
 async def stalled_peer(loop: VirtualLoop) -> Peer:
-    """A caller who has had one answer written to him, and has not read it for a second."""
-    dispatcher = Dispatcher(CacheTable(Limits()), MemoryJournal(), lambda *_: None)
-    peer = Peer(dispatcher, ServerState(Config(session_stall_s=30.0)), loop)
+    """A client that has not read the answer written to it for a second."""
+    dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), lambda *_: None)
+    peer = Peer(dispatcher, state_of(Config(session_stall_s=30.0)), loop)
     peer.stall()
     peer.send([Release("unknown")])
     await asyncio.sleep(1.0)
@@ -39,8 +40,10 @@ def run(loop: VirtualLoop, scenario: Coroutine[None, None, Peer]) -> Peer:
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_who_read_while_the_gateway_was_stopped_is_served_on(loop: VirtualLoop, turns: int) -> None:
-    """Also if the gateway sees that its time is over before it sees that the answer was read."""
+def test_a_client_that_read_while_the_gateway_was_stopped_stays_connected(
+    loop: VirtualLoop, turns: int
+) -> None:
+    """Also if the gateway handles the timeout before it sees that the answer was read."""
 
     async def scenario() -> Peer:
         peer = await stalled_peer(loop)
@@ -57,7 +60,7 @@ def test_who_read_while_the_gateway_was_stopped_is_served_on(loop: VirtualLoop, 
     assert not run(loop, scenario()).is_cut_off
 
 
-def test_who_does_not_read_is_cut_off_all_the_same(loop: VirtualLoop) -> None:
+def test_a_client_that_does_not_read_is_disconnected(loop: VirtualLoop) -> None:
     async def scenario() -> Peer:
         peer = await stalled_peer(loop)
         await asyncio.sleep(29.5)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import cast
 
 from quire.v1 import worker_pb2
 
 from service.config import Config
-from service.pool.base import WorkerListener, WorkerSlot
 from service.pool.incarnation import Incarnation
 from service.pool.launcher import Launcher
+from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
+from tests.service.served import versions_of
 
 CHECKED = worker_pb2.WorkerSnapshot(pool_intact=True)
 
@@ -24,17 +24,15 @@ class Asked:
         self.slot = slot
         self._others = others
 
-    async def ask_snapshot(self, **_: object) -> worker_pb2.WorkerSnapshot:
+    async def request_snapshot(self, **_: object) -> worker_pb2.WorkerSnapshot:
         for slot in self._others:
             slot.snapshot = worker_pb2.WorkerSnapshot()
         return CHECKED
 
 
 async def test_a_heartbeat_does_not_hide_what_was_checked() -> None:
-    supervisor = Supervisor(
-        Config(workers=2), "model", cast(Launcher, None), cast(WorkerListener, SimpleNamespace())
-    )
-    slots = list(supervisor.slots)
-    supervisor._live = {slot.worker_id: cast(Incarnation, Asked(slot, slots)) for slot in slots}
-    await supervisor.refresh_snapshots(check_integrity=True)
-    assert [slot.snapshot for slot in slots] == [CHECKED, CHECKED]
+    supervisor = Supervisor(Config(), versions_of(workers=2), cast(Launcher, None))
+    slots = supervisor.versions.all_slots
+    supervisor._running = {slot.worker_id: cast(Incarnation, Asked(slot, slots)) for slot in slots}
+    checked = await supervisor.refresh_snapshots(check_integrity=True)
+    assert [slot.snapshot for slot in checked] == [CHECKED, CHECKED]

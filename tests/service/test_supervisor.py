@@ -1,4 +1,4 @@
-"""Workers are started, watched and replaced, wherever a launcher runs them: here in this process."""
+"""The supervisor starts, watches and replaces workers. Here they run in this process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import pytest
@@ -15,11 +16,14 @@ import structlog
 from quire.v1 import executor_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 from service.caches.effects import Claim, Event, ReleaseSequences
+from service.caches.workers import WorkerView
 from service.config import Config
+from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module
-from service.pool.base import PoolFailed, WorkerSlot
-from service.pool.launcher import Adopted
+from service.pool.launcher import PoolFailed, WorkerProcesses
+from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import EXIT_CONFIG, Supervisor
+from tests.service.served import become_ready
 
 Requests = AsyncIterator[worker_pb2.ConnectRequest]
 Behaviour = Callable[[Requests], AsyncIterator[worker_pb2.ConnectResponse]]
@@ -35,7 +39,7 @@ def ready(fingerprint: str = "one") -> worker_pb2.ConnectResponse:
 
 
 async def works(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
-    """Is ready, and says that it lives, and that it has done what it was told."""
+    """Becomes ready and answers all commands."""
     yield ready()
     async for request in requests:
         events = []
@@ -50,26 +54,26 @@ async def works(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]
 
 
 async def hangs(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
-    """Is ready, and silent from then on."""
+    """Becomes ready, then hangs."""
     yield ready()
     await asyncio.get_running_loop().create_future()
 
 
 async def serves_another_model(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
-    """Is ready and well, with files that were replaced meanwhile."""
+    """Becomes ready with another model: the files were replaced."""
     yield ready("two")
     async for _ in requests:
         yield worker_pb2.ConnectResponse()
 
 
 async def loads(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
-    """Is not ready yet."""
+    """Never becomes ready."""
     yield worker_pb2.ConnectResponse()
     await asyncio.get_running_loop().create_future()
 
 
-async def gives_up(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
-    """Ends its stream before it is ready."""
+async def closes_its_stream(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+    """Closes its stream before it is ready."""
     never: list[worker_pb2.ConnectResponse] = []
     for response in never:
         yield response
@@ -80,14 +84,14 @@ _SERVERS: list[grpc.aio.Server] = []
 
 @pytest.fixture(autouse=True)
 async def servers_end_with_the_test() -> AsyncIterator[None]:
-    """Also those whose start was cancelled. One that outlives its event loop complains in a later test."""
+    """Stops also servers whose start was cancelled: one that outlives its event loop fails a later test."""
     yield
     while _SERVERS:
         await _SERVERS.pop().stop(None)
 
 
 class Processes(worker_pb2_grpc.WorkerServiceServicer):
-    """An incarnation. Its process ends when it is ended, or as the test says; the stream may end before."""
+    """An incarnation, whose process exits when it is stopped or when the test calls `exit`."""
 
     def __init__(self, address: str, epoch: int, behave: Behaviour, status: int) -> None:
         self.address = address
@@ -95,7 +99,7 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
         self.secret = "open sesame"
         self.epoch = epoch
         self.grace_s: float | None = None
-        self.was_killed = self.was_left = False
+        self.was_killed = self.was_detached = False
         self._behave = behave
         self._status = status
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -117,16 +121,16 @@ class Processes(worker_pb2_grpc.WorkerServiceServicer):
         if not self._exit.done():
             self._exit.set_result(self._status)
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         return await asyncio.shield(self._exit)
 
     def kill(self) -> None:
         self.was_killed = True
 
-    def leave(self) -> None:
-        self.was_left = True
+    def detach(self) -> None:
+        self.was_detached = True
 
-    async def end(self, *, grace_s: float) -> int:
+    async def stop(self, *, grace_s: float) -> int:
         self.grace_s = grace_s
         self.exit()
         await self._server.stop(None)
@@ -137,12 +141,12 @@ MODEL = "/where/models/are"
 
 
 class FakeLauncher:
-    """Starts what the test has planned: one behaviour, or one error, for each incarnation."""
+    """Starts incarnations with the planned behaviours, or raises the planned errors."""
 
     def __init__(self, directory: Path, *plan: Behaviour | Exception, status: int = 0) -> None:
         self.started: list[Processes] = []
-        # What an earlier gateway has left.
-        self.left: dict[str, Adopted] = {}
+        # Workers of an earlier gateway.
+        self.adoptable: dict[str, WorkerProcesses] = {}
         self.last_epoch = 0
         self.attempts = 0
         self.closed = False
@@ -150,13 +154,15 @@ class FakeLauncher:
         self._plan = plan
         self._status = status
 
-    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, Adopted]:
-        return self.left
+    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, WorkerProcesses]:
+        return self.adoptable
 
-    async def start(self, config: worker_pb2.WorkerConfig, epoch: int) -> Processes:
-        # The last one is for all that follow.
+    async def start(self, config: worker_pb2.WorkerConfig) -> Processes:
+        # The last one repeats.
         planned = self._plan[min(self.attempts, len(self._plan) - 1)]
         self.attempts += 1
+        self.last_epoch += 1
+        epoch = self.last_epoch
         if isinstance(planned, Exception):
             raise planned
         address = f"unix:{self._directory}/{config.worker_id}-{epoch}.sock"
@@ -169,49 +175,60 @@ class FakeLauncher:
         self.closed = True
 
 
-class Listener:
-    """Writes down what it is told."""
+class FakeDispatcher:
+    """Records what the supervisor reports to the dispatcher."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
+        self.events: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
         self.claimed: list[Claim] = []
 
     def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
-        self.told.put_nowait(("holds", holdings))
+        self.events.put_nowait(("holds", holdings))
         return self.claimed
 
-    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
-        self.told.put_nowait(("ready", slot.epoch, kept) if kept else ("ready", slot.epoch))
+    def worker_ready(self, worker: WorkerView, kept: Mapping[int, int]) -> None:
+        self.events.put_nowait(("ready", worker.epoch, kept) if kept else ("ready", worker.epoch))
 
     def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
-        self.told.put_nowait(("lost", epoch))
+        self.events.put_nowait(("lost", epoch))
 
-    def worker_suspected(self, slot: WorkerSlot) -> None:
-        self.told.put_nowait(("suspect" if slot.suspect else "heard", slot.epoch))
+    def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
+        self.events.put_nowait(("suspect" if suspect else "heard", epoch))
 
-    def worker_answered(self, slot: WorkerSlot, events: Iterable[Event], pages_available: int) -> None:
-        for event in events:
-            self.told.put_nowait(("answered", slot.epoch, event.op_id))
+    def worker_answered(
+        self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
+    ) -> None:
+        for op_id, _ in events:
+            self.events.put_nowait(("answered", epoch, op_id))
 
 
 class Bench:
-    """A supervisor of one worker that waits between two starts in `naps_s` only."""
+    """A supervisor that records its backoff in `sleeps_s` instead of sleeping."""
 
     def __init__(
-        self, launcher: FakeLauncher, patch: pytest.MonkeyPatch, config: Config | None = None
+        self,
+        launcher: FakeLauncher,
+        patch: pytest.MonkeyPatch,
+        config: Config | None = None,
+        data_dir: Path | None = None,
     ) -> None:
+        config = config or Config()
         self.launcher = launcher
-        self.listener = Listener()
-        self.naps_s: list[float] = []
-        self.supervisor = Supervisor(config or Config(), MODEL, launcher, self.listener)
-        instant = SimpleNamespace(**(vars(asyncio) | {"sleep": self._nap}))
+        self.dispatcher = FakeDispatcher()
+        self.sleeps_s: list[float] = []
+        self.versions = ModelVersions(MODEL, config.workers, data_dir)
+        self.supervisor = Supervisor(config, self.versions, launcher)
+        instant = SimpleNamespace(**(vars(asyncio) | {"sleep": self._sleep}))
         patch.setattr(supervisor_module, "asyncio", instant)
 
-    async def _nap(self, seconds: float) -> None:
-        self.naps_s.append(seconds)
+    async def run(self) -> None:
+        await self.supervisor.run(cast(Dispatcher, self.dispatcher))
 
-    async def told(self, count: int) -> list[tuple[object, ...]]:
-        return [await self.listener.told.get() for _ in range(count)]
+    async def _sleep(self, seconds: float) -> None:
+        self.sleeps_s.append(seconds)
+
+    async def events(self, count: int) -> list[tuple[object, ...]]:
+        return [await self.dispatcher.events.get() for _ in range(count)]
 
 
 async def stop(running: asyncio.Task[None]) -> None:
@@ -220,84 +237,93 @@ async def stop(running: asyncio.Task[None]) -> None:
         await running
 
 
-async def test_a_refused_configuration_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the stream's end is seen before the process's."""
-    launcher = FakeLauncher(tmp_path, gives_up, status=EXIT_CONFIG)
+async def test_refused_configuration_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its stream ends before its process."""
+    launcher = FakeLauncher(tmp_path, closes_its_stream, status=EXIT_CONFIG)
     with pytest.raises(PoolFailed, match="refused its configuration"):
-        await Bench(launcher, monkeypatch).supervisor.run()
+        await Bench(launcher, monkeypatch).run()
     assert launcher.attempts == 1 and launcher.closed
-    assert launcher.started[0].grace_s == 15.0, "it gets time to end by itself, and say why"
+    assert launcher.started[0].grace_s == 15.0, "it gets time to exit with a status"
 
 
-async def test_what_never_starts_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(FakeLauncher(tmp_path, gives_up, status=1), monkeypatch)
+async def test_gives_up_if_no_worker_ever_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(FakeLauncher(tmp_path, closes_its_stream, status=1), monkeypatch)
     with pytest.raises(PoolFailed, match="failed to start 5 times"):
-        await bench.supervisor.run()
+        await bench.run()
     assert bench.launcher.attempts == 5
-    assert bench.naps_s == [0.0, 0.25, 0.5, 1.0, 2.0]
+    assert bench.sleeps_s == [0.0, 0.25, 0.5, 1.0, 2.0]
 
 
-async def test_what_cannot_be_started_now_is_tried_again(
+async def test_keeps_retrying_if_a_worker_was_ready_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = OSError(errno.EMFILE, "too many open files")
-    bench = Bench(FakeLauncher(tmp_path, *[error] * 3, works), monkeypatch)
-    with structlog.testing.capture_logs() as logs:
-        running = asyncio.create_task(bench.supervisor.run())
-        assert await bench.told(1) == [("ready", 4)]
-    failed = [record["file"] for record in logs if record["event"] == "worker cannot be started"]
-    assert failed == [sys.executable] * 3
-    assert bench.naps_s == [0.0, 0.25, 0.5, 1.0]
+    """The worker that was ready was of another model version."""
+    bench = Bench(FakeLauncher(tmp_path, *[closes_its_stream] * 6, works, status=1), monkeypatch)
+    other = bench.versions.add("other")
+    become_ready(bench.versions, other.slots[0], worker_pb2.WorkerReady())
+    bench.versions.remove(other)
+    running = asyncio.create_task(bench.run())
+    assert await bench.events(1) == [("ready", 7)]
     await stop(running)
 
 
-async def test_a_slot_says_why_nobody_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_process_start_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError(errno.EMFILE, "too many open files")
+    bench = Bench(FakeLauncher(tmp_path, *[error] * 3, works), monkeypatch)
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(bench.run())
+        assert await bench.events(1) == [("ready", 4)]
+    failed = [record["file"] for record in logs if record["event"] == "worker cannot be started"]
+    assert failed == [sys.executable] * 3
+    assert bench.sleeps_s == [0.0, 0.25, 0.5, 1.0]
+    await stop(running)
+
+
+async def test_slot_says_why_no_worker_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = OSError(errno.EMFILE, "too many open files")
     bench = Bench(FakeLauncher(tmp_path, works, error, loads), monkeypatch)
-    (slot,) = bench.supervisor.slots
-    running = asyncio.create_task(bench.supervisor.run())
-    assert await bench.told(1) == [("ready", 1)] and slot.trouble == ""
+    (slot,) = bench.versions.serving.slots
+    running = asyncio.create_task(bench.run())
+    assert await bench.events(1) == [("ready", 1)] and slot.trouble == ""
     bench.launcher.started[0].exit()
-    assert await bench.told(1) == [("lost", 1)] and slot.trouble == "its process ended with status 0"
+    assert await bench.events(1) == [("lost", 1)] and slot.trouble == "its process ended with status 0"
     while bench.launcher.attempts < 3:
         await asyncio.sleep(0.01)
     assert slot.trouble == "its process cannot be started: too many open files"
     await stop(running)
 
 
-async def test_a_gateway_that_has_served_does_not_end_because_nothing_can_be_started(
+async def test_gateway_that_has_served_keeps_retrying_failed_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = OSError(errno.EAGAIN, "resource temporarily unavailable")
     bench = Bench(FakeLauncher(tmp_path, works, *[error] * 12, works), monkeypatch)
-    running = asyncio.create_task(bench.supervisor.run())
-    assert await bench.told(1) == [("ready", 1)]
+    running = asyncio.create_task(bench.run())
+    assert await bench.events(1) == [("ready", 1)]
     bench.launcher.started[0].exit()
-    assert await bench.told(2) == [("lost", 1), ("ready", 14)]
-    assert bench.naps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[10.0] * 6]
+    assert await bench.events(2) == [("lost", 1), ("ready", 14)]
+    assert bench.sleeps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[10.0] * 6]
     await stop(running)
 
 
-async def test_where_nothing_can_ever_be_started_the_launcher_says_so(
+async def test_pool_failed_of_the_launcher_ends_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(FakeLauncher(tmp_path, PoolFailed("no such place")), monkeypatch)
     with pytest.raises(PoolFailed, match="no such place"):
-        await bench.supervisor.run()
+        await bench.run()
     assert bench.launcher.attempts == 1
 
 
-async def test_one_that_hangs_is_ended_at_once_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hung_worker_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(FakeLauncher(tmp_path, hangs, works), monkeypatch, Config(heartbeat_timeout_s=0.1))
-    running = asyncio.create_task(bench.supervisor.run())
-    assert await bench.told(3) == [("ready", 1), ("lost", 1), ("ready", 2)]
+    running = asyncio.create_task(bench.run())
+    assert await bench.events(3) == [("ready", 1), ("lost", 1), ("ready", 2)]
     assert bench.launcher.started[0].grace_s == 0
     await stop(running)
 
 
-async def test_one_that_falls_silent_is_suspect_until_it_is_heard_again(
+async def test_silent_worker_is_suspect_until_its_next_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = asyncio.Event()
@@ -310,51 +336,51 @@ async def test_one_that_falls_silent_is_suspect_until_it_is_heard_again(
                 yield response
 
     bench = Bench(FakeLauncher(tmp_path, pauses), monkeypatch, Config(suspect_after_s=0.05))
-    (slot,) = bench.supervisor.slots
-    running = asyncio.create_task(bench.supervisor.run())
-    assert await bench.told(2) == [("ready", 1), ("suspect", 1)]
+    (slot,) = bench.versions.serving.slots
+    running = asyncio.create_task(bench.run())
+    assert await bench.events(2) == [("ready", 1), ("suspect", 1)]
     assert slot.suspect and slot.state == executor_pb2.WORKER_STATE_READY
     silent.set()
-    assert await bench.told(1) == [("heard", 1)]
+    assert await bench.events(1) == [("heard", 1)]
     await stop(running)
-    assert not slot.suspect, "nobody is there whom one could suspect"
+    assert not slot.suspect, "there is no worker any more"
 
 
-async def test_one_with_another_model_is_not_admitted_nor_tried_at_once(
+async def test_worker_with_another_model_is_refused_and_retried_with_backoff(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = serves_another_model
     bench = Bench(FakeLauncher(tmp_path, works, *[other] * 6, works), monkeypatch)
-    (slot,) = bench.supervisor.slots
-    running = asyncio.create_task(bench.supervisor.run())
-    assert await bench.told(1) == [("ready", 1)]
+    (slot,) = bench.versions.serving.slots
+    running = asyncio.create_task(bench.run())
+    assert await bench.events(1) == [("ready", 1)]
     with structlog.testing.capture_logs() as logs:
         bench.launcher.started[0].exit()
-        assert await bench.told(1) == [("lost", 1)]
+        assert await bench.events(1) == [("lost", 1)]
         while bench.launcher.attempts < 4:
             await asyncio.sleep(0.01)
     assert "holds another model now (two)" in slot.trouble and slot.ready is None
-    assert MODEL not in slot.trouble, "clients are told"
+    assert MODEL not in slot.trouble, "clients see it"
     assert any(record.get("model") == MODEL for record in logs)
-    assert await bench.told(1) == [("ready", 8)], "of the others nobody is told"
-    assert bench.naps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
+    assert await bench.events(1) == [("ready", 8)], "the others are not reported"
+    assert bench.sleeps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
     assert slot.trouble == ""
     await stop(running)
 
 
-async def test_one_that_dies_is_replaced_and_its_epoch_is_over(
+async def test_dead_worker_is_replaced_with_a_new_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(FakeLauncher(tmp_path, works), monkeypatch)
     supervisor = bench.supervisor
-    running = asyncio.create_task(supervisor.run())
-    assert await bench.told(1) == [("ready", 1)]
+    running = asyncio.create_task(bench.run())
+    assert await bench.events(1) == [("ready", 1)]
     bench.launcher.started[0].exit()
-    assert await bench.told(2) == [("lost", 1), ("ready", 2)]
-    (slot,) = supervisor.slots
+    assert await bench.events(2) == [("lost", 1), ("ready", 2)]
+    (slot,) = bench.versions.serving.slots
     assert (slot.epoch, slot.pid, slot.state) == (2, 1002, executor_pb2.WORKER_STATE_READY)
     supervisor.send("worker-0", 1, ReleaseSequences(7, (1,)))
     supervisor.send("worker-0", 2, ReleaseSequences(8, (1,)))
-    assert await bench.told(1) == [("answered", 2, 8)], "commands to those before it are dropped"
+    assert await bench.events(1) == [("answered", 2, 8)], "commands to earlier incarnations are dropped"
     await stop(running)
     assert bench.launcher.closed

@@ -1,4 +1,4 @@
-"""Workers of an earlier gateway are taken over, with what they hold, or replaced."""
+"""Workers of an earlier gateway are adopted with their sequences, or replaced."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from quire.v1 import executor_pb2, worker_pb2
 
 from service.caches.effects import Claim
 from service.config import Config
-from service.pool.launcher import Adopted
 from tests.service.test_supervisor import (
     Bench,
     FakeLauncher,
     Processes,
     Requests,
-    gives_up,
+    closes_its_stream,
     ready,
     servers_end_with_the_test,
     stop,
@@ -31,7 +30,7 @@ CLAIMS = [Claim(1, 10, b"d" * 16), Claim(2, 20, b"e" * 16)]
 
 
 def holds(fingerprint: str = "one") -> worker_pb2.ConnectResponse:
-    """Says that it is ready, and what it has from before."""
+    """Ready, with sequences of an earlier gateway."""
     response = ready(fingerprint)
     for number, length in ((1, 12), (2, 20), (3, 5)):
         response.events[0].ready.holdings.add(sequence=number, length=length)
@@ -39,7 +38,7 @@ def holds(fingerprint: str = "one") -> worker_pb2.ConnectResponse:
 
 
 async def keeps(requests: Requests) -> Responses:
-    """Keeps the first of what it is asked to, and says something that nobody asked for."""
+    """Keeps the first claimed sequence. Also sends a wrong op id, and an unclaimed sequence."""
     yield holds()
     async for request in requests:
         for command in request.commands:
@@ -54,8 +53,8 @@ async def keeps(requests: Requests) -> Responses:
                 yield worker_pb2.ConnectResponse(events=[snapshot])
 
 
-async def never_sorts_out(requests: Requests) -> Responses:
-    """Says how it is, and never what it keeps."""
+async def never_answers_adopt(requests: Requests) -> Responses:
+    """Answers snapshots, but not the adopt command."""
     yield holds()
     async for request in requests:
         for command in request.commands:
@@ -65,8 +64,8 @@ async def never_sorts_out(requests: Requests) -> Responses:
                 yield worker_pb2.ConnectResponse(events=[snapshot])
 
 
-async def says_nothing(_requests: Requests) -> Responses:
-    """It is stopped."""
+async def stays_silent(_requests: Requests) -> Responses:
+    """A stopped process."""
     await asyncio.get_running_loop().create_future()
     yield worker_pb2.ConnectResponse()
 
@@ -77,34 +76,34 @@ async def holds_another_model(requests: Requests) -> Responses:
         yield worker_pb2.ConnectResponse()
 
 
-class Inherited(Bench):
-    """A supervisor whose launcher has found a worker with the epoch 5; the last that was given is 9."""
+class AdoptingBench(Bench):
+    """Its launcher has found a worker with epoch 5. The last used epoch is 9."""
 
-    async def inherit(self, directory: Path, behave: object) -> Processes:
+    async def add_orphan(self, directory: Path, behave: object) -> Processes:
         processes = Processes(f"unix:{directory}/left.sock", 5, behave, 0)  # type: ignore[arg-type]
         await processes.serve()
-        self.launcher.left = {"worker-0": Adopted(5, processes)}
+        self.launcher.adoptable = {"worker-0": processes}
         self.launcher.last_epoch = 9
         return processes
 
 
-async def test_what_it_kept_is_told_once_it_has_said_so(
+async def test_kept_sequences_are_reported_with_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Inherited(FakeLauncher(tmp_path, works), monkeypatch)
-    bench.listener.claimed = CLAIMS
-    left = await bench.inherit(tmp_path, keeps)
-    running = asyncio.create_task(bench.supervisor.run())
-    assert await bench.told(2) == [("holds", {1: 12, 2: 20, 3: 5}), ("ready", 5, {1: 10})]
-    (slot,) = bench.supervisor.slots
+    bench = AdoptingBench(FakeLauncher(tmp_path, works), monkeypatch)
+    bench.dispatcher.claimed = CLAIMS
+    left = await bench.add_orphan(tmp_path, keeps)
+    running = asyncio.create_task(bench.run())
+    assert await bench.events(2) == [("holds", {1: 12, 2: 20, 3: 5}), ("ready", 5, {1: 10})]
+    (slot,) = bench.versions.serving.slots
     assert (slot.epoch, slot.pid, bench.launcher.attempts) == (5, 1005, 0)
     assert slot.ready is not None and not slot.ready.holdings
     left.exit()
-    assert await bench.told(2) == [("lost", 5), ("ready", 10)], "above all epochs before it"
+    assert await bench.events(2) == [("lost", 5), ("ready", 10)], "higher than all earlier epochs"
     await stop(running)
 
 
-async def test_one_that_still_loads_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_adopted_worker_may_still_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = asyncio.Event()
 
     async def loads_on(requests: Requests) -> Responses:
@@ -113,60 +112,60 @@ async def test_one_that_still_loads_is_waited_for(tmp_path: Path, monkeypatch: p
         async for response in works(requests):
             yield response
 
-    bench = Inherited(FakeLauncher(tmp_path, works), monkeypatch)
-    left = await bench.inherit(tmp_path, loads_on)
-    running = asyncio.create_task(bench.supervisor.run())
-    (slot,) = bench.supervisor.slots
+    bench = AdoptingBench(FakeLauncher(tmp_path, works), monkeypatch)
+    left = await bench.add_orphan(tmp_path, loads_on)
+    running = asyncio.create_task(bench.run())
+    (slot,) = bench.versions.serving.slots
     while slot.pid != left.pid:
         await asyncio.sleep(0.01)
     assert slot.state == executor_pb2.WORKER_STATE_STARTING and bench.launcher.attempts == 0
     loaded.set()
-    assert await bench.told(1) == [("ready", 5)]
+    assert await bench.events(1) == [("ready", 5)]
     await stop(running)
 
 
-@pytest.mark.parametrize("behave", [says_nothing, never_sorts_out, gives_up])
-async def test_one_that_does_not_come_to_serve_is_replaced(
+@pytest.mark.parametrize("behave", [stays_silent, never_answers_adopt, closes_its_stream])
+async def test_adopted_worker_that_does_not_become_ready_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: object
 ) -> None:
     config = Config(heartbeat_timeout_s=0.3, step_timeout_s=0.1, suspect_after_s=0.2)
-    bench = Inherited(FakeLauncher(tmp_path, works), monkeypatch, config)
-    left = await bench.inherit(tmp_path, behave)
-    running = asyncio.create_task(bench.supervisor.run())
-    told = await bench.told(2 if behave is never_sorts_out else 1)
-    assert told[-1] == ("ready", 10), "and of no other that was ready, or lost"
-    assert left.grace_s == (15.0 if behave is gives_up else 0.0)
+    bench = AdoptingBench(FakeLauncher(tmp_path, works), monkeypatch, config)
+    left = await bench.add_orphan(tmp_path, behave)
+    running = asyncio.create_task(bench.run())
+    told = await bench.events(2 if behave is never_answers_adopt else 1)
+    assert told[-1] == ("ready", 10), "no other worker was ready or lost"
+    assert left.grace_s == (15.0 if behave is closes_its_stream else 0.0)
     await stop(running)
 
 
-async def test_one_that_serves_another_model_is_not_admitted(
+async def test_adopted_worker_with_another_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Inherited(FakeLauncher(tmp_path, works), monkeypatch, Config(workers=2))
-    await bench.inherit(tmp_path, keeps)
-    bench.supervisor.serving.fingerprint = "two"
-    running = asyncio.create_task(bench.supervisor.run())
-    while "holds another model" not in bench.supervisor.slots[0].trouble:
+    bench = AdoptingBench(FakeLauncher(tmp_path, works), monkeypatch, Config(workers=2))
+    await bench.add_orphan(tmp_path, keeps)
+    bench.versions.serving.fingerprint = "two"
+    running = asyncio.create_task(bench.run())
+    while "holds another model" not in bench.versions.serving.slots[0].trouble:
         await asyncio.sleep(0.01)
-    assert bench.listener.told.empty()
+    assert bench.dispatcher.events.empty()
     await stop(running)
 
 
-async def test_workers_that_are_left_live_on_and_others_end(
+async def test_detached_workers_keep_running_and_others_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(FakeLauncher(tmp_path, works), monkeypatch, Config(workers=2))
-    running = asyncio.create_task(bench.supervisor.run())
-    await bench.told(2)
+    running = asyncio.create_task(bench.run())
+    await bench.events(2)
     bench.supervisor.kill()
     assert all(processes.was_killed for processes in bench.launcher.started)
-    bench.supervisor.leave()
+    bench.supervisor.detach_workers()
     await stop(running)
     for processes in bench.launcher.started:
         processes.was_killed = False
     bench.supervisor.kill()
     for processes in bench.launcher.started:
-        assert not processes.was_killed, "they are not ours any more"
-        assert processes.was_left and processes.grace_s is None
-        await processes.end(grace_s=0)
+        assert not processes.was_killed, "they are detached"
+        assert processes.was_detached and processes.grace_s is None
+        await processes.stop(grace_s=0)
     assert bench.launcher.closed

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from service.caches.effects import Send
-from service.caches.placement import Placement, WorkerView
-from service.caches.requests import Append, Kind
-from service.caches.table import CacheTable, Limits
+from service.caches.machine import CacheMachine
+from service.caches.requests import Append, AppendKind
+from service.caches.reservations import Limits
+from service.caches.workers import Workers, WorkerView
 
 PROMPT = tuple(range(40))
 
@@ -15,7 +15,7 @@ def view(worker_id: str, epoch: int, pages_available: int) -> WorkerView:
 
 
 def test_neither_room_nor_a_prefix_makes_up_for_it() -> None:
-    placement, large, small = Placement(), view("large", 1, 90), view("small", 2, 10)
+    placement, large, small = Workers(), view("large", 1, 90), view("small", 2, 10)
     placement.add(large)
     placement.add(small)
     assert placement.choose(PROMPT) is large
@@ -27,20 +27,19 @@ def test_neither_room_nor_a_prefix_makes_up_for_it() -> None:
     assert placement.choose(range(200, 240)) is large
 
 
-def test_the_table_is_told_of_one_incarnation() -> None:
-    table = CacheTable(Limits())
-    table.worker_ready(view("a", 1, 90), 0.0)
-    table.worker_ready(view("b", 2, 10), 0.0)
+def test_the_machine_is_told_of_one_incarnation() -> None:
+    machine = CacheMachine(Limits())
+    machine.worker_ready(view("a", 1, 90), 0.0)
+    machine.worker_ready(view("b", 2, 10), 0.0)
 
     def sent_to() -> str:
-        table.submit(Append(Kind.PREFILL, "", PROMPT), 0.0)
-        (effect,) = table.take_effects()
-        assert isinstance(effect, Send)
-        return effect.worker_id
+        machine.submit_many([Append(AppendKind.PREFILL, "", PROMPT)], 0.0)
+        ((worker_id, _, _),) = machine.take_effects().commands
+        return worker_id
 
-    table.worker_suspected("a", 7, suspect=True)
+    machine.worker_suspected("a", 7, suspect=True)
     assert sent_to() == "a", "that was another incarnation"
-    table.worker_suspected("a", 1, suspect=True)
+    machine.worker_suspected("a", 1, suspect=True)
     assert sent_to() == "b"
-    table.worker_suspected("a", 1, suspect=False)
+    machine.worker_suspected("a", 1, suspect=False)
     assert sent_to() == "b", "the prefix is there by now"

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from service.caches.placement import Placement
 from service.caches.requests import (
     Append,
     Appended,
+    AppendKind,
     Fork,
     Handles,
-    Kind,
     Release,
     Released,
     Renew,
@@ -33,13 +32,13 @@ class Shared(Gateway):
         outcomes: dict[int, Outcome] = {}
         self.dispatcher.start(requests, outcomes.__setitem__, 1, tenant)
         self.work()
-        self.table.check_invariants()
+        self.machine.check_invariants()
         return [outcomes[index] for index in range(len(requests))]
 
     def make(self, tenant: Tenant | None, *token_ids: int, request_id: str = "") -> str:
         (made,) = self.ask_as(tenant, prefill(*token_ids, request_id=request_id))
-        assert isinstance(made, Appended) and made.handle is not None, made
-        return made.handle.cache_id
+        assert isinstance(made, Appended), made
+        return made.cache_id
 
 
 @pytest.fixture
@@ -53,8 +52,8 @@ def test_a_strangers_cache_does_not_exist(gateway: Shared, stranger: Tenant | No
     cache = gateway.make(alice, 1, 2)
     asks: list[Callable[[str], Request]] = [
         lambda name: decode(name, 3),
-        lambda name: Append(kind=Kind.PREFILL, cache_id=name, token_ids=[3]),
-        lambda name: Append(kind=Kind.VERIFY, cache_id=name, token_ids=[3, 4], rows=2),
+        lambda name: Append(kind=AppendKind.PREFILL, cache_id=name, token_ids=[3]),
+        lambda name: Append(kind=AppendKind.VERIFY, cache_id=name, token_ids=[3, 4], rows=2),
         lambda name: Fork.of(name, 1),
         lambda name: Truncate(name, 1),
         Renew,
@@ -66,8 +65,8 @@ def test_a_strangers_cache_does_not_exist(gateway: Shared, stranger: Tenant | No
             assert isinstance(answer, CacheNotFound) and isinstance(unknown, CacheNotFound)
             assert answer.message == unknown.message, "whether it exists is not told either"
     assert gateway.ask_as(stranger, Release(cache)) == [Released(released=False)]
-    assert list(gateway.table.handles(tenant=stranger)) == []
-    assert [handle.seq_len for _, handle in gateway.table.handles(tenant=alice)] == [2]
+    assert list(gateway.machine.index.handles(tenant=stranger)) == []
+    assert [handle.seq_len for _, handle in gateway.machine.index.handles(tenant=alice)] == [2]
 
 
 def test_a_fork_releases_nothing_of_others(gateway: Shared) -> None:
@@ -75,8 +74,8 @@ def test_a_fork_releases_nothing_of_others(gateway: Shared) -> None:
     cache, own = gateway.make(alice, 1), gateway.make(mallory, 1)
     (forked,) = gateway.ask_as(mallory, Fork.of(own, 1, (cache, own)))
     assert isinstance(forked, Handles)
-    assert [handle.cache_id for _, handle in gateway.table.handles(tenant=alice)] == [cache]
-    assert [handle.cache_id for _, handle in gateway.table.handles(tenant=mallory)] == [
+    assert [handle.cache_id for _, handle in gateway.machine.index.handles(tenant=alice)] == [cache]
+    assert [handle.cache_id for _, handle in gateway.machine.index.handles(tenant=mallory)] == [
         handle.cache_id for handle in forked.handles
     ]
 
@@ -88,7 +87,7 @@ def test_a_request_id_is_the_tenants_own(gateway: Shared) -> None:
     assert gateway.make(mallory, 1, 2, request_id="r") != cache
     assert gateway.make(None, 1, 2, request_id="r") != cache
     assert gateway.ask_as(alice, Release(cache)) == [Released(released=True)]
-    assert len(list(gateway.table.handles(tenant=mallory))) == 1
+    assert len(list(gateway.machine.index.handles(tenant=mallory))) == 1
 
 
 def test_each_tenant_and_each_cache_salt_has_a_salt_of_its_own(gateway: Shared) -> None:
@@ -99,17 +98,17 @@ def test_each_tenant_and_each_cache_salt_has_a_salt_of_its_own(gateway: Shared) 
 
     alice = Tenant("alice")
     cache = gateway.make(alice, *range(1, 20))
-    gateway.ask_as(alice, decode(cache, 5), Append(Kind.PREFILL, "", [1], cache_salt="s"))
+    gateway.ask_as(alice, decode(cache, 5), Append(AppendKind.PREFILL, "", [1], cache_salt="s"))
     forwards = [sent.forward for sent in gateway.sent if sent.WhichOneof("command") == "forward"]
     assert [forward.salt for forward in forwards] == [alice.salt(""), b"", alice.salt("s")]
 
 
 def test_a_fork_of_nothing_keeps_the_salt(gateway: Shared) -> None:
     alice = Tenant("alice")
-    (made,) = gateway.ask_as(alice, Append(Kind.PREFILL, "", [1], cache_salt="s"))
-    assert isinstance(made, Appended) and made.handle is not None
-    gateway.ask_as(alice, Truncate(made.handle.cache_id, 0))
-    (forked,) = gateway.ask_as(alice, Fork.of(made.handle.cache_id, 1))
+    (made,) = gateway.ask_as(alice, Append(AppendKind.PREFILL, "", [1], cache_salt="s"))
+    assert isinstance(made, Appended)
+    gateway.ask_as(alice, Truncate(made.cache_id, 0))
+    (forked,) = gateway.ask_as(alice, Fork.of(made.cache_id, 1))
     assert isinstance(forked, Handles)
     gateway.ask_as(alice, decode(forked.handles[0].cache_id, 1))
     assert gateway.sent[-1].forward.salt == alice.salt("s")
@@ -117,12 +116,12 @@ def test_a_fork_of_nothing_keeps_the_salt(gateway: Shared) -> None:
 
 def test_who_computed_a_prefix_is_remembered_for_its_salt_only() -> None:
     gateway = Shared(workers=2)
-    placement: Placement = gateway.table._placement
+    placement = gateway.machine._workers
     first, second = placement
     prompt = list(range(32))
     second.pages_queued = 1
     assert placement.choose(prompt, b"a") is first
-    placement.computes(prompt, first, b"a")
+    placement.affinity.record(prompt, first, b"a")
     first.pages_queued = 9
     assert placement.choose(prompt, b"a") is first, "it holds the prefix"
     assert placement.choose(prompt, b"b") is second, "for others it does not"
@@ -164,7 +163,7 @@ def test_a_tenant_has_so_many_tokens(gateway: Shared) -> None:
     assert isinstance(gateway.ask_as(alice, decode(cache, 1, position=5))[0], Appended), "a repetition"
     assert isinstance(gateway.ask_as(alice, decode(cache, 9, position=9))[0], PositionMismatch)
     gateway.ask_as(
-        alice, *(Release(handle.cache_id) for _, handle in list(gateway.table.handles(tenant=alice)))
+        alice, *(Release(handle.cache_id) for _, handle in list(gateway.machine.index.handles(tenant=alice)))
     )
     assert (alice.caches, alice.tokens, alice.in_flight) == (0, 0, 0)
 
@@ -190,6 +189,10 @@ def test_a_tenant_asks_so_often(gateway: Shared) -> None:
     gateway.now_s += 0.5
     assert isinstance(gateway.ask_as(alice, decode(cache, 2))[0], Appended)
     assert refused(gateway.ask_as(alice, decode(cache, 3))[0]) == ("max_per_s", 0.5)
+    alice.quota = Quota(max_per_s=4)
+    gateway.now_s += 0.25
+    assert isinstance(gateway.ask_as(alice, decode(cache, 3))[0], Appended), "another rate holds at once"
+    assert refused(gateway.ask_as(alice, decode(cache, 4))[0]) == ("max_per_s", 0.25)
     assert gateway.ask_as(alice, Release(cache)) == [Released(released=True)], "what frees is always let in"
 
 
@@ -202,7 +205,7 @@ def test_what_is_undone_is_given_back(gateway: Shared) -> None:
     assert (alice.caches, alice.in_flight) == (2, 3)
     gateway.dispatcher.cancel(tickets)
     gateway.work()
-    gateway.table.check_invariants()
+    gateway.machine.check_invariants()
     assert (alice.caches, alice.tokens, alice.in_flight) == (1, 2, 0)
     gateway.lose_worker()
     gateway.ask_as(alice, Release(cache))

@@ -1,4 +1,4 @@
-"""TLS: who may connect, as whom, and certificates that change while the server runs."""
+"""TLS: client certificates, their tenants, and certificates that change while the server runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from quire import AsyncClient, QuireError, Tls
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from service.api.interceptor import CallInterceptor
+from service.auth.authenticator import Authenticator, current_tenant
+from service.auth.tls import server_credentials
+from service.auth.tokens import Role, new_token
 from service.config import Config, ConfigError
-from service.doors.doors import Doors, current_tenant
-from service.doors.tls import server_credentials
-from service.doors.tokens import Role, new_token
 from tests.certificates import Authority, Pair
 
 PATIENCE_S = 30.0
@@ -38,7 +38,7 @@ class Servicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 async def serving(config: Config) -> AsyncIterator[str]:
     credentials = server_credentials(config)
     assert credentials is not None
-    server = grpc.aio.server(interceptors=[CallInterceptor(doors=Doors.of(config))])
+    server = grpc.aio.server(interceptors=[CallInterceptor(authenticator=Authenticator.of(config))])
     servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
     port = server.add_secure_port("127.0.0.1:0", credentials)
@@ -79,7 +79,7 @@ def listening(pair: Pair, **rest: str) -> Config:
     return Config(tls_cert=str(pair.cert), tls_key=str(pair.key), **rest)  # type: ignore[arg-type]
 
 
-async def test_only_who_trusts_the_certificate_connects(ours: Authority, theirs: Authority) -> None:
+async def test_only_clients_that_trust_the_certificate_connect(ours: Authority, theirs: Authority) -> None:
     async with serving(listening(ours.server())) as target:
         assert await called_as(target, ours) == "-"
         assert await called_as(target, theirs) == "UNAVAILABLE"
@@ -111,7 +111,7 @@ async def test_a_client_certificate_names_the_tenant(
         assert await called_as(target, ours, theirs.issue("alice")) == "UNAVAILABLE"
 
 
-async def test_certificates_are_read_again(ours: Authority, theirs: Authority, tmp_path: Path) -> None:
+async def test_certificates_are_reloaded(ours: Authority, theirs: Authority, tmp_path: Path) -> None:
     first, second = ours.server(), theirs.server()
     used = Pair(tmp_path / "crt", tmp_path / "key")
     shutil.copy(first.cert, used.cert)
@@ -122,15 +122,15 @@ async def test_certificates_are_read_again(ours: Authority, theirs: Authority, t
             await open_before.model_info()
             with structlog.testing.capture_logs() as records:
                 shutil.copy(second.cert, used.cert)  # its key is not there yet
-                assert await called_as(target, ours) == "-", "what was read before stays in force"
-            assert any("stays in force" in record["event"] for record in records)
+                assert await called_as(target, ours) == "-", "the previous contents stay in use"
+            assert any("stay in use" in record["event"] for record in records)
             shutil.copy(second.key, used.key)
             assert await called_as(target, theirs) == "-"
             assert await called_as(target, ours) == "UNAVAILABLE"
             assert (await open_before.model_info()).tokenizer_json == b"-"
 
 
-def test_files_that_cannot_be_used_are_told_at_the_start(ours: Authority, theirs: Authority) -> None:
+def test_invalid_files_are_an_error_at_the_start(ours: Authority, theirs: Authority) -> None:
     pair, other = ours.server(), theirs.server()
     for cert, key in ((pair.cert, other.key), (pair.key, pair.cert), (pair.cert, pair.cert)):
         with pytest.raises(ConfigError, match="cannot be used"):

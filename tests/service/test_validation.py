@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2, types_pb2
 
 from service import errors
-from service.api import appends, validation
+from service.api import append_codec, validation
 from service.api.status import to_status
 from service.api.validation import HiddenLimits, RequestLimits
 
@@ -53,7 +53,8 @@ def test_tokens_are_refused_at_the_first_that_is_not_in_the_vocabulary(tokens: l
 @pytest.mark.parametrize("token", [0, VOCAB - 1, VOCAB, BIG])
 def test_a_token_is_refused_from_the_end_of_the_vocabulary_on(token: int) -> None:
     expected = None if token < VOCAB else ("TOKEN_OUT_OF_VOCAB", "token_id")
-    assert refusal(validation.check_token, token, LIMITS) == expected
+    request = executor_pb2.DecodeRequest(cache_id="a", token_id=token)
+    assert refusal(append_codec.decode, request, LIMITS, None) == expected
 
 
 # The ranges as types.proto states them: lowest, whether that is allowed, highest, whether that is allowed.
@@ -152,7 +153,7 @@ def test_a_bias_of_no_token_beside_a_mask_of_a_position() -> None:
         cache_id="a", token_ids=[1], rows=[row], output=types_pb2.OutputOptions(sampling=sampling)
     )
     expected = ("TOKEN_OUT_OF_VOCAB", f"output.sampling.logit_bias[{BIG}]")
-    assert refusal(appends.verify, request, LIMITS, None) == expected
+    assert refusal(append_codec.verify, request, LIMITS, None) == expected
 
 
 def test_a_mask_has_no_more_ids_than_there_are_tokens() -> None:
@@ -307,7 +308,7 @@ def test_no_error_of_an_item_is_larger_than_was_checked() -> None:
         errors.SequenceTooLong(2 * BIG, BIG),
         errors.KvExhausted(BIG, BIG),
         errors.QueueFull(BIG, 1.5),
-        errors.Unsupported("this executor has no LoRA adapters", metadata={"field": "adapter_id"}),
+        errors.Unsupported("this executor has no LoRA adapters", field="adapter_id"),
     ]
     for error in (token, *others):
         result = executor_pb2.BatchDecodeResult(error=to_status(error, "r" * 128))

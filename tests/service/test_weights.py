@@ -6,13 +6,22 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from quire.v1 import worker_pb2
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheForked, Child
-from service.caches.requests import Append, Appended, Fork, Kind, Release, Released, Renew, Truncate
-from service.caches.table import Limits
+from service.caches.requests import Append, Appended, Fork, Release, Released, Renew, Truncate
+from service.caches.reservations import Limits
 from service.errors import WeightsChanged
-from service.pool.served import Served, ServedFile, choose, from_mark, to_mark
+from service.pool.model_versions import (
+    ModelVersion,
+    ModelVersions,
+    ServedModel,
+    ServedModelFile,
+    choose_served_model,
+    from_model_tag,
+    to_model_tag,
+)
 from tests.sim.harness import Gateway, answer_of, decode, prefill
 from tests.sim.toy_model import next_token
 
@@ -113,13 +122,13 @@ def test_what_was_asked_before_ends_well_or_with_its_weights(gateway: Gateway) -
     released = other.ask(Release(cache))
     other.dispatcher.weights_switched(NEW, drain=False)
     other.dispatcher.weights_ended(OLD)
-    other.table.check_invariants()
+    other.machine.check_invariants()
     assert {other.reason(ticket) for ticket in (first, second, creation)} == {"WEIGHTS_CHANGED"}
     # Who has no cache yet had better call again.
     refusals = [other.replies[ticket] for ticket in (first, creation)]
     assert [isinstance(r, WeightsChanged) and r.retry_after_s is not None for r in refusals] == [False, True]
     assert other.replies[released] == Released(released=True)
-    assert not other.table.ledger and not other.dispatcher.operations_in_flight
+    assert not other.machine.ledger and not other.dispatcher.operations_in_flight
 
 
 def test_a_request_is_computed_with_the_weights_it_was_checked_for(gateway: Gateway) -> None:
@@ -129,7 +138,7 @@ def test_a_request_is_computed_with_the_weights_it_was_checked_for(gateway: Gate
     cache = gateway.create(1, 2)
     gateway.dispatcher.weights_switched(NEW, drain=True)
     assert gateway.refusal(checked(decode(cache, 3), NEW)).reason == "WEIGHTS_CHANGED"
-    made = gateway.append(checked(Append(Kind.PREFILL, "", [1, 2]), OLD))
+    made = gateway.append(checked(prefill(1, 2), OLD))
     assert answer_of(made).outputs[0].token_id == next_token([1, 2], None, OLD)
     gateway.dispatcher.weights_drained(OLD)
     refused = gateway.refusal(checked(prefill(1, 2), OLD))
@@ -147,7 +156,7 @@ def test_nothing_is_restored_with_other_weights(gateway: Gateway) -> None:
 
 def test_a_worker_that_is_adopted_keeps_only_what_is_of_its_weights(gateway: Gateway) -> None:
     gateway.create(1, 2)
-    (number,) = (state.number for state in gateway.table.ledger)
+    (number,) = (state.number for state in gateway.machine.ledger)
     gateway.lose_worker("worker-0")
     worker = gateway.start_worker("worker-1.1", {number: 2}, {number: [1, 2]}, weights=NEW)
     gateway.work()
@@ -168,27 +177,83 @@ def test_a_cache_that_is_restated_is_of_the_same_weights() -> None:
 
 
 def test_what_was_loaded_is_served_until_the_settings_name_something_else(tmp_path: Path) -> None:
-    file = ServedFile(tmp_path)
-    assert file.read() is None and ServedFile(None).read() is None
-    assert choose(None, "a", 0) == Served("a", "a", 0)
-    file.write(Served("a", "b", 3))
+    file = ServedModelFile(tmp_path)
+    assert file.read() is None and ServedModelFile(None).read() is None
+    assert choose_served_model(None, "a", 0) == ServedModel("a", "a", 0)
+    file.write(ServedModel("a", "b", 3))
     written = file.read()
-    assert choose(written, "a", 3) == written == Served("a", "b", 3)
-    assert choose(written, "a", 2) == written, "the switch was the last that was done"
-    assert choose(written, "b", 3) == Served("b", "b", 3), "its caches go on"
-    assert choose(written, "c", 3) == Served("c", "c", 3)
+    assert choose_served_model(written, "a", 3) == written == ServedModel("a", "b", 3)
+    assert choose_served_model(written, "a", 2) == written, "the switch was the last that was done"
+    assert choose_served_model(written, "b", 3) == ServedModel("b", "b", 3), "its caches go on"
+    assert choose_served_model(written, "c", 3) == ServedModel("c", "c", 3)
     # Somebody has lost the file, or has brought an old one back: nobody knows what was loaded.
-    assert choose(None, "a", 3) == Served("a", "a", 3) == choose(Served("a", "b", 2), "a", 3)
+    assert (
+        choose_served_model(None, "a", 3)
+        == ServedModel("a", "a", 3)
+        == choose_served_model(ServedModel("a", "b", 2), "a", 3)
+    )
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"configured": "a"}', '{"configured": 1, "model": "b"}'])
 def test_a_damaged_file_is_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "weights.json").write_text(content)
-    assert ServedFile(tmp_path).read() is None
+    assert ServedModelFile(tmp_path).read() is None
+
+
+def become_ready(versions: ModelVersions, version: ModelVersion, fingerprint: str) -> None:
+    """Its only worker can serve, which has found that model."""
+    (slot,) = version.slots
+    slot.ready, version.fingerprint = worker_pb2.WorkerReady(), fingerprint
+    versions.worker_ready(slot)
+
+
+def test_a_gateway_goes_on_with_what_was_served_before(tmp_path: Path) -> None:
+    marks: list[str] = []
+
+    def start(configured: str) -> ModelVersions:
+        mark = marks[-1] if marks else None
+        return ModelVersions(configured, 1, tmp_path, mark, marks.append, lambda number: number == 1)
+
+    first = start("a")
+    assert first.serving.expected_fingerprint is None
+    become_ready(first, first.serving, "fa")
+    assert marks == ["fa"] and ServedModelFile(tmp_path).read() is None, "nothing else was loaded"
+    first.remove(first.add("nobody waits for it"))
+    loaded = first.add("b")
+    loaded.fingerprint = "fb"
+    first.persist(loaded)
+    assert first.serving.model == "a" and marks == ["fa"], "it is written down, and not yet served"
+    first.serve(loaded)
+    assert marks[-1] == "fb#2" and [version.number for version in first] == [0, 2]
+
+    again = start("a").serving
+    assert (again.model, again.number, again.slots[0].worker_id) == ("b", 2, "worker-0.2")
+    assert again.expected_fingerprint is None, "nobody has caches of it"
+    other = start("c")
+    assert (other.serving.model, other.serving.number) == ("c", 2)
+    assert ServedModelFile(tmp_path).read() == ServedModel("a", "b", 2), "as long as it is not known to work"
+    become_ready(other, other.serving, "fc")
+    assert ServedModelFile(tmp_path).read() == ServedModel("c", "c", 2)
+    marks.append("fd#1")
+    ServedModelFile(tmp_path).write(ServedModel("d", "d", 1))
+    assert start("d").serving.expected_fingerprint == "fd", "there are caches"
+
+
+def test_whoever_subscribes_is_told_of_each_change() -> None:
+    versions, seen = ModelVersions("a", 1), []
+    versions.subscribe(lambda: seen.append((versions.serving.number, len(list(versions)))))
+    become_ready(versions, versions.serving, "")
+    old, loaded = versions.serving, versions.add("b")
+    become_ready(versions, loaded, "")
+    versions.serve(loaded)
+    versions.mark_unusable(old)
+    assert not old.is_usable and loaded.is_usable
+    versions.remove(old)
+    assert seen == [(0, 1), (0, 2), (1, 2), (1, 2), (1, 1)]
 
 
 def test_a_journal_is_told_of_which_weights_its_caches_are() -> None:
-    assert to_mark("abc", 0) == "abc", "as ever"
+    assert to_model_tag("abc", 0) == "abc", "as ever"
     for fingerprint, weights in (("abc", 0), ("abc", 7), ("", 7)):
-        assert from_mark(to_mark(fingerprint, weights)) == (fingerprint, weights)
-    assert from_mark(None) == (None, 0)
+        assert from_model_tag(to_model_tag(fingerprint, weights)) == (fingerprint, weights)
+    assert from_model_tag(None) == (None, 0)

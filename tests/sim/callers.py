@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from quire.v1 import types_pb2
 
-from service.caches.requests import Append, Fork, Kind, Release, Renew, Request, Source, Truncate
+from service.caches.requests import Append, AppendKind, Fork, Release, Renew, Request, Source, Truncate
 from service.caches.tenants import Tenant
+from tests.sim.appends import append, options_of, with_options
 from tests.sim.model_worker import POISON
 from tests.sim.oracle import Oracle
 from tests.sim.toy_model import VOCAB, line_to, next_token
@@ -27,11 +28,6 @@ SAMPLED = (
     types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1.0)),
     types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1.0), top_logprobs=1),
 )
-
-
-def has_logits(output: types_pb2.OutputOptions | None) -> bool:
-    """Whether an answer is too large to be kept for a repetition."""
-    return output is not None and bool(output.logits)
 
 
 class Callers:
@@ -144,33 +140,34 @@ class Callers:
         rng = self._rng
         if rng.random() < 0.1:
             tokens = self._tokens(1, 8)
-            return Append(Kind.SCORE, "", tokens, rows=len(tokens), output=rng.choice(PLAIN))
+            return append(AppendKind.SCORE, "", tokens, rows=len(tokens), output=rng.choice(PLAIN))
         request_id = ""
         if rng.random() < 0.6:
             self._last_request_id += 1
             request_id = f"request-{self._last_request_id}"
         output = self._output()
-        return Append(
-            Kind.PREFILL,
+        return append(
+            AppendKind.PREFILL,
             "",
             self._tokens(1, 18),
             position=rng.choice((None, 0)),
             rows=rng.choice((1, 0)),
             output=output,
-            has_logits=has_logits(output),
             lease_s=rng.choice((None, 5.0, 50.0)),
             request_id=request_id,
             timeout_s=self._timeout_s(),
         )
 
     def _append(self, cache: Cache) -> Append:
-        rng = self._rng
-        kind = rng.choice((Kind.DECODE, Kind.DECODE, Kind.DECODE, Kind.PREFILL, Kind.VERIFY, Kind.VERIFY))
+        rng, kinds = self._rng, AppendKind
+        kind = rng.choice(
+            (kinds.DECODE, kinds.DECODE, kinds.DECODE, kinds.PREFILL, kinds.VERIFY, kinds.VERIFY)
+        )
         output, accept = self._output(), types_pb2.VERIFY_ACCEPT_UNSPECIFIED
         parents: list[int] = []
-        if kind is Kind.DECODE:
+        if kind is AppendKind.DECODE:
             tokens = self._tokens(1, 1)
-        elif kind is Kind.PREFILL:
+        elif kind is AppendKind.PREFILL:
             tokens = self._tokens(1, 4)
         else:
             sampled = output in SAMPLED
@@ -179,14 +176,13 @@ class Callers:
                 accept = types_pb2.VERIFY_ACCEPT_SAMPLED if sampled else types_pb2.VERIFY_ACCEPT_GREEDY
         length = len(cache.tokens)
         wrong = max(0, length + rng.choice((-3, -1, 1)))
-        return Append(
+        return append(
             kind,
             self._name(cache),
             tokens,
             position=rng.choice((None, length, length, length, wrong if rng.random() < 0.3 else length)),
-            rows=len(tokens) if kind is Kind.VERIFY else 1,
+            rows=len(tokens) if kind is AppendKind.VERIFY else 1,
             output=output,
-            has_logits=has_logits(output),
             accept=accept,
             parents=parents,
             timeout_s=self._timeout_s(),
@@ -209,33 +205,32 @@ class Callers:
         """A request once more: of those under way or long done, or the last append of a cache."""
         rng = self._rng
         if cache.last is not None and rng.random() < 0.6:
-            append = cache.last.append
-            if not (append.request_id and rng.random() < 0.5):
-                append = dataclasses.replace(append, cache_id=cache.cache_id, position=cache.last.base)
-            return self._changed(append)
+            last = cache.last.append
+            if not (last.request_id and rng.random() < 0.5):
+                last = dataclasses.replace(last, cache_id=cache.cache_id, position=cache.last.base)
+            return self._changed(last)
         asked = [request for request, who in self._history if who is tenant]
         if not asked:
             return None
         request = rng.choice(asked)
         return self._changed(request) if isinstance(request, Append) else request
 
-    def _changed(self, append: Append) -> Append:
+    def _changed(self, asked: Append) -> Append:
         """Often not quite what it was."""
         rng, change = self._rng, self._rng.random()
-        if append.parents and rng.random() < 0.5:
-            parents = [rng.randint(0, index) for index in range(len(append.parents))]
-            append = dataclasses.replace(append, parents=parents)
+        if asked.parents and rng.random() < 0.5:
+            parents = [rng.randint(0, index) for index in range(len(asked.parents))]
+            asked = with_options(asked, parents=parents)
         elif change < 0.25:
-            output, rows = rng.choice(PLAIN + SAMPLED), rng.choice((0, 1, len(append.token_ids)))
-            append = dataclasses.replace(append, output=output, has_logits=has_logits(output), rows=rows)
+            output, rows = rng.choice(PLAIN + SAMPLED), rng.choice((0, 1, len(asked.token_ids)))
+            asked = with_options(asked, output=output, rows=rows)
         elif change < 0.35:
             tokens = self._tokens(1, 3)
-            append = dataclasses.replace(
-                append, token_ids=tokens, rows=min(append.rows, len(tokens)), parents=()
-            )
-        if append.accept:
-            append = dataclasses.replace(append, rows=len(append.token_ids))
-        return dataclasses.replace(append, timeout_s=self._timeout_s())
+            rows = min(options_of(asked).rows, len(tokens))
+            asked = with_options(dataclasses.replace(asked, token_ids=tokens), rows=rows, parents=())
+        if asked.accept:
+            asked = with_options(asked, rows=len(asked.token_ids))
+        return dataclasses.replace(asked, timeout_s=self._timeout_s())
 
     def _output(self) -> types_pb2.OutputOptions | None:
         return self._rng.choice(PLAIN + SAMPLED)

@@ -13,8 +13,13 @@ from service.caches.records import Record
 from service.journal.base import OnCommitted
 from service.journal.encoding import CorruptRecord, decode, encode, seal
 
-# Told that the oldest commit has ended, and whether it is durable, before its committer is.
-OnEnd = Callable[[bool], None]
+# Told whether the oldest commit, which has ended, is durable. Tells its committer, if there still is one.
+OnEnd = Callable[[bool, OnCommitted | None], None]
+
+
+def _tell(durable: bool, then: OnCommitted | None) -> None:
+    if then is not None:
+        then(durable)
 
 
 class Disk:
@@ -60,7 +65,8 @@ class DiskJournal:
     oldest_waiting_s = 0.0
 
     def __init__(self, disk: Disk, clock_s: Callable[[], float], seen: Counter[str]) -> None:
-        self.on_end: OnEnd = lambda _: None
+        self.on_commit: Callable[[], None] = lambda: None
+        self.on_end: OnEnd = _tell
         self._disk = disk
         self._clock_s = clock_s
         self._seen = seen
@@ -72,7 +78,12 @@ class DiskJournal:
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         """See `Journal.commit`."""
-        self._waiting.append((list(records), on_committed))
+        self.on_commit()
+        self.accept(list(records), on_committed)
+
+    def accept(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
+        """A commit waits from now on."""
+        self._waiting.append((records, on_committed))
 
     def write(self, count: int) -> None:
         """The oldest commits become durable, in one row."""
@@ -81,15 +92,13 @@ class DiskJournal:
             self._disk.write([records for records, _ in commits], self._clock_s())
         self._seen["commits that shared a row"] += len(commits) > 1
         for _, on_committed in commits:
-            self.on_end(True)
-            on_committed(True)
+            self.on_end(True, on_committed)
 
     def fail(self, count: int) -> None:
         """The oldest commits cannot be written."""
         self._seen["journal failed"] += 1
         for _, on_committed in self._take(count):
-            self.on_end(False)
-            on_committed(False)
+            self.on_end(False, on_committed)
 
     def crash(self, rng: random.Random) -> None:
         """The gateway is gone: a part of what was under way is on the disk, unknown to all, or torn."""
@@ -98,7 +107,7 @@ class DiskJournal:
             self._disk.write([records for records, _ in commits], self._clock_s())
             self._seen["durable, but not answered"] += 1
         for _ in commits:
-            self.on_end(True)
+            self.on_end(True, None)
         torn = [records for records, _ in self._waiting if records]
         if torn and rng.random() < 0.7:
             self._seen["torn row"] += 1

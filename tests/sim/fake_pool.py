@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.pool.launcher import Adopted
+from service.config import Config
 from tests.sim.model_worker import ModelWorker, Pool
 from tests.sim.toy_model import VOCAB
 
@@ -31,6 +31,7 @@ class Processes:
     """One incarnation, from its start to its end."""
 
     def __init__(self, address: str, worker: ModelWorker, pool: FakeLauncher) -> None:
+        self.epoch = worker.epoch
         self.address = address
         self.pid = 1000 + worker.epoch
         self.secret = ""
@@ -69,16 +70,16 @@ class Processes:
             self._exit.set_result(status)
             self._pool.has_ended(self)
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         return await asyncio.shield(self._exit)
 
     def kill(self) -> None:
         self.exit(-9)
 
-    def leave(self) -> None:
-        raise AssertionError("nobody leaves")
+    def detach(self) -> None:
+        raise AssertionError("workers are never detached here")
 
-    async def end(self, *, grace_s: float) -> int:
+    async def stop(self, *, grace_s: float) -> int:
         is_spare = self.worker.weights > self._pool.served_weights
         # It may have been judged just before it went on.
         hung = self.hangs or self._went_on_s == asyncio.get_running_loop().time()
@@ -160,6 +161,7 @@ class FakeLauncher:
         # Others that were never served may end as they like.
         self.served_weights = 0
         self.closed = False
+        self._last_epoch = 0
         self._rng = rng
         self._seen = seen
         self._by_address: dict[str, Processes] = {}
@@ -168,15 +170,12 @@ class FakeLauncher:
         self._ended_s: dict[str, float] = {}
         self._served = False
 
-    @property
-    def last_epoch(self) -> int:
-        return 0
-
-    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, Adopted]:
+    async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, Processes]:
         return {}
 
-    async def start(self, config: worker_pb2.WorkerConfig, epoch: int) -> Processes:
-        worker_id = config.worker_id
+    async def start(self, config: worker_pb2.WorkerConfig) -> Processes:
+        self._last_epoch += 1
+        epoch, worker_id = self._last_epoch, config.worker_id
         assert worker_id not in self.running, "the one before it is killed first"
         self._check_backoff(worker_id)
         # One that has never served may not fail too often in a row: the gateway would end.
@@ -203,7 +202,7 @@ class FakeLauncher:
     def close(self) -> None:
         self.closed = True
 
-    def link(self, address: str, on_response: OnResponse, **_: object) -> FakeLink:
+    def link(self, address: str, _secret: str, _config: Config, on_response: OnResponse) -> FakeLink:
         """As WorkerLink is made."""
         return FakeLink(self._by_address[address], on_response)
 
@@ -216,6 +215,10 @@ class FakeLauncher:
             self._ended_s.pop(worker_id, None)
         else:
             self._failed(worker_id, "worker never ready")
+
+    def has_failed(self, worker_id: str) -> bool:
+        """Whether its last start came to nothing."""
+        return self._failures[worker_id] > 0
 
     def _failed(self, worker_id: str, how: str) -> None:
         self._seen[how] += 1

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches.effects import Command
-from service.caches.placement import WorkerView
-from service.caches.requests import Append, Appended, Handles, Kind, Release, Released, Request
-from service.caches.table import CacheTable, Limits
+from service.caches.machine import CacheMachine
+from service.caches.requests import Append, Appended, AppendKind, Handles, Release, Released, Request
+from service.caches.reservations import Limits
+from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import QuireError
-from service.journal.base import Journal
-from service.journal.memory import MemoryJournal
+from service.journal.base import Journal, MemoryJournal
 from service.pool import wire
-from tests.sim.callers import has_logits
+from tests.sim.appends import append
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 
 MAX_SEQ_LEN = 64
@@ -42,10 +42,10 @@ class Gateway:
         self.now_s = 0.0
         self.pool = pool or Pool(100)
         self.journal = journal or MemoryJournal()
-        self.table = CacheTable(
+        self.machine = CacheMachine(
             limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
         )
-        self.dispatcher = Dispatcher(self.table, self.journal, self._send, clock_s=lambda: self.now_s)
+        self.dispatcher = Dispatcher(self.machine, self.journal, self._send, clock_s=lambda: self.now_s)
         self.workers: dict[str, ModelWorker] = {}
         # By ticket, in the order in which they came.
         self.replies: dict[int, Outcome] = {}
@@ -83,14 +83,14 @@ class Gateway:
     def lose_worker(self, worker_id: str = "worker-0", *, crashed: bool = True) -> None:
         worker = self.workers.pop(worker_id)
         self.dispatcher.worker_lost(worker_id, worker.epoch, crashed=crashed)
-        self.table.check_invariants()
+        self.machine.check_invariants()
 
     def wait(self, seconds: float) -> None:
         """Time passes; what is parked is looked at."""
         self.now_s += seconds
-        self.table.tick(self.now_s)
+        self.machine.tick(self.now_s)
         self.dispatcher.cancel(())
-        self.table.check_invariants()
+        self.machine.check_invariants()
 
     @property
     def worker(self) -> ModelWorker:
@@ -113,7 +113,7 @@ class Gateway:
 
         tickets = self.dispatcher.start(requests, on_outcome, caller=1)
         self.replies.update((tickets[index], outcome) for index, outcome in early.items())
-        self.table.check_invariants()
+        self.machine.check_invariants()
         return tickets
 
     def ask(self, request: Request) -> int:
@@ -123,7 +123,7 @@ class Gateway:
 
     def cancel(self, *tickets: int) -> None:
         self.dispatcher.cancel(tickets)
-        self.table.check_invariants()
+        self.machine.check_invariants()
 
     def run(self, request: Request) -> Outcome:
         """The outcome of a request that is alone in the world."""
@@ -153,9 +153,7 @@ class Gateway:
 
     def create(self, *token_ids: int, request_id: str = "", lease_s: float | None = None) -> str:
         """A new cache."""
-        handle = self.append(prefill(*token_ids, request_id=request_id, lease_s=lease_s)).handle
-        assert handle is not None
-        return handle.cache_id
+        return self.append(prefill(*token_ids, request_id=request_id, lease_s=lease_s)).cache_id
 
     def reason(self, ticket: int) -> str:
         """Why an operation was refused."""
@@ -165,7 +163,7 @@ class Gateway:
 
     def tokens(self, cache_id: str) -> list[int]:
         """What the ledger holds of a cache."""
-        (state,) = [state for state in self.table.ledger if state.cache_id == cache_id]
+        (state,) = [state for state in self.machine.ledger if state.cache_id == cache_id]
         return list(state.tokens.copy())
 
     def held(self) -> list[list[int]]:
@@ -189,7 +187,7 @@ class Gateway:
         worker.outbox.clear()
         events = wire.to_events(response)
         self.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, response.pages_available)
-        self.table.check_invariants()
+        self.machine.check_invariants()
 
     def refuse(self, op_id: int, reason: worker_pb2.WorkerErrorReason) -> None:
         """A worker's error arrives."""
@@ -216,7 +214,7 @@ def prefill(
     request_id: str = "",
     lease_s: float | None = None,
 ) -> Append:
-    return Append(Kind.PREFILL, cache_id, list(token_ids), position, request_id=request_id, lease_s=lease_s)
+    return append(AppendKind.PREFILL, cache_id, token_ids, position, request_id=request_id, lease_s=lease_s)
 
 
 def decode(
@@ -225,9 +223,9 @@ def decode(
     position: int | None = None,
     output: types_pb2.OutputOptions | None = None,
 ) -> Append:
-    return Append(Kind.DECODE, cache_id, (token_id,), position, output=output, has_logits=has_logits(output))
+    return append(AppendKind.DECODE, cache_id, (token_id,), position, output=output)
 
 
 def verify(cache_id: str, *token_ids: int, position: int | None = None, accept: bool = True) -> Append:
     mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_UNSPECIFIED
-    return Append(Kind.VERIFY, cache_id, list(token_ids), position, rows=len(token_ids), accept=mode)
+    return append(AppendKind.VERIFY, cache_id, token_ids, position, rows=len(token_ids), accept=mode)

@@ -36,8 +36,8 @@ class _Piece:
 class NeededBytes:
     """Owner of the pieces of every cache."""
 
-    def __init__(self, chunk_tokens: int) -> None:
-        self._chunk_tokens = chunk_tokens
+    def __init__(self, segment_tokens: int) -> None:
+        self._segment_tokens = segment_tokens
         self._caches: dict[int, list[_Piece]] = {}
 
     def written(self, record: Record) -> None:
@@ -67,13 +67,13 @@ class NeededBytes:
         )
 
     def _extend(self, pieces: list[_Piece], count: int) -> None:
-        if pieces and pieces[-1].length < self._chunk_tokens:
+        if pieces and pieces[-1].length < self._segment_tokens:
             count += pieces.pop().length
-        starts = range(0, count, self._chunk_tokens)
-        pieces.extend(_Piece(min(self._chunk_tokens, count - start)) for start in starts)
+        starts = range(0, count, self._segment_tokens)
+        pieces.extend(_Piece(min(self._segment_tokens, count - start)) for start in starts)
 
     def _cut(self, pieces: list[_Piece], new_len: int) -> None:
-        whole, rest = divmod(new_len, self._chunk_tokens)
+        whole, rest = divmod(new_len, self._segment_tokens)
         del pieces[whole:]
         if rest:
             pieces.append(_Piece(rest))
@@ -94,8 +94,12 @@ class JournalBudget:
 
     def has_room(self, number: int, outstanding: Iterable[int]) -> bool:
         """Whether a request fits beside what was outstanding when it came."""
-        before = sum(self._counted[other] for other in outstanding if other < number)
+        before = self.under_way(number, outstanding)
         return self.taken_bytes + before + self._counted[number] <= self.limit_bytes
+
+    def under_way(self, number: int, outstanding: Iterable[int]) -> int:
+        """What those are counted with that came before a request."""
+        return sum(self._counted[other] for other in outstanding if other < number)
 
     def admitted(self, outstanding: dict[int, Request], numbers: Iterable[int]) -> None:
         """Asserts that of the last requests only those are under way for which there was room."""

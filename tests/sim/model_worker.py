@@ -60,6 +60,7 @@ class _Job:
     op_id: int
     body: worker_pb2.ForwardCommand
     tokens: list[int]
+    options: worker_pb2.ForwardOptions
     begun: bool = False
     computed: int = 0
 
@@ -165,7 +166,7 @@ class ModelWorker:
         count = len(job.tokens)
         if until is None:
             until = count if self._rng.random() < 0.7 else self._rng.randint(job.computed + 1, count)
-        if not job.body.parents:
+        if not job.options.parents:
             tokens.extend(job.tokens[job.computed : until])
         job.computed = until
         if until == count:
@@ -230,7 +231,8 @@ class ModelWorker:
 
     def _queue(self, op_id: int, body: worker_pb2.ForwardCommand) -> None:
         self._check_not_queued(body.sequence, "a forward")
-        self._jobs[op_id] = _Job(op_id, body, list(body.token_ids))
+        options = worker_pb2.ForwardOptions.FromString(body.options)
+        self._jobs[op_id] = _Job(op_id, body, list(body.token_ids), options)
 
     def _check_not_queued(self, number: int, what: str) -> None:
         # The step loop carries controls out at once: it would overtake the forward.
@@ -308,27 +310,32 @@ class ModelWorker:
         needed = self.pool.pages_for(job.end) - self.pool.pages_for(len(tokens))
         available = self.pages_left
         if needed > available:
+            if body.ephemeral:
+                # A copy is released now, and takes the pages that it has here again the next time.
+                needed = self.pool.pages_for(job.end)
             self._end(job, KV_EXHAUSTED, pages_needed=needed, pages_available=available)
         else:
             job.begun = True
 
     def _complete(self, job: _Job) -> None:
-        body, tokens = job.body, self.sequences[job.body.sequence]
-        sampled = body.output.HasField("sampling")
-        salt = (body.output.sampling.seed, body.prompt_len) if sampled else None
-        before, parents = tokens[: body.position], list(body.parents)
+        body, options, tokens = job.body, job.options, self.sequences[job.body.sequence]
+        output, salt = options.output, None
+        if output.HasField("sampling"):
+            own = output.sampling.HasField("seed")
+            salt = (output.sampling.seed if own else body.default_seed, body.prompt_len)
+        before, parents = tokens[: body.position], list(options.parents)
         lines = (line_to(job.tokens, parents, index) for index in range(len(job.tokens)))
         chosen = [next_token(before + line, salt, self.weights) for line in lines]
         path = list(range(1 if parents else len(job.tokens)))
-        if body.accept:
+        if options.accept and not body.keep_all:
             path = accepted_path(job.tokens, parents, chosen)
         tokens[:] = [*before, *(job.tokens[index] for index in path)]
         if body.ephemeral:
             del self.sequences[body.sequence]
         del self._jobs[job.op_id]
         done = worker_pb2.ForwardDone(kept=len(path), kept_path=path if parents else ())
-        for token in chosen[len(chosen) - body.rows :]:
-            done.outputs.append(output_of(token, body.output))
+        for token in chosen[len(chosen) - options.rows :]:
+            done.outputs.append(output_of(token, output))
         self.outbox.append(worker_pb2.WorkerEvent(op_id=job.op_id, forward=done))
 
     def _end(self, job: _Job, reason: int, **pages: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import worker_pb2
 
 from service.caches.effects import Write
 from service.caches.records import (
@@ -26,10 +26,10 @@ from service.caches.records import (
 from service.caches.requests import (
     Append,
     Appended,
+    AppendKind,
     Fork,
     Handle,
     Handles,
-    Kind,
     Release,
     Released,
     Renew,
@@ -39,6 +39,7 @@ from service.caches.requests import (
 )
 from service.caches.tenants import Tenant
 from service.errors import QuireError
+from tests.sim.appends import options_of
 from tests.sim.journal_bytes import JournalBudget
 from tests.sim.model_worker import POISON
 from tests.sim.refusals import check_refusal
@@ -125,15 +126,15 @@ class Oracle:
     def given_to_journal(self, writes: Sequence[Write]) -> None:
         """Records of several operations, to become durable together."""
         group: list[tuple[Asked | None, Sequence[Record]]] = []
-        for write in writes:
-            asked = self.tickets.get(write.ticket)
-            group.append((asked, write.records))
+        for ticket, records in writes:
+            asked = self.tickets.get(ticket)
+            group.append((asked, records))
             if asked is None:
-                self._check_own_release(write.records)
+                self._check_own_release(records)
                 continue
             assert asked.records is None, "written twice"
             assert asked.number in self.outstanding or asked.number in self.abandoned, "of one who has gone"
-            asked.records = write.records
+            asked.records = records
         self._groups.append(group)
 
     def commit_ended(self, durable: bool) -> None:
@@ -299,7 +300,7 @@ class Oracle:
             assert self.cache_of(asked) is cache
         else:
             assert base == 0
-        prompt_len = base + len(tokens) if append.kind is Kind.PREFILL else cache.prompt_len
+        prompt_len = base + len(tokens) if append.kind is AppendKind.PREFILL else cache.prompt_len
         assert record.prompt_len == prompt_len, "what a prefill leaves is prompt, and only that"
         before = cache.tokens[:]
         cache.tokens += record.token_ids
@@ -410,7 +411,7 @@ class Oracle:
 
     def _check_append(self, asked: Asked, append: Append, result: Appended) -> None:
         if append.is_scoring:
-            assert result.handle is None and asked.records is None
+            assert not result.cache_id and asked.records is None
             self._check_outputs(append, result, list(append.token_ids), None, 0, asked.weights)
         elif asked.done is not None:
             done = asked.done
@@ -425,7 +426,7 @@ class Oracle:
             assert done.seq_len == base + len(path)
             assert done.kept == [append.token_ids[index] for index in path], "what it was told is there"
             self.seen["a path of a tree"] += len(path) > 1 and path != list(range(len(path)))
-            self._check_handle(result.handle, done.cache, done.seq_len, fresh=True)
+            self._check_handle(result, done.cache, done.seq_len, fresh=True)
         else:
             self._check_repeated(asked, append, result)
         self.seen["answered after a replay"] += result.replayed_tokens > 0
@@ -444,7 +445,7 @@ class Oracle:
             assert line_to(append.token_ids, append.parents, kept[-1]) == cache.tokens[last.base :]
             assert kept == sorted(kept) and len(kept) == last.kept
             self.seen["repeated tree"] += 1
-        self._check_handle(result.handle, cache, len(cache.tokens), fresh=False)
+        self._check_handle(result, cache, len(cache.tokens), fresh=False)
         where = "from memory" if not asked.sequence and is_remembered(append, last) else "computed again"
         self.seen[f"repetition answered {where}"] += 1
         self.seen["repetition answered after a gateway crash"] += last.epoch < self.gateway_epoch
@@ -459,22 +460,20 @@ class Oracle:
         weights: int,
     ) -> list[int]:
         """Asserts that the answer has the wanted rows; returns what the model chooses in every row."""
-        options = append.output or types_pb2.OutputOptions()
-        assert isinstance(options, types_pb2.OutputOptions)
-        salt = None
-        if options.HasField("sampling"):
+        options, salt = options_of(append), None
+        if options.output.HasField("sampling"):
             assert cache is not None
             salt = (cache.seed, prompt_len)
         own = list(append.token_ids)
         before = list(tokens[: len(tokens) - len(own)])
         lines = (
             line_to(own, append.parents, index)
-            for index in range(0 if append.accept else len(own) - append.rows, len(own))
+            for index in range(0 if append.accept else len(own) - options.rows, len(own))
         )
         chosen = [next_token(before + line, salt, weights) for line in lines]
-        wanted = chosen[len(chosen) - append.rows :]
-        outputs = list(_done(result).outputs)
-        assert outputs == [output_of(token, options) for token in wanted], "what the model says of the tokens"
+        wanted = chosen[len(chosen) - options.rows :]
+        expected = [output_of(token, options.output) for token in wanted]
+        assert list(_done(result).outputs) == expected, "what the model says of the tokens"
         return chosen
 
     def _check_handle(self, handle: Handle | None, cache: Cache, seq_len: int, *, fresh: bool) -> None:

@@ -8,15 +8,16 @@ from collections.abc import AsyncIterator, Sequence
 from typing import cast
 
 from google.protobuf import duration_pb2
-from google.rpc import error_details_pb2
 from quire.v1 import executor_pb2, types_pb2
 
-from service.api.breath import Breather
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
-from service.caches.requests import Append, Fork, Kind, Release, Renew, Request, Truncate
+from service.api.time_slice import TimeSlice
+from service.caches.requests import Append, AppendKind, Fork, Release, Renew, Request, Truncate
 from service.dispatcher import Dispatcher
 from service.errors import QuireError, SlowConsumer
+from tests.error_details import status_reason
+from tests.sim.appends import options_of
 from tests.sim.virtual_loop import VirtualLoop
 
 # Into how many waits a session divides the time that a caller has for reading: a pause costs one of them.
@@ -33,6 +34,7 @@ class Peer:
     ) -> None:
         self._loop = loop
         self._seen: Counter[str] = Counter() if seen is None else seen
+        self._config = state.config
         self._stall_s = state.config.session_stall_s
         self._messages: asyncio.Queue[executor_pb2.SessionRequest | None] = asyncio.Queue()
         self._reading = asyncio.Event()
@@ -47,9 +49,9 @@ class Peer:
         self.is_cut_off = False
         self.session = Session(dispatcher, state, cast(SessionContext, self))
         # Slices are cut by what they weigh, since no time passes.
-        self.session._breather = Breather(clock_s=loop.time)
-        self._give_up = self.session._give_up
-        self.session._give_up = self._is_given_up  # type: ignore[method-assign]
+        self.session._time_slice = TimeSlice(clock_s=loop.time)
+        self._abandon = self.session._abandon
+        self.session._abandon = self._is_given_up  # type: ignore[method-assign]
         self.task = loop.create_task(self._run())
 
     @property
@@ -88,7 +90,7 @@ class Peer:
 
     def check_bounds(self) -> None:
         """Asserts that what the server holds for it is bounded."""
-        session, config = self.session, self.session._config
+        session, config = self.session, self._config
         assert len(session._open) + len(session._results) <= config.max_session_calls, "too many calls"
         if self._written_since_s is not None and not self.task.done():
             waits_s = self._running_s - self._written_since_s
@@ -110,7 +112,8 @@ class Peer:
         for result in message.results:
             assert result.tag in self._sent - self._answered, "an answer to nobody, or a second one"
             self._answered.add(result.tag)
-            self._seen[f"session {_reason(result) or 'answer'}"] += 1
+            reason = status_reason(result.error) or result.error.message or "answer"
+            self._seen[f"session {reason}"] += 1
 
     def _is_given_up(self) -> None:
         """It is cut off, which only one is who has not read while the gateway ran."""
@@ -121,7 +124,7 @@ class Peer:
         assert waits_s >= least_s - 1e-6, "it was the gateway that was not there"
         self.is_cut_off = True
         self._seen["reader cut off"] += 1
-        self._give_up()
+        self._abandon()
 
     async def _run(self) -> None:
         try:
@@ -140,13 +143,6 @@ class Peer:
     @property
     def _running_s(self) -> float:
         return self._loop.time() - self._loop.paused_s
-
-
-def _reason(result: executor_pb2.SessionResult) -> str:
-    """Why a call was refused, if it was."""
-    info = error_details_pb2.ErrorInfo()
-    found = any(detail.Unpack(info) for detail in result.error.details)
-    return info.reason if found else result.error.message
 
 
 def to_call(request: Request, tag: int) -> executor_pb2.SessionCall:
@@ -188,13 +184,13 @@ def _write_append(append: Append, call: executor_pb2.SessionCall) -> None:
         | executor_pb2.ForwardVerifyRequest
         | executor_pb2.ForwardRequest
     )
-    if append.kind is Kind.SCORE:
+    if append.kind is AppendKind.SCORE:
         body = call.forward
-    elif append.kind is Kind.VERIFY:
+    elif append.kind is AppendKind.VERIFY:
         body = call.forward_verify
         body.accept = cast(types_pb2.VerifyAccept, append.accept)
         body.parents.extend(append.parents)
-    elif append.kind is Kind.DECODE and len(append.token_ids) == 1:
+    elif append.kind is AppendKind.DECODE and len(append.token_ids) == 1:
         body = call.decode
     else:
         body = call.prefill
@@ -209,8 +205,9 @@ def _write_append(append: Append, call: executor_pb2.SessionCall) -> None:
         body.cache_id = append.cache_id
         if append.position is not None:
             body.position = append.position
-    if isinstance(append.output, types_pb2.OutputOptions):
-        body.output.CopyFrom(append.output)
+    options = options_of(append)
+    if options.HasField("output"):
+        body.output.CopyFrom(options.output)
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

@@ -10,38 +10,29 @@ from tests.sim.watched import WatchedDispatcher
 
 
 def check_rest(dispatcher: WatchedDispatcher, oracle: Oracle, workers: Iterable[ModelWorker]) -> None:
-    """The table has what is true; workers hold of it what the table thinks, and nothing else."""
-    table = dispatcher.table
+    """The machine has what is true; workers hold of it what the machine thinks, and nothing else."""
+    machine = dispatcher.machine
     dispatcher.check_truth()
     assert not len(dispatcher.journal) and not oracle.abandoned
     for worker in workers:
         held = dict(worker.sequences)
-        view = table._placement.find(worker.worker_id, worker.epoch)
+        view = machine.worker(worker.worker_id, worker.epoch)
         assert view is not None
-        for entry in table._residence.held(view):
-            tokens = oracle.caches[entry.state.cache_id].tokens
-            copy = held.pop(entry.number, None)
+        for state, kv_len in machine.held_by(view):
+            number, tokens = state.number, oracle.caches[state.cache_id].tokens
+            copy = held.pop(number, None)
             if copy is None:
                 # To hold nothing of an empty cache is to hold it.
-                assert not entry.kv_len or worker.has_forgotten(entry.number), "a copy is missing"
+                assert not kv_len or worker.has_forgotten(number), "a copy is missing"
                 continue
-            assert copy[: entry.kv_len] == tokens[: entry.kv_len], (
-                f"{entry.number}: another sequence's tokens"
-            )
-            assert len(copy) >= entry.kv_len or worker.has_forgotten(entry.number), "a tail is missing"
-            assert len(copy) <= len(tokens) or entry.number in worker.untrimmed, (
-                f"{entry.number}: pages wasted"
-            )
+            assert copy[:kv_len] == tokens[:kv_len], f"{number}: another sequence's tokens"
+            assert len(copy) >= kv_len or worker.has_forgotten(number), "a tail is missing"
+            assert len(copy) <= len(tokens) or number in worker.untrimmed, f"{number}: pages wasted"
         assert not held, f"{worker.worker_id}: {held}: sequences that nobody can name"
 
 
 def check_end(dispatcher: WatchedDispatcher, workers: Iterable[ModelWorker]) -> None:
     """Nothing is left anywhere."""
-    table = dispatcher.table
-    assert len(table) == len(table.ledger) == table.journal_bytes == table.operations_in_flight == 0
-    assert not table._catalog._by_request_id and not table._catalog._forks
-    assert table._held == table._queued_bytes == 0
+    dispatcher.machine.check_empty()
     for worker in workers:
         assert not worker.sequences, "a released sequence is still held"
-    for view in table._placement:
-        assert view.sequences == view.pages_queued == 0

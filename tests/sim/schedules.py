@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
@@ -37,6 +38,11 @@ def run_schedules(seeds: Iterable[int], kind: Kind = Simulation) -> Counter[str]
         for seed in seeds:
             run_schedule(seed, seen, kind)
     return seen
+
+
+def without_addresses(entry: object) -> str:
+    """An entry of a trace, without where in memory its objects are."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(entry))
 
 
 @contextlib.contextmanager

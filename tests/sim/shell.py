@@ -1,7 +1,7 @@
 """One seeded schedule of the gateway but its sockets: the supervisor, sessions, leases, in virtual time.
 
 Workers die, hang and fail to start; callers do not read; the process is stopped for seconds, and what arrived
-meanwhile is there at once. The oracle of the other schedules stands at the dispatcher's doors.
+meanwhile is there at once. The oracle of the other schedules stands at the dispatcher's inputs.
 
 python -m tests.sim --shell --seeds 4711     # one again, with its trace if it fails
 """
@@ -13,7 +13,7 @@ import contextlib
 import errno
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,27 +22,24 @@ import pytest
 from quire.v1 import runner_pb2
 
 from service.api.server_state import ServerState
-from service.caches.effects import Claim, Command, Event
+from service.caches.effects import Command
 from service.caches.requests import Release
 from service.config import Config
 from service.errors import LoadFailed, Loading, NoWorker
 from service.pool import incarnation as incarnation_module
-from service.pool.base import WorkerSlot
-from service.pool.crew import Crew
-from service.pool.rotation import Rotation
-from service.pool.served import Served, ServedFile
+from service.pool.model_versions import ModelVersion, ModelVersions
+from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes import loading as loading_module
 from service.runtimes.loading import WeightsLoader
-from service.runtimes.sources import Sources
-from service.server import _view_of
+from service.runtimes.sources import ModelSources
 from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
 from tests.sim.fake_pool import FakeLauncher
 from tests.sim.oracle import Oracle
 from tests.sim.peers import Peer
 from tests.sim.rest import check_end, check_rest
-from tests.sim.simulation import MAX_LEASE_S, MAX_SEQ_LEN, POOLS, new_table
+from tests.sim.simulation import MAX_LEASE_S, MAX_SEQ_LEN, POOLS, new_machine
 from tests.sim.virtual_loop import VirtualLoop, innermost
 from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
 from tests.sim.work_floor import WorkFloor
@@ -77,20 +74,21 @@ class ShellSimulation:
             max_unread_bytes=rng.choice((6000, 1 << 20)),
             drain_grace_s=2.0,
         )
-        self.table = new_table(rng, oracle)
+        self.machine = new_machine(rng, oracle)
         self.journal = DiskJournal(Disk(), self.loop.time, seen)
         self.trace: deque[object] = deque(maxlen=80)
         self.dispatcher = WatchedDispatcher(
-            self.table, self.journal, self._send, self.loop.time, oracle, self.trace
+            self.machine, self.journal, self._send, self.loop.time, oracle, self.trace
         )
         self.launcher = FakeLauncher(rng, pages, capacity_tokens, seen)
         self.launcher.failing = rng.choice((0.0, 0.0, 0.4, 0.8))
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
-        self.supervisor = Supervisor(config, "model", self.launcher, self)
-        self.state = ServerState(config)
-        self.state.weights_of = self.dispatcher.weights_of
-        self.rotation = Rotation(self.supervisor, self.dispatcher, self.loop.time)
-        self.loader = SimulatedLoader(self)
+        self.versions = ModelVersions("model", config.workers)
+        self.supervisor = Supervisor(config, self.versions, self.launcher)
+        self.state = ServerState(config, self.versions, self.dispatcher.weights_of)
+        self.versions.subscribe(self._on_change)
+        self.restarts = RollingRestart(self.supervisor, self.dispatcher, self.loop.time)
+        self.loader = SimulatedLoader(self, config)
         self._loads: list[asyncio.Task[Any]] = []
         # In some schedules weights change.
         loads = 1.5 if seed % 3 == 1 else 0.0
@@ -130,7 +128,7 @@ class ShellSimulation:
 
     async def _main(self) -> None:
         background = [
-            self.loop.create_task(self.supervisor.run()),
+            self.loop.create_task(self.supervisor.run(self.dispatcher)),
             self.loop.create_task(self.dispatcher.keep_time()),
         ]
         for task in background:
@@ -234,7 +232,7 @@ class ShellSimulation:
 
     async def _renew(self) -> None:
         with contextlib.suppress(NoWorker):
-            self.seen["rebuilt"] += len(await self.rotation.renew(self.rng.choice((0.0, 1.0))))
+            self.seen["rebuilt"] += len(await self.restarts.replace_ready(self.rng.choice((0.0, 1.0))))
 
     def _leave_load(self) -> None:
         if self._loads:
@@ -245,9 +243,9 @@ class ShellSimulation:
         task.add_done_callback(self._on_end)
         self._loads.append(task)
 
-    def on_switch(self, crew: Crew) -> None:
-        self.seen["weights switched"] += 1
-        self.launcher.served_weights = crew.weights
+    def _on_change(self) -> None:
+        self.seen["weights switched"] += self.launcher.served_weights != self.versions.serving.number
+        self.launcher.served_weights = self.versions.serving.number
 
     # Time.
 
@@ -275,25 +273,7 @@ class ShellSimulation:
         for arrival in arrivals:
             arrival()
 
-    # WorkerListener, as the server is one.
-
-    def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
-        return ()
-
-    def worker_ready(self, slot: WorkerSlot, kept: Mapping[int, int]) -> None:
-        assert slot.ready is not None
-        self.state.worker_became_ready(slot.ready, slot.weights)
-        self.dispatcher.worker_ready(_view_of(slot.worker_id, slot.epoch, slot.ready, slot.weights))
-
-    def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
-        self.dispatcher.worker_lost(worker_id, epoch, crashed=crashed)
-
-    def worker_suspected(self, slot: WorkerSlot) -> None:
-        self.seen["suspected" if slot.suspect else "heard again"] += 1
-        self.dispatcher.worker_suspected(slot.worker_id, slot.epoch, suspect=slot.suspect)
-
-    def worker_answered(self, slot: WorkerSlot, events: Iterable[Event], pages_available: int) -> None:
-        self.dispatcher.worker_answered(slot.worker_id, slot.epoch, events, pages_available)
+    # Workers.
 
     def _send(self, worker_id: str, epoch: int, command: Command) -> None:
         processes = self.launcher.running.get(worker_id)
@@ -334,9 +314,10 @@ class ShellSimulation:
             if waiting != list(self.oracle.outstanding):
                 # A Session may have many calls behind one another.
                 end_s = self.loop.time() + RECOVERED_S
-        assert all(slot.ready is not None for slot in self.supervisor.slots), "every worker is there again"
-        assert self.supervisor.all_slots == list(self.supervisor.slots), "and nobody else is"
-        assert not any(worker.draining for worker in self.table._placement), "and takes work"
+        slots = list(self.versions.serving.slots)
+        assert all(slot.ready is not None for slot in slots), "every worker is there again"
+        assert self.versions.all_slots == slots, "and nobody else is"
+        assert not any(worker.draining for worker in self.machine.workers()), "and takes work"
         assert not self.oracle.outstanding, "every caller is answered, or undone"
 
     def _is_at_rest(self) -> bool:
@@ -344,8 +325,8 @@ class ShellSimulation:
         busy = not all(p.answers and p.worker.idle for p in processes)
         if not all(task.done() for task in self._loads) or self.loader.is_busy:
             return False
-        everyone = len(processes) == len(self.supervisor.all_slots)
-        return everyone and not (busy or len(self.journal) or self.table.operations_in_flight)
+        everyone = len(processes) == len(self.versions.all_slots)
+        return everyone and not (busy or len(self.journal) or self.machine.operations_in_flight)
 
     @property
     def _workers(self) -> Any:
@@ -365,7 +346,7 @@ class ShellSimulation:
             raise self._failures[0]
 
 
-class SimulatedSources(Sources):
+class SimulatedModelSources(ModelSources):
     """Finds anything at once."""
 
     async def find(self, source: str) -> str:
@@ -375,23 +356,20 @@ class SimulatedSources(Sources):
 class SimulatedLoader(WeightsLoader):
     """Loads weights, with a disk that takes its time or fails."""
 
-    def __init__(self, simulation: ShellSimulation) -> None:
+    def __init__(self, simulation: ShellSimulation, config: Config) -> None:
         super().__init__(
             simulation.supervisor,
             simulation.dispatcher,
-            simulation.state,
-            simulation.rotation,
-            SimulatedSources(Path(), None),
-            ServedFile(None),
-            "model",
-            simulation.on_switch,
+            simulation.restarts,
+            SimulatedModelSources(Path(), None),
+            config,
         )
         self._rng = simulation.rng
 
     def _require_memory(self, model: str) -> None:
         """There is enough."""
 
-    async def _write_down(self, served: Served) -> None:
+    async def _persist(self, version: ModelVersion) -> None:
         await asyncio.sleep(self._rng.choice((0.0, 0.05)))
         if self._rng.random() < 0.2:
             raise OSError(errno.ENOSPC, "no space")

@@ -17,18 +17,19 @@ from quire.v1 import worker_pb2
 
 from service.caches.effects import Claim, Command
 from service.caches.ledger import Ledger
-from service.caches.placement import WorkerView
 from service.caches.requests import Append, Release, Request
-from service.caches.table import Limits
+from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
+from service.caches.workers import WorkerView
 from service.pool import wire
 from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
+from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 from tests.sim.oracle import Oracle
 from tests.sim.rest import check_end, check_rest
 from tests.sim.truth import MAX_WAIT_S
-from tests.sim.watched import CHUNK_TOKENS, LARGE_BYTES, WatchedDispatcher, WatchedTable, check_ledger
+from tests.sim.watched import LARGE_BYTES, WatchedDispatcher, check_ledger
 
 MAX_SEQ_LEN = 24
 MAX_LEASE_S = 1000.0
@@ -38,6 +39,8 @@ EVENTS = (10, 20, 35, 50, 75, 140)
 POOLS = (Pool(5, page_tokens=4), Pool(12, page_tokens=4), Pool(6), Pool(30), Pool(1000))
 # Nobody waits longer than this once workers and the journal work again.
 SETTLED_S = 10.0
+# The state machine. Planted bugs put another in its place.
+Machine = WatchedMachine
 _TICK_S = 0.05
 
 
@@ -143,20 +146,20 @@ class Simulation:
     def _start_gateway(self) -> None:
         """A gateway without workers, which knows what is on the disk."""
         oracle, rng = self.oracle, self.rng
-        self.table = new_table(rng, oracle, self._names)
-        self.table.weights = oracle.weights = self._weights
+        self.machine = new_machine(rng, oracle, self._names)
+        self.machine.weights.serving = oracle.weights = self._weights
         self._loading = self._before = None
         self.journal = DiskJournal(self._disk, lambda: self._now_s, self.seen)
         self.dispatcher = WatchedDispatcher(
-            self.table, self.journal, self._send, lambda: self._now_s, oracle, self.trace
+            self.machine, self.journal, self._send, lambda: self._now_s, oracle, self.trace
         )
         records = list(self._disk.recover())
         for record, wall_s in records:
             self.dispatcher.needed.written(record)
-            self.table.recovering(record, wall_s)
+            self.machine.recovering(record, wall_s)
         tenants = {tenant.name: tenant for tenant in self.tenants}
-        self.table.recovered(now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name])
-        self.table.check_invariants()
+        self.machine.recovered(now_s=self._now_s, wall_s=self._now_s, tenant_of=lambda name: tenants[name])
+        self.machine.check_invariants()
         self.dispatcher.check_truth()
 
     def _restart_gateway(self) -> None:
@@ -192,7 +195,7 @@ class Simulation:
 
     def _check_recoverable(self) -> None:
         """A gateway that came now would find all of it."""
-        ledger = Ledger(CHUNK_TOKENS)
+        ledger = Ledger(SEGMENT_TOKENS)
         for record, _ in self._disk.recover():
             ledger.apply(record)
         check_ledger(ledger, self.oracle)
@@ -238,7 +241,7 @@ class Simulation:
         numbers = self.rng.sample(outstanding, min(self.rng.choice((1, 5)), len(outstanding)))
         tickets = [self.dispatcher.ticket_of[number] for number in numbers]
         for ticket in tickets:
-            self.seen[f"cancelled while {self.table._operations[ticket].phase.name.lower()}"] += 1
+            self.seen[f"cancelled while {self.machine.phase_of(ticket)}"] += 1
         self.dispatcher.cancel(tickets)
 
     # The journal.
@@ -252,7 +255,7 @@ class Simulation:
 
     def _probe(self) -> None:
         """As `keep_time` does while the journal does not work."""
-        if not self.table.journal_works:
+        if not self.machine.admission.journal_works:
             self.dispatcher.probe()
 
     # Time.
@@ -260,7 +263,7 @@ class Simulation:
     def _tick(self) -> None:
         self._now_s += _TICK_S
         self._probe()
-        if self.table.num_parked:
+        if self.machine.num_parked:
             self.dispatcher.tick()
 
     def _expire(self) -> None:
@@ -463,10 +466,8 @@ class Simulation:
 
     def _lose(self, worker: ModelWorker) -> None:
         del self.workers[worker.worker_id]
-        for operation in self.table._operations.values():
-            mine = operation.attempt is not None and operation.attempt.worker.epoch == worker.epoch
-            whose = "its" if mine else "a"
-            self.seen[f"{operation.phase.name.lower()} when {whose} worker died"] += 1
+        for phase, mine in self.machine.phases_beside(worker.epoch):
+            self.seen[f"{phase} when {'its' if mine else 'a'} worker died"] += 1
         killed_by = worker.killed_by
         if not killed_by and self.rng.random() < 0.5:
             # It was only not heard: it has gone on.
@@ -485,7 +486,7 @@ class Simulation:
     def _replace(self) -> None:
         """Those that drain and have nothing more to do are stopped."""
         for worker in list(self.workers.values()):
-            view = self.table._placement.find(worker.worker_id, worker.epoch)
+            view = self.machine.worker(worker.worker_id, worker.epoch)
             if (
                 view is not None
                 and view.draining
@@ -531,7 +532,7 @@ class Simulation:
             for worker in list(self.workers.values()):
                 worker.faults = faults
                 self._deliver_all(worker)
-            busy = self.table.operations_in_flight or len(self.journal)
+            busy = self.machine.operations_in_flight or len(self.journal)
             workers = self.workers.values()
             if not busy and len(workers) == len(self._worker_ids) and all(w.idle for w in workers):
                 break
@@ -540,8 +541,8 @@ class Simulation:
         assert not self.oracle.outstanding, "every caller is answered"
 
 
-def new_table(rng: random.Random, oracle: Oracle, names: Iterator[int] | None = None) -> WatchedTable:
-    """A table with the limits that the oracle knows, and names and seeds that can be had again."""
+def new_machine(rng: random.Random, oracle: Oracle, names: Iterator[int] | None = None) -> WatchedMachine:
+    """A machine with the limits that the oracle knows, and names and seeds that can be had again."""
     names = names or itertools.count(1)
     limits = Limits(
         oracle.queue_limit,
@@ -551,6 +552,4 @@ def new_table(rng: random.Random, oracle: Oracle, names: Iterator[int] | None = 
         max_journal_bytes=oracle.budget.limit_bytes,
         max_wait_s=MAX_WAIT_S,
     )
-    return WatchedTable(
-        limits, new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: rng.randrange(1 << 32)
-    )
+    return Machine(limits, new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: rng.randrange(1 << 32))

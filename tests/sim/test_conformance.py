@@ -19,22 +19,21 @@ import torch
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
-from service.caches.effects import CommandFailed, Event, ForwardDone
-from service.caches.requests import Append, Kind
+from service.caches.effects import CommandFailed
+from service.caches.requests import Append, AppendKind
 from service.errors import KvExhausted
 from service.pool import wire as gateway_wire
+from tests.sim.appends import append, with_options
 from tests.sim.model_worker import Faults, ModelWorker, Pool
 from tests.sim.schedules import quietly
 from tests.sim.toy_model import line_to, next_token
 from tests.token_trees import random_tree
 from workers import wire as worker_wire
 from workers.executors.weightless import PagedAttentionExecutor
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.taps import Taps
-from workers.operations import Done, Failed, Forward, Result
-from workers.operations import ForwardDone as RealForwardDone
+from workers.operations import Chunk, Done, Failed, Forward, Result
 from workers.runners.base import StepResult
-from workers.running import Chunk, RunningForward
 from workers.sampling import SamplingRow
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
@@ -90,30 +89,30 @@ class RealWorker:
             self._loop.flush()
         self.engine.check_integrity()
         results, self.results[:] = list(self.results), []
-        assert all(isinstance(result, RealForwardDone | Done | Failed) for result in results)
+        assert all(isinstance(result, Forward | Done | Failed) for result in results)
         return [worker_wire.to_event(result) for result in results]  # type: ignore[arg-type]
 
     def held(self) -> dict[int, list[int]]:
         """The tokens of every sequence."""
         return {sequence.key: list(sequence.token_ids) for sequence in self.engine._kv_table}
 
-    def _note_begin(self, op: Forward) -> RunningForward:
-        self.begun.append(op.op_id)
-        return self._begin(op)
+    def _note_begin(self, forward: Forward) -> None:
+        self.begun.append(forward.op_id)
+        self._begin(forward)
 
     def _execute_and_choose(self, chunks: Sequence[Chunk]) -> None:
-        if self.faulty & {chunk.op.op_id for chunk in chunks}:
+        if self.faulty & {chunk.forward.op_id for chunk in chunks}:
             if len(chunks) == 1:
-                self.ran.append((chunks[0].op.op_id, 0))
+                self.ran.append((chunks[0].forward.op_id, 0))
             raise RuntimeError("planted")
         self._chunks = chunks
         self._execute(chunks)
-        self.ran += [(chunk.op.op_id, chunk.start + chunk.count) for chunk in chunks]
+        self.ran += [(chunk.forward.op_id, chunk.start + chunk.count) for chunk in chunks]
 
     def _choose(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], taps: Taps | None = None
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: HiddenStateCapture | None = None
     ) -> StepResult:
-        result = self._step(inputs, rows, taps)
+        result = self._step(inputs, rows, capture)
         chosen = [
             next_token(_before(chunk, chunk.start + index), None)
             for chunk in self._chunks
@@ -124,8 +123,8 @@ class RealWorker:
 
 def _before(chunk: Chunk, index: int) -> list[int]:
     """The tokens of its sequence up to one of a request."""
-    tokens = chunk.running.sequence.token_ids[: chunk.op.position]
-    return [*tokens, *line_to(chunk.op.token_ids, chunk.op.parents, index)]
+    tokens = chunk.forward.kv.token_ids[: chunk.forward.position]
+    return [*tokens, *line_to(chunk.forward.token_ids, chunk.forward.parents, index)]
 
 
 class Pair:
@@ -177,19 +176,19 @@ class Pair:
         expected = list(self.model.outbox)
         self.model.outbox.clear()
         assert answers(real) == answers(expected)
-        for event in decoded(real):
-            self._note(event)
+        for event in real:
+            self._note(event.op_id, decoded(event))
         busy = set(self.queued.values())
         held, wanted = self.real.held(), self.model.sequences
         assert {n: t for n, t in held.items() if n not in busy} == {
             n: t for n, t in wanted.items() if n not in busy
         }
 
-    def _note(self, event: Event) -> None:
-        if self.queued.pop(event.op_id, None) is not None:
-            self.answered.append(event.op_id)
-        if isinstance(event, CommandFailed):
-            self.seen["kv missing" if event.kv_missing else event.error.reason] += 1
+    def _note(self, op_id: int, answer: object) -> None:
+        if self.queued.pop(op_id, None) is not None:
+            self.answered.append(op_id)
+        if isinstance(answer, CommandFailed):
+            self.seen["kv missing" if answer.kv_missing else answer.error.reason] += 1
 
     # Commands.
 
@@ -206,15 +205,15 @@ class Pair:
             yield from self._command()
 
     def _command(self) -> Iterator[effects.Command]:
-        rng, number = self.rng, self._idle()
+        rng, kinds, number = self.rng, AppendKind, self._idle()
         choice = rng.random()
         if number is None or choice < 0.25:
-            yield self._forward(self._number(), 0, rng.choice((Kind.PREFILL, Kind.PREFILL, Kind.SCORE)))
+            yield self._forward(self._number(), 0, rng.choice((kinds.PREFILL, kinds.PREFILL, kinds.SCORE)))
             return
         self._asked.add(number)
         length = len(self.model.sequences.get(number, ()))
         if choice < 0.7:
-            kind = rng.choice((Kind.DECODE, Kind.DECODE, Kind.VERIFY, Kind.PREFILL))
+            kind = rng.choice((kinds.DECODE, kinds.DECODE, kinds.VERIFY, kinds.PREFILL))
             wrong = max(0, length + rng.choice((-17, -3, -1, 2)))
             yield self._forward(number, wrong if rng.random() < 0.1 else length, kind)
         elif choice < 0.8:
@@ -230,14 +229,14 @@ class Pair:
             if children and length:
                 # As a repetition is computed again.
                 base = rng.randint(0, length)
-                yield self._forward(children[0], base, Kind.DECODE, ephemeral=True)
+                yield self._forward(children[0], base, AppendKind.DECODE, ephemeral=True)
         else:
             self.seen["release"] += 1
             yield effects.ReleaseSequences(self._number(), (number, self._number()))
 
     def _forward(
-        self, number: int, position: int, kind: Kind, *, ephemeral: bool = False
-    ) -> effects.ForwardSequence:
+        self, number: int, position: int, kind: AppendKind, *, ephemeral: bool = False
+    ) -> effects.Attempt:
         rng, op_id = self.rng, self._number()
         self._asked.add(number)
         self.queued[op_id] = number
@@ -250,43 +249,43 @@ class Pair:
         tokens = self._tokens(kind, before[:position])
         self.seen[kind.name.lower()] += 1
         self.seen["cut"] += position < len(before)
-        rows = {Kind.PREFILL: rng.choice((0, 1)), Kind.DECODE: 1}.get(kind, len(tokens))
-        accept = types_pb2.VERIFY_ACCEPT_GREEDY if kind is Kind.VERIFY and rng.random() < 0.8 else 0
-        append = Append(kind, "", tokens, rows=rows, accept=accept)
-        if kind is Kind.VERIFY and rng.random() < 0.5:
-            append = self._as_tree(append, before[:position])
-        return effects.ForwardSequence(
+        rows = {AppendKind.PREFILL: rng.choice((0, 1)), AppendKind.DECODE: 1}.get(kind, len(tokens))
+        accept = types_pb2.VERIFY_ACCEPT_GREEDY if kind is AppendKind.VERIFY and rng.random() < 0.8 else 0
+        asked = append(kind, "", tokens, rows=rows, accept=accept)
+        if kind is AppendKind.VERIFY and rng.random() < 0.5:
+            asked = self._as_tree(asked, before[:position])
+        return effects.Attempt(
             op_id=op_id,
             number=number,
             position=position,
-            append=append,
+            append=asked,
             seed=0,
             prompt_len=position,
             caller=rng.randint(0, 3),
             keep_all=False,
-            ephemeral=ephemeral or kind is Kind.SCORE,
+            ephemeral=ephemeral or kind is AppendKind.SCORE,
             timeout_s=timeout_s,
         )
 
-    def _as_tree(self, append: Append, before: list[int]) -> Append:
+    def _as_tree(self, asked: Append, before: list[int]) -> Append:
         """A tree in its place, which a repetition that is computed again accepts nothing of."""
         tree = random_tree(
             self.rng,
-            append.token_ids[0],
+            asked.token_ids[0],
             self.rng.randint(2, 20),
             256,
             lambda path: next_token([*before, *path], None),
         )
         self.seen["tree"] += 1
-        self.seen["tree of which nothing is accepted"] += not append.accept
-        rows = len(tree.token_ids)
-        return dataclasses.replace(append, token_ids=tree.token_ids, parents=tree.parents, rows=rows)
+        self.seen["tree of which nothing is accepted"] += not asked.accept
+        asked = dataclasses.replace(asked, token_ids=tree.token_ids)
+        return with_options(asked, parents=tree.parents, rows=len(tree.token_ids))
 
-    def _tokens(self, kind: Kind, before: list[int]) -> list[int]:
+    def _tokens(self, kind: AppendKind, before: list[int]) -> list[int]:
         rng = self.rng
-        if kind is Kind.DECODE:
+        if kind is AppendKind.DECODE:
             return [rng.randrange(256)]
-        if kind is Kind.VERIFY:
+        if kind is AppendKind.VERIFY:
             drafts = [rng.randrange(256)]
             for _ in range(rng.randint(0, 5)):
                 right = next_token(before + drafts, None)
@@ -312,24 +311,27 @@ class Pair:
         return self._last_number
 
 
-def decoded(events: Sequence[worker_pb2.WorkerEvent]) -> Iterator[Event]:
-    return gateway_wire.to_events(worker_pb2.ConnectResponse(events=events))
+def decoded(event: worker_pb2.WorkerEvent) -> object:
+    """What the gateway makes of an answer. Nothing where all is said by its being there."""
+    answers = gateway_wire.to_events(worker_pb2.ConnectResponse(events=[event]))
+    return next((answer for op_id, answer in answers if op_id == event.op_id), None)
 
 
 def answers(events: Sequence[worker_pb2.WorkerEvent]) -> dict[int, object]:
     """What the gateway makes of a worker's answers, by op id, without what only a real one can say."""
     found: dict[int, object] = {}
-    for event in decoded(events):
+    for event in events:
         assert event.op_id not in found, "answered twice"
-        match event:
-            case ForwardDone(answer=worker_pb2.ForwardDone() as answer):
+        match decoded(event):
+            case worker_pb2.ForwardDone() as answer:
                 said = [output.token_id for output in answer.outputs]
-                found[event.op_id] = (event.kept, list(event.path), said)
+                found[event.op_id] = (answer.kept, list(answer.kept_path), said)
             case CommandFailed(error=KvExhausted() as error):
                 found[event.op_id] = (error.reason, error.metadata)
-            case CommandFailed(error=error):
-                found[event.op_id] = (error.reason, event.kv_missing)
+            case CommandFailed(error=error) as failed:
+                found[event.op_id] = (error.reason, failed.kv_missing)
             case _:
+                assert event.WhichOneof("event") == "done"
                 found[event.op_id] = "done"
     return found
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from service.caches.requests import Fork, Handles, Release, Released, Renew, Truncate
-from service.caches.table import Limits
+from service.caches.requests import Fork, Renew, Truncate
+from service.caches.reservations import Limits
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import KV_MISSING
 
@@ -16,17 +16,6 @@ def gateway() -> Gateway:
 
 
 # Workers die.
-
-
-def test_what_is_under_way_waits_for_the_next_worker(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    append, creation = gateway.ask(decode(cache, 3)), gateway.ask(prefill(5))
-    gateway.lose_worker()
-    assert not {append, creation} & gateway.replies.keys()
-    gateway.start_worker("worker-0")
-    gateway.work()
-    assert gateway.tokens(cache) == [1, 2, 3]
-    assert sorted(gateway.held()) == [[1, 2, 3], [5]]
 
 
 def test_without_any_worker_ever_nothing_can_be_created() -> None:
@@ -46,23 +35,6 @@ def test_a_cache_without_a_worker_is_cut_forked_and_released(gateway: Gateway) -
     assert gateway.refusal(decode(cache, 3)).reason == "CACHE_NOT_FOUND"
 
 
-def test_a_release_behind_an_append_comes_after_it(gateway: Gateway) -> None:
-    """Nothing of that changes because the worker dies."""
-    cache = gateway.create(1, 2)
-    append, renewal, release, late, again = gateway.submit(
-        decode(cache, 3), Renew(cache), Release(cache), decode(cache, 4), Release(cache)
-    )
-    gateway.lose_worker()
-    assert not gateway.replies.keys() & {append, renewal, release}
-    gateway.start_worker("worker-0")
-    gateway.work()
-    assert isinstance(gateway.replies[renewal], Handles)
-    assert gateway.replies[release] == Released(released=True)
-    assert gateway.reason(late) == "CACHE_NOT_FOUND"
-    assert gateway.replies[again] == Released(released=False)
-    assert len(gateway.table) == gateway.table.operations_in_flight == 0
-
-
 def test_an_answer_in_memory_needs_no_worker(gateway: Gateway) -> None:
     cache = gateway.create(1, 2)
     first = gateway.append(decode(cache, 3, position=2))
@@ -76,21 +48,6 @@ def test_a_repeated_creation_finds_its_cache_after_a_loss(gateway: Gateway) -> N
     gateway.lose_worker()
     gateway.start_worker("worker-0")
     assert gateway.create(1, 2, request_id="a") == cache
-
-
-def test_a_fenced_worker_is_not_heard(gateway: Gateway) -> None:
-    cache = gateway.create(1)
-    worker = gateway.worker
-    gateway.ask(decode(cache, 2))
-    worker.take(1)
-    worker.step(all_jobs=True)
-    gateway.lose_worker()
-    gateway.start_worker("worker-0")
-    gateway.dispatcher.worker_lost("worker-0", worker.epoch)
-    gateway.deliver(worker)
-    assert gateway.tokens(cache) == [1]
-    gateway.work()
-    assert gateway.tokens(cache) == [1, 2]
 
 
 def test_missing_kv_is_computed_again(gateway: Gateway) -> None:
@@ -113,14 +70,14 @@ def test_an_idle_cache_is_released_when_its_lease_runs_out(gateway: Gateway) -> 
     gateway.now_s = 5.0
     assert gateway.dispatcher.expire() == 1
     gateway.work()
-    assert len(gateway.table) == len(gateway.held()) == 0
+    assert len(gateway.machine) == len(gateway.held()) == 0
 
 
 def test_use_and_renewal_start_the_lease_anew(gateway: Gateway) -> None:
     cache = gateway.create(1)
     gateway.now_s = 9.0
-    handle = gateway.append(decode(cache, 2)).handle
-    assert handle is not None and handle.expires_at_s == 19.0
+    handle = gateway.append(decode(cache, 2))
+    assert handle.expires_at_s == 19.0
     gateway.now_s = 10.0
     assert renewed(gateway, cache, 50.0) == 60.0
     gateway.now_s = 11.0

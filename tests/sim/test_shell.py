@@ -6,23 +6,25 @@ A failure names its seed: `python -m tests.sim --shell --seeds SEED` runs that s
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 
 from service.api.budget import AnswerBudget
-from service.api.session import Session
-from service.caches.table import CacheTable
-from service.pool import supervisor as supervisor_module
-from service.pool.base import WorkerSlot
-from service.pool.crew import Crew
-from service.pool.incarnation import Incarnation
+from service.api.session import Session, write_in_time
+from service.errors import SlowConsumer
 from service.pool.liveness import Liveness
+from service.pool.model_versions import ModelVersion
 from service.pool.supervisor import Supervisor
-from service.runtimes.loading import WeightsLoader
-from tests.sim.schedules import ScheduleFailed, quietly, run_schedules
+from tests.sim.fake_pool import FakeLauncher
+from tests.sim.machine import PlantedMachine
+from tests.sim.planted import Plant, everywhere, is_found
+from tests.sim.schedules import quietly, run_schedules, without_addresses
 from tests.sim.shell import ShellSimulation
+from tests.sim.watched import WatchedDispatcher
 
 SCHEDULES = 200
 # A planted bug shows within this many.
@@ -58,8 +60,6 @@ MUST_HAPPEN = (
     "session WEIGHTS_CHANGED",
 )
 
-Plant = Callable[[pytest.MonkeyPatch], None]
-
 
 def test_every_schedule_keeps_every_promise() -> None:
     seen = run_schedules(range(SCHEDULES), ShellSimulation)
@@ -72,109 +72,166 @@ def test_a_schedule_can_be_had_again() -> None:
         simulation = ShellSimulation(7, Counter())
         with quietly():
             simulation.run()
-        traces.append([repr(entry) for entry in simulation.trace])
+        traces.append([without_addresses(entry) for entry in simulation.trace])
     assert traces[0] == traces[1]
 
 
-def pauses_count_as_silence(patch: pytest.MonkeyPatch) -> None:
-    def beat(liveness: Liveness, elapsed_s: float) -> None:
-        liveness._clock.now_s += elapsed_s
+# The pool.
 
-    patch.setattr(Liveness, "beat", beat)
+
+def pauses_count_as_silence(patch: pytest.MonkeyPatch) -> None:
+    """A late tick counts as the number of ticks that are missing."""
+    tick = Liveness.tick
+
+    def ticks(liveness: Liveness, elapsed_s: float) -> None:
+        while elapsed_s > 0:
+            tick(liveness, min(elapsed_s, liveness.tick_s))
+            elapsed_s -= liveness.tick_s
+
+    patch.setattr(Liveness, "tick", ticks)
 
 
 def silence_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Liveness, "end", lambda _: None)
+    patch.setattr(Liveness, "check", lambda _: None)
 
 
-def leases_do_not_run_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CacheTable, "expire", lambda *_: 0)
+class LeasesDoNotRunOut(PlantedMachine):
+    def expire(self, *_: Any) -> int:
+        return 0
 
 
 def failed_starts_are_not_tried_again(patch: pytest.MonkeyPatch) -> None:
-    run_once = Supervisor._run_once
+    start = FakeLauncher.start
 
-    async def gives_up(supervisor: Supervisor, slot: WorkerSlot, crew: Crew) -> None:
-        await run_once(supervisor, slot, crew)
-        if slot.ready is None:
+    async def gives_up(launcher: FakeLauncher, config: Any) -> Any:
+        if launcher.has_failed(config.worker_id):
             await asyncio.get_running_loop().create_future()
+        return await start(launcher, config)
 
-    patch.setattr(Supervisor, "_run_once", gives_up)
+    patch.setattr(FakeLauncher, "start", gives_up)
 
 
 def failed_starts_are_hammered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(supervisor_module, "_MAX_BACKOFF_S", 0.0)
+    start = FakeLauncher.start
+
+    async def at_once(launcher: FakeLauncher, config: Any) -> Any:
+        while True:
+            try:
+                return await start(launcher, config)
+            except OSError:
+                continue
+
+    patch.setattr(FakeLauncher, "start", at_once)
 
 
 def who_died_is_not_told_of(patch: pytest.MonkeyPatch) -> None:
-    forget = Supervisor._forget
-
-    def quietly_forget(supervisor: Supervisor, incarnation: Incarnation, *, crashed: bool) -> None:
-        incarnation.slot.ready = None
-        forget(supervisor, incarnation, crashed=crashed)
-
-    patch.setattr(Supervisor, "_forget", quietly_forget)
-
-
-def stalled_readers_calls_are_not_undone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Session, "_undo_open_calls", lambda _: None)
-
-
-def stalled_readers_are_not_cut_off(patch: pytest.MonkeyPatch) -> None:
-    async def patiently(writing: asyncio.Future[None], _stall_s: float) -> bool:
-        await writing
-        return True
-
-    patch.setattr("service.api.session.is_read", patiently)
-
-
-def a_pause_is_the_readers_fault(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("service.api.reading._STALL_PARTS", 1)
-
-
-def sessions_are_read_without_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Session, "_has_room", lambda *_: True)
-
-
-def answers_keep_their_bytes(patch: pytest.MonkeyPatch) -> None:
-    exchange = AnswerBudget.exchange
-
-    def keeps(budget: AnswerBudget, promised_bytes: int, size_bytes: int) -> None:
-        exchange(budget, promised_bytes, max(size_bytes, 0))
-
-    patch.setattr(AnswerBudget, "exchange", keeps)
+    patch.setattr(WatchedDispatcher, "worker_lost", lambda *_, **__: None)
 
 
 def those_taken_back_stay(patch: pytest.MonkeyPatch) -> None:
-    async def no_one(*_: object) -> None:
-        pass
+    stop = Supervisor.stop
 
-    patch.setattr(WeightsLoader, "_take_back", no_one)
+    async def of_those_that_served(pool: Supervisor, version: ModelVersion) -> None:
+        if not version.is_loading:
+            await stop(pool, version)
+
+    patch.setattr(Supervisor, "stop", of_those_that_served)
 
 
 def a_dead_worker_is_switched_to(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Crew, "fail", lambda crew, _: crew._loaded.set())
+    fail = ModelVersion.fail
+
+    def unsaid(version: ModelVersion, why: str) -> None:
+        fail(version, why)
+        version.failure = None
+
+    patch.setattr(ModelVersion, "fail", unsaid)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        those_taken_back_stay,
-        a_dead_worker_is_switched_to,
-        pauses_count_as_silence,
-        silence_is_not_noticed,
-        leases_do_not_run_out,
-        failed_starts_are_not_tried_again,
-        failed_starts_are_hammered,
-        who_died_is_not_told_of,
-        stalled_readers_calls_are_not_undone,
-        stalled_readers_are_not_cut_off,
-        a_pause_is_the_readers_fault,
-        sessions_are_read_without_end,
-        answers_keep_their_bytes,
-    ],
+# Sessions.
+
+
+class _Other:
+    """Something but for what is told here."""
+
+    def __init__(self, real: Any, **other: Any) -> None:
+        self._real = real
+        vars(self).update(other)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def _configured(patch: pytest.MonkeyPatch, **other: Any) -> None:
+    """Sessions have another configuration than their callers think."""
+
+    def session(dispatcher: Any, state: Any, context: Any) -> Session:
+        return Session(dispatcher, _Other(state, config=dataclasses.replace(state.config, **other)), context)  # type: ignore[arg-type]
+
+    patch.setattr("tests.sim.peers.Session", session)
+
+
+def stalled_readers_calls_are_not_undone(patch: pytest.MonkeyPatch) -> None:
+    def session(dispatcher: Any, state: Any, context: Any) -> Session:
+        return Session(_Other(dispatcher, cancel=lambda _: None), state, context)  # type: ignore[arg-type]
+
+    patch.setattr("tests.sim.peers.Session", session)
+
+
+def stalled_readers_are_not_cut_off(patch: pytest.MonkeyPatch) -> None:
+    _configured(patch, session_stall_s=1e9)
+
+
+def a_pause_is_the_readers_fault(patch: pytest.MonkeyPatch) -> None:
+    async def in_one_go(writing: Awaitable[None], stall_s: float, give_up: Callable[[], None]) -> None:
+        is_late = False
+
+        def late() -> None:
+            nonlocal is_late
+            is_late = True
+            give_up()
+
+        timer = asyncio.get_running_loop().call_later(stall_s, late)
+        try:
+            await writing
+        finally:
+            timer.cancel()
+        if is_late:
+            raise SlowConsumer(stall_s)
+
+    everywhere(patch, write_in_time, in_one_go)
+
+
+def sessions_are_read_without_end(patch: pytest.MonkeyPatch) -> None:
+    _configured(patch, max_session_calls=1 << 20, max_response_bytes=1 << 30)
+
+
+def answers_keep_their_bytes(patch: pytest.MonkeyPatch) -> None:
+    adjust = AnswerBudget.adjust
+
+    def keeps(budget: AnswerBudget, size_bytes: int) -> None:
+        adjust(budget, max(size_bytes, 0))
+
+    patch.setattr(AnswerBudget, "adjust", keeps)
+
+
+PLANTS: Sequence[Plant] = (
+    those_taken_back_stay,
+    a_dead_worker_is_switched_to,
+    pauses_count_as_silence,
+    silence_is_not_noticed,
+    LeasesDoNotRunOut,
+    failed_starts_are_not_tried_again,
+    failed_starts_are_hammered,
+    who_died_is_not_told_of,
+    stalled_readers_calls_are_not_undone,
+    stalled_readers_are_not_cut_off,
+    a_pause_is_the_readers_fault,
+    sessions_are_read_without_end,
+    answers_keep_their_bytes,
 )
-def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises(ScheduleFailed):
-        run_schedules(range(CONTROL_SCHEDULES), ShellSimulation)
+
+
+@pytest.mark.parametrize("bug", PLANTS)
+def test_a_planted_bug_is_found(bug: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_found(bug, monkeypatch, CONTROL_SCHEDULES, ShellSimulation)

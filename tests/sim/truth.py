@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.v1 import types_pb2
-
 from service.caches.records import Record
 from service.caches.requests import Append, Fork, Request
 from service.caches.tenants import Tenant
+from tests.sim.appends import options_of
 
 
 @dataclass(slots=True)
@@ -140,8 +139,4 @@ MAX_WAIT_S = 30.0
 
 def is_remembered(append: Append, last: Applied) -> bool:
     """Whether the last append's answer was kept for one that repeats it."""
-    return (
-        append.rows == last.append.rows
-        and append.output == last.append.output
-        and not (isinstance(append.output, types_pb2.OutputOptions) and append.output.logits)
-    )
+    return append.options == last.append.options and not options_of(append).output.logits

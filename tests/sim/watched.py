@@ -8,104 +8,43 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Command, Event, ForwardDone, ForwardSequence, ReleaseSequences, Write
-from service.caches.entries import Phase
+from service.caches.effects import Attempt, Command, CommandFailed, Event, ReleaseSequences, Write
 from service.caches.ledger import Ledger
-from service.caches.placement import WorkerView
-from service.caches.requests import Append, Release, Renew, Request, Restore
-from service.caches.table import CacheTable
+from service.caches.requests import Append, Release, Renew, Request
 from service.caches.tenants import Tenant
+from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher, OnOutcome, Outcome, SendCommand
 from tests.sim.disk import DiskJournal
 from tests.sim.journal_bytes import NeededBytes
+from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
 from tests.sim.model_worker import KV_MISSING, ModelWorker
 from tests.sim.oracle import Oracle
-from tests.sim.truth import Asked
 
-# Small, so that short sequences have several chunks, full and begun.
-CHUNK_TOKENS = 4
 # No schedule fills that.
 LARGE_BYTES = 1 << 28
 # One that may be guilty is found out within so many deaths; each other such one may add some.
 MOST_KILLED = 4
 
 
-class WatchedTable(CacheTable):
-    """Tells which ticket each request gets."""
-
-    def watch(self, oracle: Oracle) -> None:
-        self.ledger = Ledger(CHUNK_TOKENS)
-        self.oracle = oracle
-        self.upcoming: deque[Asked] = deque()
-
-    def submit(self, request: Request, now_s: float, caller: int = 0, tenant: Tenant | None = None) -> int:
-        ticket = super().submit(request, now_s, caller, tenant)
-        self.oracle.tickets[ticket] = self.upcoming.popleft()
-        return ticket
-
-    def tick(self, now_s: float) -> None:
-        self.oracle.now_s = now_s
-        super().tick(now_s)
-
-    def sequence_of(self, op_id: int) -> tuple[Asked | None, int]:
-        """For whom a forward is computed, if that is not over, and the number of his cache."""
-        operation = self._computing._attempts.get(op_id)
-        if operation is None:
-            return None, 0
-        return self.oracle.tickets.get(operation.ticket), operation.entry.number
-
-    def computes(self, op_id: int) -> int:
-        """The sequence that a forward computes, and does not replay; 0: none."""
-        operation = self._computing._attempts.get(op_id)
-        return operation.entry.number if operation is not None and operation.phase is Phase.COMPUTING else 0
-
-    def own_operations(self) -> int:
-        """Those that nobody has asked for."""
-        own = [o for ticket, o in self._operations.items() if ticket not in self.oracle.tickets]
-        assert all(isinstance(o.request, Restore | Release) for o in own)
-        return len(own)
-
-    def check_leases(self, now_s: float) -> None:
-        """To be asked after `expire`."""
-        if not self.journal_works:
-            # Nothing can be released then.
-            return
-        assert all(entry.busy or entry.expires_at_s > now_s for entry in self._catalog), (
-            "what ran out is released"
-        )
-
-    def computed_on(self, worker_id: str, epoch: int) -> list[tuple[Asked | None, int]]:
-        """For whom a worker computes what."""
-        worker = self._placement.find(worker_id, epoch)
-        if worker is None:
-            return []
-        under_way = self._computing.under_way(worker)
-        return [(self.oracle.tickets.get(o.ticket), o.entry.number) for o in under_way]
-
-
 class WatchedDispatcher(Dispatcher):
     """Tells the oracle what comes in, and has it check what comes out."""
 
-    def _guarded(self, step: Callable[..., None], *args: object) -> None:
-        """What is found here ends the schedule."""
-        step(*args)
-
     def __init__(
         self,
-        table: WatchedTable,
+        machine: WatchedMachine,
         journal: DiskJournal,
         send: SendCommand,
         clock_s: Callable[[], float],
         oracle: Oracle,
         trace: deque[object],
     ) -> None:
-        super().__init__(table, journal, self._on_send, clock_s)
-        table.watch(oracle)
-        self.table = table
+        super().__init__(machine, journal, self._on_send, clock_s)
+        machine.watch(oracle)
+        self.machine = machine
         self.journal = journal
         self.oracle = oracle
         self.trace = trace
-        self.needed = NeededBytes(CHUNK_TOKENS)
+        self.needed = NeededBytes(SEGMENT_TOKENS)
         # Of the present turn.
         self.effects = 0
         # Whose each request is, by number; and its ticket.
@@ -117,26 +56,29 @@ class WatchedDispatcher(Dispatcher):
         self._groups: deque[Sequence[Write]] = deque()
         # Counting takes time: done in each turn only where it may run out.
         self._counts_bytes = oracle.budget.limit_bytes < LARGE_BYTES
-        journal.on_end = self._on_end
+        # What was found while effects were carried out, which a dispatcher survives: it ends the schedule.
+        self._found: Exception | None = None
+        journal.on_commit, journal.on_end = self._on_commit, self._on_end
 
     # What comes in.
 
     def start(
         self, requests: Sequence[Request], on_outcome: OnOutcome, caller: int, tenant: Tenant | None = None
     ) -> list[int]:
-        oracle, table = self.oracle, self.table
+        oracle, machine = self.oracle, self.machine
         whose = tenant or oracle.anonymous
         with self._turn("submit"):
-            oracle.budget.taken_bytes = table.journal_bytes
+            oracle.budget.taken_bytes = machine.ledger.size_bytes
             asked = [oracle.submitted(request, whose) for request in requests]
             self.callers.update((a.number, caller) for a in asked)
-            table.upcoming.extend(asked)
+            machine.upcoming.extend(asked)
 
             def replied(index: int, outcome: Outcome) -> None:
                 self.trace.append(("->", asked[index].number, outcome))
                 self.effects += 1
-                oracle.replied(asked[index], outcome)
-                on_outcome(index, outcome)
+                with self._noted():
+                    oracle.replied(asked[index], outcome)
+                    on_outcome(index, outcome)
 
             self.trace.extend((a.number, a.request) for a in asked)
             tickets = super().start(requests, replied, caller, whose if whose.name else None)
@@ -158,15 +100,16 @@ class WatchedDispatcher(Dispatcher):
         with self._turn("expire"):
             expired = super().expire(at_most)
         # While nothing can be written nothing is released.
-        if self.table.journal_works and (at_most is None or expired < at_most):
-            self.table.check_leases(self.oracle.now_s)
+        if self.machine.admission.journal_works and (at_most is None or expired < at_most):
+            self.machine.check_leases(self.oracle.now_s)
         return expired
 
     def tick(self) -> None:
         """As `keep_time` does."""
         with self._turn("tick"):
-            self.table.tick(self._clock_s())
-            self._carry_out()
+            self.machine.tick(self._clock_s())
+            # What is taken back of nobody: the effects are carried out.
+            super().cancel(())
 
     def probe(self) -> None:
         """As `keep_time` does: whether the journal can be written again."""
@@ -180,10 +123,10 @@ class WatchedDispatcher(Dispatcher):
 
     def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool = True, culprit: int = 0) -> None:
         """`culprit`: the forward of which it died."""
-        _, guilty = self.table.sequence_of(culprit)
+        _, guilty = self.machine.sequence_of(culprit)
         self.killed[guilty] += 1
         assert not guilty or self.killed[guilty] <= MOST_KILLED, "it should have been quarantined by now"
-        for asked, number in self.table.computed_on(worker_id, epoch):
+        for asked, number in self.machine.computed_on(worker_id, epoch):
             self.oracle.deaths.setdefault(number, []).append(guilty)
             if asked is not None:
                 asked.deaths += 1
@@ -194,15 +137,19 @@ class WatchedDispatcher(Dispatcher):
         with self._turn("worker drains", worker_id, epoch):
             super().worker_draining(worker_id, epoch)
 
+    def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
+        self.oracle.seen["suspected" if suspect else "heard again"] += 1
+        super().worker_suspected(worker_id, epoch, suspect=suspect)
+
     def worker_answered(
         self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
     ) -> None:
         events = list(events)
-        for event in events:
-            if isinstance(event, ForwardDone):
+        for op_id, answer in events:
+            if answer is not None and not isinstance(answer, CommandFailed):
                 # Who is computed after all has a clean slate again, poison or not.
-                self.killed.pop(self.table.computes(event.op_id), None)
-        with self._turn("deliver", *(event.op_id for event in events)):
+                self.killed.pop(self.machine.computes(op_id), None)
+        with self._turn("deliver", *(op_id for op_id, _ in events)):
             super().worker_answered(worker_id, epoch, events, pages_available)
 
     def weights_switched(self, weights: int, *, drain: bool) -> None:
@@ -230,9 +177,9 @@ class WatchedDispatcher(Dispatcher):
 
     def expect(self, worker: ModelWorker, command: Command) -> None:
         """Tells a worker what a forward must find there."""
-        asked, number = self.table.sequence_of(command.op_id)
+        asked, number = self.machine.sequence_of(command.op_id)
         # Some are taken back in the turn in which they are asked for.
-        if isinstance(command, ForwardSequence) and number:
+        if isinstance(command, Attempt) and number:
             if asked is not None:
                 asked.sequence = number
                 if isinstance(asked.request, Append):
@@ -249,7 +196,7 @@ class WatchedDispatcher(Dispatcher):
         for event in events:
             if event.WhichOneof("event") != "error":
                 continue
-            asked, _ = self.table.sequence_of(event.op_id)
+            asked, _ = self.machine.sequence_of(event.op_id)
             if asked is not None:
                 asked.failures.append(event.error.reason)
             excused = event.error.reason != KV_MISSING or event.op_id in worker.excused
@@ -261,27 +208,38 @@ class WatchedDispatcher(Dispatcher):
         self.trace.append((worker_id, epoch, command))
         if isinstance(command, ReleaseSequences) and self.oracle.numbered.keys() & set(command.numbers):
             self.oracle.seen["KV of a cache dropped"] += 1
-        self._send_on(worker_id, epoch, command)
+        with self._noted():
+            self._send_on(worker_id, epoch, command)
 
-    def _commit(self, writes: Sequence[Write]) -> None:
+    def _on_commit(self) -> None:
+        """Records are given to the journal: those that the machine had written since the last time."""
+        writes = self.machine.written()
         self.effects += 1
         self.trace.append(("write", *writes))
-        self.oracle.given_to_journal(writes)
+        with self._noted():
+            self.oracle.given_to_journal(writes)
         self._groups.append(writes)
-        super()._commit(writes)
 
-    def _on_end(self, durable: bool) -> None:
-        """What was given to the journal first has ended."""
+    def _on_end(self, durable: bool, then: Callable[[bool], None] | None) -> None:
+        """What was given to the journal first has ended. `then` tells the gateway, if there still is one."""
         self.oracle.now_s = self._clock_s()
         self.trace.append(("durable" if durable else "not durable",))
-        for write in self._groups.popleft():
-            for record in write.records if durable else ():
+        writes = self._groups.popleft()
+        for _, records in writes:
+            for record in records if durable else ():
                 self.needed.written(record)
         self.oracle.commit_ended(durable)
+        if then is not None:
+            with self._turn("committed", *(ticket for ticket, _ in writes)):
+                then(durable)
 
-    def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
-        with self._turn("committed", *tickets):
-            super()._on_committed(tickets, durable)
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._found = self._found or error
+            raise
 
     @contextlib.contextmanager
     def _turn(self, cause: str, *of: object) -> Iterator[None]:
@@ -291,37 +249,35 @@ class WatchedDispatcher(Dispatcher):
         oracle.now_s = self._clock_s()
         self.effects = 0
         yield
+        if self._found is not None:
+            raise self._found
         oracle.turn_ended()
         # Answers to what nobody waits for: the next turn looks again.
         if self.effects or cause != "deliver":
             self._check()
 
     def _check(self) -> None:
-        oracle, table = self.oracle, self.table
-        table.check_invariants()
+        oracle, machine = self.oracle, self.machine
+        machine.check_invariants()
         known = oracle.outstanding.keys() | oracle.abandoned.keys()
-        oracle.own_operations = table.own_operations()
+        oracle.own_operations = machine.own_operations()
         assert self.operations_in_flight == len(known) + oracle.own_operations
         assert len(self._waiting) == len(oracle.outstanding), "only who is not answered waits"
         bounded = sum(not isinstance(a.request, Release | Renew) for a in oracle.outstanding.values())
         assert bounded <= oracle.queue_limit
         assert len(oracle.caches) <= oracle.cache_limit
         assert self.num_caches == len(oracle.caches), "what is there is what was written"
-        # It has its turn on some of its caches, and waits for it on others.
-        oracle.seen["fork that waits for its last turn"] += sum(
-            o.phase is Phase.WAITING and any(entry.running is o for entry in o.others)
-            for o in table._operations.values()
-        )
+        oracle.seen["fork that waits for its last turn"] += machine.partly_begun()
         if self._counts_bytes:
             self.check_bytes()
 
     def check_bytes(self) -> None:
         """Asserts that the ledger takes what its caches need, and no more."""
-        assert self.table.journal_bytes == self.needed.of(self.oracle.numbered)
+        assert self.machine.ledger.size_bytes == self.needed.of(self.oracle.numbered)
 
     def check_truth(self) -> None:
-        """Asserts that what the table has is what is true, token for token."""
-        check_ledger(self.table.ledger, self.oracle)
+        """Asserts that what the machine has is what is true, token for token."""
+        check_ledger(self.machine.ledger, self.oracle)
 
 
 def check_ledger(ledger: Ledger, oracle: Oracle) -> None:

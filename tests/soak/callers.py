@@ -12,11 +12,10 @@ import random
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
+from tests.error_details import info_of
 from tests.soak.tally import Tally
 
 # Far more than healing takes: who waits longer hangs.
@@ -184,26 +183,17 @@ class Caller:
         """Whether to ask again. Raises Lost if that cannot help."""
         if error.code() in _RETRIED:
             return
-        reason, metadata = _reason(error)
-        if reason == "POSITION_MISMATCH":
-            actual = int(metadata["seq_len"])
+        info = info_of(error)
+        if info.reason == "POSITION_MISMATCH":
+            actual = int(info.metadata["seq_len"])
             what = "lost tokens" if actual < length else "gaps"
             self._tally.lose(what, f"the cache has {actual} tokens, {length} were acknowledged")
-        elif reason == "CACHE_NOT_FOUND":
+        elif info.reason == "CACHE_NOT_FOUND":
             self._tally.lose("lost caches", f"of {length} tokens")
         else:
-            self._tally.lose("unexpected errors", f"{error.code().name} {reason} {error.details()}")
+            self._tally.lose("unexpected errors", f"{error.code().name} {info.reason} {error.details()}")
         raise Lost
 
     def _request_id(self) -> str:
         self._requests += 1
         return f"soak-{self._number}-{self._requests}"
-
-
-def _reason(error: Any) -> tuple[str, dict[str, str]]:
-    status = rpc_status.from_call(error)
-    info = error_details_pb2.ErrorInfo()
-    for detail in status.details if status is not None else ():
-        if detail.Unpack(info):
-            return info.reason, dict(info.metadata)
-    return "", {}

@@ -48,7 +48,8 @@ def _mark(owner: Any, name: str, before: str = "", after: str = "") -> None:
 
 
 def _serve() -> int:
-    from service.cli import main as cli
+    from quire.cli.main import main
+
     from service.dispatcher import Dispatcher
     from service.pool import local
 
@@ -56,7 +57,7 @@ def _serve() -> int:
     _mark(Dispatcher, "worker_answered", before="gateway: computed, not written")
     _mark(Dispatcher, "_commit", after="gateway: given to the journal")
     _mark(Dispatcher, "_on_committed", before="gateway: written, not answered")
-    _mark(Dispatcher, "_reply", after="gateway: answered")
+    _mark(Dispatcher, "_answer", after="gateway: answered")
     command = local._command
 
     def marked_command(*args: Any) -> list[str]:
@@ -65,7 +66,7 @@ def _serve() -> int:
         return [*found[:at], "tests.soak.marked", "worker", *found[at + 1 :]]
 
     local._command = marked_command  # type: ignore[assignment]
-    return cli.main()
+    return main()
 
 
 def _work() -> int:

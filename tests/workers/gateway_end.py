@@ -14,6 +14,8 @@ from workers.server import SECRET_KEY, WorkerServer
 # Far more than anything takes.
 _PATIENCE_S = 30
 SECRET = "opensesame"
+# Of a forward: the last token's output, and nothing special of it.
+LAST_ROW = worker_pb2.ForwardOptions(rows=1).SerializeToString()
 
 
 class Refused(Exception):

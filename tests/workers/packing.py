@@ -11,9 +11,9 @@ import torch
 from tests.kernels.tree_batches import Tree, with_trees
 from tests.token_trees import random_tree
 from workers.kv.tensors import KvTensors
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import AttentionBatch, ForwardInputs, depths_and_ancestors
 from workers.models.model import Model
-from workers.models.taps import Taps
 
 
 @dataclass
@@ -157,11 +157,11 @@ def hidden_in_chunks(
             if owners and dice.random() < 0.7
         }
         if items:
-            taps = Taps(rows)
-            model.forward(packer.pack(items), kv, taps)
-            assert taps.found.keys() == rows.keys()
+            capture = HiddenStateCapture(rows)
+            model.forward(packer.pack(items), kv, capture)
+            assert capture.found.keys() == rows.keys()
             for layer, picked in rows.items():
-                for row, states in zip(picked, taps.found[layer], strict=True):
+                for row, states in zip(picked, capture.found[layer], strict=True):
                     index, position = owners[row]
                     found[index][layer, position] = states
     return found

@@ -15,7 +15,7 @@ from tests.workers.packing import HandPacker, HandSequence, Item
 from tests.workers.test_library_model import tiny_model
 from workers.executors import loading
 from workers.executors.llm import LlmExecutor
-from workers.executors.loading import Choice, choose_backend, runs_on_cuda
+from workers.executors.loading import BackendChoice, choose_backend, runs_on_cuda
 from workers.kv.tensors import KvTensors
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
@@ -46,9 +46,9 @@ def test_on_a_gpu_a_head_width_without_kernels_is_left_to_the_library(
 ) -> None:
     """Whose attention runs in torch then; native code alone refuses it."""
     directory = make_model(tmp_path, TinyModel(head_dim=head_dim))
-    assert choose_backend(directory, "auto") == Choice("native", 97)
-    assert choose_backend(directory, "auto", on_cuda=True) == Choice(backend, 97)
-    assert choose_backend(directory, "transformers", on_cuda=True) == Choice("transformers", 97)
+    assert choose_backend(directory, "auto") == BackendChoice("native", 97)
+    assert choose_backend(directory, "auto", on_cuda=True) == BackendChoice(backend, 97)
+    assert choose_backend(directory, "transformers", on_cuda=True) == BackendChoice("transformers", 97)
     assert runs_on_cuda(directory, "auto") and runs_on_cuda(directory, "transformers")
     assert runs_on_cuda(directory, "native") == (head_dim == 64)
     if head_dim == 32:
@@ -119,12 +119,12 @@ def test_what_is_asked_for_is_not_replaced(other: Path) -> None:
 
 
 def test_the_self_check_can_be_left_out(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.models.library import proof
+    from workers.models.library import parity_check
 
     def refuse(*_: object) -> None:
         raise ModelError("it is wrong")
 
-    monkeypatch.setattr(proof, "prove_loaded", refuse)
+    monkeypatch.setattr(parity_check, "check_loaded", refuse)
     with pytest.raises(ModelError, match="it is wrong"):
         LlmExecutor.load(other, kv_pages=4)
     assert LlmExecutor.load(other, kv_pages=4, self_check=False).info().backend == "transformers"

@@ -113,4 +113,4 @@ def test_a_tokenizer_too_large_to_be_handed_out_is_left_out(
     sparse(TOKENIZER, size)(directory)
     with bounded():
         assert LlmExecutor.load(directory, kv_pages=4, max_text_bytes=most).text.tokenizer_json == b""
-    assert "too large to be handed out" in caplog.text
+    assert "too large to be sent to clients" in caplog.text

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from workers import distribution as room
 from workers.counter_rng import uniform
-from workers.distribution import Distribution, choose_with_draft, distribution, sampled_logprobs, with_drafts
+from workers.distribution import Distribution, apply_drafts, choose_with_draft, distribution, sampled_logprobs
 from workers.logit_settings import HistoryCounter, Masks
 from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
 from workers.sampling import Draft, SamplingRow, choose_tokens
@@ -172,7 +172,7 @@ def test_a_planted_bias_among_siblings_is_found(bias: str, monkeypatch: pytest.M
     target = row_of((rng.normal(size=VOCAB) * 2).astype(np.float32), SamplingRow(Sampling(temperature=0.9)))
     proposed = softmax(rng.normal(size=VOCAB))
     if bias == "tried against the whole":
-        monkeypatch.setattr(Distribution, "beyond", lambda self, _: self)
+        monkeypatch.setattr(Distribution, "residual", lambda self, _: self)
     else:
         monkeypatch.setattr(room, "uniform", lambda key, ids: uniform(key, ids) * np.float32(0.8))
     counts, _ = of_siblings(target, proposed, 3)
@@ -217,7 +217,7 @@ def test_a_step_keeps_drafts_and_leaves_other_rows() -> None:
         SamplingRow(spec, draft=Draft([5], wrong), position=2),
     ]
     chosen = torch.tensor([9, 9, 9])
-    assert with_drafts(logits, chosen, rows).tolist() == [9, 4, 4] and chosen.tolist() == [9, 9, 9]
+    assert apply_drafts(logits, chosen, rows).tolist() == [9, 4, 4] and chosen.tolist() == [9, 9, 9]
 
 
 def test_the_logprob_of_a_draw_is_that_among_what_could_be_drawn() -> None:

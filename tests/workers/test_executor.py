@@ -27,8 +27,7 @@ from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.page_pool import OutOfPages
 from workers.kv.sizing import KvSizingError
 from workers.models.active_kernels import active_kernels
-from workers.operations import GREEDY, Forward, HiddenSpec, LogitsFormat, OutputSpec
-from workers.running import Chunk
+from workers.operations import GREEDY, Chunk, Forward, HiddenSpec, LogitsFormat, OutputSpec
 
 torch.set_num_threads(1)
 
@@ -223,10 +222,11 @@ def test_only_rows_decide_what_may_be_reused(executor: ModelExecutor) -> None:
     executor.prefill(2, list(range(50)))
     for op_id, (rows, reused) in enumerate(((0, 48), (1, 48), (2, 48), (3, 32), (18, 32), (19, 16), (50, 0))):
         op = Forward(op_id, 9, 0, list(range(50)), rows=rows)
-        running = executor.engine.begin(op)
-        assert running.reused == running.computed == reused
-        executor.engine.execute([Chunk(running, reused, running.remaining)])
-        assert len(executor.engine.complete(running, 1).outputs) == rows
+        executor.engine.begin(op)
+        assert op.reused == op.computed == reused
+        executor.engine.execute([Chunk(op, reused, op.remaining)])
+        executor.engine.complete(op)
+        assert len(op.outputs) == rows
         executor.release_cache(9)
 
 

@@ -5,61 +5,21 @@ A step is given room for a few operations, so that it matters who goes first.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import combinations, count
+from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers import forward_queue
-from workers.forward_queue import SHORT_TOKENS, ForwardQueue, Lane
-from workers.kv.table import KvSequence
+from tests.workers import scheduling
+from tests.workers.scheduling import Bench, accept
+from workers import request_queue
 from workers.operations import Forward
-from workers.running import RunningForward
-from workers.scheduler import Scheduler
+from workers.request_queue import SHORT_TOKENS, ServiceClass
 
 FLOOD, OTHER, THIRD = 1, 2, 3
 LONG = SHORT_TOKENS + 1
-
-
-def accept(op: Forward) -> RunningForward:
-    """What the engine's `begin` gives, without an engine."""
-    return RunningForward(op, KvSequence(op.sequence), reused=0, computed=0, started_ns=0)
-
-
-class Bench:
-    """A scheduler whose every operation is of a sequence of its own, as the gateway sends them."""
-
-    def __init__(self, items: int, tokens: int = 10_000) -> None:
-        self.scheduler = Scheduler(tokens, items, 10_000)
-        self.caller_of: dict[int, int] = {}
-        self.begun: Counter[int] = Counter()
-        self._op_ids = count()
-
-    def add(self, caller: int, operations: int = 1, tokens: int = 1) -> list[int]:
-        """Queue operations of a caller; return their ids."""
-        added = []
-        for _ in range(operations):
-            op_id = next(self._op_ids)
-            self.scheduler.add(Forward(op_id, op_id, 0, range(tokens), caller=caller))
-            self.caller_of[op_id] = caller
-            added.append(op_id)
-        return added
-
-    def step(self, begin: Callable[[Forward], RunningForward | None] = accept) -> list[int]:
-        """Run one step; return the ids of the operations in it."""
-        batch = self.scheduler.next_batch(0, begin)
-        for chunk in batch.chunks:
-            self.begun[self.caller_of[chunk.op.op_id]] += chunk.start == 0
-            chunk.running.computed += chunk.count
-            self.scheduler.advance(chunk)
-        self.scheduler.check_invariants()
-        return [chunk.op.op_id for chunk in batch.chunks]
-
-    def callers(self, op_ids: Sequence[int]) -> Counter[int]:
-        return Counter(self.caller_of[op_id] for op_id in op_ids)
 
 
 @pytest.mark.parametrize("items", [2, 32])
@@ -210,7 +170,7 @@ def test_operations_that_fail_to_begin_have_had_their_turn() -> None:
     bench = Bench(items=2)
     failing = set(bench.add(FLOOD, 500))
     good = bench.add(FLOOD, 2)
-    assert bench.step(lambda op: None if op.op_id in failing else accept(op)) == good
+    assert bench.step(lambda forward: forward.op_id not in failing and accept(forward)) == good
     bench.add(OTHER, 100)
     (alone,) = bench.add(FLOOD)
     assert alone in bench.step() + bench.step()
@@ -224,34 +184,39 @@ def test_callers_are_forgotten_when_they_have_nothing_queued() -> None:
         bench.step()
         bench.step()
     queue = bench.scheduler._queue
-    assert max(len(queue.short.callers), len(queue.long.callers)) <= 2 * forward_queue._FEW_CALLERS
+    assert max(len(queue.short.flows), len(queue.long.flows)) <= 2 * request_queue._FEW_FLOWS
 
 
-def never_move(lane: Lane, tag: int, cost: int) -> None:
-    lane.virtual_time = max(lane.virtual_time, tag)
+def never_move(service_class: ServiceClass, forward: Forward) -> None:
+    service_class.virtual_time = max(service_class.virtual_time, forward.virtual_start)
 
 
-def always_join_at_once(lane: Lane, caller: int, cost: int, head_starts: int = 0) -> int:
-    lane._count(caller, cost)
-    return lane.virtual_time
+def always_join_at_once(service_class: ServiceClass, forward: Forward) -> None:
+    service_class._add_to_flow(forward)
+    forward.virtual_start = service_class.virtual_time
+
+
+def join_again(service_class: ServiceClass, forward: Forward) -> None:
+    service_class.add(forward)
+    service_class.enqueue(forward)
 
 
 @pytest.mark.parametrize(
     ("name", "mutant", "test"),
     [
-        ("turn", never_move, test_a_flood_is_not_starved_by_callers_who_are_always_new),
-        ("turn", never_move, test_ends_of_prefills_do_not_starve_decodes),
-        ("turn", lambda lane, tag, cost: None, test_callers_with_work_queued_are_served_alike),
-        ("join", always_join_at_once, test_two_floods_share_every_step),
-        ("join", always_join_at_once, test_callers_with_work_queued_are_served_alike),
-        ("take_over", Lane.join, test_the_end_of_a_prefill_goes_before_what_its_caller_has_queued),
+        ("dispatch", never_move, test_a_flood_is_not_starved_by_callers_who_are_always_new),
+        ("dispatch", never_move, test_ends_of_prefills_do_not_starve_decodes),
+        ("dispatch", lambda service_class, forward: None, test_callers_with_work_queued_are_served_alike),
+        ("add", always_join_at_once, test_two_floods_share_every_step),
+        ("add", always_join_at_once, test_callers_with_work_queued_are_served_alike),
+        ("transfer_in", join_again, test_the_end_of_a_prefill_goes_before_what_its_caller_has_queued),
     ],
 )
 def test_the_tests_notice_a_mutant(
     monkeypatch: pytest.MonkeyPatch, name: str, mutant: object, test: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr(Lane, name, mutant)
+    monkeypatch.setattr(ServiceClass, name, mutant)
     # The queue's own invariants would notice too.
-    monkeypatch.setattr(ForwardQueue, "check_invariants", lambda queue: None)
+    monkeypatch.setattr(scheduling, "check_invariants", lambda scheduler: None)
     with pytest.raises(AssertionError):
         test()

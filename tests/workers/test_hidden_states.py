@@ -10,10 +10,9 @@ import torch
 from tests.model_factory import TinyModel, hf_hidden_states, make_model
 from workers.executors.errors import NoSuchLayer
 from workers.executors.llm import LlmExecutor
-from workers.models.taps import Taps
+from workers.models.hidden_states import HiddenStateCapture
 from workers.operations import (
     Forward,
-    ForwardDone,
     HiddenSpec,
     Kind,
     LogitsFormat,
@@ -73,12 +72,12 @@ def test_items_of_a_step_ask_for_different_layers(executor: LlmExecutor, directo
 
 
 def test_who_does_not_ask_pays_nothing(executor: LlmExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Taps | None] = []
+    seen: list[HiddenStateCapture | None] = []
     step = executor.engine.runner.step
 
-    def note(inputs: object, rows: object, taps: Taps | None = None) -> StepResult:
-        seen.append(taps)
-        return step(inputs, rows, taps)  # type: ignore[arg-type]
+    def note(inputs: object, rows: object, capture: HiddenStateCapture | None = None) -> StepResult:
+        seen.append(capture)
+        return step(inputs, rows, capture)  # type: ignore[arg-type]
 
     monkeypatch.setattr(executor.engine.runner, "step", note)
     executor.prefill(1, PROMPT)
@@ -100,7 +99,9 @@ def test_a_worker_that_guesses_answers_equally(
 ) -> None:
     """Also one that has guessed an append, and is asked for it with hidden states."""
     results: list[Result] = []
-    loop = StepLoop(executor.engine, Scheduler(64, 8, max_rows=8), results.extend, 200, guesses_untold=True)
+    loop = StepLoop(
+        executor.engine, Scheduler(64, 8, max_rows=8), results.extend, 200, prelaunch_unrequested=True
+    )
 
     def ask(op: Forward) -> RowOutput:
         loop.submit([op])
@@ -110,13 +111,13 @@ def test_a_worker_that_guesses_answers_equally(
             loop.step()
             loop.flush()
         done = results.pop()
-        assert isinstance(done, ForwardDone) and done.op_id == op.op_id
+        assert isinstance(done, Forward) and done.op_id == op.op_id
         while loop.operations_in_flight:  # what is guessed is computed before it is asked for
             loop.step()
         return done.outputs[-1]
 
     text = list(PROMPT)
-    told = Forward(1, 7, 0, text, kind=Kind.PREFILL, prompt_len=4, run_ahead=True)
+    told = Forward(1, 7, 0, text, kind=Kind.PREFILL, prompt_len=4, prelaunch=True)
     text.append(ask(told).token_id)
     for turn in range(8):
         plain = plain_first and turn % 4 < 2
@@ -129,7 +130,7 @@ def test_a_worker_that_guesses_answers_equally(
             output=output,
             kind=Kind.DECODE,
             prompt_len=4,
-            run_ahead=True,
+            prelaunch=True,
         )
         answer = ask(op)
         if plain:

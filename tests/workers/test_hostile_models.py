@@ -28,9 +28,9 @@ from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.files import unchanged_settings
 from workers.models.library.gathered_model import GatheredModel
-from workers.models.library.over_pages import over_pages
+from workers.models.library.loading import make_library_model
 from workers.models.library.packed_model import PackedModel
-from workers.models.library.proof import prove_copy
+from workers.models.library.parity_check import check_scaled_down
 from workers.models.library.settings import read_settings
 from workers.sampling import BadLogitsError
 
@@ -79,14 +79,14 @@ def test_experts_that_the_files_do_not_bear_out_are_refused_before_they_are_coun
 ) -> None:
     make_family_model(tmp_path, *settings_of("qwen3_moe"))
     change_config(tmp_path, num_experts=count, num_local_experts=count)
-    with pytest.raises(ModelError, match=r"asks for \d+ experts, the files hold"):
+    with pytest.raises(ModelError, match=r"asks for \d+ experts, but the files have"):
         LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
 
 
 @pytest.mark.parametrize("family", ["cwm", "modernbert-decoder"])
-def test_families_that_must_have_a_padding_token_prove_themselves(tmp_path: Path, family: str) -> None:
+def test_families_that_require_a_padding_token_pass_the_check(tmp_path: Path, family: str) -> None:
     untrained(tiny_config(family)).save_pretrained(tmp_path)
-    error = prove_copy(tmp_path, read_settings(tmp_path))
+    error = check_scaled_down(tmp_path, read_settings(tmp_path))
     assert error is not None and error < 1e-5
 
 
@@ -152,7 +152,7 @@ def test_a_window_beyond_the_positions_looked_at_is_not_taken_for_none(
     family: str, limit: dict[str, Any], kind: type
 ) -> None:
     config = tiny_config(family, max_position_embeddings=1 << 18, **limit)
-    assert type(over_pages(untrained(config))) is kind
+    assert type(make_library_model(untrained(config))) is kind
 
 
 def test_a_tensor_under_two_names_of_a_wrapper_is_refused(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_model_that_counts_positions_itself_is_packed_only_where_that_does_not
     config = tiny_config(
         "llama4_text", floor_scale=floor_scale, attn_temperature_tuning=True, max_position_embeddings=256
     )
-    assert type(over_pages(untrained(config))) is kind
+    assert type(make_library_model(untrained(config))) is kind
 
 
 def _other_weights(file: Path) -> None:
@@ -239,7 +239,7 @@ def test_finite_weights_whose_answers_are_not_are_a_bad_configuration(
     with pytest.raises(BadLogitsError) as refused:
         executor.warmup()
     assert report(refused.value, str(tmp_path)) == EXIT_CONFIG
-    assert f"{tmp_path}: its answers are not finite" in "".join(capfd.readouterr())
+    assert f"{tmp_path}: its logits are not finite" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("backend", [NATIVE, TRANSFORMERS])

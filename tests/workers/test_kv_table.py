@@ -45,7 +45,7 @@ class TableMachine(RuleBasedStateMachine):
         self.salts: dict[int, bytes] = {}
         self.next_key = 0
         self.pages = pages
-        self.walks: list[Iterator[None]] = []
+        self.checks: list[Iterator[None]] = []
 
     def pick(self, data: st.DataObject) -> KvSequence:
         seq = self.table.get(data.draw(st.sampled_from(sorted(self.tokens)), label="key"))
@@ -192,19 +192,19 @@ class TableMachine(RuleBasedStateMachine):
         for seq in list(self.table):
             self.drop(seq)
 
-    @precondition(lambda self: len(self.walks) < 3)
+    @precondition(lambda self: len(self.checks) < 3)
     @rule()
-    def begin_a_walk(self) -> None:
-        self.walks.append(self.table.walk_integrity())
-        next(self.walks[-1], None)
+    def begin_a_check(self) -> None:
+        self.checks.append(self.table.check_integrity_in_slices())
+        next(self.checks[-1], None)
 
-    @precondition(lambda self: self.walks)
+    @precondition(lambda self: self.checks)
     @rule(data=st.data())
-    def go_on_walking(self, data: st.DataObject) -> None:
+    def continue_a_check(self, data: st.DataObject) -> None:
         """Whatever has changed since its last slice, it finds nothing wrong."""
-        walk = data.draw(st.sampled_from(self.walks), label="walk")
-        if next(walk, "the end") == "the end":
-            self.walks.remove(walk)
+        check = data.draw(st.sampled_from(self.checks), label="check")
+        if next(check, "the end") == "the end":
+            self.checks.remove(check)
 
     @invariant()
     def pages_read_back_as_the_tokens(self) -> None:
@@ -232,9 +232,9 @@ class TableMachine(RuleBasedStateMachine):
         for key in self.tokens:
             self.table.release(key)
         self.table.check_integrity()
-        for walk in self.walks:
-            assert set(walk) <= {None}
-        assert not self.table._walks
+        for check in self.checks:
+            assert set(check) <= {None}
+        assert not self.table._checks
         usage = self.table.usage()
         assert (usage.sequences, usage.tokens, usage.pages_referenced) == (0, 0, 0)
         assert usage.pages_free + usage.pages_cached == self.pages
@@ -247,7 +247,7 @@ class TableMachine(RuleBasedStateMachine):
 @pytest.fixture(autouse=True, scope="module")
 def _small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integrity, "SLICE_PAGES", 2)
+        patch.setattr(integrity, "PAGES_PER_SLICE", 2)
         yield
 
 
@@ -496,24 +496,24 @@ def test_an_empty_sequence_is_not_taken_for_a_missing_one() -> None:
     assert table.get(1)
 
 
-@pytest.mark.parametrize("name", ["born", "gained", "lost"])
-def test_a_walk_needs_to_be_told_of_changes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    def walk_while_things_change() -> None:
+@pytest.mark.parametrize("name", ["sequence_added", "pages_added", "pages_removed"])
+def test_an_incremental_check_needs_every_change(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def check_while_things_change() -> None:
         table = KvTable(16, PAGE)
         seq = table.create(1)
         grow(table, seq, range(6))
-        walk = table.walk_integrity()
-        next(walk)
+        check = table.check_integrity_in_slices()
+        next(check)
         grow(table, table.fork(seq, 2), range(9))
         table.truncate(seq, 3)
         table.match_prefix(table.create(3), range(6), 6)
-        for _ in walk:
+        for _ in check:
             pass
 
-    walk_while_things_change()
-    monkeypatch.setattr(integrity.IntegrityWalk, name, lambda *_: None)
+    check_while_things_change()
+    monkeypatch.setattr(integrity.IntegrityCheck, name, lambda *_: None)
     with pytest.raises(IntegrityError):
-        walk_while_things_change()
+        check_while_things_change()
 
 
 def hold_a_page_unasked(table: KvTable, seq: KvSequence) -> None:

@@ -28,10 +28,14 @@ from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
 from workers.models.library.gathered_model import GatheredModel
 from workers.models.library.library_model import LibraryModel
-from workers.models.library.loading import LoadedLibraryModel, load_library_model, plan_library_model
-from workers.models.library.over_pages import over_pages
+from workers.models.library.loading import (
+    LoadedLibraryModel,
+    load_library_model,
+    make_library_model,
+    plan_library_model,
+)
 from workers.models.library.packed_model import PackedModel
-from workers.models.library.proof import prove_copy, prove_loaded
+from workers.models.library.parity_check import check_loaded, check_scaled_down
 from workers.models.values import warn_outside
 
 torch.set_num_threads(1)
@@ -185,7 +189,7 @@ def test_each_token_of_a_tree_is_as_on_its_own_path(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", GATHERED.split())
 def test_text_by_text(model_type: str) -> None:
     """The same, for models whose attention is their own."""
-    model = over_pages(tiny_model(model_type))
+    model = make_library_model(tiny_model(model_type))
     assert isinstance(model, GatheredModel) and worst_error(model) < RELATIVE_ERROR
 
 
@@ -203,7 +207,7 @@ def test_a_packed_model_runs_text_by_text_as_well() -> None:
 )
 def test_hidden_states_are_those_the_library_hands_out(model_type: str) -> None:
     """From shared batches over NaN, of rows and layers picked at random."""
-    model = over_pages(tiny_model(model_type))
+    model = make_library_model(tiny_model(model_type))
     assert model.has_hidden_states
     kv = KvTensors(model.layers, num_pages=PAGES, page_size=PAGE_SIZE, dtype=torch.float32)
     poison(kv)
@@ -233,7 +237,7 @@ def test_a_model_that_hands_out_none_is_served_without(model_type: str) -> None:
         return plain(*inputs, **asked)
 
     module.forward = forward
-    model = over_pages(module)
+    model = make_library_model(module)
     assert not model.has_hidden_states and worst_error(model) < RELATIVE_ERROR
 
 
@@ -256,8 +260,8 @@ def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: P
     assert torch.allclose(loaded.model.plain_logits(tokens), expected, rtol=0, atol=1e-4)
     assert told[-1][0] == told[-1][1] and [done for done, _ in told] == sorted(done for done, _ in told)
     assert loaded.config.vocab_size == VOCAB and loaded.config.eos_token_ids == (2,)
-    assert proven(directory).fingerprint == loaded.fingerprint
-    (copy_error, error) = prove_copy(directory, plan.settings), prove_loaded(directory, loaded)
+    assert load_checked(directory).fingerprint == loaded.fingerprint
+    (copy_error, error) = check_scaled_down(directory, plan.settings), check_loaded(directory, loaded)
     assert copy_error is not None and max(copy_error, error) < RELATIVE_ERROR
 
 
@@ -268,7 +272,7 @@ def test_an_end_token_outside_the_vocabulary_is_ignored_with_a_warning(
     for file in (directory / "config.json", directory / "generation_config.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": VOCAB}))
     warn_outside.cache_clear()
-    assert proven(directory).config.eos_token_ids == ()
+    assert load_checked(directory).config.eos_token_ids == ()
     assert f"eos_token_id {VOCAB} is outside the vocabulary of {VOCAB} tokens" in caplog.text
 
 
@@ -276,22 +280,22 @@ def test_bfloat16_is_within_its_rounding(tmp_path: Path) -> None:
     directory = directory_of("mixtral", tmp_path)
     loaded = load_library_model(plan_library_model(directory, "bfloat16"))
     assert loaded.model.dtype == torch.bfloat16
-    assert 1e-4 < prove_loaded(directory, loaded) < 0.0625
+    assert 1e-4 < check_loaded(directory, loaded) < 0.0625
 
 
-def proven(directory: Path, dtype: str = "auto") -> LoadedLibraryModel:
-    """Loads as a worker does."""
+def load_checked(directory: Path, dtype: str = "auto") -> LoadedLibraryModel:
+    """Load with all checks, as a worker does."""
     plan = plan_library_model(directory, dtype)
-    prove_copy(directory, plan.settings)
+    check_scaled_down(directory, plan.settings)
     loaded = load_library_model(plan)
-    prove_loaded(directory, loaded)
+    check_loaded(directory, loaded)
     return loaded
 
 
 def refusal(directory: Path) -> str:
     """Why it is refused."""
     with pytest.raises(ModelError) as caught:
-        proven(directory)
+        load_checked(directory)
     return str(caught.value)
 
 
@@ -300,12 +304,12 @@ def refusal(directory: Path) -> str:
     [
         ("bert", "is_decoder: false makes this bert an encoder"),
         ("electra", "is_decoder: false makes this electra an encoder"),
-        ("mamba", "layer_types: 'linear_attention' keeps what pages do not hold"),
-        ("jamba", "keeps (a state that|what) pages do not hold"),
-        ("qwen3_next", "layer_types: 'linear_attention' keeps what pages do not hold"),
-        ("openai-gpt", "OpenAIGPTLMHeadModel keeps keys and values of 0 layers"),
+        ("mamba", "layer_types: 'linear_attention' has a state that pages cannot store"),
+        ("jamba", "has a state that pages cannot store"),
+        ("qwen3_next", "layer_types: 'linear_attention' has a state that pages cannot store"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel stores keys and values for 0 of"),
         ("t5", "t5 is an encoder with a decoder"),
-        ("vit", "vit is not a language model"),
+        ("vit", "vit is not a causal language model"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(model_type: str, why: str, tmp_path: Path) -> None:
@@ -337,7 +341,7 @@ def _spoil(tensors: dict[str, torch.Tensor]) -> None:
     [
         (_drop, r"tensor model\.layers\.1\.self_attn\.q_proj\.weight is missing"),
         (_add, r"tensor model\.layers\.1\.self_attn\.ghost\.weight is not part of this cohere model"),
-        (_reshape, r"tensor .*q_proj\.weight has shape \[64, 32\], the config asks for \[64, 64\]"),
+        (_reshape, r"tensor .*q_proj\.weight has shape \[64, 32\], but the config asks for \[64, 64\]"),
         (_spoil, r"tensor .*q_proj\.weight is not finite as float32"),
     ],
 )
@@ -358,7 +362,7 @@ def test_tensors_that_do_not_fit_are_named(
         ({"hidden_size": 1 << 30}, "hidden_size: must be at most"),
         ({"vocab_size": 1 << 40}, "vocab_size: must be at most"),
         ({"num_hidden_layers": 4000}, "the config asks for more than .* parameters"),
-        ({"vocab_size": 1 << 23}, "the config asks for .* numbers, the files hold"),
+        ({"vocab_size": 1 << 23}, "the config asks for .* weights, but the files have"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
             "quantised weights are not supported, only float32, bfloat16 and float16",
@@ -392,7 +396,7 @@ def test_code_of_a_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.Monk
     file = directory / "config.json"
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": auto_map}))
-    assert proven(directory).config.model_type == "cohere"
+    assert load_checked(directory).config.model_type == "cohere"
 
 
 def change_config(directory: Path, **settings: Any) -> None:
@@ -408,7 +412,7 @@ def test_a_head_that_is_tied_and_differs_is_refused(tmp_path: Path, tied: bool) 
     if tied:
         assert "tensor lm_head.weight differs from model.embed_tokens.weight" in refusal(tmp_path)
     else:
-        proven(tmp_path)
+        load_checked(tmp_path)
 
 
 def test_experts_of_which_a_token_goes_through_none_are_refused(tmp_path: Path) -> None:

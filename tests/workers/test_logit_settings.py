@@ -18,8 +18,7 @@ from workers import wire
 from workers.batch import sampling_rows
 from workers.kv.table import KvTable
 from workers.logit_settings import HistoryCounter, Masks
-from workers.operations import Forward, OutputSpec, Sampling, TokenMask
-from workers.running import Chunk, RunningForward
+from workers.operations import Chunk, Forward, OutputSpec, Sampling, TokenMask
 from workers.sampling import SamplingRow, choose_tokens
 
 VOCAB = 12
@@ -81,7 +80,8 @@ def test_rows_of_a_scoring_share_their_history() -> None:
     table.append(sequence, tokens[:100])
     spec = Sampling(frequency_penalty=0.5, repetition_penalty=1.3)
     op = Forward(1, 1, 0, tokens, rows=200, output=OutputSpec(sampling=spec), prompt_len=50)
-    rows = sampling_rows([Chunk(RunningForward(op, sequence, 0, computed=100, started_ns=0), 100, 100)])
+    op.kv, op.computed = sequence, 100
+    rows = sampling_rows([Chunk(op, 100, 100)])
     assert len(rows) == 100 and len({id(row.history) for row in rows}) == 1
     logits = torch.randn(100, VOCAB, generator=torch.Generator().manual_seed(5))
     alone = [
@@ -92,9 +92,10 @@ def test_rows_of_a_scoring_share_their_history() -> None:
 
 
 def forward_with(mask: types_pb2.TokenMask) -> worker_pb2.WorkerCommand:
-    output = types_pb2.OutputOptions(mask=mask)
-    kind = worker_pb2.OPERATION_KIND_DECODE
-    command = worker_pb2.ForwardCommand(sequence=1, token_ids=[1], rows=1, output=output, kind=kind)
+    options = worker_pb2.ForwardOptions(rows=1, output=types_pb2.OutputOptions(mask=mask))
+    command = worker_pb2.ForwardCommand(
+        sequence=1, token_ids=[1], options=options.SerializeToString(), kind="OPERATION_KIND_DECODE"
+    )
     return worker_pb2.WorkerCommand(op_id=1, forward=command)
 
 

@@ -328,7 +328,7 @@ def test_refusals_name_the_file(tmp_path: Path) -> None:
         ModelConfig.from_directory(tmp_path)
     file = tmp_path / "config.json"
     for content, message in (
-        ("{", "is not sound JSON"),
+        ("{", "is not valid JSON"),
         ("[]", "must be a JSON object"),
         ("{}", "model_type"),
     ):

@@ -115,7 +115,7 @@ def test_a_template_too_large_to_be_handed_out_is_left_out(
     long = "x" * (MAX_BYTES + 1)
     write(tmp_path, **({"chat_template": long} if in_file else {"tokenizer_config": {"chat_template": long}}))
     assert read_chat_template(tmp_path, PLENTY) == ChatTemplate()
-    assert "is too large to be handed out" in caplog.text
+    assert "is too large to be sent to clients" in caplog.text
 
 
 def test_template_and_tokenizer_share_the_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,7 +174,7 @@ def test_what_is_told_can_be_asked_for(
     told = {name: value for name in _NAMES[1:] if (value := getattr(defaults, name)) is not None}
     sampling = types_pb2.SamplingParams(**told)
     check_output(types_pb2.OutputOptions(sampling=sampling), RequestLimits(1 << 10, 1 << 20), 1)
-    assert not error or re.search(r"/generation_config\.json: is not sound JSON: (NaN|-?Infinity)", error)
+    assert not error or re.search(r"/generation_config\.json: is not valid JSON: (NaN|-?Infinity)", error)
 
 
 @pytest.mark.parametrize(

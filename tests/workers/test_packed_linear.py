@@ -17,7 +17,7 @@ from kernels.linear import can_pack
 from workers.models.library.library_model import LibraryModel
 from workers.models.library.loading import load_library_model, plan_library_model
 from workers.models.library.packed_linear import PackedLinear, pack_linears, plain_products
-from workers.models.library.proof import prove_loaded
+from workers.models.library.parity_check import check_loaded
 
 torch.set_num_threads(1)
 
@@ -59,7 +59,7 @@ def test_a_packed_model_is_the_model_of_its_files(tied: bool, tmp_path: Path) ->
         expected = peer(input_ids=tokens[None], use_cache=False).logits[0]
     # What the self-check compares with are the library's own products of the same weights.
     assert torch.equal(loaded.model.plain_logits(tokens), expected)
-    prove_loaded(tmp_path, loaded)
+    check_loaded(tmp_path, loaded)
 
 
 def test_a_packing_mistake_shows_in_the_self_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_packing_mistake_shows_in_the_self_check(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(wrong, lambda x, weight, bias: x.new_zeros(len(x), len(weight)).normal_())
     loaded = load_library_model(plan_library_model(_llama(tmp_path)))
     with pytest.raises(Exception, match="differs from its plain forward"):
-        prove_loaded(tmp_path, loaded)
+        check_loaded(tmp_path, loaded)
 
 
 def _layer(outputs: int, *, bias: bool = True) -> nn.Linear:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 import pytest
 from quire.v1 import executor_pb2, types_pb2
 
-from service.api import appends
+from service.api import append_codec
 from service.api.validation import RequestLimits
-from service.caches.effects import ForwardSequence
+from service.caches.effects import Attempt
 from service.pool.wire import to_message
-from workers.forward_queue import SHORT_TOKENS
-from workers.kv.table import KvSequence
+from tests.workers.scheduling import Bench
 from workers.operations import Forward, Priority
-from workers.running import RunningForward
-from workers.scheduler import HEAD_START_STEPS, Scheduler
+from workers.request_queue import SHORT_TOKENS
+from workers.scheduler import HEAD_START_STEPS
 from workers.wire import to_command
 
 ASKED = {
@@ -27,39 +24,28 @@ ASKED = {
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
 
 
-def accept(op: Forward) -> RunningForward:
-    return RunningForward(op, KvSequence(op.sequence), reused=0, computed=0, started_ns=0)
-
-
-class Line:
-    """A scheduler of steps with one item, or more, and whose forward each was."""
+class Line(Bench):
+    """One item in a step, or more, and whose forward each was."""
 
     def __init__(self, items: int = 1) -> None:
-        self.scheduler = Scheduler(512, items, 256)
-        self._op_ids = count()
+        super().__init__(items, tokens=512, rows=256)
 
-    def add(self, priority: Priority, tokens: int, caller: int = 0) -> None:
-        op_id = next(self._op_ids)
-        self.scheduler.add(Forward(op_id, op_id, 0, range(tokens), caller=caller, priority=priority))
+    def ask(self, priority: Priority, tokens: int, caller: int = 0) -> None:
+        self.add(caller, tokens=tokens, priority=priority)
 
-    def step(self) -> Priority | None:
-        return next(iter(self.step_of_many()), None)
+    def next(self) -> Priority:
+        return self.next_of_many()[0]
 
-    def step_of_many(self) -> list[Priority]:
-        batch = self.scheduler.next_batch(0, accept)
-        for chunk in batch.chunks:
-            chunk.running.computed += chunk.count
-            self.scheduler.advance(chunk)
-        self.scheduler.check_invariants()
-        return [chunk.op.priority for chunk in batch.chunks]
+    def next_of_many(self) -> list[Priority]:
+        return [self.asked[op_id].priority for op_id in self.step()]
 
 
 @pytest.mark.parametrize("tokens", [1, SHORT_TOKENS + 1, 300])
 def test_those_that_come_together_go_by_priority(tokens: int) -> None:
     line = Line()
     for priority in (LOW, NORMAL, HIGH, LOW, NORMAL, HIGH):
-        line.add(priority, tokens)
-    assert [line.step() for _ in range(6)] == [HIGH, HIGH, NORMAL, NORMAL, LOW, LOW]
+        line.ask(priority, tokens)
+    assert [line.next() for _ in range(6)] == [HIGH, HIGH, NORMAL, NORMAL, LOW, LOW]
 
 
 @pytest.mark.parametrize("first", [NORMAL, HIGH])
@@ -67,13 +53,13 @@ def test_those_that_come_together_go_by_priority(tokens: int) -> None:
 def test_low_priority_has_its_turn_however_many_others_come(first: Priority, tokens: int) -> None:
     """Each of them is a caller of its own, as every unary call is."""
     line = Line()
-    line.add(LOW, tokens)
+    line.ask(LOW, tokens)
     for _ in range(3):
-        line.add(first, tokens)
+        line.ask(first, tokens)
     for _step in range(200_000 // tokens):
-        if line.step() is LOW:
+        if line.next() is LOW:
             return
-        line.add(first, tokens)
+        line.ask(first, tokens)
     pytest.fail("it never had its turn")
 
 
@@ -81,16 +67,15 @@ def test_a_high_priority_is_a_head_start_and_no_larger_share() -> None:
     """Of two callers who always have something, one at a high priority has no more in the long run."""
     line = Line()
     for _ in range(4):
-        line.add(HIGH, 64, caller=1)
-        line.add(NORMAL, 64, caller=2)
+        line.ask(HIGH, 64, caller=1)
+        line.ask(NORMAL, 64, caller=2)
     ahead = []
     for _ in range(2):
         done = {HIGH: 0, NORMAL: 0}
         for _step in range(4000):
-            priority = line.step()
-            assert priority is not None
+            priority = line.next()
             done[priority] += 1
-            line.add(priority, 64, caller=1 if priority is HIGH else 2)
+            line.ask(priority, 64, caller=1 if priority is HIGH else 2)
         ahead.append(done[HIGH] - done[NORMAL])
     assert ahead[0] > 50 and abs(ahead[1]) < 10
 
@@ -103,16 +88,16 @@ def test_however_many_are_ahead_by_priority_it_is_for_a_bounded_number_of_steps(
     """Each of them is new, so that nobody ever pays for a turn; and there are always so many."""
     line = Line(items=256)
     for _ in range(others):
-        line.add(first, 1)
+        line.ask(first, 1)
     waits = NORMAL if first is HIGH else LOW
-    line.add(waits, 1)
+    line.ask(waits, 1)
     bound = 2 * HEAD_START_STEPS + 2 * others // 256 + 4
     for _step in range(bound):
-        priorities = line.step_of_many()
+        priorities = line.next_of_many()
         if waits in priorities:
             return
         for _ in priorities:
-            line.add(first, 1)
+            line.ask(first, 1)
     pytest.fail(f"it waited for more than {bound} steps")
 
 
@@ -121,19 +106,19 @@ def test_a_priority_is_the_forwards_and_not_its_callers(others: int) -> None:
     """What a caller has queued at a low priority does not hold back what it asks for at a high one."""
     line = Line(items=16)
     for _ in range(others):
-        line.add(NORMAL, 1)
+        line.ask(NORMAL, 1)
     for _ in range(3):
-        line.add(LOW, 1, caller=1)
-    line.add(HIGH, 1, caller=1)
-    assert HIGH in line.step_of_many()
+        line.ask(LOW, 1, caller=1)
+    line.ask(HIGH, 1, caller=1)
+    assert HIGH in line.next_of_many()
 
 
 @pytest.mark.parametrize(("asked", "priority"), ASKED.items())
 def test_what_a_caller_asks_for_reaches_the_queue(asked: types_pb2.Priority, priority: Priority) -> None:
     limits = RequestLimits(vocab_size=100, max_response_bytes=1 << 20)
     request = executor_pb2.PrefillRequest(token_ids=[1, 2], priority=asked)
-    append = appends.prefill(request, limits, None)
-    command = ForwardSequence(
+    append = append_codec.prefill(request, limits, None)
+    command = Attempt(
         op_id=1, number=2, position=0, append=append, seed=3, prompt_len=2, caller=4, keep_all=False,
         ephemeral=False,
     )  # fmt: skip

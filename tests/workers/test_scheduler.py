@@ -1,10 +1,11 @@
-"""The scheduler against a plain model: who is in line, what ran, and what a step may hold.
+"""The scheduler against a simple model: what is queued, what ran, and the limits of a step.
 
 Who of several callers goes first is in `test_fair_queueing`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -18,12 +19,12 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.workers import scheduling
+from tests.workers.scheduling import accept, advance, check_invariants
 from workers import scheduler as scheduler_module
-from workers.forward_queue import SHORT_TOKENS, ForwardQueue, QueuedForward
-from workers.kv.table import KvSequence
-from workers.operations import Forward, Kind
-from workers.running import Chunk, RunningForward
-from workers.scheduler import Batch, Scheduler
+from workers.operations import Chunk, Forward, Kind, Priority
+from workers.request_queue import SHORT_TOKENS, RequestQueue
+from workers.scheduler import Scheduler
 
 # A class may be passed over this often in a row where a step is too small for both.
 PATIENCE_STEPS = 2
@@ -50,17 +51,6 @@ def forward(
     )
 
 
-def accept(op: Forward, reused: int = 0) -> RunningForward:
-    """What the engine's `begin` gives, without an engine."""
-    return RunningForward(op, KvSequence(op.sequence), reused, computed=reused, started_ns=0)
-
-
-def advance(scheduler: Scheduler, chunk: Chunk) -> bool:
-    """Run a chunk, as the engine's `execute` does, and tell the scheduler."""
-    chunk.running.computed += chunk.count
-    return scheduler.advance(chunk)
-
-
 class SchedulerMachine(RuleBasedStateMachine):
     """Random forwards, aborts, failures and steps; `held` is the model: op ids in order of arrival."""
 
@@ -68,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, tokens: int, items: int, rows: int) -> None:
         self.scheduler = Scheduler(tokens, items, rows)
         self.held: dict[int, Forward] = {}
-        self.begun: dict[int, RunningForward] = {}
+        self.begun: set[int] = set()
         # What `begin` will do: fail, or find so many tokens in the cache.
         self.fails: set[int] = set()
         self.reusable: dict[int, int] = {}
@@ -128,9 +118,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         op_id = data.draw(st.sampled_from(sorted(self.held)))
-        entry = self.scheduler.remove(op_id)
-        assert entry is not None and entry.op is self.held.pop(op_id)
-        assert entry.running is self.begun.get(op_id)
+        forward = self.scheduler.remove(op_id)
+        assert forward is self.held.pop(op_id)
+        assert forward.has_begun == (op_id in self.begun)
         assert self.scheduler.remove(op_id) is None
 
     @rule(passed_ns=st.integers(0, 4))
@@ -139,22 +129,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        batch = self.next_batch()
+        chunks = self.next_batch()
         outcome = data.draw(st.sampled_from(["done", "done", "done", "one failed", "all again"]))
-        failed = (
-            data.draw(st.sampled_from(batch.chunks)) if outcome == "one failed" and batch.chunks else None
-        )
-        for chunk in batch.chunks:
+        failed = data.draw(st.sampled_from(chunks)) if outcome == "one failed" and chunks else None
+        for chunk in chunks:
             if chunk is failed:
-                entry = self.scheduler.remove(chunk.op.op_id)
-                assert entry is not None and entry.op is self.held.pop(chunk.op.op_id)
+                forward = self.scheduler.remove(chunk.forward.op_id)
+                assert forward is self.held.pop(chunk.forward.op_id)
             elif outcome != "all again":
                 self.run(chunk)
 
     def run(self, chunk: Chunk) -> None:
-        op_id = chunk.op.op_id
+        op_id = chunk.forward.op_id
         self.ran[op_id] += range(chunk.start, chunk.start + chunk.count)
-        is_last = chunk.count == chunk.running.remaining
+        is_last = chunk.count == chunk.forward.remaining
         with pytest.raises(ValueError, match="not due"):
             self.scheduler.advance(chunk)  # It has not run yet.
         assert advance(self.scheduler, chunk) == is_last
@@ -162,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             op = self.held.pop(op_id)
             assert self.ran[op_id] == list(range(self.reusable[op_id], len(op.token_ids)))
 
-    def next_batch(self) -> Batch:
+    def next_batch(self) -> list[Chunk]:
         late = {
             op_id
             for op_id, op in self.held.items()
@@ -170,69 +158,68 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         for op_id in late:
             del self.held[op_id]
+        assert {op.op_id for op in self.scheduler.expire(self.now_ns)} == late
         short_line, long_line = self.lines()
         failures = 0
 
-        def begin(op: Forward) -> RunningForward | None:
+        def begin(op: Forward) -> bool:
             nonlocal failures
             assert op.op_id not in self.begun
             assert op.op_id in {head.op_id for head in self.heads()}
             if op.op_id in self.fails:
                 del self.held[op.op_id]
                 failures += 1
-                return None
-            self.begun[op.op_id] = accept(op, self.reusable[op.op_id])
-            return self.begun[op.op_id]
+                return False
+            self.begun.add(op.op_id)
+            return accept(op, self.reusable[op.op_id])
 
-        batch = self.scheduler.next_batch(self.now_ns, begin)
-        assert {op.op_id for op in batch.expired} == late
-        assert batch.chunks or failures or not self.held
-        self.check_chunks(batch)
-        self.check_shares(batch, short_line, long_line)
-        return batch
+        chunks = self.scheduler.next_batch(begin)
+        assert chunks or failures or not self.held
+        self.check_chunks(chunks)
+        self.check_shares(chunks, short_line, long_line)
+        return chunks
 
-    def check_chunks(self, batch: Batch) -> None:
+    def check_chunks(self, chunks: list[Chunk]) -> None:
         heads = {op.op_id: op for op in self.heads()}
         arrivals = list(self.held)
-        for chunk in batch.chunks:
-            op = chunk.op
+        for chunk in chunks:
+            op = chunk.forward
             assert heads.pop(op.op_id) is op
-            assert chunk.running is self.begun[op.op_id]
-            assert chunk.start == chunk.running.computed
+            assert op.op_id in self.begun
+            assert chunk.start == chunk.forward.computed
             assert chunk.start == self.reusable[op.op_id] + len(self.ran[op.op_id])
-            assert 1 <= chunk.count <= chunk.running.remaining
+            assert 1 <= chunk.count <= chunk.forward.remaining
         order = [
-            (chunk.running.remaining > SHORT_TOKENS, chunk.count > 1, arrivals.index(chunk.op.op_id))
-            for chunk in batch.chunks
+            (chunk.forward.remaining > SHORT_TOKENS, chunk.count > 1, arrivals.index(chunk.forward.op_id))
+            for chunk in chunks
         ]
         assert order == sorted(order)
-        assert sum(chunk.count for chunk in batch.chunks) <= self.scheduler.max_batch_tokens
-        assert len(batch.chunks) <= self.scheduler.max_batch_items
-        assert sum(wanted_rows(chunk) for chunk in batch.chunks) <= self.scheduler.max_rows
-        assert [chunk.rows for chunk in batch.chunks] == [wanted_rows(chunk) for chunk in batch.chunks]
+        assert sum(chunk.count for chunk in chunks) <= self.scheduler.max_batch_tokens
+        assert len(chunks) <= self.scheduler.max_batch_items
+        assert sum(wanted_rows(chunk) for chunk in chunks) <= self.scheduler.max_rows
+        assert [chunk.rows for chunk in chunks] == [wanted_rows(chunk) for chunk in chunks]
 
     def is_long(self, op_id: int) -> bool:
         return self.remaining(op_id) > SHORT_TOKENS
 
     def remaining(self, op_id: int) -> int:
-        running = self.begun.get(op_id)
-        return len(self.held[op_id].token_ids) if running is None else running.remaining
+        return self.held[op_id].remaining
 
     def lines(self) -> tuple[list[int], list[int]]:
-        """Who stands in line and is not late, short and long. Their order is the queue's own invariant."""
+        """The queued forwards that are not late, short and long. Their order is the queue's own invariant."""
         queue = self.scheduler._queue
         short, long = (
-            [entry.op.op_id for entry in lane.line if entry.op.op_id in self.held]
-            for lane in (queue.short, queue.long)
+            [forward.op_id for forward in service_class.queue if forward.op_id in self.held]
+            for service_class in (queue.short, queue.long)
         )
         return short, long
 
-    def check_shares(self, batch: Batch, short_line: list[int], long_line: list[int]) -> None:
+    def check_shares(self, chunks: list[Chunk], short_line: list[int], long_line: list[int]) -> None:
         """Nobody first in line is passed over for long; short ones only for lack of their share.
 
         The lines are those before the step. A forward that `begin` made short changed lines: not judged.
         """
-        ran = {chunk.op.op_id for chunk in batch.chunks}
+        ran = {chunk.forward.op_id for chunk in chunks}
         stuck = {
             line[0]
             for is_long, line in ((False, short_line), (True, long_line))
@@ -241,7 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.passed_over = {op_id: self.passed_over.get(op_id, 0) + 1 for op_id in stuck}
         assert all(steps <= PATIENCE_STEPS for steps in self.passed_over.values())
         if (self.held.keys() - ran).intersection(short_line):
-            short = [chunk for chunk in batch.chunks if chunk.running.remaining <= SHORT_TOKENS]
+            short = [chunk for chunk in chunks if chunk.forward.remaining <= SHORT_TOKENS]
             limits = self.scheduler
             assert (
                 sum(chunk.count for chunk in short)
@@ -252,9 +239,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_consistent(self) -> None:
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         assert len(self.scheduler) == len(self.held)
-        assert self.scheduler.in_flight == len(self.begun.keys() & self.held.keys())
+        assert {op_id for op_id, op in self.held.items() if op.has_begun} == self.begun & self.held.keys()
 
     def teardown(self) -> None:
         """Whatever is left runs to its end in a bounded number of steps."""
@@ -264,10 +251,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.held:
             steps -= 1
             assert steps >= 0
-            for chunk in self.next_batch().chunks:
+            for chunk in self.next_batch():
                 self.run(chunk)
         self.is_consistent()
-        assert self.next_batch() == Batch([], [])
+        assert self.next_batch() == []
 
 
 def share(limit: int) -> int:
@@ -276,7 +263,7 @@ def share(limit: int) -> int:
 
 def wanted_rows(chunk: Chunk) -> int:
     """One by one: the tokens of the chunk that are among the last `rows` of the forward."""
-    first_wanted = len(chunk.op.token_ids) - chunk.op.rows
+    first_wanted = len(chunk.forward.token_ids) - chunk.forward.rows
     return sum(index >= first_wanted for index in range(chunk.start, chunk.start + chunk.count))
 
 
@@ -285,15 +272,15 @@ TestScheduler.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
-true_fit = Scheduler._fit
+true_fit = Scheduler._tokens_that_fit
 
 
-def forget_rows(scheduler: Scheduler, entry: QueuedForward, budget: scheduler_module._Budget) -> int:
-    return min(entry.remaining, budget.tokens) if budget.items else 0
+def forget_rows(scheduler: Scheduler, forward: Forward, budget: scheduler_module._Budget) -> int:
+    return min(forward.remaining, budget.tokens) if budget.items else 0
 
 
-def forget_items(scheduler: Scheduler, entry: QueuedForward, budget: scheduler_module._Budget) -> int:
-    return true_fit(scheduler, entry, scheduler_module._Budget(budget.tokens, 1, budget.rows))
+def forget_items(scheduler: Scheduler, forward: Forward, budget: scheduler_module._Budget) -> int:
+    return true_fit(scheduler, forward, scheduler_module._Budget(budget.tokens, 1, budget.rows))
 
 
 def hold_nothing_back(scheduler: Scheduler, step: object) -> scheduler_module._Budget:
@@ -306,7 +293,7 @@ def hold_everything_back(scheduler: Scheduler, step: scheduler_module._Budget) -
     return held
 
 
-def forget_deadlines(queue: ForwardQueue, now_ns: int) -> list[Forward]:
+def forget_deadlines(queue: RequestQueue, now_ns: int) -> list[Forward]:
     return []
 
 
@@ -336,11 +323,11 @@ SMALL = (12, 3, 4)
 @pytest.mark.parametrize(
     ("limits", "owner", "name", "mutant"),
     [
-        (SMALL, Scheduler, "_fit", forget_rows),
-        (SMALL, Scheduler, "_fit", forget_items),
-        (TINY, Scheduler, "_hold_back", hold_nothing_back),
-        (SMALL, Scheduler, "_hold_back", hold_everything_back),
-        (TINY, ForwardQueue, "expire", forget_deadlines),
+        (SMALL, Scheduler, "_tokens_that_fit", forget_rows),
+        (SMALL, Scheduler, "_tokens_that_fit", forget_items),
+        (TINY, Scheduler, "_reserve_for_long", hold_nothing_back),
+        (SMALL, Scheduler, "_reserve_for_long", hold_everything_back),
+        (TINY, RequestQueue, "expire", forget_deadlines),
     ],
 )
 def test_the_oracle_notices_a_mutant(
@@ -356,15 +343,12 @@ def test_the_oracle_notices_a_mutant(
         drive(SchedulerMachine(), *limits)
 
 
-def layout(batch: Batch) -> list[tuple[int, int, int]]:
-    return [(chunk.op.op_id, chunk.start, chunk.count) for chunk in batch.chunks]
+def layout(chunks: list[Chunk]) -> list[tuple[int, int, int]]:
+    return [(chunk.forward.op_id, chunk.start, chunk.count) for chunk in chunks]
 
 
-def run_step(scheduler: Scheduler, now_ns: int = 0) -> list[tuple[int, int, int]]:
-    batch = scheduler.next_batch(now_ns, accept)
-    for chunk in batch.chunks:
-        advance(scheduler, chunk)
-    return layout(batch)
+def run_step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
+    return layout(scheduling.run_step(scheduler))
 
 
 def test_decodes_go_first_and_a_prefill_fills_the_rest_in_whole_pages() -> None:
@@ -457,14 +441,13 @@ def test_reuse_makes_a_prefill_short() -> None:
     scheduler.add(forward(1, 100))
     scheduler.add(forward(2, 100))
 
-    def begin(op: Forward) -> RunningForward:
+    def begin(op: Forward) -> bool:
         return accept(op, 96 if op.op_id == 2 else 0)
 
-    batch = scheduler.next_batch(0, begin)
-    assert layout(batch) == [(1, 0, 64)]
+    assert layout(scheduler.next_batch(begin)) == [(1, 0, 64)]
     scheduler.remove(1)
     scheduler.add(forward(3, 100))
-    assert layout(scheduler.next_batch(0, begin)) == [(2, 96, 4), (3, 0, 48)]
+    assert layout(scheduler.next_batch(begin)) == [(2, 96, 4), (3, 0, 48)]
 
 
 def test_a_forward_that_fails_to_begin_makes_room_for_the_next_of_its_sequence() -> None:
@@ -473,13 +456,13 @@ def test_a_forward_that_fails_to_begin_makes_room_for_the_next_of_its_sequence()
     scheduler.add(forward(2, sequence=5))
     seen = []
 
-    def begin(op: Forward) -> RunningForward | None:
+    def begin(op: Forward) -> bool:
         seen.append(op.op_id)
-        return None if op.op_id == 1 else accept(op)
+        return op.op_id != 1 and accept(op)
 
-    assert layout(scheduler.next_batch(0, begin)) == [(2, 0, 1)]
+    assert layout(scheduler.next_batch(begin)) == [(2, 0, 1)]
     assert seen == [1, 2]
-    assert len(scheduler) == scheduler.in_flight == 1
+    assert len(scheduler) == 1
 
 
 def test_a_begin_that_raises_loses_nothing() -> None:
@@ -487,14 +470,14 @@ def test_a_begin_that_raises_loses_nothing() -> None:
     scheduler.add(forward(1))
     scheduler.add(forward(2))
 
-    def begin(op: Forward) -> RunningForward:
+    def begin(op: Forward) -> bool:
         if op.op_id == 2:
             raise RuntimeError
         return accept(op)
 
     with pytest.raises(RuntimeError):
-        scheduler.next_batch(0, begin)
-    scheduler.check_invariants()
+        scheduler.next_batch(begin)
+    check_invariants(scheduler)
     assert run_step(scheduler) == [(1, 0, 1), (2, 0, 1)]
 
 
@@ -503,9 +486,9 @@ def test_begin_must_leave_a_token() -> None:
     scheduler.add(forward(1))
 
     with pytest.raises(ValueError, match="no tokens left"):
-        scheduler.next_batch(0, lambda op: accept(op, 1))
+        scheduler.next_batch(lambda op: accept(op, 1))
     assert len(scheduler) == 0
-    scheduler.check_invariants()
+    check_invariants(scheduler)
 
 
 def test_a_deadline_counts_until_a_forward_is_begun() -> None:
@@ -517,10 +500,9 @@ def test_a_deadline_counts_until_a_forward_is_begun() -> None:
     )
     for op in (begun, late, behind):
         scheduler.add(op)
-    assert run_step(scheduler, now_ns=9) == [(1, 0, 16)]
-    batch = scheduler.next_batch(11, accept)
-    assert batch.expired == [behind, late]
-    assert layout(batch) == [(1, 16, 16)]
+    assert scheduler.expire(9) == [] and run_step(scheduler) == [(1, 0, 16)]
+    assert scheduler.expire(11) == [behind, late]
+    assert layout(scheduler.next_batch(accept)) == [(1, 16, 16)]
     assert len(scheduler) == 1
 
 
@@ -532,12 +514,29 @@ def test_deadlines_of_finished_forwards_are_forgotten() -> None:
     assert len(scheduler._queue._deadlines) < 100
 
 
-def test_an_op_id_can_be_used_again() -> None:
+@pytest.mark.parametrize(
+    ("priority", "deadline_ns"), [(Priority.NORMAL, 10**18), (Priority.LOW, None), (Priority.LOW, 10**18)]
+)
+def test_a_finished_forward_is_let_go(priority: Priority, deadline_ns: int | None) -> None:
+    """It holds its answer, which may be large."""
+    scheduler = Scheduler(16, 8, 8)
+    finished = Forward(1, 1, 0, [1], priority=priority, deadline_ns=deadline_ns)
+    references = sys.getrefcount(finished)
+    scheduler.add(finished)
+    run_step(scheduler)
+    assert sys.getrefcount(finished) == references
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_an_op_id_can_be_used_again(is_done: bool) -> None:
     scheduler = Scheduler(16, 8, 8)
     scheduler.add(forward(1, deadline_ns=5))
-    run_step(scheduler)
+    if is_done:
+        run_step(scheduler)
+    else:
+        scheduler.remove(1)
     scheduler.add(forward(1))
-    assert scheduler.next_batch(9, accept).expired == []
+    assert scheduler.expire(9) == [] and len(scheduler) == 1
 
 
 def test_a_step_looks_only_at_what_it_takes() -> None:
@@ -546,11 +545,11 @@ def test_a_step_looks_only_at_what_it_takes() -> None:
         scheduler.add(forward(op_id, 1 + op_id % 40))
     begun = []
 
-    def begin(op: Forward) -> RunningForward:
+    def begin(op: Forward) -> bool:
         begun.append(op.op_id)
         return accept(op)
 
-    scheduler.next_batch(0, begin)
+    scheduler.next_batch(begin)
     assert len(begun) == 4
 
 
@@ -563,7 +562,7 @@ def test_wrong_calls_are_refused() -> None:
         with pytest.raises(ValueError, match=f"{rows} rows of {tokens} tokens"):
             scheduler.add(forward(2, tokens, rows=rows))
     with pytest.raises(ValueError, match="not due"):
-        advance(scheduler, Chunk(accept(forward(3)), 0, 1))
+        advance(scheduler, Chunk(forward(3), 0, 1))
     with pytest.raises(ValueError, match="max_rows"):
         Scheduler(1, 1, 0)
     assert scheduler.remove(7) is None
@@ -574,14 +573,7 @@ def test_a_prefill_beside_decodes_is_bounded() -> None:
     scheduler = Scheduler(512, 64, 64, max_mixed_prefill_tokens=32)
     scheduler.add(Forward(1, 1, 0, range(1000), kind=Kind.PREFILL))
     scheduler.add(Forward(2, 2, 40, [7], kind=Kind.DECODE))
-    mixed = scheduler.next_batch(0, accept)
-    assert [(chunk.op.op_id, chunk.count) for chunk in mixed.chunks] == [(2, 1), (1, 32)]
-    for chunk in mixed.chunks:
-        advance(scheduler, chunk)
-    # Who decoded is about to come back, and would wait for a whole step of the prefill.
-    after = scheduler.next_batch(0, accept)
-    assert [(chunk.op.op_id, chunk.count) for chunk in after.chunks] == [(1, 32)]
-    for chunk in after.chunks:
-        advance(scheduler, chunk)
-    alone = scheduler.next_batch(0, accept)
-    assert [(chunk.op.op_id, chunk.count) for chunk in alone.chunks] == [(1, 512)]
+    assert run_step(scheduler) == [(2, 0, 1), (1, 0, 32)]
+    # Callers that decoded are about to send the next request, and would wait for a whole prefill step.
+    assert run_step(scheduler) == [(1, 32, 32)]
+    assert run_step(scheduler) == [(1, 64, 512)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from quire.v1 import worker_pb2
 
-from tests.workers.gateway_end import SECRET, Gateway
+from tests.workers.gateway_end import LAST_ROW, SECRET, Gateway
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
@@ -37,7 +37,7 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
 
     monkeypatch.setattr(executor.engine, "_execute", busy)
     forward = worker_pb2.ForwardCommand(
-        sequence=1, token_ids=[1, 2, 3], rows=1, kind="OPERATION_KIND_PREFILL"
+        sequence=1, token_ids=[1, 2, 3], options=LAST_ROW, kind="OPERATION_KIND_PREFILL"
     )
     gateway.ask(op_id=1, forward=forward)
     during, expected_ns = 0, 0

@@ -23,7 +23,7 @@ def test_copies_are_lists_of_their_own(
 ) -> None:
     ours, plain = [kind()], [list[int]()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_list, "CHUNK", 4)
+        patch.setattr(shared_list, "SEGMENT_ITEMS", 4)
         for number, (operation, which, amount) in enumerate(operations):
             i = which % len(ours)
             if operation == "extend":
@@ -63,7 +63,7 @@ def test_forks_of_a_long_prompt_share_its_tokens_and_digests() -> None:
     for child in children:
         for shared, own in ((parent.token_ids, child.token_ids), (parent.digests, child.digests)):
             assert all(one is other for one, other in zip(shared._full, own._full, strict=True))
-            assert len(own._tail) < shared_list.CHUNK
+            assert len(own._tail) < shared_list.SEGMENT_ITEMS
     table.check_integrity()
     for child in children[1:]:
         table.release(child.key)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workers import more_draws, sampling, step_loop
+from workers import extra_samples, sampling, step_loop
 from workers.executors.engine import Engine
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
@@ -16,23 +16,22 @@ from workers.models.inputs import ForwardInputs
 from workers.operations import (
     Abort,
     CheckIntegrity,
+    Chunk,
     Failed,
     FailureReason,
     Fork,
     Forward,
-    ForwardDone,
-    Holdings,
+    HeldSequences,
     IntegrityReport,
     Kind,
     OutputSpec,
     Release,
+    Reset,
     Result,
     Sampling,
-    StartOver,
     TokenMask,
 )
 from workers.runners.base import DeviceLostError, StepResult
-from workers.running import Chunk
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
@@ -68,7 +67,7 @@ def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) 
     execute = engine.execute
 
     def fail_with_two(chunks: Sequence[Chunk]) -> None:
-        if any(chunk.op.op_id == 2 for chunk in chunks):
+        if any(chunk.forward.op_id == 2 for chunk in chunks):
             raise RuntimeError("planted")
         execute(chunks)
 
@@ -77,7 +76,7 @@ def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) 
     loop = make_loop(engine, results)
     loop.submit([forward(op_id) for op_id in (1, 2, 3)])
     run(loop, results, 3)
-    done = {result.op_id for result in results if isinstance(result, ForwardDone)}
+    done = {result.op_id for result in results if isinstance(result, Forward)}
     assert done == {1, 3}
     (failed,) = (result for result in results if isinstance(result, Failed))
     assert failed.op_id == 2 and failed.reason is FailureReason.FAULT
@@ -85,7 +84,7 @@ def test_only_the_cause_of_a_failed_step_fails(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_row_without_an_allowed_token_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others keep what was computed with it: nothing runs again."""
+    """The other forwards keep their results: nothing runs again."""
     engine = PagedAttentionExecutor.create(kv_pages=16).engine
     step, sizes = engine.runner.step, list[int]()
 
@@ -103,10 +102,10 @@ def test_a_row_without_an_allowed_token_fails_alone(monkeypatch: pytest.MonkeyPa
     assert sizes == [6]
     alone: list[Result] = []
     other = make_loop(PagedAttentionExecutor.create(kv_pages=16).engine, alone)
-    other.submit([forwards[0]])
+    other.submit([dataclasses.replace(forwards[0])])
     run(other, alone, 1)
-    done = {result.op_id: result for result in results if isinstance(result, ForwardDone)}
-    (expected,) = (result for result in alone if isinstance(result, ForwardDone))
+    done = {result.op_id: result for result in results if isinstance(result, Forward)}
+    (expected,) = (result for result in alone if isinstance(result, Forward))
     assert done.keys() == {1, 3}
     assert done[1].outputs == expected.outputs == done[3].outputs
     (failed,) = (result for result in results if isinstance(result, Failed))
@@ -120,9 +119,9 @@ def prefill_with_samples(op_id: int, draws: int) -> Forward:
 
 
 def test_many_draws_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tokens are drawn from a row, others are answered after a few of them."""
-    monkeypatch.setattr(step_loop, "_DRAWN_AT_ONCE", 1)
-    monkeypatch.setattr(more_draws, "_PART_COST", 1)
+    """Other forwards are answered before all tokens of a row are drawn."""
+    monkeypatch.setattr(step_loop, "_DRAW_BUDGET", 1)
+    monkeypatch.setattr(extra_samples, "_BATCH_COST", 1)
     engine = PagedAttentionExecutor.create(kv_pages=16).engine
     results: list[Result] = []
     loop = make_loop(engine, results)
@@ -133,28 +132,28 @@ def test_many_draws_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> No
         loop.step()
         loop.flush()
         for result in results:
-            assert isinstance(result, ForwardDone)
+            assert isinstance(result, Forward)
             answered.setdefault(result.op_id, step)
         if len(answered) == 3:
             break
     assert answered[3] == 1 and answered[2] < 10 and answered[1] > 50
-    by_id = {result.op_id: result for result in results if isinstance(result, ForwardDone)}
+    by_id = {result.op_id: result for result in results if isinstance(result, Forward)}
     assert [len(by_id[op_id].samples) for op_id in (1, 2, 3)] == [50, 3, 0]
     assert by_id[1].samples[:3] == by_id[2].samples
     engine.check_integrity()
 
 
 def test_few_forwards_draw_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that draws takes several times the memory of its row of logits."""
-    monkeypatch.setattr(step_loop, "_DRAWN_AT_ONCE", 1)
-    monkeypatch.setattr(more_draws, "_PART_COST", 1)
+    """A forward that draws takes several times the memory of its row of logits."""
+    monkeypatch.setattr(step_loop, "_DRAW_BUDGET", 1)
+    monkeypatch.setattr(extra_samples, "_BATCH_COST", 1)
     begun: list[int] = []
 
-    def counted(*of_one: Any) -> sampling.Race:
+    def counted(*of_one: Any) -> sampling.GumbelSampler:
         begun.append(1)
-        return sampling.Race(*of_one)
+        return sampling.GumbelSampler(*of_one)
 
-    monkeypatch.setattr(more_draws, "Race", counted)
+    monkeypatch.setattr(extra_samples, "GumbelSampler", counted)
     results: list[Result] = []
     loop = make_loop(PagedAttentionExecutor.create(kv_pages=64).engine, results)
     loop.submit([prefill_with_samples(op_id, 3) for op_id in range(1, 31)])
@@ -163,16 +162,16 @@ def test_few_forwards_draw_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         loop.step()
         loop.flush()
         assert len(begun) - len(results) <= 16
-    assert all(isinstance(result, ForwardDone) and len(result.samples) == 3 for result in results)
+    assert all(isinstance(result, Forward) and len(result.samples) == 3 for result in results)
 
 
-def test_what_still_draws_can_be_aborted_and_left_behind() -> None:
+def test_a_forward_that_draws_can_be_aborted_and_reset() -> None:
     engine = PagedAttentionExecutor.create(kv_pages=16).engine
     results: list[Result] = []
     loop = make_loop(engine, results)
-    for last in (Abort(9, target_op_id=1), StartOver(1)):
+    for last in (Abort(9, target_op_id=1), Reset(1)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_loop, "_DRAWN_AT_ONCE", 0)
+            patch.setattr(step_loop, "_DRAW_BUDGET", 0)
             loop.submit([prefill_with_samples(1, 5)])
             loop.take()
             loop.step()
@@ -182,11 +181,11 @@ def test_what_still_draws_can_be_aborted_and_left_behind() -> None:
         assert loop.operations_in_flight == 0
         assert not list(engine.sequences)
     loop.flush()
-    assert not any(isinstance(result, ForwardDone) for result in results)
+    assert not any(isinstance(result, Forward) for result in results)
 
 
 def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing on it can be used any more, so no operation is tried on its own, and none is answered."""
+    """The device is unusable, so no operation is retried alone, and none is answered."""
     engine = PagedAttentionExecutor.create(kv_pages=16).engine
     tried = []
 
@@ -203,8 +202,8 @@ def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == [3] and not results
 
 
-def test_a_bounded_prefill_waits_for_those_who_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each of their steps would be followed by one of the prefill alone."""
+def test_a_limited_prefill_waits_for_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a step of the prefill alone would follow each step of decodes."""
     engine = PagedAttentionExecutor.create(kv_pages=64).engine
     for protected, waits in ((8, True), (None, False)):
         results: list[Result] = []
@@ -227,7 +226,7 @@ def test_a_bounded_prefill_waits_for_those_who_decode(monkeypatch: pytest.Monkey
         assert bool(asked) is waits
 
 
-def test_a_full_step_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_step_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = PagedAttentionExecutor.create(kv_pages=64).engine
     loop = StepLoop(engine, Scheduler(64, 2, max_rows=2), lambda _: None, MAX_SEQ_TOKENS)
     monkeypatch.setattr(loop._window, "remaining_ns", lambda *_: pytest.fail("it asked how long to wait"))
@@ -236,8 +235,8 @@ def test_a_full_step_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loop.operations_in_flight == 3
 
 
-def test_an_abort_of_what_has_not_begun_touches_nothing() -> None:
-    """Its sequence is another forward's, which is in the middle of a prompt."""
+def test_an_abort_before_begin_does_not_roll_back() -> None:
+    """Another forward of the same sequence is in the middle of a prompt."""
     engine = PagedAttentionExecutor.create(kv_pages=16).engine
     results: list[Result] = []
     loop = StepLoop(engine, Scheduler(16, 4, max_rows=4), results.extend, MAX_SEQ_TOKENS)
@@ -251,60 +250,60 @@ def test_an_abort_of_what_has_not_begun_touches_nothing() -> None:
     assert 2 < (engine.length(1) or 0) < 42
     loop.submit([Abort(op_id=4, target_op_id=3)])
     run(loop, results, 2)
-    assert [result.op_id for result in results if isinstance(result, ForwardDone)] == [1, 2]
+    assert [result.op_id for result in results if isinstance(result, Forward)] == [1, 2]
     assert engine.length(1) == 42
     assert loop.operations_in_flight == 0
     engine.check_integrity()
 
 
-def test_a_caller_who_scores_is_not_expected_back() -> None:
-    """Its sequence is gone with the answer."""
+def test_a_scored_sequence_is_not_expected_back() -> None:
+    """Its sequence is released with the answer."""
     engine = PagedAttentionExecutor.create(kv_pages=64).engine
     results: list[Result] = []
     loop = make_loop(engine, results)
     scored = dataclasses.replace(forward(1), ephemeral=True, rows=2, kind=Kind.SCORE)
     loop.submit([scored, forward(2)])
     run(loop, results, 2)
-    assert set(loop._window._away) == {2}
+    assert set(loop._window._answered) == {2}
 
 
-def test_a_check_of_the_pool_holds_up_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences come and go, and forwards run, between its slices."""
-    monkeypatch.setattr(integrity, "SLICE_PAGES", 8)
+def test_an_integrity_check_does_not_delay_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are created and released, and forwards run, between its slices."""
+    monkeypatch.setattr(integrity, "PAGES_PER_SLICE", 8)
     engine = PagedAttentionExecutor.create(kv_pages=200).engine
     results: list[Result] = []
     loop = make_loop(engine, results)
     loop.submit([dataclasses.replace(forward(1), token_ids=[3] * 40)])
     run(loop, results, 1)
-    loop.submit([Fork(2, 1, range(100, 200)), CheckIntegrity(3, walk_pages=True), CheckIntegrity(4)])
-    loop.submit([CheckIntegrity(5, walk_pages=True)])
+    loop.submit([Fork(2, 1, range(100, 200)), CheckIntegrity(3, check_pages=True), CheckIntegrity(4)])
+    loop.submit([CheckIntegrity(5, check_pages=True)])
     for op_id in range(10, 40):
         decode = Forward(op_id, sequence=100 + op_id, position=40, token_ids=[op_id], kind=Kind.DECODE)
         prompt = dataclasses.replace(forward(1000 + op_id), token_ids=[op_id] * 20)
-        loop.submit([decode, prompt, CheckIntegrity(100 + op_id, walk_pages=True)])
+        loop.submit([decode, prompt, CheckIntegrity(100 + op_id, check_pages=True)])
         loop.submit([Release(200 + op_id, [100 + op_id - 3, 1000 + op_id - 2, 189 - op_id])])
         loop.take()
         loop.step()
         loop.flush()
-        assert any(isinstance(result, ForwardDone) and result.op_id == op_id for result in results)
+        assert any(isinstance(result, Forward) and result.op_id == op_id for result in results)
     run(loop, results, 2 + 3 + 30 * 4)
     reports = {result.op_id: result.intact for result in results if isinstance(result, IntegrityReport)}
     assert reports == {4: None, **dict.fromkeys((3, 5, *range(110, 140)), True)}
-    order = [result.op_id for result in results if not isinstance(result, Holdings)]
+    order = [result.op_id for result in results if not isinstance(result, HeldSequences)]
     assert order.index(4) < order.index(15) < order.index(3)
     engine.check_integrity()
 
 
-def test_a_check_in_slices_notices_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integrity, "SLICE_PAGES", 2)
+def test_an_integrity_check_in_slices_finds_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "PAGES_PER_SLICE", 2)
     engine = PagedAttentionExecutor.create(kv_pages=16).engine
     results: list[Result] = []
     loop = make_loop(engine, results)
-    loop.submit([forward(1), CheckIntegrity(2, walk_pages=True)])
+    loop.submit([forward(1), CheckIntegrity(2, check_pages=True)])
     loop.take()
     loop.step()
     engine._kv_table._pool._refcounts[9] += 1
     run(loop, results, 2)
-    loop.submit([CheckIntegrity(3, walk_pages=True)])
+    loop.submit([CheckIntegrity(3, check_pages=True)])
     run(loop, results, 3)
     assert [r.intact for r in results if isinstance(r, IntegrityReport)] == [False, False]

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from quire.v1 import worker_pb2
 
+from tests.workers.gateway_end import LAST_ROW, Gateway, Refused
 from tests.workers.gateway_end import SECRET as RIGHT
-from tests.workers.gateway_end import Gateway, Refused
-from workers import keeping
+from workers import adoption
 from workers.executors.weightless import PagedAttentionExecutor
-from workers.leash import Leash
+from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
 
 
 class Timer:
-    """The kernel's, and its clock."""
+    """A fake of the kernel's timer and clock."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -35,13 +35,13 @@ class Timer:
     def now(self) -> float:
         return self.now_s
 
-    def arm(self, seconds: float) -> None:
+    def set_alarm(self, seconds: float) -> None:
         self._ends_s = self.now_s + seconds if seconds else None
 
-    def beat(self, leash: Leash, seconds: float) -> None:
+    def advance(self, orphan_timer: OrphanTimer, seconds: float) -> None:
         for _ in range(round(seconds * 4)):
             self.now_s += 0.25
-            leash.beat()
+            orphan_timer.tick()
 
 
 class Bench:
@@ -50,12 +50,12 @@ class Bench:
     def __init__(self) -> None:
         self.executor = PagedAttentionExecutor.create(kv_pages=64)
         self.timer = Timer()
-        self.leash = Leash(60, now=self.timer.now, arm=self.timer.arm)
+        self.orphan_timer = OrphanTimer(60, now=self.timer.now, set_alarm=self.timer.set_alarm)
         self.worker = WorkerServer(
             lambda _: self.executor,
             lambda _: Scheduler(4, 16, max_rows=16),
             secret=RIGHT,
-            leash=self.leash,
+            orphan_timer=self.orphan_timer,
         )
         self.streams: list[asyncio.Task[None]] = []
 
@@ -84,7 +84,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 def prefill_command(op_id: int, sequence: int, tokens: Sequence[int]) -> worker_pb2.WorkerCommand:
     forward = worker_pb2.ForwardCommand(
-        sequence=sequence, token_ids=tokens, rows=1, kind="OPERATION_KIND_PREFILL"
+        sequence=sequence, token_ids=tokens, options=LAST_ROW, kind="OPERATION_KIND_PREFILL"
     )
     return worker_pb2.WorkerCommand(op_id=op_id, forward=forward)
 
@@ -101,7 +101,7 @@ async def holdings(gateway: Gateway) -> dict[int, int]:
 
 
 def digest(tokens: Sequence[int]) -> bytes:
-    """As a gateway computes it."""
+    """The digest as the gateway computes it."""
     return blake2b(np.array(tokens, "<u4").tobytes(), digest_size=16).digest()
 
 
@@ -129,7 +129,7 @@ async def test_what_the_next_gateway_knows_is_kept_and_the_rest_dropped(bench: B
     assert answer.op_id == 7 and list(answer.adopted.kept) == [1]
     assert {s.key: list(s.token_ids) for s in bench.executor.engine.sequences} == {1: texts[1][:30]}
     forward = worker_pb2.ForwardCommand(
-        sequence=1, position=30, token_ids=[9], rows=1, kind="OPERATION_KIND_DECODE"
+        sequence=1, position=30, token_ids=[9], options=LAST_ROW, kind="OPERATION_KIND_DECODE"
     )
     second.ask(op_id=8, forward=forward)
     assert (await second.next("forward")).op_id == 8
@@ -139,7 +139,7 @@ async def test_what_the_next_gateway_knows_is_kept_and_the_rest_dropped(bench: B
 async def test_nothing_of_one_stream_is_said_on_the_next(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what runs, what waits, what is done and not said yet, and of walks through the pool."""
+    """Of running and queued forwards, unsent results, and integrity checks."""
     first = bench.connect()
     await first.next("ready")
     await computed(first, 1, 1, [1, 2, 3])
@@ -158,7 +158,7 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
     await holds.wait()
     for op_id, position in ((4, 3), (5, 4)):
         decode = worker_pb2.ForwardCommand(
-            sequence=1, position=position, token_ids=[op_id], rows=1, kind="OPERATION_KIND_DECODE"
+            sequence=1, position=position, token_ids=[op_id], options=LAST_ROW, kind="OPERATION_KIND_DECODE"
         )
         first.ask(op_id=op_id, forward=decode)
     first.ask(op_id=6, snapshot=worker_pb2.SnapshotCommand(check_integrity=True))
@@ -214,7 +214,7 @@ async def test_a_worker_beyond_the_bound_gives_up_the_rest(
     await first.next("ready")
     for number in range(1, 6):
         await computed(first, number, number, [1, 2, 3])
-    monkeypatch.setattr(keeping, "MAX_HOLDINGS", 3)
+    monkeypatch.setattr(adoption, "MAX_HELD_SEQUENCES", 3)
     second = bench.connect()
     assert await holdings(second) == {1: 3, 2: 3, 3: 3}
     assert len(list(bench.executor.engine.sequences)) == 3
@@ -226,7 +226,7 @@ async def test_it_lives_for_the_grace_without_a_stream_and_no_longer(bench: Benc
     first = bench.connect()
     await first.next("ready")
     assert timer.ends() is None
-    timer.beat(bench.leash, 100)
+    timer.advance(bench.orphan_timer, 100)
     await bench.drop()
     assert timer.ends() == 260
     bench.connect()
@@ -249,18 +249,18 @@ async def test_without_a_grace_it_ends_with_its_stream() -> None:
 
 
 @pytest.mark.parametrize("stopped_s", [3.0, 90.0])
-def test_who_was_stopped_when_the_gateway_went_counts_from_before(stopped_s: float) -> None:
+def test_a_worker_stopped_during_the_disconnect_counts_from_before(stopped_s: float) -> None:
     timer = Timer()
-    leash = Leash(60, now=timer.now, arm=timer.arm)
-    leash.hold()
-    timer.beat(leash, 10)
+    orphan_timer = OrphanTimer(60, now=timer.now, set_alarm=timer.set_alarm)
+    orphan_timer.connected()
+    timer.advance(orphan_timer, 10)
     last_ran_s = timer.now_s
     timer.now_s += stopped_s
     # It learns of it after some turns of its loop.
-    timer.beat(leash, 0.5)
-    leash.let_go()
+    timer.advance(orphan_timer, 0.5)
+    orphan_timer.disconnected()
     assert timer.ends() == max(last_ran_s + 60, timer.now_s + 0.001)
-    leash.hold()
-    timer.beat(leash, 5)
-    leash.let_go()
+    orphan_timer.connected()
+    timer.advance(orphan_timer, 5)
+    orphan_timer.disconnected()
     assert timer.ends() == timer.now_s + 60, "long after it was continued it knows"

@@ -17,8 +17,7 @@ from workers.executors.base import ModelExecutor
 from workers.executors.errors import BadTree, KvMissing, NoTrees
 from workers.executors.llm import LlmExecutor
 from workers.kv.page_pool import OutOfPages
-from workers.operations import GREEDY, Accept, Forward, ForwardDone, Kind, LogitsFormat, OutputSpec, Sampling
-from workers.running import Chunk, RunningForward
+from workers.operations import GREEDY, Accept, Chunk, Forward, Kind, LogitsFormat, OutputSpec, Sampling
 from workers.token_trees import children_of, kept_path, path_to
 
 torch.set_num_threads(1)
@@ -69,13 +68,16 @@ def operation(executor: ModelExecutor, sequence: int, tree: Tree) -> Forward:
     )
 
 
-def in_parts(executor: ModelExecutor, running: RunningForward, dice: random.Random) -> ForwardDone:
-    """Runs a forward in steps of random sizes."""
-    while running.remaining:
-        part = dice.randint(1, running.remaining)
-        executor.engine.execute([Chunk(running, running.computed, part)])
+def in_parts(executor: ModelExecutor, op: Forward, dice: random.Random) -> Forward:
+    """Runs a forward in steps of random sizes, from its begin on unless it has begun."""
+    if not op.has_begun:
+        executor.engine.begin(op)
+    while op.remaining:
+        part = dice.randint(1, op.remaining)
+        executor.engine.execute([Chunk(op, op.computed, part)])
         executor.check_integrity()
-    return executor.engine.complete(running, 1)
+    executor.engine.complete(op)
+    return op
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -94,7 +96,7 @@ def test_a_tree_in_steps_of_any_size(executor: ModelExecutor, model: Path, seed:
         return plain[len(path)] if list(path) == plain[: len(path)] and len(path) < len(plain) else 3
 
     tree = random_tree(dice, said, dice.randint(2, 64), VOCAB, truth)
-    done = in_parts(executor, executor.engine.begin(operation(executor, 1, tree)), dice)
+    done = in_parts(executor, operation(executor, 1, tree), dice)
     kept = [tree.token_ids[index] for index in done.kept_path]
     assert kept == plain[: len(kept)] and done.kept == len(kept)
     assert done.outputs[done.kept_path[-1]].token_id == plain[len(kept)]
@@ -115,14 +117,15 @@ def test_a_tree_that_ends_in_between_leaves_nothing(
     executor.prefill(1, text)
     tree = random_tree(dice, 5, 40, VOCAB)
     pages = executor.cache_metrics_snapshot().pages_referenced
-    running = engine.begin(operation(executor, 1, tree))
-    engine.execute([Chunk(running, 0, dice.randint(1, 39))])
+    op = operation(executor, 1, tree)
+    engine.begin(op)
+    engine.execute([Chunk(op, 0, dice.randint(1, 39))])
     if seed % 2:
         with monkeypatch.context() as patch:
             patch.setattr(engine.runner, "step", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                engine.execute([Chunk(running, running.computed, running.remaining)])
-    engine.roll_back(running)
+                engine.execute([Chunk(op, op.computed, op.remaining)])
+    engine.roll_back(op)
     executor.check_integrity()
     assert executor.cache_metrics_snapshot().pages_referenced == pages
     assert_holds(executor, model, 1, text)
@@ -139,12 +142,13 @@ def test_what_may_fail_comes_before_what_cannot_be_undone(
     executor.fork(1, [2])
     following = executor.decode(2, said).token_id
     tree = Tree([said, (following + 1) % VOCAB, following], [0, 0])
-    running = executor.engine.begin(operation(executor, 1, tree))
+    op = operation(executor, 1, tree)
+    executor.engine.begin(op)
     with monkeypatch.context() as patch:
         patch.setattr(executor.engine.kv, "move_slots", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            executor.engine.execute([Chunk(running, 0, 3)])
-    assert in_parts(executor, running, random.Random(0)).kept_path == [0, 2]
+            executor.engine.execute([Chunk(op, 0, 3)])
+    assert in_parts(executor, op, random.Random(0)).kept_path == [0, 2]
     assert_holds(executor, model, 1, [1, 2, 3, said, following])
 
 
@@ -154,7 +158,7 @@ def test_where_nothing_is_accepted_the_root_stays(executor: ModelExecutor) -> No
     executor.fork(1, [2])
     right = executor.decode(2, said).token_id
     op = dataclasses.replace(operation(executor, 1, Tree([said, right], [0])), accept=Accept.ALL)
-    done = in_parts(executor, executor.engine.begin(op), random.Random(0))
+    done = in_parts(executor, op, random.Random(0))
     assert (done.kept, done.kept_path) == (1, [0]) and len(done.outputs) == 2
 
 

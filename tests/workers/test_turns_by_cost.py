@@ -6,86 +6,22 @@ here is measured.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers import step_shares
-from workers.forward_queue import SHORT_TOKENS, QueuedForward, cost_of
-from workers.kv.table import KvSequence
+from tests.workers.scheduling import Callers, check_invariants, run_step
+from workers import caller_limits
+from workers.caller_limits import MIN_FREE_COST, CallerLimits
 from workers.operations import Forward, HiddenSpec, LogitsFormat, OutputSpec
-from workers.running import Chunk, RunningForward
+from workers.request_queue import SHORT_TOKENS, ServiceClass, cost_of
 from workers.scheduler import Scheduler
-from workers.step_shares import LEAST_FREE_COST, StepShares
 
 GREEDY, OTHER = 1, 2
 LONG = SHORT_TOKENS + 1
 DECODE_COST = 2
-
-
-def accept(op: Forward) -> RunningForward:
-    return RunningForward(op, KvSequence(op.sequence), reused=0, computed=0, started_ns=0)
-
-
-def cost(chunks: Sequence[Chunk]) -> int:
-    return sum(chunk.count + chunk.rows * chunk.op.output.row_weight for chunk in chunks)
-
-
-@dataclass
-class Model:
-    """A scheduler, callers who come back with their next forward, and steps that take time.
-
-    base_ns, unit_ns: what a step costs, and each unit of what is in it.
-    """
-
-    base_ns: int
-    unit_ns: int
-    items: int = 256
-    now_ns: int = 0
-    waits_ns: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    served: Counter[int] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(512, self.items, 256)
-        self._op_ids = count()
-        # (when, op id, caller, tokens, how long until the next)
-        self._to_come: list[tuple[int, int, int, int, int]] = []
-        self._came: dict[int, tuple[int, int, int, int]] = {}
-
-    def add(self, caller: int, loops: int, tokens: int = 1, think_ns: int = 0) -> None:
-        """So many loops of a caller, each of which sends its next forward `think_ns` after an answer."""
-        for loop in range(loops):
-            first_ns = self.now_ns + think_ns * loop // loops
-            heapq.heappush(self._to_come, (first_ns, next(self._op_ids), caller, tokens, think_ns))
-
-    def step(self) -> list[Chunk]:
-        """Run one, after the moment there is something to run."""
-        if not len(self.scheduler):
-            self.now_ns = max(self.now_ns, self._to_come[0][0])
-        while self._to_come and self._to_come[0][0] <= self.now_ns:
-            came_ns, op_id, caller, tokens, think_ns = heapq.heappop(self._to_come)
-            self.scheduler.add(Forward(op_id, op_id, 0, range(tokens), rows=tokens, caller=caller))
-            self._came[op_id] = came_ns, caller, tokens, think_ns
-        chunks = self.scheduler.next_batch(0, accept).chunks
-        took_ns = self.base_ns + self.unit_ns * cost(chunks)
-        self.now_ns += took_ns
-        self.scheduler.took(chunks, took_ns)
-        for chunk in chunks:
-            came_ns, caller, tokens, think_ns = self._came[chunk.op.op_id]
-            self.served[caller] += chunk.count + chunk.rows
-            chunk.running.computed += chunk.count
-            if self.scheduler.advance(chunk):
-                del self._came[chunk.op.op_id]
-                self.waits_ns[caller].append(self.now_ns - came_ns)
-                come_ns = self.now_ns + think_ns
-                heapq.heappush(self._to_come, (come_ns, next(self._op_ids), caller, tokens, think_ns))
-        return chunks
 
 
 def quantile(waits_ns: list[int], share: float) -> int:
@@ -102,7 +38,7 @@ def test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(
     """`thinks`: how long the others are away after an answer, in steps of their own."""
     waits_ns = []
     for greedy_loops in (0, 256):
-        model = Model(base_ns, unit_ns=1)
+        model = Callers(base_ns, unit_ns=1)
         alone_ns = base_ns + others * DECODE_COST
         for caller in range(OTHER, OTHER + others):
             model.add(caller, 1, think_ns=int(thinks * alone_ns))
@@ -116,20 +52,20 @@ def test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(
 
 
 def test_alone_a_caller_fills_the_step() -> None:
-    model = Model(base_ns=60, unit_ns=1)
+    model = Callers(base_ns=60, unit_ns=1)
     model.add(GREEDY, 256)
     assert [len(model.step()) for _ in range(20)] == [256] * 20
 
 
 def test_callers_who_want_alike_fill_the_step() -> None:
-    model = Model(base_ns=60, unit_ns=1)
+    model = Callers(base_ns=60, unit_ns=1)
     for caller in range(4):
         model.add(1 + caller, 64)
     assert [len(model.step()) for _ in range(20)] == [256] * 20
 
 
 def test_where_forwards_cost_next_to_nothing_nobody_is_bounded() -> None:
-    model = Model(base_ns=100_000, unit_ns=1)
+    model = Callers(base_ns=100_000, unit_ns=1)
     model.add(OTHER, 1, think_ns=300_000)
     model.add(GREEDY, 200)
     sizes = [len(model.step()) for _ in range(100)]
@@ -137,11 +73,11 @@ def test_where_forwards_cost_next_to_nothing_nobody_is_bounded() -> None:
 
 
 def test_the_share_shrinks_only_while_others_are_there() -> None:
-    model = Model(base_ns=60, unit_ns=1)
+    model = Callers(base_ns=60, unit_ns=1)
     model.add(OTHER, 1, think_ns=10**9)
     model.add(GREEDY, 256)
     sizes = [len(model.step()) for _ in range(30)]
-    assert max(sizes[:8]) <= 1 + LEAST_FREE_COST // DECODE_COST
+    assert max(sizes[:8]) <= 1 + MIN_FREE_COST // DECODE_COST
     assert sizes[-10:] == [256] * 10
 
 
@@ -152,12 +88,12 @@ def test_the_share_shrinks_only_while_others_are_there() -> None:
 )
 def test_shares_are_even_in_cost(callers: list[tuple[int, int]], items: int) -> None:
     """Of callers who always have something waiting none gets ahead by more than a step and a forward."""
-    model = Model(base_ns=60, unit_ns=1, items=items)
+    model = Callers(base_ns=60, unit_ns=1, items=items)
     for caller, (_, tokens) in enumerate(callers, start=1):
         model.add(caller, 60, tokens)
     for _ in range(60):
         assert model.step(), "something waits"
-        model.scheduler.check_invariants()
+        check_invariants(model.scheduler)
         largest = max(2 * tokens for _, tokens in callers)
         served = [model.served[caller] for caller in range(1, len(callers) + 1)]
         assert max(served) - min(served) <= 2 * largest
@@ -171,18 +107,18 @@ def test_shares_are_even_in_cost(callers: list[tuple[int, int]], items: int) -> 
     base_ns=st.sampled_from([1, 60, 5000]),
 )
 def test_nobody_starves_and_no_step_is_empty(loops: list[tuple[int, int]], base_ns: int) -> None:
-    model = Model(base_ns, unit_ns=1)
+    model = Callers(base_ns, unit_ns=1)
     for caller, (number, tokens) in enumerate(loops, start=1):
         model.add(caller, number, tokens)
     for _ in range(100):
         assert model.step()
-    model.scheduler.check_invariants()
+    check_invariants(model.scheduler)
     assert all(model.served[caller] for caller in range(1, len(loops) + 1))
 
 
 def test_who_asks_for_much_each_time_pays_for_it_the_next() -> None:
     """Also if nothing of his is queued in between."""
-    model = Model(base_ns=60, unit_ns=1)
+    model = Callers(base_ns=60, unit_ns=1)
     model.add(GREEDY, 1, 2000)
     model.add(OTHER, 6, 200)
     for _ in range(400):
@@ -209,11 +145,7 @@ def test_rows_count_by_what_they_return(output: OutputSpec, weight: int) -> None
     scheduler.add(Forward(256, 256, 0, range(300), rows=300, output=output))
     rows = []
     while len(scheduler):
-        chunks = scheduler.next_batch(0, accept).chunks
-        rows.append(sum(chunk.rows for chunk in chunks))
-        for chunk in chunks:
-            chunk.running.computed += chunk.count
-            scheduler.advance(chunk)
+        rows.append(sum(chunk.rows for chunk in run_step(scheduler)))
     assert sum(rows) == 556 and max(rows) == 256 // weight
 
 
@@ -224,23 +156,21 @@ def test_a_row_that_weighs_more_than_a_step_still_runs() -> None:
         for op_id in range(6):
             scheduler.add(Forward(op_id, op_id, 0, range(1 + 39 * (op_id % 2)), output=heavy))
         for _ in range(60):
-            for chunk in scheduler.next_batch(0, accept).chunks:
-                chunk.running.computed += chunk.count
-                scheduler.advance(chunk)
+            run_step(scheduler)
         assert len(scheduler) == 0
 
 
-def forget_everything(shares: StepShares, entry: QueuedForward) -> bool:
-    return False
+def bound_nobody(limits: CallerLimits, short: ServiceClass) -> dict[int, int]:
+    return {}
 
 
 def test_the_tests_notice_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(StepShares, "is_spent", forget_everything)
+        patch.setattr(CallerLimits, "shares", bound_nobody)
         with pytest.raises(AssertionError):
             test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(60, 8, 0.8)
     with monkeypatch.context() as patch:
-        patch.setattr(step_shares, "_REMEMBERED_STEPS", 1)
+        patch.setattr(caller_limits, "_REMEMBERED_STEPS", 1)
         with pytest.raises(AssertionError):
             test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(60, 1, 3.0)
 
@@ -259,7 +189,7 @@ def test_draws_are_counted_once_and_not_for_each_row_that_is_scored() -> None:
 
 
 def test_a_batch_that_comes_again_and_again_alone_is_not_split() -> None:
-    """Each call is a caller of its own: what was left of the last one is nobody whom this one could delay."""
+    """Each call is a new caller: it does not delay the caller of the last one, which is gone."""
     scheduler = Scheduler(512, 256, max_rows=256)
     op_ids = count()
 
@@ -269,21 +199,17 @@ def test_a_batch_that_comes_again_and_again_alone_is_not_split() -> None:
             scheduler.add(Forward(op_id, op_id, 0, range(1), rows=1, caller=caller))
         sizes = []
         while len(scheduler):
-            chunks = scheduler.next_batch(0, accept).chunks
-            sizes.append(len(chunks))
-            for chunk in chunks:
-                chunk.running.computed += chunk.count
-                assert scheduler.advance(chunk)
+            sizes.append(len(run_step(scheduler)))
         return sizes
 
-    # After two who were there together, and may come back, the first batches are in parts.
-    scheduler._shares._modest.append({1: 20, 2: 20})
+    # After two callers that were active together, and may come back, the first batches are split.
+    scheduler._limits._undemanding.append({1: 20, 2: 20})
     sizes = [sizes_of(caller, 32) for caller in range(3, 20)]
     assert len(sizes[0]) > 1 and sizes[-1] == [32]
 
 
 def test_a_batch_that_is_little_more_than_its_share_is_not_split() -> None:
-    model = Model(base_ns=60, unit_ns=3)
+    model = Callers(base_ns=60, unit_ns=3)
     for caller in range(100, 131):
         model.add(caller, 1, think_ns=10**9)
     assert len(model.step()) == 31

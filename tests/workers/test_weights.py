@@ -145,7 +145,7 @@ def _truncate(directory: Path) -> None:
         (_change(lambda tensors: tensors.pop(Q_PROJ)), f"tensor {Q_PROJ} is missing"),
         (
             _change(lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 64)})),
-            rf"model\.safetensors: tensor {Q_PROJ} has shape \[64, 64\], the config asks for \[128, 64\]",
+            rf"model\.safetensors: tensor {Q_PROJ} has shape \[64, 64\], but the config asks for \[128, 64\]",
         ),
         (
             _change(lambda tensors: tensors.update({Q_PROJ: torch.zeros(128, 64, dtype=torch.int8)})),
@@ -161,7 +161,7 @@ def _truncate(directory: Path) -> None:
         (_write(b"\x05\0\0"), r"model\.safetensors: is truncated or not a safetensors file"),
         (_write(b"\xff" * 64), r"model\.safetensors: is truncated or not a safetensors file"),
         (_write(b"\x02" + b"\0" * 7 + b"[]"), "the header must be a JSON object"),
-        (_write(b"\x03" + b"\0" * 7 + b"{\xff}"), "the header is not sound JSON"),
+        (_write(b"\x03" + b"\0" * 7 + b"{\xff}"), "the header is not valid JSON"),
         (
             _edit_header(b'"model.norm.weight":', b'"lm_head.weight":'),
             r"the header .* lm_head\.weight occurs twice",

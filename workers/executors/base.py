@@ -1,8 +1,8 @@
-"""ModelExecutor: the trait every executor has, for callers in the same process.
+"""ModelExecutor: the base class of all executors, with an API for callers in the same process.
 
-Each data method is one forward of its engine, all of it or nothing, and refuses what the RPC of its name
-refuses; see `errors`. Sequences are named by integers from 0 on that the caller chooses. Not thread-safe: one
-thread works with an executor; the methods that only read may be called from any.
+Each data method runs one forward, completely or not at all, and rejects what the RPC of the same name rejects
+(see `errors`). The caller chooses the sequence numbers, from 0 on. Not thread-safe: one thread calls the
+methods that change something. Methods that only read may be called from any thread.
 """
 
 from __future__ import annotations
@@ -38,24 +38,23 @@ from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
     Accept,
+    Chunk,
     Forward,
-    ForwardDone,
     Kind,
     OutputSpec,
     RowOutput,
     Sampling,
     TokenMask,
 )
-from workers.running import Chunk, RunningForward
 
-# Names of sequences that no caller has.
+# Internal sequences. Callers use numbers from 0 on.
 _SCORED, _WARM, _WARM_TOO = -1, -2, -3
 
 
 class ModelExecutor:
-    """A model and the engine that runs it. The step loop of a worker drives `engine` itself.
+    """A model and the engine that runs it. The step loop of a worker uses `engine` directly.
 
-    `text`: what its directory has for callers who work with text.
+    `text`: the tokenizer, chat template and sampling defaults of its directory.
     """
 
     name: str
@@ -68,36 +67,37 @@ class ModelExecutor:
         self._op_ids = itertools.count(1)
         self._closed = False
 
-    # Work. What raises has changed nothing, but that an empty sequence may be forgotten.
+    # Data methods. A method that raises has no effect, except that an empty sequence may be removed.
 
     def prefill(self, sequence: int, token_ids: Sequence[int], output: OutputSpec = GREEDY) -> RowOutput:
-        """Appends tokens to a sequence, new or known; says what follows the last of them."""
+        """Appends tokens to a new or known sequence. Returns the output of the last one."""
         return self.batch_prefill([(sequence, token_ids, output)])[0]
 
     def batch_prefill(self, items: Sequence[tuple[int, Sequence[int], OutputSpec]]) -> list[RowOutput]:
         """Several prefills in one forward."""
-        ops = [self._operation(key, tokens, 1, output, Kind.PREFILL) for key, tokens, output in items]
+        ops = [self._make_forward(key, tokens, 1, output, Kind.PREFILL) for key, tokens, output in items]
         return [done.outputs[-1] for done in self._run(ops)]
 
     def decode(self, sequence: int, token_id: int, output: OutputSpec = GREEDY) -> RowOutput:
-        """Appends one token to a known sequence; says what follows it."""
+        """Appends one token to a known sequence. Returns its output."""
         return self.batch_decode([(sequence, token_id, output)])[0]
 
     def batch_decode(self, items: Sequence[tuple[int, int, OutputSpec]]) -> list[RowOutput]:
         """One decode for each of several known sequences, in one forward."""
         self._check_known(key for key, _, _ in items)
-        ops = [self._operation(key, [token], 1, output, Kind.DECODE) for key, token, output in items]
+        ops = [self._make_forward(key, [token], 1, output, Kind.DECODE) for key, token, output in items]
         return [done.outputs[-1] for done in self._run(ops)]
 
     def unified_decode(
         self, items: Sequence[tuple[int, Sequence[int], int, OutputSpec]]
     ) -> list[Sequence[RowOutput]]:
-        """Decodes, prefills and chunks in one forward; what follows the last `rows` tokens of each."""
+        """Decodes, prefills and chunks in one forward. Returns the outputs of the last `rows` tokens each."""
         ops = []
         for key, tokens, rows, output in items:
-            # The first token of a prompt comes alone too.
-            decodes = len(tokens) == 1 and rows > 0 and bool(self.engine.length(key))
-            ops.append(self._operation(key, tokens, rows, output, Kind.DECODE if decodes else Kind.PREFILL))
+            # A single token of an empty sequence is a prompt.
+            is_decode = len(tokens) == 1 and rows > 0 and bool(self.engine.length(key))
+            kind = Kind.DECODE if is_decode else Kind.PREFILL
+            ops.append(self._make_forward(key, tokens, rows, output, kind))
         return [done.outputs for done in self._run(ops)]
 
     def forward_verify(
@@ -107,9 +107,9 @@ class ModelExecutor:
         output: OutputSpec = GREEDY,
         accept: Accept = Accept.ALL,
     ) -> tuple[Sequence[RowOutput], int]:
-        """Appends n + 1 tokens to a known sequence; what follows each, and how many drafts were kept."""
+        """Appends n + 1 tokens to a known sequence. Returns their outputs, and how many drafts were kept."""
         self._check_known([sequence])
-        op = self._operation(sequence, token_ids, len(token_ids), output, Kind.VERIFY, accept)
+        op = self._make_forward(sequence, token_ids, len(token_ids), output, Kind.VERIFY, accept)
         (done,) = self._run([op])
         return done.outputs, done.kept - 1
 
@@ -120,19 +120,19 @@ class ModelExecutor:
         parents: Sequence[int],
         output: OutputSpec = GREEDY,
     ) -> tuple[Sequence[RowOutput], Sequence[int]]:
-        """Appends the path of a tree that the model chooses; what follows each token, and the path's indexes.
+        """Appends the path of a tree that the model chooses. Returns all outputs, and the path's indexes.
 
         See `workers.token_trees` for `parents`.
         """
         self._check_known([sequence])
-        plain = self._operation(sequence, token_ids, len(token_ids), output, Kind.VERIFY, Accept.CHOSEN)
+        plain = self._make_forward(sequence, token_ids, len(token_ids), output, Kind.VERIFY, Accept.CHOSEN)
         op = dataclasses.replace(plain, parents=parents)
         (done,) = self._run([op])
         return done.outputs, done.kept_path if parents else range(done.kept)
 
     def forward(self, token_ids: Sequence[int], output: OutputSpec = GREEDY) -> Sequence[RowOutput]:
-        """Scores tokens without keeping a cache; what follows each."""
-        (done,) = self._run([self._operation(_SCORED, token_ids, len(token_ids), output, Kind.SCORE)])
+        """Computes the outputs of all tokens, without keeping a cache."""
+        (done,) = self._run([self._make_forward(_SCORED, token_ids, len(token_ids), output, Kind.SCORE)])
         return done.outputs
 
     def fork(self, sequence: int, children: Sequence[int]) -> None:
@@ -141,20 +141,17 @@ class ModelExecutor:
         self.engine.fork(sequence, children)
 
     def truncate_kv(self, sequence: int, new_len: int) -> None:
-        """Cuts a known sequence and frees its pages."""
+        """Truncates a known sequence and frees its pages."""
         self._check_open()
         self.engine.truncate(sequence, new_len)
 
     def release_cache(self, sequence: int) -> bool:
-        """Forgets a sequence; False if it was not known."""
+        """Removes a sequence. False if it was not known."""
         return self.engine.release(sequence)
 
     def warmup(self) -> None:
-        """Real steps of each kind, so that the first caller of any waits for nothing. Leaves no trace.
-
-        Needs one page: a pool that holds anything can be warmed up.
-        """
-        # Less than a page with the token after it, so that nothing of it stays in the prefix index.
+        """Runs a step of each kind, so that no caller waits for its first one. Needs one page."""
+        # With the next token less than a page, so that no page of it is indexed.
         length = max(1, min(self._model.max_seq_len, self.engine.kv.page_size) - 2)
         self.prefill(_WARM, [i % self._model.vocab_size for i in range(length)])
         masked = OutputSpec(mask=TokenMask(allowed=(0, 1)))
@@ -163,44 +160,44 @@ class ModelExecutor:
             self.decode(_WARM, 0, output)
             self.truncate_kv(_WARM, length)
         if self.engine.takes_trees and length + 2 <= self._capabilities.kv_capacity_tokens:
-            # Of which the first token stays: with two the page might be full, and found again.
-            tree = self._operation(_WARM, [0, 0], 2, GREEDY, Kind.VERIFY)
+            # Only its first token stays: with two the page might be full, and then indexed.
+            tree = self._make_forward(_WARM, [0, 0], 2, GREEDY, Kind.VERIFY)
             self._run([dataclasses.replace(tree, parents=(0,))])
             self.truncate_kv(_WARM, length)
         usage = self.cache_metrics_snapshot()
-        if usage.pages_free + usage.pages_cached:  # else no two sequences ever meet
+        if usage.pages_free + usage.pages_cached:  # otherwise the pool has room for one sequence only
             self.unified_decode([(_WARM, [0], 1, drawn), (_WARM_TOO, [0, 0], 1, masked)])
         self.release_cache(_WARM)
         self.release_cache(_WARM_TOO)
         self.engine.reset_counts()
 
     def shutdown(self) -> None:
-        """Forgets all sequences. Questions are answered still, work raises ExecutorClosed."""
+        """Removes all sequences. After that data methods raise ExecutorClosed; others still work."""
         self._closed = True
         self.engine.release_all()
 
-    # Questions.
+    # Metadata and metrics.
 
     def info(self) -> ModelDescription:
         """The model."""
         return self._model
 
     def capabilities(self) -> Capabilities:
-        """How the model is run, and what can be asked for."""
-        # A runner whose graphs could not be captured goes by another name from then on.
+        """How the model is run, and which features it supports."""
+        # The runner changes its name if its graphs cannot be captured.
         return dataclasses.replace(self._capabilities, runner=self.engine.runner.name)
 
     @property
     def supports_native_unified_decode(self) -> bool:
-        """Decodes and prefills share one forward."""
+        """Whether decodes and prefills share one forward."""
         return self._capabilities.supports_native_unified_decode
 
     def kv_capacity(self) -> int:
-        """Tokens that the pool has room for, of all sequences together."""
+        """The tokens of all sequences together that fit the pool."""
         return self.engine.kv.num_pages * self.engine.kv.page_size
 
     def status(self) -> ExecutorStatus:
-        """What runs now, and what has been run."""
+        """The running step, and the counts since the start."""
         metrics, device = self.engine.metrics(), self.engine.kv.device
         on_gpu = device.type == "cuda"
         return ExecutorStatus(
@@ -217,16 +214,16 @@ class ModelExecutor:
         return self.engine.metrics().pool
 
     def lora_metrics_snapshot(self) -> Sequence[LoraAdapterMetrics]:
-        """How adapters are used: none, as `capabilities` says."""
+        """The use of adapters: none, since `supports_lora` is False."""
         return ()
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError if the pool contradicts the sequences."""
+        """Raises IntegrityError if pool and sequences disagree."""
         self.engine.check_integrity()
 
-    # How work is done.
+    # Internals.
 
-    def _operation(
+    def _make_forward(
         self,
         key: int,
         token_ids: Sequence[int],
@@ -249,28 +246,27 @@ class ModelExecutor:
             ephemeral=kind is Kind.SCORE,
         )
 
-    def _run(self, ops: Sequence[Forward]) -> list[ForwardDone]:
-        """All operations in one forward, all or nothing."""
+    def _run(self, ops: Sequence[Forward]) -> Sequence[Forward]:
+        """Runs all operations in one forward, or none. Returns them, complete."""
         self._check_open()
         for op in ops:
             self._check(op)
         if len({op.sequence for op in ops}) < len(ops):
-            raise DuplicateSequence(f"one of {[op.sequence for op in ops]} is there twice")
+            raise DuplicateSequence(f"sequences {[op.sequence for op in ops]} contain a duplicate")
         if not ops:
             return []
-        begun: list[RunningForward] = []
         try:
             for op in ops:
-                begun.append(self.engine.begin(op))  # noqa: PERF401 - what has begun is rolled back
-            self.engine.execute([Chunk(one, one.computed, one.remaining) for one in begun])
-            for one in begun:
-                if one.failure is not None:
-                    raise one.failure
+                self.engine.begin(op)
+            self.engine.execute([Chunk(op, op.computed, op.remaining) for op in ops])
+            _raise_failure(ops)
         except Exception:
-            for one in reversed(begun):
-                self.engine.roll_back(one)
+            for op in reversed([op for op in ops if op.has_begun]):
+                self.engine.roll_back(op)
             raise
-        return [self.engine.complete(one, len(ops)) for one in begun]
+        for op in ops:
+            self.engine.complete(op)
+        return ops
 
     def _check_open(self) -> None:
         if self._closed:
@@ -283,7 +279,7 @@ class ModelExecutor:
                 raise KvMissing(f"sequence {sequence} is not known")
 
     def _check(self, op: Forward) -> None:
-        """Raises an ExecutorError for what the model cannot do."""
+        """Raises an ExecutorError for a forward that the model cannot run."""
         if not op.token_ids:
             raise EmptyTokens(f"nothing to append to sequence {op.sequence}")
         if not 0 <= op.wanted_rows <= len(op.token_ids):
@@ -301,17 +297,24 @@ class ModelExecutor:
             self.engine.runner.has_hidden_states and all(0 <= layer <= layers for layer in hidden.layers)
         ):
             raise NoSuchLayer(f"hidden states of layers {list(hidden.layers)} of {layers}")
-        most, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
-        if end > most:
-            raise SequenceTooLong(f"{end} tokens in sequence {op.sequence}, which can have {most}")
+        limit, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
+        if end > limit:
+            raise SequenceTooLong(f"{end} tokens in sequence {op.sequence}, which can have {limit}")
+
+
+def _raise_failure(ops: Sequence[Forward]) -> None:
+    """Raises the failure of the first forward that has one."""
+    for op in ops:
+        if op.failure is not None:
+            raise op.failure
 
 
 def _check_tree(op: Forward) -> None:
-    """Raises BadTree."""
+    """Raises BadTree if the parents are not a tree."""
     if len(op.parents) != len(op.token_ids) - 1 or len(op.token_ids) > MAX_TREE_TOKENS:
         raise BadTree(f"{len(op.parents)} parents of {len(op.token_ids)} tokens")
     if any(not 0 <= parent <= index for index, parent in enumerate(op.parents)):
-        raise BadTree(f"a token follows one behind it: {list(op.parents)}")
+        raise BadTree(f"a parent is not before its token: {list(op.parents)}")
 
 
 def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabilities:
@@ -321,7 +324,7 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         runner=engine.runner.name,
         kernels=active_kernels(kv.dtype, kv.device),
         device=str(kv.device),
-        # A model that runs one text at a time, in code of its own, is also the one that takes no trees.
+        # Models that run one sequence at a time, in the library's code, are those that take no trees.
         supports_native_unified_decode=engine.takes_trees,
         supports_verify=True,
         supports_fork=True,

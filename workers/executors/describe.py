@@ -1,4 +1,4 @@
-"""What all executors say of a model's config: its description, and the shape of its pages."""
+"""A model's description and the shape of its pages, from its config. Shared by all executors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.kv.tensors import LayerKv
 
 PAGE_SIZE = 16
 
-# Where a snapshot of ORG/NAME lies in a cache of the Hugging Face hub; names have no two dashes in a row.
+# The path of a snapshot of ORG/NAME in a cache of the Hugging Face hub. Names contain no double dashes.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 
 
@@ -27,7 +27,7 @@ class KvShape(TypedDict):
 
 
 def kv_layers(config: DescribedConfig) -> tuple[LayerKv, ...]:
-    """What each layer keeps of a token, in a model whose layers are alike."""
+    """The KV shape of each layer, in a model whose layers are alike."""
     return (LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim),) * config.num_hidden_layers
 
 
@@ -37,8 +37,8 @@ def kv_shape(config: DescribedConfig, dtype: torch.dtype) -> KvShape:
 
 
 def model_id_of(directory: Path) -> str:
-    """What a model is called: as on the hub if it lies in a cache of that, else as its directory."""
-    directory = Path(os.path.abspath(directory))  # noqa: PTH100 - "." has a name, and a link keeps its own
+    """The name of a model: as on the hub for a snapshot in the hub's cache, else the directory's."""
+    directory = Path(os.path.abspath(directory))  # noqa: PTH100 - gives "." a name, and keeps that of a link
     found = _SNAPSHOT.fullmatch(directory.as_posix())
     return found[1].replace("--", "/") if found is not None else directory.name
 
@@ -53,7 +53,7 @@ def describe(
     backend: str = "native",
     licence: str = "",
 ) -> ModelDescription:
-    """The model of a config."""
+    """The description of a model."""
     return ModelDescription(
         model_id=model_id,
         architecture=config.model_type,

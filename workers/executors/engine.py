@@ -1,13 +1,12 @@
-"""The engine: forwards over mixed batches of operations, in four moves that the step loop drives.
+"""The engine runs forwards over mixed batches, in four operations that the step loop calls.
 
-    begin(op)            match the prefix cache, reserve pages
-    execute(chunks)      one forward over chunks of several operations
-    complete(running)    settle what is kept, release what was temporary
-    roll_back(running)   leave the sequence as it was before the operation
+    begin(forward)       match the prefix cache, reserve pages
+    execute(chunks)      run one batch of chunks of several forwards
+    complete(forward)    truncate to the accepted tokens, release temporary sequences
+    roll_back(forward)   restore the sequence to its state before the forward
 
-Sequences are named by integers that the caller chooses. Not thread-safe: one thread owns an engine; `metrics`
-may be read by any. It does not know what a model is called, nor who asks; `base` is its face to callers in
-the same process.
+The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine, but any thread may read
+`metrics`. `base` has the API for callers in the same process.
 """
 
 from __future__ import annotations
@@ -19,26 +18,25 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.batch import output_specs, pack, sampling_rows, score_targets, taps_of
-from workers.distribution import sampled_logprobs, with_drafts
+from workers.batch import captured_layers, output_specs, pack, sampling_rows, score_targets
+from workers.distribution import apply_drafts, sampled_logprobs
 from workers.executors.errors import DuplicateSequence, KvMissing, NoTrees, TruncateBeyondEnd
 from workers.executors.info import StepCounts
+from workers.extra_samples import draw_extra_samples
 from workers.kv.table import KvSequence, KvTable, PoolUsage
 from workers.kv.tensors import KvTensors
-from workers.models.taps import Taps
-from workers.more_draws import draw_more
-from workers.operations import Accept, Forward, ForwardDone, Kind, OutputSpec, RowOutput
+from workers.models.hidden_states import HiddenStateCapture
+from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
+from workers.prefix_wait import PrefixWaits
 from workers.row_outputs import TokenScores, add_hidden, build_outputs, score_tokens
-from workers.runners.base import Runner, StepResult, device_errors
-from workers.running import Chunk, RunningForward
+from workers.runners.base import Runner, StepResult, raise_if_lost
 from workers.sampling import SamplingRow
 from workers.token_trees import kept_path
-from workers.underway import Underway
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """A snapshot. What the steps' fields mean, `ExecutorStatus` says."""
+    """A snapshot. See `ExecutorStatus` for the fields."""
 
     pool: PoolUsage
     counts: StepCounts
@@ -56,63 +54,66 @@ class Engine:
         self.takes_trees = takes_trees
         self.runner = runner
         self._kv_table = kv_table
-        # Whose pages an operation that has not begun had better wait for.
-        self.underway = Underway(kv_table)
+        # Which forwards wait for pages that others are computing.
+        self.prefix_waits = PrefixWaits(kv_table)
         self._counts = StepCounts()
         # In time.monotonic_ns(); 0 between steps.
         self._step_began_ns = 0
         self._step_number = 0
         self._step_tokens = 0
-        # The best pace of a step so far: that of long steps, which short ones would overstate. 0: none yet.
+        # The least time for each token of a step so far; short steps take more. 0: no step yet.
         self._ns_per_token = 0.0
 
-    def begin(self, op: Forward) -> RunningForward:
-        """Finds what of the operation is computed already and reserves pages for the rest.
+    def begin(self, forward: Forward) -> None:
+        """Reuses pages of the prefix cache for a forward, and reserves pages for the rest.
 
-        Cuts a sequence that is longer than the operation's position. A sequence unknown at position 0 is
-        created. Raises KvMissing, OutOfPages or NoTrees; then nothing is left of it but the cut.
+        Truncates the sequence to the forward's position if it is longer. Creates an unknown sequence at
+        position 0. Raises KvMissing, OutOfPages or NoTrees; then it has no effect but the truncation.
         """
-        if op.parents and not self.takes_trees:
-            raise NoTrees("the model attends no token trees")
-        table = self._kv_table
-        sequence = table.get(op.sequence)
-        if sequence is None and op.position == 0:
-            sequence = table.create(op.sequence, op.salt)
-        length = 0 if sequence is None else len(sequence)
-        if sequence is None or length < op.position:
-            raise KvMissing(f"{length} tokens of {op.position}")
-        if length > op.position:
-            table.truncate(sequence, op.position)
+        if forward.parents and not self.takes_trees:
+            raise NoTrees("the model supports no token trees")
+        table, position = self._kv_table, forward.position
+        sequence = table.get(forward.sequence)
+        if sequence is None and position == 0:
+            sequence = table.create(forward.sequence, forward.salt)
+        length = 0 if sequence is None else sequence.token_ids.length
+        if sequence is None or length < position:
+            raise KvMissing(f"{length} tokens of {position}")
+        if length > position:
+            table.truncate(sequence, position)
         started_ns = time.monotonic_ns()
-        # One token is always left to compute, so that every operation takes part in a step.
-        reusable_tokens = len(op.token_ids) - max(op.wanted_rows, 1)
+        # At least one token is left to compute, so that every forward is part of a step.
+        tokens, reused = len(forward.token_ids), 0
+        reusable_tokens = tokens - max(forward.wanted_rows, 1)
         try:
-            reused = table.match_prefix(sequence, op.token_ids, reusable_tokens) if reusable_tokens else 0
-            copies = table.reserve(sequence, len(op.token_ids) - reused)
+            if reusable_tokens:
+                reused = table.match_prefix(sequence, forward.token_ids, reusable_tokens)
+            copies = table.reserve(sequence, tokens - reused)
             if copies:
                 self._copy_pages(sequence, copies)
         except Exception:
-            self._restore(op)
+            self._restore(forward)
             raise
-        if op.kind is Kind.PREFILL:
-            table.count_prompt(len(op.token_ids), reused)
-        running = RunningForward(op, sequence, reused, computed=reused, started_ns=started_ns)
-        self.underway.goes_on(running)
-        return running
+        if forward.kind is Kind.PREFILL:
+            table.count_prompt(tokens, reused)
+        forward.has_begun, forward.kv, forward.started_ns = True, sequence, started_ns
+        forward.reused = forward.computed = reused
+        if tokens - reused >= table.page_size:
+            self.prefix_waits.progressed(forward)
 
     def _copy_pages(self, sequence: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
         try:
-            with device_errors():
-                self.kv.copy_pages(copies)
-        except Exception:
+            self.kv.copy_pages(copies)
+        except Exception as error:
             self._kv_table.take_back(sequence, copies)
+            raise_if_lost(error)
             raise
 
     def execute(self, chunks: Sequence[Chunk]) -> None:
-        """One forward over chunks of operations that have begun; adds their outputs to them.
+        """Runs one batch of chunks, whose forwards have begun, and adds the outputs to these.
 
-        Those of which a row has no token get their `failure` instead, and the others go on without them.
-        On an exception nothing has been appended: the step may be run again, or its operations rolled back.
+        A forward with a row that has no token gets a `failure` instead; the others are not affected. On an
+        exception nothing has been appended: the caller may run the step again, or roll back its forwards.
         """
         tokens = sum([chunk.count for chunk in chunks])
         began_ns = time.monotonic_ns()
@@ -123,133 +124,147 @@ class Engine:
             self._execute(chunks)
         finally:
             self._step_began_ns = 0
-        pace = (time.monotonic_ns() - began_ns) / tokens
-        self._ns_per_token = min(self._ns_per_token or pace, pace)
+        ns_per_token = (time.monotonic_ns() - began_ns) / tokens
+        self._ns_per_token = min(self._ns_per_token or ns_per_token, ns_per_token)
 
     def _execute(self, chunks: Sequence[Chunk]) -> None:
-        inputs = pack(chunks, self.kv.page_size)
-        with device_errors():
+        inputs, items = pack(chunks, self.kv.page_size), len(chunks)
+        try:
             rows, specs = sampling_rows(chunks), output_specs(chunks)
-            taps = taps_of(specs)
-            result = self.runner.step(inputs, rows, taps)
+            capture = captured_layers(specs)
+            result = self.runner.step(inputs, rows, capture)
             if result.failed:
-                chunks, result, rows, specs = _without_failed(chunks, result, rows, specs, taps)
-            chosen = with_drafts(result.logits, result.chosen, rows)
+                chunks, result, rows, specs = _without_failed(chunks, result, rows, specs, capture)
+            chosen = apply_drafts(result.logits, result.chosen, rows)
             outputs = build_outputs(result.logits, chosen, specs)
-            if taps is not None:
-                add_hidden(outputs, specs, taps.found)
-            said = [output.token_id for output in outputs]
-            for row, logprob in sampled_logprobs(result.logits, said, rows, specs).items():
+            if capture is not None:
+                add_hidden(outputs, specs, capture.found)
+            tokens = [output.token_id for output in outputs]
+            for row, logprob in sampled_logprobs(result.logits, tokens, rows, specs).items():
                 outputs[row].sampled_logprob = logprob
             scores = _scores(chunks, result.logits)
             draws = _draws(chunks, result.logits, rows)
-            # The last that may fail: what it overwrites, another attempt would need.
-            paths = self._keep_paths(chunks, outputs)
+            # The last operation that may fail: it overwrites KV that a second attempt would need.
+            paths = {} if inputs.attention.trees is None else self._keep_paths(chunks, outputs)
+        except Exception as error:
+            raise_if_lost(error)
+            raise
         first = 0
         for chunk in chunks:
-            running, last = chunk.running, first + chunk.rows
-            if not chunk.op.parents:
-                self._kv_table.append(running.sequence, chunk.token_ids)
+            forward, last = chunk.forward, first + chunk.rows
+            if not forward.parents:
+                self._kv_table.append(forward.kv, chunk.token_ids)
             elif chunk.is_last:
-                running.kept_path = paths[running]
-                self._kv_table.append(running.sequence, [chunk.op.token_ids[i] for i in running.kept_path])
-            running.computed += chunk.count
-            running.steps += 1
-            self.underway.goes_on(running)
-            running.outputs += outputs[last - chunk.told : last]
-            if running in scores:
-                indexes, said_of_them = scores[running]
-                running.add_scores(indexes, said_of_them.logprobs, said_of_them.is_argmax)
-            running.draws = draws.get(running)
+                forward.kept_path = paths[forward]
+                self._kv_table.append(forward.kv, [forward.token_ids[i] for i in forward.kept_path])
+            forward.computed += chunk.count
+            forward.steps += 1
+            forward.batch_items = items
+            if forward.filling_digest is not None or forward.computed + self.kv.page_size <= len(
+                forward.token_ids
+            ):
+                self.prefix_waits.progressed(forward)
+            forward.outputs += outputs[last - chunk.output_rows : last]
+            if forward in scores:
+                indexes, found = scores[forward]
+                forward.add_scores(indexes, found.logprobs, found.is_argmax)
+            forward.draws = draws.get(forward)
             first = last
         self._counts.steps += 1
         self._counts.batch_items += len(chunks)
         self._counts.step_tokens += self._step_tokens
 
-    def _keep_paths(
-        self, chunks: Sequence[Chunk], outputs: Sequence[RowOutput]
-    ) -> dict[RunningForward, list[int]]:
-        """The paths that stay of trees that are computed now. Moves their KV to where it belongs."""
-        paths: dict[RunningForward, list[int]] = {}
+    def _keep_paths(self, chunks: Sequence[Chunk], outputs: Sequence[RowOutput]) -> dict[Forward, list[int]]:
+        """The kept paths of trees that are complete now. Moves their KV to consecutive slots."""
+        paths: dict[Forward, list[int]] = {}
         moves: list[tuple[int, int]] = []
         first = 0
         for chunk in chunks:
-            running, op, last = chunk.running, chunk.op, first + chunk.rows
-            if op.parents and chunk.is_last:
-                said = [output.token_id for output in (*running.outputs, *outputs[first:last])]
-                path = kept_path(op.token_ids, op.parents, said) if op.accept is not Accept.ALL else [0]
-                paths[running] = path
-                slots = [self._kv_table.slot(running.sequence, op.position + index) for index in path]
-                places = (self._kv_table.slot(running.sequence, op.position + k) for k in range(len(path)))
-                moves += [(slot, place) for slot, place in zip(slots, places, strict=True) if slot != place]
+            forward, last = chunk.forward, first + chunk.rows
+            if forward.parents and chunk.is_last:
+                chosen = [output.token_id for output in (*forward.outputs, *outputs[first:last])]
+                path = [0]
+                if forward.accept is not Accept.ALL:
+                    path = kept_path(forward.token_ids, forward.parents, chosen)
+                paths[forward] = path
+                slot, start = self._kv_table.slot, forward.position
+                moves += [
+                    (slot(forward.kv, start + index), slot(forward.kv, start + target))
+                    for target, index in enumerate(path)
+                    if index != target
+                ]
             first = last
         if moves:
             self.kv.move_slots(moves)
         return paths
 
-    def draw(self, running: RunningForward) -> int:
-        """Draws some of the samples of a forward whose tokens are all in the cache.
+    def draw(self, forward: Forward) -> int:
+        """Draws some of the extra samples of a forward whose tokens are all computed.
 
-        Returns what that has cost; see `draw_more`. 0: it has all.
+        Returns their cost; see `draw_extra_samples`. 0: all are drawn.
         """
-        if running.draws is None:
+        if forward.draws is None:
             return 0
-        with device_errors():
-            cost, samples = next(running.draws, (0, ()))
-        running.samples += samples
+        try:
+            cost, samples = next(forward.draws, (0, ()))
+        except Exception as error:
+            raise_if_lost(error)
+            raise
+        forward.samples += samples
         return cost
 
-    def complete(self, running: RunningForward, batch_items: int) -> ForwardDone:
-        """Settles an operation whose tokens are all in the cache, and returns its answer."""
-        op = running.op
-        while running.draws is not None and self.draw(running):
+    def complete(self, forward: Forward) -> None:
+        """Completes the answer of a forward whose tokens are all computed. Truncates rejected drafts."""
+        while forward.draws is not None and self.draw(forward):
             pass
-        if op.parents:
-            kept = len(running.kept_path)
+        forward.draws = None
+        if forward.parents:
+            kept = len(forward.kept_path)
         else:
-            kept = len(op.token_ids) if op.accept is Accept.ALL else 1 + _accepted_drafts(running)
-        if kept < len(op.token_ids):
-            self._kv_table.truncate(running.sequence, op.position + kept)
-        if op.ephemeral:
-            self._kv_table.release(op.sequence)
-        compute_ns = time.monotonic_ns() - running.started_ns
-        self._counts.add_operation(op.kind, compute_ns)
-        return ForwardDone(
-            op_id=op.op_id,
-            sequence=op.sequence,
-            outputs=running.outputs,
-            kept=kept,
-            reused=running.reused,
-            token_logprobs=running.token_logprobs,
-            token_is_argmax=running.token_is_argmax,
-            queue_ns=max(0, running.started_ns - op.arrived_ns) if op.arrived_ns else 0,
-            compute_ns=compute_ns,
-            steps=running.steps,
-            batch_items=batch_items,
-            samples=running.samples,
-            kept_path=running.kept_path,
-        )
+            kept = len(forward.token_ids) if forward.accept is Accept.ALL else 1 + _accepted_drafts(forward)
+        if kept < len(forward.token_ids):
+            self._kv_table.truncate(forward.kv, forward.position + kept)
+        if forward.ephemeral:
+            self._kv_table.release(forward.sequence)
+        forward.kept = kept
+        forward.compute_ns = time.monotonic_ns() - forward.started_ns
+        if forward.arrived_ns:
+            forward.queue_ns = max(0, forward.started_ns - forward.arrived_ns)
+        self._counts.add_operation(forward.kind, forward.compute_ns)
 
-    def roll_back(self, running: RunningForward) -> None:
-        """Leaves the operation's sequence as it was before it."""
-        self.underway.ended(running)
-        self._restore(running.op)
+    def consume(self, prelaunched: Forward, forward: Forward, held_ns: int) -> None:
+        """Completes a prelaunched forward, and copies its answer to the requested one.
 
-    def _restore(self, op: Forward) -> None:
-        sequence = self._kv_table.get(op.sequence)
-        if op.ephemeral or op.position == 0:
-            # At position 0 there was nothing: either it was unknown, or empty, which is the same.
-            self._kv_table.release(op.sequence)
-        elif sequence is not None and len(sequence) >= op.position:
-            self._kv_table.truncate(sequence, op.position)
+        `held_ns`: the time since it was computed, which does not count as compute time.
+        """
+        prelaunched.started_ns += held_ns
+        self.complete(prelaunched)
+        forward.outputs, forward.kept, forward.reused = (
+            prelaunched.outputs, prelaunched.kept, prelaunched.reused
+        )  # fmt: skip
+        forward.steps, forward.batch_items = prelaunched.steps, prelaunched.batch_items
+        forward.compute_ns = prelaunched.compute_ns
+
+    def roll_back(self, forward: Forward) -> None:
+        """Restores the sequence of a forward to its state before it."""
+        self.prefix_waits.finished(forward)
+        self._restore(forward)
+
+    def _restore(self, forward: Forward) -> None:
+        sequence = self._kv_table.get(forward.sequence)
+        if forward.ephemeral or forward.position == 0:
+            # Before position 0 the sequence was unknown or empty, which is the same.
+            self._kv_table.release(forward.sequence)
+        elif sequence is not None and len(sequence) >= forward.position:
+            self._kv_table.truncate(sequence, forward.position)
 
     @property
     def sequences(self) -> Iterable[KvSequence]:
-        """All that are known, to be looked at: the next move changes them."""
+        """All sequences. Valid until the engine's next operation."""
         return self._kv_table
 
     def length(self, sequence: int) -> int | None:
-        """Tokens of a sequence; None if it is not known."""
+        """The length of a sequence in tokens. None if it is not known."""
         known = self._kv_table.get(sequence)
         return None if known is None else len(known)
 
@@ -261,28 +276,28 @@ class Engine:
         self._kv_table.fork_all(parent, children)
 
     def truncate(self, sequence: int, new_len: int) -> None:
-        """Cuts a sequence and frees its pages. Raises KvMissing or TruncateBeyondEnd."""
+        """Truncates a sequence and frees its pages. Raises KvMissing or TruncateBeyondEnd."""
         known = self._known(sequence)
         if not 0 <= new_len <= len(known):
-            raise TruncateBeyondEnd(f"{len(known)} tokens cannot be cut to {new_len}")
+            raise TruncateBeyondEnd(f"{len(known)} tokens cannot be truncated to {new_len}")
         self._kv_table.truncate(known, new_len)
 
     def release(self, sequence: int) -> bool:
-        """Forgets a sequence; False if it was not known."""
+        """Removes a sequence. False if it was not known."""
         return self._kv_table.release(sequence)
 
     def release_all(self) -> None:
-        """Forgets every sequence."""
+        """Removes all sequences."""
         for sequence in list(self._kv_table):
             self._kv_table.release(sequence.key)
 
     @property
     def pages_available(self) -> int:
-        """Pages that can be had. Reads numbers only."""
+        """Pages that are free or cached. Any thread may call it."""
         return self._kv_table.pages_available
 
     def metrics(self) -> EngineMetrics:
-        """How the pages are used, what was run, and whether a step runs. Reads numbers only."""
+        """The use of the pages, the counts, and the running step. Any thread may call it."""
         began_ns = self._step_began_ns
         return EngineMetrics(
             pool=self._kv_table.usage(),
@@ -293,17 +308,17 @@ class Engine:
         )
 
     def reset_counts(self) -> None:
-        """Counts from zero again: what warms up is nobody's."""
+        """Sets all counts to zero, after the warm-up."""
         self._counts = StepCounts()
         self._kv_table.reset_counts()
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError if the pool contradicts the sequences."""
+        """Raises IntegrityError if pool and sequences disagree."""
         self._kv_table.check_integrity()
 
-    def walk_integrity(self) -> Iterator[None]:
-        """The same in slices, between which the engine may be used."""
-        return self._kv_table.walk_integrity()
+    def check_integrity_in_slices(self) -> Iterator[None]:
+        """As `check_integrity`, in slices. The engine may be used between two of them."""
+        return self._kv_table.check_integrity_in_slices()
 
     def _known(self, sequence: int) -> KvSequence:
         known = self._kv_table.get(sequence)
@@ -317,68 +332,68 @@ def _without_failed(
     result: StepResult,
     rows: Sequence[SamplingRow],
     specs: Sequence[OutputSpec],
-    taps: Taps | None,
+    capture: HiddenStateCapture | None,
 ) -> tuple[list[Chunk], StepResult, list[SamplingRow], list[OutputSpec]]:
-    """What is left of a step without the chunks of which a row has failed; sets why."""
+    """A step's data without the chunks that have a failed row. Sets the `failure` of their forwards."""
     good: list[Chunk] = []
     kept: list[int] = []
     first = 0
     for chunk in chunks:
-        its = range(first, first + chunk.rows)
-        chunk.running.failure = next((result.failed[row] for row in its if row in result.failed), None)
-        if chunk.running.failure is None:
+        own = range(first, first + chunk.rows)
+        chunk.forward.failure = next((result.failed[row] for row in own if row in result.failed), None)
+        if chunk.forward.failure is None:
             good.append(chunk)
-            kept += its
+            kept += own
         first += chunk.rows
-    if taps is not None:
+    if capture is not None:
         left_rows = set(kept)
-        for layer, states in taps.found.items():
-            taps.found[layer] = states[[at for at, row in enumerate(taps.rows[layer]) if row in left_rows]]
+        for layer, states in capture.found.items():
+            capture.found[layer] = states[
+                [at for at, row in enumerate(capture.rows[layer]) if row in left_rows]
+            ]
     left = StepResult(result.logits[kept], result.chosen[kept])
     return good, left, [rows[row] for row in kept], [specs[row] for row in kept]
 
 
-def _scores(
-    chunks: Sequence[Chunk], logits: torch.Tensor
-) -> dict[RunningForward, tuple[list[int], TokenScores]]:
-    """Which tokens of a request the rows of its chunk score, and what they say of them."""
-    found: dict[RunningForward, tuple[list[int], TokenScores]] = {}
+def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[Forward, tuple[list[int], TokenScores]]:
+    """By forward: the indexes of the tokens that its chunk's rows score, and the scores."""
+    found: dict[Forward, tuple[list[int], TokenScores]] = {}
     first = 0
     for chunk in chunks:
-        indexes, rows = score_targets(chunk) if chunk.op.scored else ([], [])
+        indexes, rows = score_targets(chunk) if chunk.forward.scored else ([], [])
         if indexes:
-            targets = torch.tensor([chunk.op.token_ids[index] for index in indexes])
-            # The usual case is all rows of a part: a slice of them is not copied.
-            in_line = rows[-1] - rows[0] + 1 == len(rows) and not chunk.op.parents
+            targets = torch.tensor([chunk.forward.token_ids[index] for index in indexes])
+            # Usually the rows are contiguous: slicing does not copy them.
+            is_contiguous = rows[-1] - rows[0] + 1 == len(rows) and not chunk.forward.parents
             picked = slice(first + rows[0], first + rows[-1] + 1)
             scores = score_tokens(
-                logits[picked] if in_line else logits[[first + row for row in rows]], targets
+                logits[picked] if is_contiguous else logits[[first + row for row in rows]], targets
             )
-            found[chunk.running] = indexes, scores
+            found[chunk.forward] = indexes, scores
         first += chunk.rows
     return found
 
 
 def _draws(
     chunks: Sequence[Chunk], logits: torch.Tensor, rows: Sequence[SamplingRow]
-) -> dict[RunningForward, Iterator[tuple[int, list[RowOutput]]]]:
-    """What draws more from the last row of a chunk, if that has an output."""
-    draws: dict[RunningForward, Iterator[tuple[int, list[RowOutput]]]] = {}
+) -> dict[Forward, Iterator[tuple[int, list[RowOutput]]]]:
+    """By forward: the iterator that draws its extra samples, if the chunk has the last row."""
+    draws: dict[Forward, Iterator[tuple[int, list[RowOutput]]]] = {}
     last = -1
     for chunk in chunks:
-        op = chunk.op
+        forward = chunk.forward
         last += chunk.rows
-        if op.sample_seeds and chunk.told:
+        if forward.sample_seeds and chunk.output_rows:
             # A copy: the next step writes to the memory of the logits.
             row = logits[last].to(torch.float32, copy=True)
-            draws[chunk.running] = draw_more(row, rows[last], op.sample_seeds, op.output)
+            draws[chunk.forward] = draw_extra_samples(row, rows[last], forward.sample_seeds, forward.output)
     return draws
 
 
-def _accepted_drafts(running: RunningForward) -> int:
-    """Drafts that equal the token chosen before them, up to the first that does not."""
+def _accepted_drafts(forward: Forward) -> int:
+    """The number of drafts before the first that differs from the token chosen before it."""
     accepted = 0
-    for draft, output in zip(running.op.token_ids[1:], running.outputs, strict=False):
+    for draft, output in zip(forward.token_ids[1:], forward.outputs, strict=False):
         if draft != output.token_id:
             break
         accepted += 1

@@ -1,4 +1,4 @@
-"""What an executor refuses, by name. A refused call has changed nothing.
+"""The errors of an executor. A call that raises one has no effect.
 
     ExecutorError
     ├── KvMissing             a sequence is not known, or shorter than an operation's position
@@ -7,21 +7,21 @@
     ├── TokenOutOfVocabulary
     ├── RowsOutOfRange        more rows than tokens
     ├── SequenceTooLong       past the model's context, or all of the pool
-    ├── NoSuchLayer           hidden states of a layer that is not there, or of a model that has none
+    ├── NoSuchLayer           hidden states of an unknown layer, or of a model that returns none
     ├── TruncateBeyondEnd
-    ├── BadTree               parents that are no tree, or one that is too large
-    ├── NoTrees               a tree, of a model whose attention takes none
-    └── ExecutorClosed        work after `shutdown`
+    ├── BadTree               the parents are no tree, or it is too large
+    ├── NoTrees               the model does not support token trees
+    └── ExecutorClosed        a call after `shutdown`
 
-Beside them an executor raises OutOfPages (`workers.kv.page_pool`), which waiting helps, SamplingError
-(`workers.sampling`) and DeviceLostError (`workers.runners.base`).
+An executor also raises OutOfPages (`workers.kv.page_pool`), after which a later retry may succeed,
+SamplingError (`workers.sampling`) and DeviceLostError (`workers.runners.base`).
 """
 
 from __future__ import annotations
 
 
 class ExecutorError(Exception):
-    """A call is refused; the message says what is wrong with it."""
+    """A call is rejected. The message says why."""
 
 
 class KvMissing(ExecutorError):
@@ -29,7 +29,7 @@ class KvMissing(ExecutorError):
 
 
 class DuplicateSequence(ExecutorError):
-    """A sequence occurs twice in one batch, or is to be made and exists."""
+    """A sequence occurs twice in one batch, or a new one exists already."""
 
 
 class EmptyTokens(ExecutorError):
@@ -41,28 +41,28 @@ class TokenOutOfVocabulary(ExecutorError):
 
 
 class RowsOutOfRange(ExecutorError):
-    """More outputs are wanted than there are tokens, or fewer than none."""
+    """The number of wanted rows is negative, or larger than the number of tokens."""
 
 
 class SequenceTooLong(ExecutorError):
-    """The tokens go past what one sequence can have."""
+    """The sequence would exceed the maximum length."""
 
 
 class NoSuchLayer(ExecutorError):
-    """Hidden states are wanted that the model does not have."""
+    """The model does not have the requested hidden states."""
 
 
 class TruncateBeyondEnd(ExecutorError):
-    """A sequence cannot be cut to more tokens than it has."""
+    """A sequence cannot be truncated to more tokens than it has."""
 
 
 class BadTree(ExecutorError):
-    """A token does not follow one before it, or there are too many of them."""
+    """A parent is not before its token, or there are too many tokens."""
 
 
 class NoTrees(ExecutorError):
-    """The model computes attention in a way that knows no token trees."""
+    """The model's attention does not support token trees."""
 
 
 class ExecutorClosed(ExecutorError):
-    """The executor was shut down: it answers questions, and does no more work."""
+    """The executor was shut down. Only metadata and metrics are available."""

@@ -1,4 +1,4 @@
-"""What an executor says of itself: plain data, named as the protos name it."""
+"""The description and metrics of an executor: plain data with the field names of the protos."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.operations import Kind
 
 
 class DescribedConfig(Protocol):
-    """What configs of all models have, whoever runs them. Fields are named as in Hugging Face configs."""
+    """The fields that configs of all backends have, named as in Hugging Face configs."""
 
     @property
     def model_type(self) -> str: ...
@@ -59,7 +59,7 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """How the model is run, and what can be asked for."""
+    """How the model is run, and which features it supports."""
 
     executor: str
     runner: str
@@ -73,7 +73,7 @@ class Capabilities:
     supports_lora: bool
     page_size_tokens: int
     bytes_per_page: int
-    # The most that one sequence can have: the model's context, or all of a smaller pool.
+    # The maximum length of a sequence: the model's context, or all of the pool if that is smaller.
     kv_capacity_tokens: int
     max_lora_adapters: int
     supports_token_trees: bool = True
@@ -82,7 +82,7 @@ class Capabilities:
 
 @dataclass(slots=True)
 class StepCounts:
-    """What was run since the start, each operation under its own kind. Times in ns, from begin to answer."""
+    """Counts since the start, by kind of operation. Times in ns, from `begin` to the answer."""
 
     prefill_operations: int = 0
     decode_operations: int = 0
@@ -97,7 +97,7 @@ class StepCounts:
     batch_items: int = 0
 
     def add_operation(self, kind: Kind, took_ns: int) -> None:
-        """Count an operation that is done."""
+        """Count a completed operation."""
         match kind:
             case Kind.PREFILL:
                 self.prefill_operations += 1
@@ -115,15 +115,15 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatus:
-    """What runs now, and what has been run.
+    """The running step, and the counts since the start.
 
     Attributes:
         counts: A copy.
         step_age_ns: How long the running step has been running; 0 between steps.
-        step_number: Which step that is, or was.
-        step_expected_ns: How long it would take at the best pace seen; 0 if none was.
-        device_memory_bytes: Memory of the device that tensors take; 0 on the CPU.
-        device_memory_peak_bytes: The most there was of it.
+        step_number: The number of the running or last step.
+        step_expected_ns: Its time at the best rate measured so far; 0 between steps, or without a rate.
+        device_memory_bytes: Device memory used by tensors; 0 on the CPU.
+        device_memory_peak_bytes: The peak of that.
     """
 
     counts: StepCounts
@@ -136,7 +136,7 @@ class ExecutorStatus:
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapterMetrics:
-    """How one adapter is used."""
+    """The use of one adapter."""
 
     adapter_id: str
     rank: int

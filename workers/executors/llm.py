@@ -17,8 +17,8 @@ from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages, ch
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
+from workers.models.files import check_not_pickled
 from workers.models.licence import read_licence
-from workers.models.pickles import check_not_pickled
 from workers.models.text import read_text
 from workers.models.tokenizer import MAX_BYTES
 from workers.runners.base import Runner
@@ -29,9 +29,9 @@ from workers.runners.working_memory import measure_working_bytes
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest step that will be asked for, and the share of a GPU's memory that may be taken in all.
+    """The size of the largest step, and the share of a GPU's memory that may be used in all.
 
-    cuda_graphs: whether a GPU replays decodes, or launches each kernel of each step.
+    cuda_graphs: whether decodes on a GPU replay CUDA graphs, or launch each kernel.
     """
 
     max_tokens: int = 512
@@ -41,7 +41,7 @@ class StepLimits:
 
 
 class LlmExecutor(ModelExecutor):
-    """Any decoder-only model that `workers/models` knows."""
+    """Any decoder-only model that `workers/models` supports."""
 
     name = "llm"
 
@@ -63,13 +63,13 @@ class LlmExecutor(ModelExecutor):
 
         dtype: "auto" (the model's own), "bfloat16", "float16" or "float32", for weights and KV.
         kv_pages: pages of 16 tokens; None sizes the pool from free memory.
-        limits: the largest step; on a GPU it decides what memory is left for the pool.
+        limits: the largest step; on a GPU it determines the memory that is left for the pool.
         backend: "native", "transformers" or "auto"; see `loading`.
-        self_check: whether a model has to prove itself, whoever runs it.
-        max_text_bytes: tokenizer.json and the chat template are left out where they take more.
+        self_check: whether to check the model's outputs before it is served, with either backend.
+        max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
         progress: called with (done_bytes, total_bytes) while weights are read.
 
-        Raises ModelError for a directory that cannot be served, KvSizingError for what does not fit.
+        Raises ModelError for a directory that cannot be served, KvSizingError if memory is too small.
         """
         device = torch.device(device)
         limits = limits or StepLimits()
@@ -79,7 +79,7 @@ class LlmExecutor(ModelExecutor):
             check_cuda_device(device)
         check_not_pickled(directory)
         chosen = choose_backend(directory, backend, on_cuda=device.type == "cuda")
-        # Before the weights, which take longer.
+        # Before the weights, which take longer to load.
         text = read_text(directory, chosen.vocab_size, max_text_bytes)
         try:
             loaded = load_served(
@@ -112,7 +112,7 @@ def _on_cpu(loaded: ServedModel, kv_pages: int | None) -> tuple[KvTensors, Runne
 
 
 def _on_gpu(loaded: ServedModel, kv_pages: int | None, limits: StepLimits) -> tuple[KvTensors, Runner]:
-    """A pool in what the weights and the largest step leave, and the runner with CUDA graphs."""
+    """A pool in the memory that the weights and the largest step leave, and the runner."""
     config, model = loaded.config, loaded.model
     try:
         trial = _pages(loaded, -(-limits.max_tokens // PAGE_SIZE))
@@ -132,7 +132,7 @@ def _on_gpu(loaded: ServedModel, kv_pages: int | None, limits: StepLimits) -> tu
             f" lower max_batch_tokens or max_batch_items"
         ) from error
     free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
-    # Beside the pages lie the rotations of the positions that they can hold; the trial had those of a few.
+    # The rotations of all positions that fit the pages also need memory; the trial had those of a few.
     positions = min(config.max_position_embeddings, free_bytes // _page_bytes(loaded) * PAGE_SIZE)
     working_bytes += positions * loaded.rotation_bytes
     memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)

@@ -1,7 +1,7 @@
-"""Which code runs a model directory, and what an executor has to know of the model it gets.
+"""Chooses the backend of a model directory, and loads the model.
 
-"native": this project's own decoder. "transformers": the transformers library's code over our pages, for all
-others. A model proves itself before it serves, whichever runs it.
+"native" is this project's own decoder. "transformers" is the transformers library's code over our pages, for
+all other models. With either backend a model is checked before it is served.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _log = logging.getLogger(__name__)
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
 
-# How errors of the transformers library begin, and so much of them is shown where there is more to say.
-_LIBRARY_CANNOT, _MOST_OF_LIBRARY = "the transformers library cannot ", 300
-# What torch says in a RuntimeError.
+# How errors of the transformers library begin, and how many characters are shown if more text follows.
+_LIBRARY_CANNOT, _MAX_LIBRARY_CHARACTERS = "the transformers library cannot ", 300
+# Part of torch's RuntimeError.
 _NO_MEMORY = "can't allocate memory"
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A loaded model, whoever runs it.
+    """A loaded model of either backend.
 
     Attributes:
         backend: "native" or "transformers".
         layers: The shape of its pages.
-        rotation_bytes: What it keeps for each position that fits into pages, made with the first step.
-        graphable: Its decodes may be captured as CUDA graphs.
-        takes_trees: It attends token trees.
+        rotation_bytes: The bytes for each position that fits the pages, allocated in the first step.
+        graphable: Whether its decodes may be captured as CUDA graphs.
+        takes_trees: Whether it supports token trees.
     """
 
     model: Model
@@ -60,48 +60,48 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What the config of a directory decides.
+class BackendChoice:
+    """The backend for a directory, and the model's vocabulary size.
 
     Attributes:
         backend: "native" or "transformers".
-        vocab_size: Tokens that the model knows.
+        vocab_size: The number of tokens.
     """
 
     backend: str
     vocab_size: int
 
 
-def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Choice:
-    """The backend that runs a directory: with "auto" native code, where there is some for all it asks for.
+def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> BackendChoice:
+    """The backend for a directory. With "auto" it is native code if that supports all settings of the config.
 
     Raises:
-        ModelError: There is no config.json that can be read, a setting of it makes no sense, or it asks for
-            what the backend that is asked for does not have.
+        ModelError: config.json cannot be read, has invalid settings, or settings that the requested backend
+            does not support.
     """
     if asked != TRANSFORMERS:
         try:
             config = ModelConfig.from_directory(directory)
             if on_cuda:
                 check_cuda_kernels(config.head_dim)
-            return Choice(NATIVE, config.vocab_size)
+            return BackendChoice(NATIVE, config.vocab_size)
         except UnsupportedError as error:
             if asked == NATIVE:
                 raise
             _log.info("trying the transformers backend, since native code cannot run this model: %s", error)
-    # The library takes seconds to import, for nothing where native code runs.
+    # The library takes seconds to import, and native code does not need it.
     from workers.models.library.settings import read_settings  # noqa: PLC0415
 
     try:
-        return Choice(TRANSFORMERS, read_settings(directory).vocab_size)
+        return BackendChoice(TRANSFORMERS, read_settings(directory).vocab_size)
     except ModelError as error:
         raise _explained(error, directory) from error
 
 
 def runs_on_cuda(directory: Path, asked: str) -> bool:
-    """Whether a CUDA device can run a directory's model: always, but for native code without kernels for it.
+    """Whether a CUDA device can run a directory's model. Only native code may lack kernels for it.
 
-    Raises ModelError if native code is asked for and the config cannot be read.
+    Raises ModelError if native code is requested and the config cannot be read.
     """
     try:
         if asked == NATIVE:
@@ -120,9 +120,9 @@ def load_served(
     backend: str,
     self_check: bool,
 ) -> ServedModel:
-    """Load a directory with a backend that `choose_backend` gave.
+    """Load a directory with the backend from `choose_backend`.
 
-    Raises ModelError and KvSizingError, the former also if the model does not compute what it should.
+    Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
     """
     try:
         if backend == TRANSFORMERS:
@@ -140,23 +140,23 @@ def load_served(
 
 
 def _explained(error: ModelError, directory: Path) -> ModelError:
-    """The error with the directory; and, where the library stumbled, with the setting that native code lacks.
+    """The error with the directory, and for an error of the library with the reason against native code.
 
-    All that the library says of a setting may be "KeyError".
+    The library's own message may be as short as "KeyError".
     """
-    said = str(error) if str(directory) in str(error) else f"{directory}: {error}"
-    lack = _native_lacks(directory) if _LIBRARY_CANNOT in said else ""
-    # Behind what the library says, which may be long.
-    return ModelError(f"{said[:_MOST_OF_LIBRARY]}; and native code: {lack}" if lack else said)
+    text = str(error) if str(directory) in str(error) else f"{directory}: {error}"
+    reason = _native_error(directory) if _LIBRARY_CANNOT in text else ""
+    # The library's message may be long.
+    return ModelError(f"{text[:_MAX_LIBRARY_CHARACTERS]}; and native code: {reason}" if reason else text)
 
 
-def _native_lacks(directory: Path) -> str:
-    """What native code says of the config of a family that it has; "" where that is nothing."""
+def _native_error(directory: Path) -> str:
+    """Why native code cannot run the config. "" if it can, or does not know the model's family."""
     try:
         ModelConfig.from_directory(directory)
     except ModelError as error:
-        lack = str(error).removeprefix(f"{directory}/")
-        return "" if lack.startswith(f"{CONFIG_FILE}: model_type: ") else lack
+        reason = str(error).removeprefix(f"{directory}/")
+        return "" if reason.startswith(f"{CONFIG_FILE}: model_type: ") else reason
     return ""
 
 
@@ -170,7 +170,7 @@ def _load_native(
 ) -> ServedModel:
     plan = plan_load(directory, dtype, device)
     if self_check:
-        _prove_native(directory, plan)
+        _check_native(directory, plan)
     loaded = load_planned(plan, progress, pack=True)
     return ServedModel(
         model=loaded.decoder,
@@ -188,15 +188,15 @@ def _load_native(
     )
 
 
-def _prove_native(directory: Path, plan: LoadPlan) -> None:
-    """Raises ModelError if native code computes something else for this config than the library."""
+def _check_native(directory: Path, plan: LoadPlan) -> None:
+    """Raises ModelError if native code and the library disagree for this config."""
     try:
         # The library takes seconds to import.
-        from workers.models.native_proof import prove_native  # noqa: PLC0415
+        from workers.models.native_parity_check import check_native  # noqa: PLC0415
     except ImportError:
         _log.warning("the model is not checked: the transformers library is not installed")
         return
-    error = prove_native(directory, plan.config, plan.dtype, plan.device)
+    error = check_native(directory, plan.config, plan.dtype, plan.device)
     if error is not None:
         _log.info("native code agrees with the transformers library, within %.1e", error)
 
@@ -209,22 +209,22 @@ def _load_library(
     *,
     self_check: bool,
 ) -> ServedModel:
-    # The library takes seconds to import, for nothing where native code runs.
+    # The library takes seconds to import, and native code does not need it.
     from workers.models.library.loading import load_library_model, plan_library_model  # noqa: PLC0415
-    from workers.models.library.proof import prove_copy, prove_loaded  # noqa: PLC0415
+    from workers.models.library.parity_check import check_loaded, check_scaled_down  # noqa: PLC0415
 
     plan = plan_library_model(directory, dtype, device)
     if self_check:
-        # Before the weights, which take longer: most that cannot be served shows in a small copy.
-        prove_copy(directory, plan.settings)
+        # Before the weights are loaded, which takes longer: a scaled-down model shows most problems.
+        check_scaled_down(directory, plan.settings)
     loaded = load_library_model(plan, progress)
     if self_check:
-        prove_loaded(directory, loaded)
+        check_loaded(directory, loaded)
     return ServedModel(
         model=loaded.model,
         backend=TRANSFORMERS,
         layers=loaded.model.layers,
-        rotation_bytes=0,  # the library computes them anew in each step
+        rotation_bytes=0,  # the library recomputes them in each step
         dtype=loaded.model.dtype,
         device=loaded.model.device,
         config=loaded.config,

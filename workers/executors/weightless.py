@@ -1,7 +1,7 @@
 """The weightless executor: attention over the real paged pool, on embeddings computed from token ids.
 
-Everything but the weights is real (pages, scheduling, sampling), and every number can be checked by hand.
-For tests, and for benchmarks of the gateway alone.
+Pages, scheduling and sampling are the same as for a real model, and the results can be checked by hand. For
+tests, and for benchmarks of the gateway alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PagedAttentionExecutor(ModelExecutor):
 
     @classmethod
     def create(cls, *, device: torch.device | str = "cpu", kv_pages: int | None = None) -> Self:
-        """Allocates the pool. Raises KvSizingError for one that does not fit."""
+        """Allocates the pool. Raises KvSizingError if it does not fit."""
         model = EmbeddingAttention(device=device)
         shape = kv_shape(model.config, model.dtype)
         num_pages = choose_num_pages(kv_pages, KvTensors.page_bytes(**shape))

@@ -1,12 +1,12 @@
-"""Who uses which page of the KV pool: reference counts, a free list, and pages kept for reuse.
+"""The accounting of the KV pool's pages: reference counts, a free list, and pages cached for reuse.
 
 A page is in one of three states:
 
-    free        nobody refers to it and nothing in it is worth keeping
-    cached      nobody refers to it, but it is full and indexed, so its tokens can be found again
+    free        no references, and no reusable content
+    cached      no references, but it is full and indexed, so its tokens can be found again
     referenced  one or more sequences refer to it (indexed or not)
 
-Pages are numbers. This module does not know what is stored in them, nor any sequence.
+Pages are numbers. Their memory is in `tensors`, and the sequences are in `table`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.kv.prefix_index import PrefixIndex
 
 
 class OutOfPages(Exception):
-    """There are not enough pages, even after giving up every cached one. Nothing was changed."""
+    """There are too few pages, even after evicting all cached ones. Nothing was changed."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"{needed} KV pages needed, {available} available")
@@ -26,7 +26,7 @@ class OutOfPages(Exception):
 
 
 class IntegrityError(Exception):
-    """The accounting contradicts itself: a bug in Quire. The pool must not be used any more."""
+    """The accounting is inconsistent: a bug in Quire. The pool must not be used any more."""
 
 
 class PagePool:
@@ -42,15 +42,14 @@ class PagePool:
         self.evicted_pages = 0
         self._index = PrefixIndex()
         self._refcounts = [0] * num_pages
-        # A stack: the page freed last is the likeliest to be in a CPU cache still. Low pages go first.
-        # A dict, so that it can be asked for a page.
+        # A stack (the last freed page is likely in a CPU cache), as a dict for lookups. Low pages first.
         self._free = dict.fromkeys(range(num_pages - 1, -1, -1))
         # Least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
-        """Pages with nothing in them."""
+        """Pages without reusable content."""
         return len(self._free)
 
     @property
@@ -60,7 +59,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages `allocate` can hand out: the free ones and the cached ones."""
+        """Pages that `allocate` can return: the free and the cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -85,7 +84,7 @@ class PagePool:
         return self._index.page_of(digest)
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` pages with one reference each, evicting cached pages where none is free.
+        """Return `count` pages with one reference each. Evicts cached pages if there are too few free ones.
 
         The caller owns the references. Raises OutOfPages, and changes nothing, if there are too few.
         """
@@ -107,7 +106,7 @@ class PagePool:
         self._refcounts[page] += count
 
     def decref(self, page: int) -> None:
-        """Drop a reference. With the last one an indexed page becomes cached, any other free."""
+        """Drop a reference. Without any, an indexed page becomes cached, and any other page free."""
         if self._refcounts[page] == 0:
             raise IntegrityError(f"page {page} is released more often than it was referenced")
         self._refcounts[page] -= 1
@@ -119,13 +118,13 @@ class PagePool:
             self._free[page] = None
 
     def publish(self, page: int, digest: bytes) -> bool:
-        """Let the full, referenced `page` be found by `digest`. False if either is indexed already."""
+        """Index the full, referenced `page` by `digest`. False if either is indexed already."""
         if self._refcounts[page] == 0:
             raise IntegrityError(f"page {page} is not referenced and cannot be indexed")
         return self._index.insert(page, digest)
 
     def unpublish(self, page: int) -> None:
-        """Forget the content of the referenced `page`, because it is about to be overwritten."""
+        """Remove the referenced `page` from the index, because it is about to be overwritten."""
         if self._refcounts[page] == 0:
             raise IntegrityError(f"page {page} is not referenced and cannot be overwritten")
         self._index.discard(page)

@@ -1,11 +1,9 @@
-"""Which page holds which tokens: a hash chain over full pages, and the map from digest to page.
+"""The prefix index: a hash chain over full pages, and a map from digests to pages.
 
-A page's digest covers its own tokens and, through its parent's digest, every token before them and the
-salt. Keys and values of a token depend on exactly that, so equal digests mean interchangeable pages.
-A chain with a hole (a page in its middle was given up) is harmless: what follows the hole is merely not
-reachable until the hole is computed again, and is right when it is.
-
-This module does not know whether a page is in use; `page_pool` does.
+A page's digest covers its own tokens and, through its parent's digest, all tokens before them and the salt.
+Keys and values of a token depend on exactly these, so pages with equal digests are interchangeable. If a page
+in the middle of a chain is evicted, the pages after it are not found until it is computed again, and are
+still correct then.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from hashlib import blake2b
 
 DIGEST_BYTES = 16
 
-# Keeps a root apart from a page digest whatever the salt is.
+# Separates root digests from page digests, for any salt.
 _ROOT_PERSON = b"quire-kv-root"
 
 
@@ -34,7 +32,7 @@ def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixIndex:
-    """A one-to-one map between digests and pages: each digest has one canonical page. All O(1)."""
+    """A one-to-one map between digests and pages: each digest has one canonical page. O(1)."""
 
     __slots__ = ("_digest_of", "_page_of")
 
@@ -53,11 +51,11 @@ class PrefixIndex:
         return self._page_of.get(digest)
 
     def digest_of(self, page: int) -> bytes | None:
-        """Return the digest `page` is known by, if it is indexed."""
+        """Return the digest of `page`, if it is indexed."""
         return self._digest_of.get(page)
 
     def insert(self, page: int, digest: bytes) -> bool:
-        """Make `page` the canonical page of `digest`. False, and no change, where either is taken."""
+        """Make `page` the canonical page of `digest`. False, and no change, if either is indexed already."""
         if page in self._digest_of or digest in self._page_of:
             return False
         self._page_of[digest] = page
@@ -65,7 +63,7 @@ class PrefixIndex:
         return True
 
     def discard(self, page: int) -> bool:
-        """Forget `page`. False if it was not indexed."""
+        """Remove `page`. False if it was not indexed."""
         digest = self._digest_of.pop(page, None)
         if digest is None:
             return False
@@ -73,7 +71,7 @@ class PrefixIndex:
         return True
 
     def is_one_to_one(self, page: int) -> bool:
-        """Check that both directions say the same of `page`, and know as many pages as digests. O(1)."""
+        """Whether both maps agree about `page`, and have the same size. O(1)."""
         digest = self._digest_of.get(page)
         return len(self._page_of) == len(self._digest_of) and (
             digest is None or self._page_of.get(digest) == page

@@ -1,9 +1,9 @@
-"""A list whose copies share what they have in common, so that a thousand forks of a long prompt cost little.
+"""A list whose copies share common items, so that a thousand forks of a long prompt are cheap.
 
-    full  [ 1024 items | 1024 items ]   never changed once they are here, so copies refer to the same ones
-    tail  [ the rest ]                  of this list alone
+    full  [ 1024 items | 1024 items ]   segments that never change, so copies share them
+    tail  [ the rest ]                  not shared
 
-A copy costs a reference for each chunk and the items of the tail. Items come and go at the end only.
+A copy costs a reference for each segment, and the items of the tail. Items change at the end only.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Self, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK = 1024
+SEGMENT_ITEMS = 1024
 
 T = TypeVar("T")
 
 
 class SharedList(Sequence[T]):
-    """A list of T in chunks. Equal to any sequence with equal items. Owned by one writer.
+    """A list of T in segments. Equal to any sequence with equal items. Owned by one writer.
 
-    `length` is its length, quicker to read than by `len`.
+    `length` is its length; reading it is faster than `len`.
     """
 
     __slots__ = ("_full", "_tail", "length")
@@ -44,28 +44,28 @@ class SharedList(Sequence[T]):
     @overload
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
-        """Return an item, or a list of some: O(those) and a little more."""
+        """Return an item, or a list of a slice's items."""
         if isinstance(index, slice):
             start, end, step = index.indices(len(self))
             if step != 1:
                 return list(self)[index]
             found: list[T] = []
             while start < end:
-                chunk, offset = divmod(start, CHUNK)
-                items = self._full[chunk] if chunk < len(self._full) else self._tail
+                segment, offset = divmod(start, SEGMENT_ITEMS)
+                items = self._full[segment] if segment < len(self._full) else self._tail
                 found += items[offset : offset + end - start]
-                start += min(CHUNK - offset, end - start)
+                start += min(SEGMENT_ITEMS - offset, end - start)
             return found
         length = self.length
         if not -length <= index < length:
             raise IndexError(index)
-        chunk, offset = divmod(index % length, CHUNK)
-        item: T = (self._full[chunk] if chunk < len(self._full) else self._tail)[offset]
+        segment, offset = divmod(index % length, SEGMENT_ITEMS)
+        item: T = (self._full[segment] if segment < len(self._full) else self._tail)[offset]
         return item
 
     def __iter__(self) -> Iterator[T]:
-        for chunk in self._full:
-            yield from chunk
+        for segment in self._full:
+            yield from segment
         yield from self._tail
 
     def __eq__(self, other: object) -> bool:
@@ -83,29 +83,31 @@ class SharedList(Sequence[T]):
     def extend(self, items: Iterable[T]) -> None:
         """Add items."""
         self._tail.extend(items)
-        if len(self._tail) >= CHUNK:
-            whole = len(self._tail) // CHUNK * CHUNK
-            self._full += [self._tail[start : start + CHUNK] for start in range(0, whole, CHUNK)]
+        if len(self._tail) >= SEGMENT_ITEMS:
+            whole = len(self._tail) // SEGMENT_ITEMS * SEGMENT_ITEMS
+            self._full += [
+                self._tail[start : start + SEGMENT_ITEMS] for start in range(0, whole, SEGMENT_ITEMS)
+            ]
             self._tail = self._tail[whole:]
-        self.length = len(self._full) * CHUNK + len(self._tail)
+        self.length = len(self._full) * SEGMENT_ITEMS + len(self._tail)
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` items, of which there are as many."""
-        chunks, offset = divmod(length, CHUNK)
-        if chunks < len(self._full):
-            self._tail = self._full[chunks][:offset]  # a copy: others may share the chunk
-            del self._full[chunks:]
+        """Keep the first `length` items. `length` is at most the current one."""
+        segments, offset = divmod(length, SEGMENT_ITEMS)
+        if segments < len(self._full):
+            self._tail = self._full[segments][:offset]  # a copy: others may share the segment
+            del self._full[segments:]
         else:
             del self._tail[offset:]
         self.length = length
 
     def copy(self) -> Self:
-        """Return a list with the same items, which shares the full chunks."""
-        twin = type(self)()
-        twin._full = self._full.copy()  # noqa: SLF001 - of its own class
-        twin._tail = self._tail[:]  # noqa: SLF001
-        twin.length = self.length
-        return twin
+        """Return a list with the same items, which shares the full segments."""
+        copied = type(self)()
+        copied._full = self._full.copy()  # noqa: SLF001 - of its own class
+        copied._tail = self._tail[:]  # noqa: SLF001
+        copied.length = self.length
+        return copied
 
 
 class TokenList(SharedList[int]):
@@ -118,4 +120,4 @@ class TokenList(SharedList[int]):
 
     def as_array(self) -> NDArray[np.uint32]:
         """Return a copy."""
-        return np.concatenate([np.frombuffer(chunk, np.uint32) for chunk in (*self._full, self._tail)])
+        return np.concatenate([np.frombuffer(segment, np.uint32) for segment in (*self._full, self._tail)])

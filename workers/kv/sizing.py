@@ -1,21 +1,21 @@
-"""What fits into memory: the weights; and the pages, as many as asked for or as there is room for."""
+"""Sizes of memory: whether the weights fit, and how many pages the KV pool gets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Share of the memory that is free at the time, and the most of it, so that a machine stays usable for others.
+# The share of the free memory, and the most bytes, so that other programs on the machine keep enough.
 _CPU_MEMORY_SHARE = 0.25
 _CPU_MAX_BYTES = 4 << 30
-# Beyond this a small model would spend more on accounting than on KV.
+# With more pages a small model would need more memory for accounting than for KV.
 _MAX_CPU_PAGES = 16_384
 _MAX_GPU_PAGES = 1 << 22
 
 
 class KvSizingError(Exception):
-    """The weights do not fit, or the pool cannot have the size that was asked for, or any useful one.
+    """The weights, the requested pool, or even the smallest pool do not fit.
 
-    The message names what is needed and what there is.
+    The message states the needed and the available memory.
     """
 
 
@@ -25,9 +25,9 @@ class GpuMemory:
 
     Attributes:
         total_bytes: Of the device.
-        free_bytes: Not taken by anybody, neither by this process nor by another.
-        working_bytes: What steps need besides weights and KV.
-        utilization: The share of the device that this process and all others together may come to take.
+        free_bytes: Not used by this or any other process.
+        working_bytes: Memory for steps, besides weights and KV.
+        utilization: The share of the device's memory that all processes together may use.
     """
 
     total_bytes: int
@@ -37,24 +37,24 @@ class GpuMemory:
 
     @property
     def budget_bytes(self) -> int:
-        """What is left for KV; negative if that is nothing."""
+        """The memory left for KV. Negative if there is none."""
         taken_bytes = self.total_bytes - self.free_bytes
         return int(self.total_bytes * self.utilization) - taken_bytes - self.working_bytes
 
 
-# A sequence needs one, and a worker can be warmed up with one.
-_LEAST_PAGES = 1
+# A sequence needs one page, and the warm-up too.
+_MIN_PAGES = 1
 
 
 def available_bytes() -> int:
-    """The machine's memory that can be had without taking it from others."""
+    """The machine's available memory."""
     import psutil  # noqa: PLC0415 - here, since machines with a GPU may lack it
 
     return int(psutil.virtual_memory().available)
 
 
 def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
-    """Raises KvSizingError if the weights need more than what is free, of whichever memory they go to."""
+    """Raises KvSizingError if the weights need more than `free_bytes` of their device's memory."""
     if needed_bytes > free_bytes:
         raise KvSizingError(
             f"the weights of {model} do not fit: they need {needed_bytes >> 20} MiB,"
@@ -63,9 +63,9 @@ def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
 
 
 def choose_num_pages(asked: int | None, bytes_per_page: int) -> int:
-    """The number of pages in the machine's memory: the one asked for, or what fits a share of what is free.
+    """The number of pages in the machine's memory: as requested, or what fits a share of the free memory.
 
-    Raises KvSizingError if that does not fit or is nothing, or if not a single page does.
+    Raises KvSizingError if that does not fit, or is less than one page.
     """
     _check_asked(asked)
     free_bytes = available_bytes()
@@ -84,9 +84,9 @@ def choose_num_pages(asked: int | None, bytes_per_page: int) -> int:
 
 
 def choose_num_gpu_pages(asked: int | None, bytes_per_page: int, memory: GpuMemory) -> int:
-    """The number of pages on a GPU: the one asked for, or all that fit.
+    """The number of pages on a GPU: as requested, or all that fit.
 
-    Raises KvSizingError if that does not fit or is nothing, or if not a single page does.
+    Raises KvSizingError if that does not fit, or is less than one page.
     """
     _check_asked(asked)
     if asked is not None:
@@ -110,5 +110,5 @@ def choose_num_gpu_pages(asked: int | None, bytes_per_page: int, memory: GpuMemo
 
 
 def _check_asked(asked: int | None) -> None:
-    if asked is not None and asked < _LEAST_PAGES:
-        raise KvSizingError(f"kv_pages = {asked}: must be at least {_LEAST_PAGES}")
+    if asked is not None and asked < _MIN_PAGES:
+        raise KvSizingError(f"kv_pages = {asked}: must be at least {_MIN_PAGES}")

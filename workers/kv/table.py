@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from workers.kv.integrity import IntegrityWalk
+from workers.kv.integrity import IntegrityCheck
 from workers.kv.page_pool import IntegrityError, PagePool
 from workers.kv.prefix_index import page_digest, root_digest
 from workers.kv.shared_list import SharedList, TokenList
@@ -28,12 +28,12 @@ from workers.kv.shared_list import SharedList, TokenList
 
 @dataclass(slots=True, eq=False)
 class KvSequence:
-    """One sequence. Anyone may read it; only `KvTable` changes it. Dead after `release`."""
+    """One sequence. Only `KvTable` changes it. Invalid after `release`."""
 
     key: int
     salt: bytes = b""
     token_ids: TokenList = field(default_factory=TokenList)
-    # Without objects: the garbage collector would walk through those of thousands of forks.
+    # An array, not a list: the garbage collector would visit the items of thousands of forks.
     pages: array[int] = field(default_factory=lambda: array("i"))
     digests: SharedList[bytes] = field(default_factory=SharedList)
     reserved_len_tokens: int = 0
@@ -43,13 +43,13 @@ class KvSequence:
         return self.token_ids.length
 
     def __bool__(self) -> bool:
-        # An empty sequence exists: `if table.get(key)` must not take it for a missing one.
+        # `if table.get(key)` must not take an empty sequence for a missing one.
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """A snapshot. Sequences, tokens and pages are now; the last four count up from the table's start."""
+    """A snapshot. Sequences, tokens and pages are current; the last four are counted since the start."""
 
     sequences: int
     tokens: int
@@ -57,7 +57,7 @@ class PoolUsage:
     pages_free: int
     pages_cached: int
     pages_referenced: int
-    # Of the prompts that were begun, all tokens (`query`) and those found in shared pages (`hit`).
+    # Of all prompts that have begun: the tokens (`query`), and those found in shared pages (`hit`).
     prefix_hit_tokens: int
     prefix_query_tokens: int
     evicted_pages: int
@@ -81,8 +81,8 @@ class KvTable:
         self._prefix_hit_tokens = 0
         self._prefix_query_tokens = 0
         self._copied_pages = 0
-        # Checks under way: told of every page that a sequence gets or loses.
-        self._walks: list[IntegrityWalk] = []
+        # Running checks, to which every page is reported that a sequence gets or gives back.
+        self._checks: list[IntegrityCheck] = []
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -95,8 +95,8 @@ class KvTable:
         if key in self._sequences:
             raise ValueError(f"sequence {key} exists")
         seq = self._sequences[key] = KvSequence(key, salt)
-        for walk in self._walks:
-            walk.born(key)
+        for check in self._checks:
+            check.sequence_added(key)
         return seq
 
     def get(self, key: int) -> KvSequence | None:
@@ -104,15 +104,15 @@ class KvTable:
         return self._sequences.get(key)
 
     def slot(self, seq: KvSequence, i: int) -> int:
-        """Return where token `i`, committed or reserved, lives: page * page_size + offset."""
+        """Return the slot of token `i`, committed or reserved: page * page_size + offset."""
         return seq.pages[i // self.page_size] * self.page_size + i % self.page_size
 
     def match_prefix(self, seq: KvSequence, tokens: Sequence[int], limit: int) -> int:
-        """Extend `seq` by shared pages that hold the next full pages of `tokens`; return how many tokens.
+        """Extend `seq` by shared pages that hold the next full pages of `tokens`. Return how many tokens.
 
-        The tokens reused are committed: they are in `seq.token_ids` afterwards and need no forward. At
+        The reused tokens are committed: they are in `seq.token_ids` afterwards and need no forward. At
         most `limit` tokens, rounded down to pages. Returns 0 for a sequence that ends within a page or
-        has room reserved: a shared page can only follow a full one.
+        has slots reserved: a shared page can only follow a full one.
         """
         self._check_owned(seq)
         page_size = self.page_size
@@ -132,19 +132,18 @@ class KvTable:
             seq.digests.append(digest)
             seq.token_ids.extend(page_tokens)
             reused_tokens += page_size
-        for walk in self._walks:
-            walk.gained(seq.key, seq.pages[len(seq.pages) - reused_tokens // page_size :])
+        for check in self._checks:
+            check.pages_added(seq.key, seq.pages[len(seq.pages) - reused_tokens // page_size :])
         seq.reserved_len_tokens += reused_tokens
         self._tokens += reused_tokens
         return reused_tokens
 
-    def look_up(
+    def find_prefix(
         self, seq: KvSequence | None, salt: bytes, tokens: Sequence[int], limit: int
     ) -> tuple[int, bytes | None]:
-        """How many tokens `match_prefix` would find, and the digest of the page that it would look for next.
+        """How many tokens `match_prefix` would find, and the digest of the first page it would not find.
 
-        `seq` None: a sequence with this salt that is not there yet. The digest is None where no further page
-        could be shared.
+        `seq` None: a new sequence with this salt. The digest is None if no further page could be shared.
         """
         page_size = self.page_size
         if seq is not None and (len(seq) % page_size or seq.reserved_len_tokens != len(seq)):
@@ -159,15 +158,15 @@ class KvTable:
         return 0, None
 
     def next_digest(self, seq: KvSequence, tokens: Sequence[int]) -> bytes | None:
-        """The digest of the page that is full next if `tokens` follow; None: they do not fill it."""
-        begun = len(seq) % self.page_size
-        if begun + len(tokens) < self.page_size:
+        """The digest of the next page that `tokens` fill after `seq`. None: they do not fill it."""
+        offset = len(seq) % self.page_size
+        if offset + len(tokens) < self.page_size:
             return None
-        page_tokens = [*seq.token_ids[len(seq) - begun : len(seq)], *tokens[: self.page_size - begun]]
+        page_tokens = [*seq.token_ids[len(seq) - offset : len(seq)], *tokens[: self.page_size - offset]]
         return page_digest(_last_digest(seq), page_tokens)
 
     def count_prompt(self, tokens: int, reused_tokens: int) -> None:
-        """Count a prompt for `usage`, once it is sure to be computed: as often as it is begun, so once."""
+        """Count a prompt for `usage`. Called once for each prompt, when it has begun."""
         self._prefix_query_tokens += tokens
         self._prefix_hit_tokens += reused_tokens
 
@@ -176,11 +175,11 @@ class KvTable:
         self._prefix_query_tokens = self._prefix_hit_tokens = 0
 
     def reserve(self, seq: KvSequence, n: int) -> list[tuple[int, int]]:
-        """Make room for `n` tokens after the committed ones; return the (src, dst) page copies now due.
+        """Reserve slots for `n` tokens after the committed ones. Return the (src, dst) page copies to make.
 
-        The caller performs the copies of all its `reserve` calls in the order they were returned, before
-        anything is written to the pool: a later one may read a page that an earlier one filled. Raises
-        OutOfPages, and changes nothing, if pages are missing.
+        The caller makes the copies of all its `reserve` calls in the order they were returned, before it
+        writes to the pool: a later copy may read a page that an earlier one filled. Raises OutOfPages, and
+        changes nothing, if there are too few pages.
         """
         self._check_owned(seq)
         if n <= 0:
@@ -191,9 +190,9 @@ class KvTable:
         end = max(seq.reserved_len_tokens, length + n)
         missing_pages = self._pages_for(end) - len(seq.pages) + shared
         fresh = self._pool.allocate(missing_pages) if missing_pages else []
-        for walk in self._walks:
-            walk.gained(seq.key, fresh)
-            walk.lost(seq.key, seq.pages[written_page : written_page + shared])
+        for check in self._checks:
+            check.pages_added(seq.key, fresh)
+            check.pages_removed(seq.key, seq.pages[written_page : written_page + shared])
 
         copies = []
         if shared:
@@ -203,14 +202,14 @@ class KvTable:
             self._copied_pages += 1
             copies.append((src, dst))
         elif offset:
-            # Cut back into a page that others may still look up: it is about to hold other tokens.
+            # The sequence was truncated within an indexed page, which is about to get other tokens.
             self._pool.unpublish(seq.pages[written_page])
         seq.pages.extend(fresh)
         seq.reserved_len_tokens = end
         return copies
 
     def take_back(self, seq: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
-        """Undo what `reserve` did to shared pages, because the copies it returned could not be made."""
+        """Undo what `reserve` did to shared pages, because its copies could not be made."""
         self._check_owned(seq)
         for src, dst in copies:
             seq.pages[seq.pages.index(dst)] = src
@@ -219,10 +218,10 @@ class KvTable:
             self._copied_pages -= 1
 
     def append(self, seq: KvSequence, tokens: Sequence[int]) -> None:
-        """Commit `tokens`, whose KV has just been written into reserved slots; index pages now full.
+        """Commit `tokens`, whose KV has just been written into reserved slots. Index pages that are full now.
 
-        A page whose tokens another page is known for already stays unindexed. Raises ValueError, and
-        changes nothing, if less room was reserved.
+        A page is not indexed if another page with the same tokens is. Raises ValueError, and changes
+        nothing, if too few slots were reserved.
         """
         self._check_owned(seq)
         end = len(seq) + len(tokens)
@@ -239,7 +238,7 @@ class KvTable:
             self._pool.publish(seq.pages[i], digest)
 
     def truncate(self, seq: KvSequence, new_len: int) -> None:
-        """Cut `seq` to `new_len` tokens and give back every page after them, reserved ones included.
+        """Cut `seq` to `new_len` tokens and free all pages after them, also reserved ones.
 
         Full indexed pages become cached, others free. Raises ValueError for a length past the end.
         """
@@ -248,15 +247,15 @@ class KvTable:
             raise ValueError(f"sequence {seq.key} of {len(seq)} tokens cannot be cut to {new_len}")
         kept_pages = self._pages_for(new_len)
         full_pages = len(seq.digests)
-        # Last page first, so that the tail of a chain is evicted before the head it depends on.
+        # Last page first: so the end of a chain is evicted before the pages it depends on.
         for i in range(len(seq.pages) - 1, kept_pages - 1, -1):
             page = seq.pages[i]
             if i < full_pages and self._pool.refcount(page) == 1:
-                # It may have been the twin of a page that is gone by now, and be the canonical one from here.
+                # It may hold the same tokens as an indexed page that was evicted. Then it takes its place.
                 self._pool.publish(page, seq.digests[i])
             self._pool.decref(page)
-        for walk in self._walks:
-            walk.lost(seq.key, seq.pages[kept_pages:])
+        for check in self._checks:
+            check.pages_removed(seq.key, seq.pages[kept_pages:])
         self._tokens -= len(seq) - new_len
         del seq.pages[kept_pages:]
         seq.digests.cut(new_len // self.page_size)
@@ -264,13 +263,13 @@ class KvTable:
         seq.reserved_len_tokens = new_len
 
     def fork(self, seq: KvSequence, child_key: int) -> KvSequence:
-        """Add and return one sequence; see `fork_all`."""
+        """Add and return one child. See `fork_all`."""
         return self.fork_all(seq, [child_key])[0]
 
     def fork_all(self, seq: KvSequence, child_keys: Sequence[int]) -> list[KvSequence]:
-        """Add and return sequences with the same tokens in the same pages. Reserved room is not shared.
+        """Add and return sequences with the same tokens in the same pages. Reserved slots are not shared.
 
-        Costs a reference for each page, and for each child a list of pages: tokens and digests are shared.
+        Costs a reference for each page, and a list of pages for each child. Tokens and digests are shared.
         Raises ValueError, and adds nothing, if a key is taken.
         """
         self._check_owned(seq)
@@ -284,8 +283,8 @@ class KvTable:
             child = self.create(key, seq.salt)
             child.token_ids = seq.token_ids.copy()
             child.pages = pages[:]
-            for walk in self._walks:
-                walk.gained(key, pages)
+            for check in self._checks:
+                check.pages_added(key, pages)
             child.digests = seq.digests.copy()
             child.reserved_len_tokens = len(seq)
             self._tokens += len(seq)
@@ -293,7 +292,7 @@ class KvTable:
         return children
 
     def release(self, key: int) -> bool:
-        """Forget the sequence of `key` and give back its pages. False if there is none."""
+        """Remove the sequence of `key` and free its pages. False if there is none."""
         seq = self._sequences.get(key)
         if seq is None:
             return False
@@ -323,17 +322,17 @@ class KvTable:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pool and sequences agree page by page. O(pages held)."""
-        for _ in self.walk_integrity():
+        for _ in self.check_integrity_in_slices():
             pass
 
-    def walk_integrity(self) -> Iterator[None]:
-        """The same in slices: whoever goes on with it may use the table between two of them."""
-        walk = IntegrityWalk(self._sequences, self._pool, self.page_size)
-        self._walks.append(walk)
+    def check_integrity_in_slices(self) -> Iterator[None]:
+        """As `check_integrity`, in slices. The table may be used and changed between two of them."""
+        check = IntegrityCheck(self._sequences, self._pool, self.page_size)
+        self._checks.append(check)
         try:
-            yield from walk.slices()
+            yield from check.slices()
         finally:
-            self._walks.remove(walk)
+            self._checks.remove(check)
         if self._tokens != sum(map(len, self._sequences.values())):
             raise IntegrityError(f"{self._tokens} tokens counted, the sequences disagree")
 
@@ -346,5 +345,5 @@ class KvTable:
 
 
 def _last_digest(seq: KvSequence) -> bytes:
-    """What the next page of a sequence follows."""
+    """The parent digest of a sequence's next page."""
     return seq.digests[-1] if seq.digests else root_digest(seq.salt)

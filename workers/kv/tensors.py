@@ -1,7 +1,7 @@
-"""The memory of the KV cache: keys and values of all layers, in pages. No accounting.
+"""The memory of the KV cache: keys and values of all layers, in pages.
 
-Who owns which page, and which of its slots mean something, is known to `page_pool` and `sequence` only.
-Memory is not initialised: what kernels find in slots that hold no token must not reach a result.
+The accounting of pages and slots is in `page_pool` and `table`. Memory is not initialised: slots without a
+token may contain any bits, also NaN, which must not affect results.
 
 Dimension letters: L layers; P pages; S tokens a page; K key-value heads; D width of a head, of its keys or of
 its values; N tensors of one shape.
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-# Pages copied in one go: bounds the temporary of `copy_pages`.
+# Pages copied at once. Limits the temporary memory of `copy_pages`.
 _COPY_BATCH_PAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """What a layer keeps of a token: for each of `kv_heads` a key of `key_dim` and a value of `value_dim`.
+    """The KV of one token in a layer: for each of `kv_heads` a key of `key_dim` and a value of `value_dim`.
 
     Raises:
         ValueError: A size is below 1.
@@ -50,7 +50,7 @@ class LayerKv:
 class KvTensors:
     """Pages of one worker. A page holds the same tokens in every layer.
 
-    The tensors live as long as this object and never move, so views of them may be kept.
+    The tensors exist as long as this object and never move, so views of them may be kept.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class KvTensors:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate; on the CPU the system commits a page of ours only when it is first written.
+        """Allocate. On the CPU the system provides the memory of a page when it is first written.
 
         Args:
             layers: The shape of each layer; they may differ.
             num_pages: P.
             page_size: S.
             dtype: Of keys and values.
-            device: Where they are.
+            device: Their device.
 
         Raises:
             ValueError: A size is below 1, or there are no layers.
@@ -81,8 +81,8 @@ class KvTensors:
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
-        # All of one shape in one piece of memory, so that a page is copied in them at once: where keys,
-        # values and layers are alike, that is the whole cache.
+        # All tensors of one shape share one piece of memory, so that one operation copies a page in all of
+        # them. If keys, values and layers have the same shape, that is the whole cache.
         shapes = Counter(shape for layer in layers for shape in (layer.key_shape, layer.value_shape))
         self._pieces = {
             shape: torch.empty((count, num_pages, page_size, *shape), dtype=dtype, device=self.device)
@@ -143,9 +143,9 @@ class KvTensors:
                 piece.index_copy_(1, destination, piece.index_select(1, source))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy what single tokens have, in every layer.
+        """Copy the KV of single tokens, in every layer.
 
-        Mutates the destination slots, at once: none is written before all are read.
+        Mutates the destination slots. All sources are read before any destination is written.
 
         Args:
             pairs: (source, destination) slots, page * page_size + offset. A destination occurs once.

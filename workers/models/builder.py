@@ -1,4 +1,4 @@
-"""Composes a decoder from a config: which blocks there are, and what a checkpoint calls their parts.
+"""Builds a decoder from a config: its sublayers, and the names of their parts in a checkpoint.
 
 Dimension letters: C hidden width; H query heads; K key-value heads; D head width; I intermediate width.
 """
@@ -11,14 +11,14 @@ from kernels.experts import ExpertWeights
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.experts import Experts
-from workers.models.layers import Attention, AttentionShape, Block, Body, GatedMlp, Norm
+from workers.models.layers import Attention, AttentionShape, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """Allocate a decoder. Its parameters hold whatever was in memory until they are filled.
+    """Allocate a decoder. Its parameters are uninitialised until they are filled.
 
-    On the device "meta" nothing is allocated, and its `targets` say what a checkpoint must have.
+    On the device "meta" nothing is allocated, and its `targets` list the tensors that a checkpoint must have.
     """
     parts = _Parts(config, dtype, device)
     embedding = parts.empty(config.vocab_size, config.hidden_size)
@@ -53,15 +53,15 @@ class _Parts:
         norms = self._family.norms
         mlp = self._experts() if self._config.layers[index].sparse else self._mlp()
         return Layer(
-            self._block(norms.before_attention, self._attention(index), norms.after_attention),
-            self._block(norms.before_mlp, mlp, norms.after_mlp),
+            self._sublayer(norms.before_attention, self._attention(index), norms.after_attention),
+            self._sublayer(norms.before_mlp, mlp, norms.after_mlp),
         )
 
-    def _block(self, before: str | None, body: Body, after: str | None) -> Block:
-        return Block(self.norm(before), body, self.norm(after), self._config.residual_scale)
+    def _sublayer(self, before: str | None, body: Body, after: str | None) -> Sublayer:
+        return Sublayer(self.norm(before), body, self.norm(after), self._config.residual_scale)
 
     def _norm_weight(self, *shape: int) -> torch.Tensor:
-        """Float32 where it multiplies before the result is rounded; see `kernels.rms_norm`."""
+        """In float32 if it multiplies before the result is rounded; see `kernels.rms_norm`."""
         dtype = torch.float32 if self._family.wide_norms else self._dtype
         return torch.empty(shape, dtype=dtype, device=self._device)
 
@@ -118,13 +118,13 @@ class _Parts:
             family.experts,
             config.activation,
             router=self.empty(config.experts.count, config.hidden_size),
-            gate_up=self._of_experts(2 * config.experts.intermediate_size, config.hidden_size),
-            down=self._of_experts(config.hidden_size, config.experts.intermediate_size),
+            gate_up=self._expert_weights(2 * config.experts.intermediate_size, config.hidden_size),
+            down=self._expert_weights(config.hidden_size, config.experts.intermediate_size),
             wide_routing=family.wide_routing,
         )
 
-    def _of_experts(self, outputs: int, inputs: int) -> ExpertWeights:
-        """A matrix [O, I] for each expert: on a GPU one tensor of all, elsewhere each packed by itself."""
+    def _expert_weights(self, outputs: int, inputs: int) -> ExpertWeights:
+        """[E, outputs, inputs]: one tensor on a GPU, elsewhere a list of matrices to be packed one by one."""
         assert self._config.experts is not None
         count = self._config.experts.count
         if torch.device(self._device).type == "cuda":

@@ -1,38 +1,37 @@
-"""The chat template of a model, as it is handed out to callers. Nothing here renders it.
+"""Reads the chat templates of a model, which the server passes to clients as text.
 
-A template is a program of whoever made the model. To the server it is text.
+A template is a program written by the makers of the model. Nothing here runs it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.models.errors import ModelError
-from workers.models.files import is_there, open_regular, parse_object, read_whole
+from workers.models.files import errors_naming, exists, open_regular, parse_object, read_file
 
 _log = logging.getLogger(__name__)
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_SUFFIX = ".jinja"
-# Templates for other ends than plain chat lie here, each called by its name without the suffix.
+# Templates for other purposes than chat, each named by its file name without the suffix.
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# Where older directories name their special tokens.
+# Older directories list their special tokens here.
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 DEFAULT = "default"
 
-# The longest that are known have 40 KB.
+# The largest known template has 40 KB.
 MAX_BYTES = 1 << 20
-# Known models have three at most.
+# Known models have at most three.
 _MAX_TEMPLATES = 100
-# Lists of added tokens make these files large: the largest known have 2 MB.
+# Lists of added tokens make these files large: the largest known file has 2 MB.
 _MAX_CONFIG_BYTES = 16 << 20
-# Without one of these a prompt would hold nothing of what was said.
+# A text without either of these ignores the messages, so it is not a template.
 _JINJA = ("{{", "{%")
 # The names by which templates know special tokens.
 _SPECIAL_TOKENS = (
@@ -42,34 +41,34 @@ _SPECIAL_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Templates by name, of which "default" is for those who name none; and the texts of special tokens."""
+    """Templates by name, with "default" for requests that name none; and the texts of special tokens."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """What handing it out takes, without a few bytes for each entry."""
-        # Special tokens are sent by themselves, too.
+        """The size of the message to clients, except for a few bytes per entry."""
+        # Special tokens occur in it twice.
         texts = (*self.sources.items(), *self.special_tokens.items(), *self.special_tokens.items())
         return sum(len(text.encode()) for pair in texts for text in pair)
 
 
 def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate:
-    """The templates of a directory, and its special tokens, which there may be without a template.
+    """The templates and special tokens of a directory. Either may be missing.
 
-    As in transformers, chat_template.jinja and the files of additional_chat_templates win over what
-    tokenizer_config.json has; but where they bring no default, that setting does. What takes more than
-    `max_bytes` could not be handed out: it is left out, and the log says so.
+    As in transformers, chat_template.jinja and the files of additional_chat_templates take precedence over
+    tokenizer_config.json, which counts if they have no default template. Whatever exceeds `max_bytes` cannot
+    be sent to clients: it is left out, with a warning in the log.
 
     Raises:
-        ModelError: A file is not what it should be; the message names it, and the setting.
+        ModelError: A file is invalid; the message names the file and the setting.
     """
     max_bytes = min(max_bytes, MAX_BYTES)
     config = _read_settings(directory / TOKENIZER_CONFIG_FILE)
     sources = _read_files(directory, max_bytes)
     if DEFAULT not in sources:
-        with _naming(directory / TOKENIZER_CONFIG_FILE):
+        with errors_naming(directory / TOKENIZER_CONFIG_FILE):
             sources = _sources(config.get("chat_template")) | sources
     sources = {name: source for name, source in sources.items() if source}
     template = ChatTemplate(sources, _read_special_tokens(directory, config))
@@ -79,34 +78,23 @@ def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate:
     return template
 
 
-@contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """A ModelError of what is done meanwhile names the file."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None
-    except RecursionError:  # from quoting a value that is nested as deeply as can just be parsed
-        raise ModelError(f"{file}: is nested too deeply") from None
-
-
 def _read_settings(file: Path) -> Mapping[str, object]:
-    """Those of a file of JSON, none where there is no file. Raises ModelError."""
-    if not is_there(file):
+    """The settings of a JSON file; empty if there is no file. Raises ModelError."""
+    if not exists(file):
         return {}
-    return parse_object(read_whole(file, _MAX_CONFIG_BYTES), file)
+    return parse_object(read_file(file, _MAX_CONFIG_BYTES), file)
 
 
 def _read_files(directory: Path, max_bytes: int) -> dict[str, str]:
-    """The templates that are files of their own, by name; empty texts for those that are too large."""
-    files = {DEFAULT: directory / TEMPLATE_FILE} if is_there(directory / TEMPLATE_FILE) else {}
-    named = _in_order(directory / TEMPLATE_DIRECTORY)
+    """The templates in files of their own, by name; an empty text for each that is too large."""
+    files = {DEFAULT: directory / TEMPLATE_FILE} if exists(directory / TEMPLATE_FILE) else {}
+    named = _template_files(directory / TEMPLATE_DIRECTORY)
     files |= {file.name.removesuffix(TEMPLATE_SUFFIX): file for file in named}
     return {name: _read_file(file, max_bytes) for name, file in files.items()}
 
 
-def _in_order(directory: Path) -> list[Path]:
-    """The templates in a directory, none where it is not there. Raises ModelError."""
+def _template_files(directory: Path) -> list[Path]:
+    """The sorted templates of a directory; none if it does not exist. Raises ModelError."""
     try:
         files = sorted(directory.glob(f"*{TEMPLATE_SUFFIX}")) if directory.is_dir() else []
     except OSError as error:
@@ -115,24 +103,24 @@ def _in_order(directory: Path) -> list[Path]:
         raise ModelError(f"{directory}: holds more than {_MAX_TEMPLATES} templates")
     for file in files:
         if not _is_text(file.name):
-            raise ModelError(f"{directory}: {file.name!r} is no name of a template")
+            raise ModelError(f"{directory}: {file.name!r} is not a valid name of a template")
     return files
 
 
 def _read_file(file: Path, max_bytes: int) -> str:
-    """The file's text, empty if it is too large. Raises ModelError."""
+    """The text of a file; empty if it is too large. Raises ModelError."""
     with open_regular(file) as opened:
         size_bytes = os.fstat(opened.fileno()).st_size
     if size_bytes > max_bytes:
         _warn(file, size_bytes, max_bytes)
         return ""
     try:
-        source = read_whole(file, max_bytes).decode()
+        source = read_file(file, max_bytes).decode()
     except UnicodeDecodeError as error:
         raise ModelError(f"{file}: is not UTF-8: {error}") from None
-    # A link may lead to any file of this machine, and callers are told what it holds.
+    # A symbolic link may point to any file of this machine, and the content is sent to clients.
     if source.strip() and not any(mark in source for mark in _JINJA):
-        raise ModelError(f"{file}: is no template: it has neither {' nor '.join(_JINJA)}")
+        raise ModelError(f"{file}: is not a template: it has neither {' nor '.join(_JINJA)}")
     return source
 
 
@@ -146,45 +134,46 @@ def _sources(value: object) -> dict[str, str]:
         fields = entry if isinstance(entry, dict) else {}
         name, source = fields.get("name"), fields.get("template")
         if not (_is_text(name) and _is_text(source)) or name in sources:
-            raise ModelError("chat_template: must be a text, or a list of texts with names that differ")
+            raise ModelError("chat_template: must be a string, or a list of strings with distinct names")
         sources[str(name)] = str(source)
     return sources
 
 
 def _read_special_tokens(directory: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """The texts of special tokens, by what templates call them.
+    """The texts of special tokens, by their names in templates. Raises ModelError.
 
-    As in transformers, special_tokens_map.json counts, and wins, where tokenizer_config.json is of the time
-    before it described the tokens itself. Raises ModelError.
+    As in transformers, special_tokens_map.json takes precedence if tokenizer_config.json is in the old
+    format, without descriptions of the tokens.
     """
     named = {TOKENIZER_CONFIG_FILE: config}
     if "added_tokens_decoder" not in config:
         named[SPECIAL_TOKENS_FILE] = _read_settings(directory / SPECIAL_TOKENS_FILE)
     tokens: dict[str, str | None] = {}
     for file, settings in named.items():
-        with _naming(directory / file):
+        with errors_naming(directory / file):
             tokens |= {name: _token(settings, name) for name in _SPECIAL_TOKENS if name in settings}
     return {name: text for name, text in tokens.items() if text is not None}
 
 
 def _token(settings: Mapping[str, object], name: str) -> str | None:
-    """The text of a special token, which may be an object with more about it. Raises ModelError."""
+    """The text of a special token, which is a string or the content of an object. Raises ModelError."""
     value = settings[name]
     text = value.get("content") if isinstance(value, dict) else value
     if value is not None and not _is_text(text):
-        raise ModelError(f"{name}: must be a text, or an object with a text content, got {value!r}")
+        raise ModelError(f"{name}: must be a string, or an object whose content is one, got {value!r}")
     return None if value is None else str(text)
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a string that can be sent: JSON can spell halves of characters."""
+    """Whether it is a string that UTF-8 can encode: JSON may contain lone surrogates."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def _warn(place: Path, size_bytes: int, max_bytes: int) -> None:
+def _warn(path: Path, size_bytes: int, max_bytes: int) -> None:
     _log.warning(
-        "the chat template in %s is too large to be handed out: it has %d bytes, %d are allowed",
-        place,
+        "the chat template in %s is too large to be sent to clients and is left out:"
+        " it has %d bytes, the limit is %d",
+        path,
         size_bytes,
         max_bytes,
     )

@@ -1,8 +1,8 @@
-"""A directory of safetensors: which tensors it has, where, and their bytes.
+"""Reads a directory of safetensors: the headers, and the bytes of each tensor.
 
-Files are read here and not by the safetensors library: its errors name neither tensor nor file, it opens
-whatever has a file's name by then, and it maps them into memory, where touching what has been cut off kills
-the process. A file that is not the one whose header was read is refused whenever it is opened.
+The safetensors library is not used, for three reasons. Its errors name neither tensor nor file. It opens
+files again by name, so a file may be replaced in between. It maps files into memory, where a read beyond the
+end of a truncated file kills the process. Here a file is refused if it changed after its header was read.
 """
 
 from __future__ import annotations
@@ -22,35 +22,34 @@ import torch
 
 from workers.models.errors import ModelError
 from workers.models.files import (
-    Version,
-    changed,
-    is_there,
+    FileVersion,
+    changed_error,
+    exists,
+    file_version,
     open_regular,
     parse_object,
-    read_whole,
-    version_of,
+    read_file,
 )
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# What the processor's cache holds: of larger ones a load takes twice the time.
+# Fits into the CPU's cache. With larger parts a load takes twice as long.
 PART_BYTES = 4 << 20
 
 # Names in a safetensors header, and the dtypes that weights may have.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-# The format allows 100 MB. A header needs about 100 bytes a tensor, and so does an index.
+# The format allows 100 MB. A header or index needs about 100 bytes per tensor.
 _MAX_NAMES_BYTES = 32 << 20
 _MAX_DIMENSIONS = 8
 _SAMPLE_BYTES = 1024
 
-
-# Asks for the dtype that a model is stored in.
+# The dtype that the model is stored in.
 AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a checkpoint.
 
     Attributes:
@@ -60,7 +59,7 @@ class Entry:
         shape: Its shape.
         begin: Offset in bytes of its first byte in the file.
         nbytes: Its size in bytes.
-        version: Of the file, when its header was read.
+        version: The version of the file when its header was read.
     """
 
     name: str
@@ -69,19 +68,19 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     nbytes: int
-    version: Version
+    version: FileVersion
 
 
 def choose_dtype(asked: torch.dtype | str, named: str | None, stored: str | None) -> torch.dtype:
     """The dtype to load in.
 
     Args:
-        asked: A torch dtype or its name; AUTO: the one that is named, else the one that is stored.
-        named: By the config.
-        stored: Of a tensor, as a header spells it.
+        asked: A torch dtype or its name; AUTO: the dtype of the config, else that of the stored tensor.
+        named: The dtype that the config names.
+        stored: The dtype of a tensor, as a header spells it.
 
     Raises:
-        ModelError: There is no such dtype for weights.
+        ModelError: Weights cannot have this dtype.
     """
     allowed = {_name_of(known): known for known in DTYPES.values()}
     name = asked if isinstance(asked, str) else _name_of(asked)
@@ -93,9 +92,9 @@ def choose_dtype(asked: torch.dtype | str, named: str | None, stored: str | None
 
 
 def check_finite(tensor: torch.Tensor, where: str) -> None:
-    """Raises ModelError, saying where, for NaN and infinity: one of them in a weight is in every answer."""
-    # A sum is finite only if its terms are, and takes a tenth of the time of looking at each of them; the
-    # other way round it may overflow.
+    """Raises ModelError, which begins with `where`, for NaN and infinity: they would spread to all logits."""
+    # If the sum is finite, all terms are; it takes a tenth of the time of checking each. A sum that is not
+    # finite may be an overflow of finite terms.
     if not math.isfinite(tensor.sum().item()) and not tensor.isfinite().all():
         raise ModelError(f"{where} is not finite as {_name_of(tensor.dtype)}")
 
@@ -104,11 +103,11 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def map_tensor(entry: Entry) -> torch.Tensor:
-    """A tensor as it lies in its file, mapped: only what is read of it takes memory, which can be taken back.
+def map_tensor(entry: TensorEntry) -> torch.Tensor:
+    """A tensor mapped from its file: only the parts that are read take memory, and the kernel can reclaim it.
 
-    The file must not be changed while the tensor is in use; deleting it is fine. Raises ModelError if it is
-    not the one whose header was read.
+    The file must not change while the tensor is in use; it may be deleted. Raises ModelError if the file
+    changed after its header was read.
     """
     with _open(entry) as file:
         mapped = mmap.mmap(file.fileno(), entry.begin + entry.nbytes, access=mmap.ACCESS_COPY)
@@ -116,21 +115,21 @@ def map_tensor(entry: Entry) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.begin).reshape(entry.shape)
 
 
-def read_entries(directory: Path) -> dict[str, Entry]:
-    """The tensors of a directory: of `model.safetensors`, else of the shards that the index names.
+def read_entries(directory: Path) -> dict[str, TensorEntry]:
+    """The tensors in `model.safetensors`, else in the shards that the index names, by name.
 
     Raises:
-        ModelError: A file is missing, truncated or not safetensors; a tensor occurs twice, or shares bytes
-            with another; or the index and the shards do not agree.
+        ModelError: A file is missing, truncated or not safetensors; a tensor occurs twice, or overlaps
+            another; or the index contradicts the shards.
     """
     single = directory / SINGLE_FILE
-    if is_there(single):
+    if exists(single):
         return _read_header(single)
     index = directory / INDEX_FILE
-    if not is_there(index):
+    if not exists(index):
         raise ModelError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
     weight_map = _read_index(index)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         for name, entry in _read_header(directory / shard).items():
             if name in entries:
@@ -138,19 +137,19 @@ def read_entries(directory: Path) -> dict[str, Entry]:
             entries[name] = entry
     for name, shard in weight_map.items():
         if name not in entries or entries[name].file.name != shard:
-            raise ModelError(f"{directory / shard}: tensor {name} is missing, {INDEX_FILE} says it is here")
+            raise ModelError(f"{directory / shard}: tensor {name} is missing, {INDEX_FILE} lists it here")
     return entries
 
 
-def read_parts(entry: Entry) -> Iterator[tuple[int, torch.Tensor]]:
+def read_parts(entry: TensorEntry) -> Iterator[tuple[int, torch.Tensor]]:
     """The tensor in parts along its first dimension.
 
     Yields:
-        The first row of the part, and the part: at most `PART_BYTES` unless a single row is larger. It is
-        valid until the next part is asked for: copy it.
+        The index of the first row, and the part: at most `PART_BYTES`, or a single row if that is larger.
+        The next part overwrites it, so copy it.
 
     Raises:
-        ModelError: The file cannot be read, or is not the one whose header was read.
+        ModelError: The file cannot be read, or changed after its header was read.
     """
     dtype = DTYPES[entry.dtype]
     rows = entry.shape[0] if entry.shape else 1
@@ -163,40 +162,40 @@ def read_parts(entry: Entry) -> Iterator[tuple[int, torch.Tensor]]:
             count = min(step, rows - first)
             filled = buffer[: count * row_bytes]
             if file.readinto(filled) != len(filled):
-                raise changed(entry.file)
+                raise changed_error(entry.file)
             shape = (count, *entry.shape[1:]) if entry.shape else ()
-            # There is no tensor over an empty buffer.
+            # frombuffer refuses an empty buffer.
             part = torch.frombuffer(filled, dtype=dtype) if len(filled) else torch.empty(0, dtype=dtype)
             yield first, part.reshape(shape)
 
 
 @contextmanager
-def _open(entry: Entry) -> Iterator[BufferedReader]:
-    """The file of a tensor. Raises ModelError if it cannot be read, or is not the one with that header."""
+def _open(entry: TensorEntry) -> Iterator[BufferedReader]:
+    """Open a tensor's file. Raises ModelError if it cannot be read, or changed after its header was read."""
     try:
         with open_regular(entry.file) as file:
-            if version_of(os.fstat(file.fileno())) != entry.version:
-                raise changed(entry.file)
+            if file_version(os.fstat(file.fileno())) != entry.version:
+                raise changed_error(entry.file)
             yield file
     except OSError as error:
         raise ModelError(f"{entry.file}: tensor {entry.name} cannot be read: {error.strerror}") from error
 
 
-def fingerprint(entries: Mapping[str, Entry], seed: str) -> str:
-    """A hash of what a checkpoint holds: names, dtypes, shapes and a sample of each tensor's bytes.
+def fingerprint(entries: Mapping[str, TensorEntry], seed: str) -> str:
+    """A hash of the names, dtypes and shapes of all tensors, and of a sample of the bytes of each.
 
-    The same however the tensors are spread over files. Two checkpoints that differ only between the samples
-    have the same fingerprint: it tells models apart, it does not prove integrity.
+    It does not depend on how the tensors are sharded. Checkpoints that differ only outside the samples have
+    the same fingerprint: it distinguishes models, and does not prove integrity.
 
     Args:
         entries: The tensors.
-        seed: What else to hash, such as the config.
+        seed: More to hash, such as the config.
 
     Returns:
         32 hexadecimal digits.
 
     Raises:
-        ModelError: A file cannot be read, or is not the one whose header was read.
+        ModelError: A file cannot be read, or changed after its header was read.
     """
     digest = hashlib.blake2b(seed.encode(), digest_size=16)
     for name in sorted(entries):
@@ -211,18 +210,18 @@ def fingerprint(entries: Mapping[str, Entry], seed: str) -> str:
 
 def _read_index(index: Path) -> dict[str, str]:
     """The file of each tensor, by name. Raises ModelError."""
-    weight_map = parse_object(read_whole(index, _MAX_NAMES_BYTES), index).get("weight_map")
+    weight_map = parse_object(read_file(index, _MAX_NAMES_BYTES), index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index}: must have an object weight_map")
     for name, shard in weight_map.items():
-        # A shard lies beside its index; nothing else on this machine is ours to open.
+        # Shards are in the directory of the index. No other file of this machine may be opened.
         if not isinstance(shard, str) or "/" in shard or shard == ".":
             raise ModelError(f"{index}: tensor {name} must name a file in the same directory, got {shard!r}")
     return weight_map
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file, which lie side by side from the header to its end. Raises ModelError."""
+def _read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file. They fill it from the header to the end without gaps. Raises ModelError."""
     try:
         with open_regular(path) as file:
             prefix = file.read(8)
@@ -243,7 +242,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
     end, before = data_begin, "the header"
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.nbytes)):
         if entry.begin != end:
-            fault = "overlaps" if entry.begin < end else "does not begin at the end of"
+            fault = "overlaps" if entry.begin < end else "does not start at the end of"
             raise ModelError(f"{path}: tensor {entry.name} {fault} {before}")
         end, before = entry.begin + entry.nbytes, f"tensor {entry.name}"
     if end != file_bytes:
@@ -251,7 +250,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(name: str, value: object, path: Path, data_begin: int, status: os.stat_result) -> Entry:
+def _entry(name: str, value: object, path: Path, data_begin: int, status: os.stat_result) -> TensorEntry:
     """One entry of a header, checked against the file. Raises ModelError."""
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -270,14 +269,14 @@ def _entry(name: str, value: object, path: Path, data_begin: int, status: os.sta
     if data_begin + end > status.st_size:
         missing = data_begin + end - status.st_size
         raise ModelError(f"{path}: tensor {name} is truncated: the file is {missing} bytes too short")
-    return Entry(name, path, dtype, tuple(shape), data_begin + begin, end - begin, version_of(status))
+    return TensorEntry(name, path, dtype, tuple(shape), data_begin + begin, end - begin, file_version(status))
 
 
-def _are_sizes(value: object, most: int) -> TypeGuard[list[int]]:
-    """Whether it is a list of at most so many integers, each of which a file can have of anything."""
+def _are_sizes(value: object, max_count: int) -> TypeGuard[list[int]]:
+    """Whether it is a list of at most `max_count` integers from 0 to 2^63 - 1."""
     return (
         isinstance(value, list)
-        and len(value) <= most
-        # Not isinstance: true is not a size.
+        and len(value) <= max_count
+        # type(), since isinstance(True, int).
         and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
     )

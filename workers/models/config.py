@@ -1,8 +1,8 @@
-"""What a decoder needs to know about a model, from the config.json of a Hugging Face directory.
+"""Reads the config.json of a Hugging Face directory into a `ModelConfig`, from which a decoder is built.
 
 Reads the spellings of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and of transformers 5
-(`rope_parameters`, `dtype`). Whatever the decoder would compute differently from what a config asks for is
-refused here, so that a model that loads is a model that is right. Knows nothing of weights.
+(`rope_parameters`, `dtype`). A config that the decoder would compute differently is refused here, so that
+each model that loads gives correct results. Does not read weights.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kernels.gated_activation import Activation
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import check_keys
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.files import is_there, parse_object, read_whole
+from workers.models.files import errors_naming, exists, parse_object, read_file
 from workers.models.layer_settings import ExpertsConfig, read_experts, read_layer_types, sparse_layers
-from workers.models.registry import SLIDING, WRAPPERS, Family, family_of, rotated_layers
-from workers.models.rope_settings import longest_text, read_ropes, rotary_dim
+from workers.models.registry import SLIDING, WRAPPERS, Family, family_of, rope_layers
+from workers.models.rope_settings import max_seq_len, read_ropes, rotary_dim
 from workers.models.values import boolean, integer, number, optional_number, token_ids
 
 CONFIG_FILE = "config.json"
@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What may differ from layer to layer.
+    """The settings that may differ between layers.
 
     Attributes:
-        window: Positions a token sees, its own included; None: all of them.
-        rope: How queries and keys are turned; None: not at all.
-        sparse: Experts are in the place of the MLP.
+        window: The number of positions that a token attends to, its own included; None: all.
+        rope: The rotary embedding of queries and keys; None: they are not rotated.
+        sparse: The layer has experts instead of an MLP.
     """
 
     window: int | None
@@ -60,23 +60,23 @@ class ModelConfig:
     """A decoder-only model. Names are those of Hugging Face configs; sizes are in elements or tokens.
 
     Attributes:
-        rotary_dim: Elements of a head that are turned, the first ones.
-        layers: Each layer.
-        experts: Those of the layers that are sparse; None where none is.
+        rotary_dim: How many elements of a head are rotated: the first ones.
+        layers: The settings of each layer.
+        experts: The experts of the sparse layers; None if there are none.
         attention_bias: The q, k and v projections have a bias.
         attention_output_bias: The output projection of attention has a bias.
         mlp_bias: The projections of the MLP have a bias.
-        activation: Of the gate of the MLP and of experts.
-        attention_scale: Multiplies the scores.
-        attention_softcap: Bounds the scores; None: not bounded.
-        logits_softcap: Bounds the logits; None: not bounded.
+        activation: The activation of the gate, in the MLP and in experts.
+        attention_scale: Multiplies the attention scores.
+        attention_softcap: Bounds the attention scores; None: no bound.
+        logits_softcap: Bounds the logits; None: no bound.
         logits_divisor: Divides the logits.
         embedding_scale: Multiplies the embeddings.
-        residual_scale: Multiplies what a block adds to its input.
-        eos_token_ids: Tokens that end a text; empty where the model names none.
-        bos_token_id: The token that starts a text; None where the model names none.
-        dtype: Number format that the config names for the weights; None where it names none.
-        wrapper: The model_type of the whole, where this is the text part of a model that also sees or hears.
+        residual_scale: Multiplies the output of a sublayer before it is added to the residual stream.
+        eos_token_ids: Tokens that end a text; empty if the model names none.
+        bos_token_id: The token that starts a text; None if the model names none.
+        dtype: The dtype that the config names for the weights; None if it names none.
+        wrapper: The model_type of the multimodal model of which this is the text part; None: there is none.
     """
 
     model_type: str
@@ -109,11 +109,7 @@ class ModelConfig:
     wrapper: str | None = None
 
     def __post_init__(self) -> None:
-        """Check what no single setting shows.
-
-        Raises:
-            ModelError: Settings contradict each other.
-        """
+        """Check that settings agree. Raises ModelError."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
                 f"num_attention_heads: must be a multiple of num_key_value_heads, "
@@ -131,31 +127,31 @@ class ModelConfig:
             except (ValueError, ArithmeticError) as error:
                 raise ModelError(f"rope_parameters: {error}") from error
             if not all(map(math.isfinite, (*frequencies.tolist(), factor))):
-                raise ModelError(f"rope_parameters: make angles that are not finite, got {rope}")
+                raise ModelError(f"rope_parameters: the frequencies are not finite, got {rope}")
 
     @property
     def ropes(self) -> frozenset[RopeSpec]:
-        """Those of all layers, each once."""
+        """The rotary embeddings of all layers, each once."""
         return frozenset(layer.rope for layer in self.layers if layer.rope is not None)
 
     @property
     def family(self) -> Family:
-        """How the model's family differs from others."""
+        """The properties of the model's family."""
         return family_of(self.model_type)
 
     @classmethod
     def from_directory(cls, path: Path | str) -> ModelConfig:
-        """Read config.json, and generation_config.json where there is one.
+        """Read config.json and, if it exists, generation_config.json.
 
         As in transformers, the end tokens of generation_config.json replace those of config.json.
 
         Raises:
-            ModelError: A file is missing or not JSON, or a setting is missing, wrong or not supported.
+            ModelError: A file is missing or not JSON, or a setting is missing, invalid or not supported.
         """
         file = Path(path) / CONFIG_FILE
         config = _read(file, cls.from_settings)
         generation = Path(path) / GENERATION_CONFIG_FILE
-        if not is_there(generation):
+        if not exists(generation):
             return config
         eos = _read(generation, lambda settings: token_ids(settings, "eos_token_id", config.vocab_size))
         return dataclasses.replace(config, eos_token_ids=eos or config.eos_token_ids)
@@ -165,7 +161,7 @@ class ModelConfig:
         """Read the settings of a config.json.
 
         Raises:
-            ModelError: A setting is missing, wrong or not supported; the message names it.
+            ModelError: A setting is missing, invalid or not supported; the message names it.
         """
         wrapper = settings.get("model_type")
         settings = _text_part(settings)
@@ -189,7 +185,7 @@ class ModelConfig:
             num_key_value_heads=integer(settings, "num_key_value_heads", heads),
             head_dim=head_dim,
             rotary_dim=rotary_dim(settings, family, head_dim),
-            max_position_embeddings=longest_text(settings),
+            max_position_embeddings=max_seq_len(settings),
             rms_norm_eps=number(settings, "rms_norm_eps", 1e-6),
             tie_word_embeddings=boolean(settings, "tie_word_embeddings", default=False),
             layers=layers,
@@ -199,8 +195,8 @@ class ModelConfig:
             mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
             activation=_activation(settings, family),
             attention_scale=_attention_scale(settings, head_dim),
-            attention_softcap=_of(family, "attn_logit_softcapping", settings),
-            logits_softcap=_of(family, "final_logit_softcapping", settings),
+            attention_softcap=_family_number(family, "attn_logit_softcapping", settings),
+            logits_softcap=_family_number(family, "final_logit_softcapping", settings),
             logits_divisor=number(settings, "logits_scaling", 1.0),
             embedding_scale=_embedding_scale(settings, family, hidden_size),
             residual_scale=number(settings, "residual_multiplier", 1.0),
@@ -212,25 +208,25 @@ class ModelConfig:
 
 
 def _text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings of what is served: of one that also sees or hears, the text part. Raises ModelError."""
+    """The settings of the text part of a multimodal model, else all settings. Raises ModelError."""
     wrapper = WRAPPERS.get(str(settings.get("model_type")))
     if wrapper is None:
         return settings
     text = settings.get(wrapper.text)
     if not isinstance(text, Mapping):
         raise ModelError(f"{wrapper.text}: must be an object, got {text!r}")
-    # What concerns the whole is said outside.
+    # These settings are outside of the text part.
     shared = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
     return {name: settings[name] for name in shared if settings.get(name) is not None} | dict(text)
 
 
 def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig, ...]:
-    """Every layer. Raises ModelError."""
+    """The settings of each layer. Raises ModelError."""
     count = integer(settings, "num_hidden_layers")
     window = None
     if "sliding_window" in family.reads and settings.get("sliding_window") is not None:
-        wanted = not family.windows_opt_in or boolean(settings, "use_sliding_window", default=False)
-        window = integer(settings, "sliding_window") if wanted else None
+        enabled = not family.windows_opt_in or boolean(settings, "use_sliding_window", default=False)
+        window = integer(settings, "sliding_window") if enabled else None
     types = read_layer_types(settings, family, count, windowed=window is not None)
     ropes = read_ropes(settings, family)
     sparse = sparse_layers(settings, family, count)
@@ -240,7 +236,7 @@ def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig
             rope=ropes[layer_type] if rotated else None,
             sparse=is_sparse,
         )
-        for layer_type, rotated, is_sparse in zip(types, rotated_layers(settings, count), sparse, strict=True)
+        for layer_type, rotated, is_sparse in zip(types, rope_layers(settings, count), sparse, strict=True)
     )
 
 
@@ -250,41 +246,37 @@ def _activation(settings: Mapping[str, object], family: Family) -> Activation:
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise UnsupportedError(f"{family.activation}: must be one of {known}, got {name!r}")
-    # Gemma's first configs say gelu and mean its approximation, in transformers too.
+    # The first configs of Gemma say gelu, and transformers too uses its approximation for them.
     legacy = name == "gelu" and settings.get("model_type") == "gemma"
     return "gelu_tanh" if legacy else _ACTIVATIONS[name]
 
 
 def _attention_scale(settings: Mapping[str, object], head_dim: int) -> float:
-    """What multiplies the scores. Raises ModelError."""
+    """The factor of the attention scores. Raises ModelError."""
     if settings.get("attention_multiplier") is not None:
         return number(settings, "attention_multiplier")
     return float(number(settings, "query_pre_attn_scalar", head_dim) ** -0.5)
 
 
 def _embedding_scale(settings: Mapping[str, object], family: Family, hidden_size: int) -> float:
-    """What multiplies the embeddings. Raises ModelError."""
+    """The factor of the embeddings. Raises ModelError."""
     return hidden_size**0.5 if family.scales_embeddings else number(settings, "embedding_multiplier", 1.0)
 
 
-def _of(family: Family, name: str, settings: Mapping[str, object]) -> float | None:
-    """A number that only some families read; None where it is absent, null or 0. Raises ModelError."""
+def _family_number(family: Family, name: str, settings: Mapping[str, object]) -> float | None:
+    """A number that only some families read; None if it is absent, null or 0. Raises ModelError."""
     return optional_number(settings, name) if name in family.reads else None
 
 
 def _read(file: Path, read: Callable[[dict[str, object]], T]) -> T:
-    """What `read` makes of the settings in a file. Raises ModelError, which names the file."""
-    settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
-    try:
+    """The result of `read` for the settings in a file. Raises ModelError, which names the file."""
+    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    with errors_naming(file):
         return read(settings)
-    except ModelError as error:
-        raise type(error)(f"{file}: {error}") from None
-    except RecursionError:  # from quoting a value that is nested as deeply as can just be parsed
-        raise ModelError(f"{file}: is nested too deeply") from None
 
 
 def _head_dim(settings: Mapping[str, object], hidden_size: int, heads: int) -> int:
-    """The width of a head, by default an equal share of the hidden size. Raises ModelError."""
+    """The width of a head; the default is hidden_size / num_attention_heads. Raises ModelError."""
     if settings.get("head_dim") is None and hidden_size % heads:
         raise ModelError(
             f"hidden_size: must be a multiple of num_attention_heads, got {hidden_size} and {heads}"
@@ -293,7 +285,7 @@ def _head_dim(settings: Mapping[str, object], hidden_size: int, heads: int) -> i
 
 
 def _dtype(settings: Mapping[str, object]) -> str | None:
-    """The number format of the weights, from either spelling. Raises ModelError."""
+    """The dtype of the weights, from either spelling. Raises ModelError."""
     value = settings.get("torch_dtype") if settings.get("dtype") is None else settings["dtype"]
     if value in (None, "auto"):
         return None

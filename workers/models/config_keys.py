@@ -1,7 +1,7 @@
-"""The keys that a config.json may have: whatever else one says might change the model, so it is refused.
+"""The keys that a config.json may have. Any other key is refused, since it might change the model.
 
-A key is read by `config`, or has no effect on what a forward computes, or is at the value that makes it so.
-What only some families read, `registry` says.
+A key is allowed if `config` reads it, if it has no effect on a forward, or if it has the one value without an
+effect. The keys that only some families read are in `registry`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ROPE_READ = _names(
     """
 )
 
-# Whatever their value: who made the file and how, training, what a Python call returns, and how its
-# generate() goes on from the logits.
+# Without effect at any value: the origin of the file, training, the results of Python calls, and the settings
+# of generate().
 WITHOUT_EFFECT = _names(
     """
     _name_or_path architectures transformers_version unsloth_fixed unsloth_version tokenizer_class
@@ -50,7 +50,7 @@ WITHOUT_EFFECT = _names(
     """
 )
 
-# What they ask for at any other value is not there.
+# Allowed at these values only: at any other they ask for something that is not supported.
 HARMLESS_AT: dict[str, object] = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -65,14 +65,13 @@ HARMLESS_AT: dict[str, object] = {
     "use_bidirectional_attention": False,
 }
 
-
-# What says that weights are quantised. Empty, it says nothing.
+# This key says that weights are quantised, unless its value is empty.
 QUANTIZATION = "quantization_config"
 QUANTIZED = f"{QUANTIZATION}: quantised weights are not supported, only float32, bfloat16 and float16"
 
 
 def check_keys(settings: Mapping[str, object], family: Family) -> None:
-    """Raises UnsupportedError for a key of a config.json that means something else. null counts as absent."""
+    """Raises UnsupportedError for a key that might change the model. null counts as absent."""
     fixed = {"attention_bias": family.qkv_bias, "mlp_bias": family.mlp_bias}
     read = READ | family.reads | {family.activation} | {name for name in fixed if fixed[name] is None}
     for name in sorted(settings.keys() - read - WITHOUT_EFFECT - family.ignores):
@@ -85,7 +84,7 @@ def check_keys(settings: Mapping[str, object], family: Family) -> None:
 
 
 def check_rope_keys(parameters: Mapping[str, object]) -> None:
-    """The same for the parameters of a rotary embedding."""
+    """Raises UnsupportedError for an unknown parameter of a rotary embedding. null counts as absent."""
     for name in sorted(parameters.keys() - ROPE_READ):
         if parameters[name] is not None:
             raise UnsupportedError(f"rope_parameters: {name} is not supported, got {parameters[name]!r}")

@@ -1,6 +1,6 @@
-"""A decoder-only model as a stack of blocks over the paged KV cache.
+"""A decoder-only model as a stack of layers over the paged KV cache. `builder` composes it.
 
-Knows nothing of families, sequences, scheduling or sampling; `builder` composes it.
+Does not know families, sequences, scheduling or sampling.
 
 Dimension letters: T tokens of the batch; R wanted rows; C hidden width; V vocabulary.
 """
@@ -17,22 +17,22 @@ from kernels.linear import linear, pack_weight
 from kernels.rope import RopeSpec, rope_table
 from workers.kv.tensors import KvTensors
 from workers.models.config import ModelConfig
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.layers import Block, Norm, Step
-from workers.models.linear import Target
-from workers.models.taps import Taps
+from workers.models.layers import ForwardContext, Norm, Sublayer
+from workers.models.linear import LoadTarget
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Attention, then the MLP or experts."""
 
-    attention: Block
-    mlp: Block
+    attention: Sublayer
+    mlp: Sublayer
 
 
 class Decoder:
-    """A decoder-only model, whose parameters `workers.models.weights` fills."""
+    """A decoder-only model. `workers.models.weights` fills its parameters."""
 
     has_hidden_states = True
 
@@ -44,14 +44,14 @@ class Decoder:
         final_norm: Norm,
         lm_head: torch.Tensor,
     ) -> None:
-        """Take over parameters of one dtype and device.
+        """Take ownership of parameters, all of one dtype and device.
 
         Args:
             config: The model.
             embedding: [V, C].
-            layers: In their order.
-            final_norm: Before the head.
-            lm_head: [V, C]; the embedding itself where the two are tied.
+            layers: All layers, in order.
+            final_norm: The norm before the head.
+            lm_head: [V, C]; the same tensor as `embedding` if the two are tied.
         """
         self.config = config
         self.dtype = embedding.dtype
@@ -60,33 +60,33 @@ class Decoder:
         self.layers = list(layers)
         self.lm_head = lm_head
         self._final_norm = final_norm
-        self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # [positions of the pages in use, R] each
-        # Where a family scales by the root of the width, it is rounded like the embeddings.
+        self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
+        # In families that scale by the square root of the width, the factor is rounded to the model's dtype.
         self._embedding_scale = config.embedding_scale
         if config.family.scales_embeddings:
             self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
-    def targets(self) -> dict[str, Target]:
-        """Where each tensor of a Hugging Face checkpoint goes, by its name there.
+    def targets(self) -> dict[str, LoadTarget]:
+        """The target of each tensor of a Hugging Face checkpoint, by the name of the tensor.
 
-        Together they cover every element of every parameter once. Writing to a target changes the model.
+        The targets cover every element of every parameter once. Writing to a target changes the model.
         """
-        found = {"model.embed_tokens.weight": Target.whole(self.embedding)}
+        found = {"model.embed_tokens.weight": LoadTarget.of(self.embedding)}
         found.update(self._final_norm.targets("model."))
         if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = Target.whole(self.lm_head)
+            found["lm_head.weight"] = LoadTarget.of(self.lm_head)
         for index, layer in enumerate(self.layers):
-            for block in (layer.attention, layer.mlp):
-                found.update(block.targets(f"model.layers.{index}."))
+            for sublayer in (layer.attention, layer.mlp):
+                found.update(sublayer.targets(f"model.layers.{index}."))
         return found
 
     @torch.inference_mode()
     def pack(self, embedding: torch.Tensor | None = None) -> None:
-        """Lay the filled parameters out for the matrix library, one by one; `targets` is of no use any more.
+        """Pack the filled parameters for the matrix library, one by one. Do not use `targets` afterwards.
 
         Args:
             embedding: Another copy of a tied embedding [V, C], such as a mapped file: the one in memory then
-                becomes the packed head. Without it a tied head stays plain, so that it is held once.
+                becomes the packed head. Without it a tied head is not packed, so that it is in memory once.
         """
         if self.lm_head is not self.embedding or embedding is not None:
             self.embedding = self.embedding if embedding is None else embedding
@@ -96,41 +96,43 @@ class Decoder:
             layer.mlp.body.pack()
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
+    def forward(
+        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+    ) -> torch.Tensor:
         """Run the batch through all layers.
 
-        Mutates `kv`: writes the keys and values of the batch's tokens to their slots. Fills `taps`.
+        Mutates `kv`: writes the keys and values of the batch's tokens to their slots. Fills `capture`.
 
         Args:
-            inputs: The batch. Positions must be below `max_position_embeddings` and the slots of `kv`, tokens
-                below `vocab_size`.
+            inputs: The batch. Positions must be below `max_position_embeddings` and the number of slots of
+                `kv`, tokens below `vocab_size`.
             kv: Pages of this model's shape and dtype.
-            taps: Hidden states that are wanted beside the last ones.
+            capture: The hidden states to copy; None: none.
 
         Returns:
-            [R, C] the final-normed hidden rows of `inputs.wanted_rows`, in that order.
+            [R, C] the hidden rows of `inputs.wanted_rows` after the final norm, in that order.
         """
         residual = functional.embedding(inputs.token_ids, self.embedding)  # [T, C]
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
-        step = Step(inputs, kv, self._rotations(inputs.positions, kv))
+        context = ForwardContext(inputs, kv, self._rotations(inputs.positions, kv))
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            if taps is not None:
-                # What the layer before has left: x, which nobody has added yet, and the rest.
+            if capture is not None:
+                # The output of the previous layer is the residual stream plus x, which is not added yet.
                 parts = (residual,) if x is None else (residual, x)
-                taps.tap(index, inputs.wanted_rows, *parts)
-            x, residual = layer.attention(x, residual, step)
+                capture.capture_rows(index, inputs.wanted_rows, *parts)
+            x, residual = layer.attention(x, residual, context)
             if index == len(self.layers) - 1:
-                # Attention has kept the wanted rows only.
+                # The last attention returns the wanted rows only.
                 residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
                 if not len(residual):
                     return residual
-            x, residual = layer.mlp(x, residual, step)
+            x, residual = layer.mlp(x, residual, context)
         assert x is not None
         hidden = self._final_norm.of_sum(x, residual)  # [R, C]
-        if taps is not None:
-            taps.tap_last(len(self.layers), hidden)
+        if capture is not None:
+            capture.capture_last(len(self.layers), hidden)
         return hidden
 
     @torch.inference_mode()
@@ -154,7 +156,7 @@ class Decoder:
         return {rope: self._rope_table(rope, kv).index_select(0, positions) for rope in self.config.ropes}
 
     def _rope_table(self, rope: RopeSpec, kv: KvTensors) -> torch.Tensor:
-        """Rotations of all positions that fit into pages: computed for the first step that runs in them."""
+        """Rotations of all positions that fit into the pages, computed at the first forward over them."""
         positions = min(self.config.max_position_embeddings, kv.num_pages * kv.page_size)
         table = self._rope_tables.get(rope)
         if table is None or len(table) < positions:

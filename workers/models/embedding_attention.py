@@ -1,15 +1,15 @@
 """A model without weights: one layer of attention over embeddings that are a formula of the token id.
 
-For tests and benchmarks of what is around a model: it writes to and reads from the real paged cache, and its
-every number can be checked by hand. With the vocabulary size V, the head width D and its D / 2 pairs, pair i
-of key-value head h has the multiplier m = 3^(h * D / 2 + i + 1) mod V, and token t is embedded there as
+It serves tests and benchmarks of the code around a model. It uses the real paged KV cache, and each of its
+numbers can be checked by hand. Let V be the vocabulary size and D the width of a head, which has D / 2 pairs.
+Pair i of key-value head h has the multiplier m = 3^(h * D / 2 + i + 1) mod V, and token t has the embedding
 
     (cos a, sin a)    with    a = 2 * pi * (t * m mod V) / V
 
-as elements 2 * i and 2 * i + 1 of the head. Query, key and value are this embedding; the query heads that
-share a key-value head are alike. So the score of tokens s and t in a head is the sum over its pairs of
-cos(2 * pi * (s - t) * m / V), divided by sqrt(D). Positions play no part beyond causality: two sequences with
-the same last token and the same tokens before it in any order give the same row. The logit of token t is the
+in elements 2 * i and 2 * i + 1 of the head. Query, key and value are this embedding; query heads that share a
+key-value head are equal. So the score of tokens s and t in a head is the sum over its pairs of
+cos(2 * pi * (s - t) * m / V), divided by sqrt(D). Positions matter for causality only: two sequences with the
+same last token and the same tokens before it, in any order, give the same row. The logit of token t is the
 dot product of the attended row with the embedding of t, over all query heads.
 
 Dimension letters: T tokens of the batch; R wanted rows; H query heads; K key-value heads; D head width;
@@ -27,8 +27,8 @@ from kernels.kv_write import kv_write
 from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.taps import Taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class EmbeddingConfig:
     """Sizes of the model without weights. Fields are named as in `ModelConfig`.
 
     Raises:
-        ModelError: A size does not fit, by name.
+        ModelError: A size is invalid; the message names it.
     """
 
     vocab_size: int = 1024
@@ -67,14 +67,14 @@ class EmbeddingConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the rows that `forward` gives."""
+        """The width of the rows that `forward` returns."""
         return self.num_attention_heads * self.head_dim
 
 
 class EmbeddingAttention:
     """The model of the module's docstring, with the interface of `Decoder`."""
 
-    # One layer without a norm or a stream between layers: there is nothing that heads could read.
+    # With one layer and no norm or residual stream there are no hidden states.
     has_hidden_states = False
 
     def __init__(
@@ -92,7 +92,9 @@ class EmbeddingAttention:
         self._head = self._embeddings.repeat_interleave(self._group_size, dim=1).flatten(1)  # [V, H * D]
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
+    def forward(
+        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+    ) -> torch.Tensor:
         """Attend the batch.
 
         Mutates `kv`: writes the keys and values of the batch's tokens to their slots.
@@ -100,12 +102,12 @@ class EmbeddingAttention:
         Args:
             inputs: The batch. Tokens must be below `vocab_size`.
             kv: Pages of one layer, of this model's shape and dtype.
-            taps: None: it has no hidden states.
+            capture: None: it has no hidden states.
 
         Returns:
             [R, H * D] the attended rows of `inputs.wanted_rows`, in that order.
         """
-        assert taps is None, "asked for hidden states, which there are none of"
+        assert capture is None, "this model has no hidden states"
         embedded = self._embeddings.index_select(0, inputs.token_ids)  # [T, K, D]
         k_pages, v_pages = kv.layer(0)
         kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
@@ -133,7 +135,7 @@ def embedding_table(config: EmbeddingConfig) -> torch.Tensor:
     vocab_size, half = config.vocab_size, config.head_dim // 2
     pairs = config.num_key_value_heads * half
     multipliers = torch.tensor([pow(3, pair + 1, vocab_size) for pair in range(pairs)])  # [K * D / 2]
-    # Reduced as integers: the angles of large ids are as exact as those of small ones.
+    # Reduced as integers, so that the angles of large ids are as exact as those of small ones.
     turns = torch.outer(torch.arange(vocab_size), multipliers).remainder(vocab_size)  # [V, K * D / 2]
     angles = turns.double() * (2 * math.pi / vocab_size)
     table = torch.stack((angles.cos(), angles.sin()), dim=-1)  # [V, K * D / 2, 2]

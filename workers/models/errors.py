@@ -1,19 +1,19 @@
 """The exceptions of model loading.
 
-ModelError: a model directory is unreadable, or asks for something that is not supported.
-UnsupportedError: it is readable, and asks for something that our own code does not have.
+ModelError: a model directory cannot be read, or asks for something that is not supported.
+UnsupportedError: it can be read, and asks for something that native code does not support.
 """
 
 from __future__ import annotations
 
-# One line of a log. What a message quotes was written by whoever made the directory.
+# Messages quote values from the directory, which may be hostile; each stays one line of a log.
 _MAX_CHARACTERS = 600
 
 
 class ModelError(Exception):
-    """A model cannot be loaded. The message names the file, and the setting or tensor that is to blame.
+    """A model cannot be loaded. The message names the file, and the setting or tensor at fault.
 
-    It is one line of bounded length that a terminal can show, whatever it quotes.
+    The message is one printable line of bounded length, whatever it quotes.
     """
 
     def __init__(self, message: str) -> None:
@@ -24,4 +24,4 @@ class ModelError(Exception):
 
 
 class UnsupportedError(ModelError):
-    """The model may be sound, and there is no native code for it: the transformers backend may have some."""
+    """There is no native code for the model; the transformers backend may be able to run it."""

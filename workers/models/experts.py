@@ -1,6 +1,6 @@
-"""A mixture of experts: each token goes through a few gated MLPs, which a router chooses for it.
+"""A mixture of experts: a router chooses a few gated MLPs for each token.
 
-Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts a token.
+Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kernels.experts import ExpertWeights, experts, pack_experts, route
 from kernels.gated_activation import Activation
 from kernels.linear import linear
 from workers.models.layer_settings import ExpertsConfig
-from workers.models.layers import Step
-from workers.models.linear import Target
+from workers.models.layers import ForwardContext
+from workers.models.linear import LoadTarget
 from workers.models.registry import ExpertNames
 
 
@@ -32,16 +32,16 @@ class Experts:
         down: ExpertWeights,
         wide_routing: bool,
     ) -> None:
-        """Take over parameters.
+        """Take ownership of parameters.
 
         Args:
             config: Sizes.
-            names: In a layer of a checkpoint.
-            activation: Of the gate.
+            names: The names of the tensors in a layer of a checkpoint.
+            activation: The activation of the gate.
             router: [E, C].
             gate_up: [E, 2 * I, C], rows of gate, then up.
             down: [E, C, I].
-            wide_routing: The weights of experts stay float32.
+            wide_routing: The router's weights of experts stay float32.
         """
         self.router = router
         self.gate_up = gate_up
@@ -51,21 +51,21 @@ class Experts:
         self._activation = activation
         self._wide_routing = wide_routing
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Where the tensors of a checkpoint go."""
-        yield f"{prefix}{self._names.router}.weight", Target.whole(self.router)
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by name."""
+        yield f"{prefix}{self._names.router}.weight", LoadTarget.of(self.router)
         for index in range(self._config.count):
             gate, up = self.gate_up[index].chunk(2)
             parts = {self._names.gate: gate, self._names.up: up, self._names.down: self.down[index]}
             for name, part in parts.items():
-                yield f"{prefix}{name.format(index)}.weight", Target.whole(part)
+                yield f"{prefix}{name.format(index)}.weight", LoadTarget.of(part)
 
     def pack(self) -> None:
-        """Lay the filled weights out for the matrix library."""
+        """Pack the filled weights for the matrix library."""
         self.gate_up = pack_experts(self.gate_up)
         self.down = pack_experts(self.down)
 
-    def __call__(self, x: torch.Tensor, _step: Step, /) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, _context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         dtype = torch.float32 if self._wide_routing else x.dtype
         logits = linear(x, self.router)  # [T, E]

@@ -1,11 +1,12 @@
-"""Opens the files of a model directory: regular ones only, and JSON of a bounded size.
+"""Opens the files of a model directory: only regular files, and JSON of a bounded size.
 
-A directory may come from anybody. A FIFO in the place of a file would hold a worker for ever, and parsed JSON
-takes up to a hundred times its size in memory, so what a file is, and how much it holds, is looked at first.
+A directory may be hostile. Reading a FIFO would block a worker forever, and parsed JSON takes up to a hundred
+times its size in memory, so the type and size of a file are checked first.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import stat
@@ -16,37 +17,50 @@ from pathlib import Path
 
 from workers.models.errors import ModelError
 
-# Names and places of 100,000 tensors are a tenth of this.
+# Ten times what a header of 100,000 tensors has.
 MAX_JSON_VALUES = 1_000_000
 
-# What a load reads beside weights, of which each file's version is known to whoever reads them. That of the
-# directory says which files are in it, and not what they hold.
+# The files that a load reads besides the weights, whose versions `checkpoint` compares by itself.
 _SETTINGS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates",
 )  # fmt: skip
 
-Version = tuple[int, ...]
-"""Tells what a file holds from what it holds when it has been written to, or another has its name."""
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+_SAFETENSORS = "*.safetensors*"  # weights, or their index
+
+FileVersion = tuple[int, ...]
+"""Changes when a file is written to or replaced."""
 
 
-def is_there(file: Path) -> bool:
-    """Whether there is something of that name, be it a link to nothing."""
+@contextmanager
+def errors_naming(file: Path) -> Iterator[None]:
+    """Inside the block, each ModelError begins with the name of the file."""
+    try:
+        yield
+    except ModelError as error:
+        raise type(error)(f"{file}: {error}") from None
+    except RecursionError:  # repr() of a value that is nested almost as deeply as the parser allows
+        raise ModelError(f"{file}: is nested too deeply") from None
+
+
+def exists(file: Path) -> bool:
+    """Whether there is a file of that name, even a dangling symbolic link."""
     return os.path.lexists(file)
 
 
 def open_regular(file: Path) -> BufferedReader:
-    """The file, or the one that it links to, for reading; its buffer is the caller's to close.
+    """Open a regular file, or the one that it links to, for reading. The caller closes it.
 
     Raises:
         ModelError: It cannot be opened, or is a directory, FIFO, socket or device.
     """
     try:
-        # Opening a FIFO for reading would wait for a writer.
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # an invalid name, such as one with a NUL byte
         raise ModelError(f"{file}: cannot be read: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -54,44 +68,46 @@ def open_regular(file: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def version_of(status: os.stat_result) -> Version:
-    """The version of the file with that status."""
+def file_version(status: os.stat_result) -> FileVersion:
+    """The version of the file with this status."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def changed(file: Path) -> ModelError:
-    """The error of a file that has changed since it was first read."""
-    return ModelError(f"{file}: has changed while the model was loaded: load it when nobody writes to it")
+def changed_error(file: Path) -> ModelError:
+    """The error for a file that changed since it was first read."""
+    return ModelError(
+        f"{file}: has changed while the model was loaded: try again when no process writes to it"
+    )
 
 
 @contextmanager
 def unchanged_settings(directory: Path) -> Iterator[None]:
-    """Within, no file of settings or text may change: they are read one by one, and belong together.
+    """Check that no file of settings or text changes inside the block, since they are read one after another.
 
     Raises:
-        ModelError: One is there, gone or another at the end, and was not at the beginning.
+        ModelError: A file was created, deleted or changed.
     """
-    before = _versions(directory)
+    before = _settings_versions(directory)
     yield
-    after = _versions(directory)
+    after = _settings_versions(directory)
     for name in _SETTINGS:
         if before[name] != after[name]:
-            raise changed(directory / name)
+            raise changed_error(directory / name)
 
 
-def _versions(directory: Path) -> dict[str, Version | None]:
-    """Of each file of settings, or what it links to; None for one that cannot be looked at."""
-    found: dict[str, Version | None] = {}
+def _settings_versions(directory: Path) -> dict[str, FileVersion | None]:
+    """The version of each file of settings, or of its link target; None if stat fails."""
+    found: dict[str, FileVersion | None] = {}
     for name in _SETTINGS:
         try:
-            found[name] = version_of(os.stat(directory / name))  # noqa: PTH116 - names no file twice
+            found[name] = file_version(os.stat(directory / name))  # noqa: PTH116 - names no file twice
         except OSError:
             found[name] = None
     return found
 
 
-def read_whole(file: Path, max_bytes: int) -> bytes:
-    """The contents of a file. Raises ModelError, also for one that is larger than that."""
+def read_file(file: Path, max_bytes: int) -> bytes:
+    """The content of a file. Raises ModelError if it cannot be read or is larger than `max_bytes`."""
     with open_regular(file) as opened:
         try:
             content = opened.read(max_bytes + 1)
@@ -105,24 +121,24 @@ def read_whole(file: Path, max_bytes: int) -> bytes:
 def parse_object(
     content: bytes, file: Path, subject: str = "", max_values: int = MAX_JSON_VALUES
 ) -> dict[str, object]:
-    """A JSON object in which no key occurs twice.
+    """Parse a JSON object in which no key occurs twice.
 
     Args:
         content: The text.
-        file: Where it comes from, for messages.
-        subject: Which part of the file, for messages, with a space behind it; "" for all of it.
-        max_values: Of the object and all it holds: they take up to 200 bytes each.
+        file: Its file, for messages.
+        subject: The part of the file, for messages, with a trailing space; "" for all of it.
+        max_values: The most values in the object, nested ones included. A value takes up to 200 bytes.
 
     Raises:
-        ModelError: It is anything else.
+        ModelError: The text is anything else.
     """
-    # Each value but the first follows one of these.
+    # Each value except the first follows one of these characters.
     if sum(map(content.count, (b",", b"[", b"{"))) > max_values:
         raise ModelError(f"{file}: {subject}holds more than {max_values} values")
     try:
         found = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except ValueError as error:
-        raise ModelError(f"{file}: {subject}is not sound JSON: {error}") from error
+        raise ModelError(f"{file}: {subject}is not valid JSON: {error}") from error
     except RecursionError:
         raise ModelError(f"{file}: {subject}is nested too deeply") from None
     if not isinstance(found, dict):
@@ -131,7 +147,7 @@ def parse_object(
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Raises ValueError for a key that occurs twice: readers would differ in which of them they take."""
+    """Raises ValueError for a key that occurs twice, since parsers differ in which value they take."""
     found: dict[str, object] = {}
     for name, value in pairs:
         if name in found:
@@ -142,3 +158,18 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not a number")
+
+
+def check_not_pickled(directory: Path) -> None:
+    """Raises ModelError if all weights are pickles, since loading a pickle runs its code."""
+    try:
+        names = sorted(os.listdir(directory))  # noqa: PTH208 - only the names are needed
+    except OSError as error:
+        raise ModelError(f"{directory}: cannot be read: {error.strerror}") from error
+    pickles = [name for name in names if any(fnmatch.fnmatchcase(name, kind) for kind in _PICKLES)]
+    if pickles and not fnmatch.filter(names, _SAFETENSORS):
+        raise ModelError(
+            f"{directory}: has its weights as pickles only ({pickles[0]}), which run code when they are"
+            " loaded: take a revision of the model with safetensors, or, if you trust it, load it with"
+            " transformers and save it with save_pretrained"
+        )

@@ -1,8 +1,7 @@
-"""How a model's makers draw from it, by generation_config.json: told to callers, never applied.
+"""The sampling settings that a model's makers recommend in generation_config.json.
 
-It is advice, and no model is refused for bad advice: a setting that no request could ask for is left out, and
-the log says so. The tokens that end a text are read by `config`, since they are the model's and not a way of
-drawing.
+Clients receive them; the server does not apply them. A setting outside of the range of requests is left out
+with a warning in the log, and never refuses the model. `config` reads the end tokens of the file.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from workers.models.errors import ModelError
-from workers.models.files import is_there, parse_object, read_whole
+from workers.models.files import exists, parse_object, read_file
 from workers.models.values import boolean
 
 _log = logging.getLogger(__name__)
@@ -23,13 +22,13 @@ _log = logging.getLogger(__name__)
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 _MAX_FILE_BYTES = 1 << 20
-_LEAST = 2.0**-126  # above 0, also as a 32-bit float
-# What a request may ask for, and so what can be recommended.
+_SMALLEST = 2.0**-126  # the smallest normal float32
+# The ranges of requests.
 _BOUNDS: Mapping[str, tuple[float, float, str]] = {
     "temperature": (0.0, 100.0, "from 0 to 100"),
-    "top_p": (_LEAST, 1.0, "above 0 and at most 1"),
+    "top_p": (_SMALLEST, 1.0, "above 0 and at most 1"),
     "min_p": (0.0, 1.0, "from 0 to 1"),
-    "repetition_penalty": (_LEAST, 10.0, "above 0 and at most 10"),
+    "repetition_penalty": (_SMALLEST, 10.0, "above 0 and at most 10"),
 }
 
 T = TypeVar("T")
@@ -37,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Settings by the names that requests have for them; None: the model's makers do not say."""
+    """Settings, with the names that requests use; None: there is no recommendation."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -47,22 +46,22 @@ class SamplingDefaults:
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """What generation_config.json says; nothing where there is none.
+    """The settings in generation_config.json; all None if there is no such file.
 
-    As in transformers: without `do_sample` the most likely token is taken, whatever the settings of a draw
-    are, and with it a temperature that is not given is 1.
+    As in transformers, sampling is greedy without `do_sample`, whatever the other settings are; with it the
+    default temperature is 1.
 
     Raises:
-        ModelError: It is not a file of JSON.
+        ModelError: The file is not a JSON object.
     """
     file = directory / GENERATION_CONFIG_FILE
-    if not is_there(file):
+    if not exists(file):
         return SamplingDefaults()
-    settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
-    draws = _usable(file, "do_sample", lambda: boolean(settings, "do_sample", default=False))
+    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    do_sample = _usable(file, "do_sample", lambda: boolean(settings, "do_sample", default=False))
     found = {name: _usable(file, name, partial(_number, settings, name)) for name in _BOUNDS}
     penalty = found["repetition_penalty"]
-    if not draws:
+    if not do_sample:
         return SamplingDefaults(repetition_penalty=penalty)
     temperature = 1.0 if found["temperature"] is None else found["temperature"]
     top_k = _usable(file, "top_k", lambda: _top_k(settings))
@@ -70,12 +69,12 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
 
 
 def _usable(file: Path, name: str, read: Callable[[], T]) -> T | None:
-    """What `read` reads of a setting; None if it cannot be used, which is logged."""
+    """The result of `read`; None, with a warning in the log, if the setting is invalid."""
     try:
         return read()
     except ModelError as error:
         _log.warning("%s: %s: it is left out", file, error)
-    except RecursionError:  # from quoting a value that is nested as deeply as can just be parsed
+    except RecursionError:  # repr() of a value that is nested almost as deeply as the parser allows
         _log.warning("%s: %s: is nested too deeply: it is left out", file, name)
     return None
 
@@ -85,14 +84,14 @@ def _number(settings: Mapping[str, object], name: str) -> float | None:
     value = settings.get(name)
     if value is None:
         return None
-    least, most, allowed = _BOUNDS[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+    minimum, maximum, allowed = _BOUNDS[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
         raise ModelError(f"{name}: must be a number {allowed}, got {value!r}")
     return float(value)
 
 
 def _top_k(settings: Mapping[str, object]) -> int | None:
-    """So many tokens, 0 for all, or None. Raises ModelError."""
+    """The number of tokens, 0 for all, or None. Raises ModelError."""
     value = settings.get("top_k")
     if value is None:
         return None

@@ -1,6 +1,6 @@
 """The tensors of one forward over a mixed batch. Built by `workers/batch.py`, read by models and kernels.
 
-They are built on the host; the runner takes them to its device.
+They are built on the host; the runner moves them to its device.
 
 Dimension letters: T tokens of all items; N items; R wanted rows.
 """
@@ -21,19 +21,19 @@ __all__ = ["MAX_TREE_TOKENS", "AttentionBatch", "ForwardInputs", "TokenTrees", "
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """One packed batch. Items follow each other in every tensor, decodes first.
+    """One packed batch. All tensors have the items in the same order, decodes first.
 
     Owned by the caller of the forward; models and kernels only read it.
     """
 
     token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64, index of the token in its sequence, on its own path
+    positions: torch.Tensor  # [T] int64, index of the token in its sequence; in a token tree, on its own path
     slots: torch.Tensor  # [T] int64, page * page_size + offset where the token's K and V are written
     wanted_rows: torch.Tensor  # [R] int64, rows of T whose logits are wanted
     attention: AttentionBatch  # of N items
 
     def to(self, device: torch.device) -> ForwardInputs:
-        """The same on a device; itself if it is there."""
+        """A copy on a device; this object if it is there already."""
         if self.token_ids.device == device:
             return self
         attention = dataclasses.replace(self.attention, **_moved(self.attention, device))
@@ -44,7 +44,7 @@ class ForwardInputs:
 
 
 def _moved(record: AttentionBatch | ForwardInputs | TokenTrees, device: torch.device) -> dict[str, Any]:
-    """A record's own tensors, by name, on a device."""
+    """The tensors among a record's fields, by name, on a device."""
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     return {
         name: value.to(device, non_blocking=True)

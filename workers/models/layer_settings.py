@@ -1,4 +1,4 @@
-"""Reads what differs from layer to layer from the settings of a config.json: windows and experts."""
+"""Reads the settings of a config.json that differ between layers: sliding windows and experts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ExpertsConfig:
     """The experts of a sparse layer.
 
     Attributes:
-        count: How many there are.
-        per_token: How many of them a token goes through.
+        count: The number of experts.
+        per_token: The number of experts that the router chooses for a token.
         intermediate_size: The inner width of each.
-        normalized: Their weights add up to one for each token.
+        normalized: The weights of the chosen experts add up to one for each token.
     """
 
     count: int
@@ -30,10 +30,10 @@ class ExpertsConfig:
 def read_layer_types(
     settings: Mapping[str, object], family: Family, layers: int, *, windowed: bool
 ) -> list[str]:
-    """The type of each layer. Raises ModelError, or UnsupportedError for a type that is not there."""
+    """The type of each layer. Raises ModelError, or UnsupportedError for an unknown type."""
     listed = settings.get("layer_types") if "layer_types" in family.reads else None
     if listed is None:
-        # Without a window they are all alike, but where they are turned differently.
+        # Without a window the type matters only if each type has its own rotary embedding.
         return family.layer_types(settings, layers) if windowed or family.rope_by_type else [FULL] * layers
     known = (FULL, SLIDING)
     if not isinstance(listed, list) or any(layer_type not in known for layer_type in listed):
@@ -50,22 +50,22 @@ def sparse_layers(settings: Mapping[str, object], family: Family, layers: int) -
     every = integer(settings, "decoder_sparse_step", 1)
     dense = settings.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(index) is not int for index in dense):
-        raise ModelError(f"mlp_only_layers: must be a list of layers, got {dense!r}")
+        raise ModelError(f"mlp_only_layers: must be a list of layer numbers, got {dense!r}")
     return [index not in dense and (index + 1) % every == 0 for index in range(layers)]
 
 
 def read_experts(settings: Mapping[str, object]) -> ExpertsConfig:
     """The experts, in the spelling of Qwen or of Mixtral. Raises ModelError."""
-    of_qwen = "moe_intermediate_size" in settings
-    # transformers 5 writes Qwen's number under Mixtral's name too.
+    is_qwen = "moe_intermediate_size" in settings
+    # transformers 5 writes Qwen's number of experts under Mixtral's name too.
     name = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     count = integer(settings, name)
     per_token = integer(settings, "num_experts_per_tok")
     if per_token > count:
-        raise ModelError(f"num_experts_per_tok: must be at most {count}, as {name}, got {per_token}")
+        raise ModelError(f"num_experts_per_tok: must be at most {name}, which is {count}, got {per_token}")
     return ExpertsConfig(
         count=count,
         per_token=per_token,
-        intermediate_size=integer(settings, "moe_intermediate_size" if of_qwen else "intermediate_size"),
-        normalized=boolean(settings, "norm_topk_prob", default=not of_qwen),
+        intermediate_size=integer(settings, "moe_intermediate_size" if is_qwen else "intermediate_size"),
+        normalized=boolean(settings, "norm_topk_prob", default=not is_qwen),
     )

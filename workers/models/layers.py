@@ -1,11 +1,10 @@
-"""What layers of decoders are composed of: norms, attention over paged KV, and gated MLPs.
+"""The parts of decoder layers: norms, attention over paged KV, and gated MLPs.
 
-A block reads the residual stream and adds to it. Blocks hand on two tensors: x, what the last one computed
-and nobody has added yet, and the residual stream without it; so the sum and the norm that follows it are one
-operation.
+A sublayer reads the residual stream and adds to it. Sublayers pass on two tensors: x, the output of the last
+one, and the residual stream without it. So the addition and the norm that follows are one operation.
 
 Dimension letters: T tokens of the batch; C hidden width; H query heads; K key-value heads; D head width;
-R width of a head that is turned; I intermediate width.
+R rotated elements of a head; I intermediate width.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from kernels.rope import RopeSpec
 from kernels.rope_kv_write import rope_kv_write
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
-from workers.models.linear import Linear, Target
+from workers.models.linear import Linear, LoadTarget
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What all layers of a forward need.
+class ForwardContext:
+    """The inputs that all layers of a forward share.
 
     Attributes:
         inputs: The batch.
         kv: The pages.
-        rotations: [T, R] float32 for each rotary embedding, cosines and sines at the positions of the tokens.
+        rotations: [T, R] float32 for each rotary embedding: cosines and sines at the positions of the tokens.
     """
 
     inputs: ForwardInputs
@@ -45,68 +44,68 @@ class Norm:
     """RMSNorm of rows."""
 
     def __init__(self, name: str, weight: torch.Tensor, eps: float, offset: float) -> None:
-        """Take over a weight [C], to which a checkpoint's `name` is loaded with `offset` added."""
+        """Take ownership of a weight [C]: the tensor `name` of a checkpoint plus `offset`."""
         self.name = name
         self.weight = weight
         self._eps = eps
         self._offset = offset
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Where the tensors of a checkpoint go."""
-        yield f"{prefix}{self.name}.weight", Target(self.weight, tuple(self.weight.shape), self._offset)
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by name."""
+        yield f"{prefix}{self.name}.weight", LoadTarget(self.weight, tuple(self.weight.shape), self._offset)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, C] -> [T, C], a new tensor."""
         return rms_norm(x, self.weight, self._eps)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Add x to the residual stream, which is changed, and normalise the sum."""
+        """Normalise x + residual. Mutates `residual`, which becomes the sum."""
         return add_rms_norm(x, residual, self.weight, self._eps)
 
 
 class Body(Protocol):
-    """What a block computes between its norms."""
+    """The function between the norms of a sublayer."""
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Where the tensors of a checkpoint go."""
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by name."""
 
     def pack(self) -> None:
-        """Lay the filled weights out for the matrix library."""
+        """Pack the filled weights for the matrix library."""
 
-    def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
-        """[T, C] -> [T, C], or the wanted rows of it."""
+    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
+        """[T, C] -> [T, C], or only the wanted rows of it."""
 
 
-class Block:
-    """residual + scale * after(body(before(residual))), where a norm that is None is left out."""
+class Sublayer:
+    """residual + scale * after(body(before(residual))). A norm that is None is left out."""
 
     def __init__(self, before: Norm | None, body: Body, after: Norm | None, scale: float) -> None:
-        """Compose."""
+        """Take ownership of the parts."""
         self.body = body
         self._before = before
         self._after = after
         self._scale = scale
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Where the tensors of a checkpoint go."""
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by name."""
         for part in (self._before, self.body, self._after):
             if part is not None:
                 yield from part.targets(prefix)
 
     def __call__(
-        self, x: torch.Tensor | None, residual: torch.Tensor, step: Step
+        self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mutates `residual`, which takes x up.
+        """Mutates `residual`: x is added to it.
 
         Args:
-            x: [T, C] what the last block computed; None: this is the first.
-            residual: [T, C].
-            step: The forward.
+            x: [T, C], the output of the previous sublayer; None: this is the first.
+            residual: [T, C], the residual stream without x.
+            context: The forward.
 
         Returns:
-            What this block computed, and the residual stream without it.
+            The output of this sublayer, and the residual stream without it.
         """
-        x = self.body(self._enter(x, residual), step)
+        x = self.body(self._enter(x, residual), context)
         if self._after is not None:
             x = self._after(x)
         if self._scale != 1.0:
@@ -150,18 +149,18 @@ class Attention:
         *,
         is_last: bool,
     ) -> None:
-        """Take over parameters.
+        """Take ownership of parameters.
 
         Args:
-            index: Which layer of the pages.
+            index: The number of the layer.
             shape: Its sizes.
             qkv: [(H + 2 * K) * D, C], rows of q, then k, then v.
             output: [C, H * D].
-            head_norm: [H + K, D], the q weight for every query head, then the k weight; None: heads are not
-                normalised.
+            head_norm: [H + K, D], the q weight for every query head, then the k weight for every key-value
+                head; None: heads are not normalised.
             row_norms: [H * D] and [K * D], the weights for queries and keys; None: rows are not normalised.
-            norm_offset: Added to a checkpoint's weights of either.
-            is_last: No row meets another after this layer: only the wanted ones go on.
+            norm_offset: Added to the weights of these norms in a checkpoint.
+            is_last: This is the last attention, so only the wanted rows are returned.
         """
         self.qkv = qkv
         self.output = output
@@ -172,8 +171,8 @@ class Attention:
         self._norm_offset = norm_offset
         self._is_last = is_last
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Where the tensors of a checkpoint go."""
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by name."""
         prefix += "self_attn."
         yield from self.qkv.targets(prefix)
         yield from self.output.targets(prefix)
@@ -181,33 +180,33 @@ class Attention:
         if self.head_norm is not None:
             parts = torch.split(self.head_norm, [self._shape.heads, self._shape.kv_heads])
             for name, part in zip(names, parts, strict=True):
-                yield name, Target(part, (self._shape.head_dim,), self._norm_offset)
+                yield name, LoadTarget(part, (self._shape.head_dim,), self._norm_offset)
         for name, weight in zip(names, self.row_norms or (), strict=False):
-            yield name, Target(weight, tuple(weight.shape), self._norm_offset)
+            yield name, LoadTarget(weight, tuple(weight.shape), self._norm_offset)
 
     def pack(self) -> None:
-        """Lay the filled weights out for the matrix library."""
+        """Pack the filled weights for the matrix library."""
         self.qkv.pack()
         self.output.pack()
 
-    def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
-        """Attend, after the keys and values of the batch's tokens were written to their slots."""
-        shape, pages = self._shape, step.kv.layer(self._index)
-        query = self._project(x, step)  # [T, H, D]
-        wanted = step.inputs.wanted_rows
+    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
+        """[T, C] -> [T, C]; in the last layer only the wanted rows. Writes keys and values to their slots."""
+        shape, pages = self._shape, context.kv.layer(self._index)
+        query = self._project(x, context)  # [T, H, D]
+        wanted = context.inputs.wanted_rows
         if self._is_last and not len(wanted):
-            return x[:0]  # [0, C]: the batch was for its keys and values only
+            return x[:0]  # [0, C]: only the keys and values were needed
         attended = paged_attention(
             query,
             *pages,
-            step.inputs.attention,
+            context.inputs.attention,
             scale=shape.scale,
             sliding_window=shape.window,
             softcap=shape.softcap,
         ).flatten(1)  # [T, H * D]
         return self.output(attended.index_select(0, wanted) if self._is_last else attended)
 
-    def _project(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def _project(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, D]. Writes keys and values to their slots."""
         shape = self._shape
         projected = self.qkv(x)  # [T, (H + 2 * K) * D]
@@ -217,13 +216,13 @@ class Attention:
                 part = projected[:, first : first + len(weight)]
                 part.copy_(rms_norm(part, weight, shape.eps))
                 first += len(weight)
-        rotations = None if shape.rope is None else step.rotations[shape.rope]
+        rotations = None if shape.rope is None else context.rotations[shape.rope]
         return rope_kv_write(
             projected,
             self.head_norm,
             rotations,
-            step.inputs.slots,
-            *step.kv.layer(self._index),
+            context.inputs.slots,
+            *context.kv.layer(self._index),
             shape.eps,
         )
 
@@ -232,21 +231,21 @@ class GatedMlp:
     """down(activation(gate) * up)."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
-        """Take over parameters: [2 * I, C], rows of gate, then up; and [C, I]."""
+        """Take ownership of parameters: [2 * I, C], rows of gate, then up; and [C, I]."""
         self.gate_up = gate_up
         self.down = down
         self._activation = activation
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Where the tensors of a checkpoint go."""
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by name."""
         yield from self.gate_up.targets(f"{prefix}mlp.")
         yield from self.down.targets(f"{prefix}mlp.")
 
     def pack(self) -> None:
-        """Lay the filled weights out for the matrix library."""
+        """Pack the filled weights for the matrix library."""
         self.gate_up.pack()
         self.down.pack()
 
-    def __call__(self, x: torch.Tensor, _step: Step, /) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, _context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         return self.down(gated_activation(self.gate_up(x), self._activation))

@@ -1,7 +1,7 @@
-"""Under which licence a directory says that its model is: told to callers, and acted on by nobody.
+"""Reads the licence that a directory names for its model. Clients receive it; nothing else uses it.
 
-The front matter of README.md is looked at as a list of lines, not as YAML, which can do much more than say
-this. Whatever is wrong with it, no model is refused for it, and nothing of it but these few words is told.
+The front matter of README.md is read line by line, without a YAML parser, which would be a larger attack
+surface. An invalid front matter never refuses a model, and only the licence of it is sent to clients.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from workers.models.files import open_regular
 
 MODEL_CARD_FILE = "README.md"
 MAX_CHARACTERS = 256
-# Front matter that is longer says nothing.
+# A longer front matter is ignored.
 _MAX_FRONT_BYTES = 1 << 16
 _FENCE = "---"
-# Names that say nothing themselves: `license_name` does.
+# With these, `license_name` has the name.
 _NAMELESS = ("", "other", "unknown")
-# How YAML writes that there is none.
+# The spellings of null in YAML.
 _NULLS = ("~", "null", "Null", "NULL")
-# Of a directory so many names are looked at.
+# At most so many names of a directory are read.
 _MAX_NAMES = 4096
 _FILES = ("license", "licence", "copying")
 
 
 def read_licence(directory: Path) -> str:
-    """What README.md says, else the name of a licence file; "" where there is neither. Raises nothing.
+    """The licence in README.md, else the name of a licence file; "" if there is neither. Raises nothing.
 
     At most MAX_CHARACTERS of printable ASCII.
     """
-    said = _from_front_matter(_front_matter(directory / MODEL_CARD_FILE)) or _file_name(directory)
-    return "".join(c if c.isascii() and c.isprintable() else "?" for c in said[:MAX_CHARACTERS])
+    found = _from_front_matter(_front_matter(directory / MODEL_CARD_FILE)) or _file_name(directory)
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in found[:MAX_CHARACTERS])
 
 
 def _front_matter(file: Path) -> list[str]:
-    """The lines between the fences at the beginning of a file; none where there are no fences."""
+    """The lines between the two fences at the beginning of a file; none if there are no fences."""
     try:
         with open_regular(file) as opened:
             text = opened.read(_MAX_FRONT_BYTES).decode(errors="replace")
@@ -51,7 +51,7 @@ def _front_matter(file: Path) -> list[str]:
 
 
 def _from_front_matter(lines: list[str]) -> str:
-    """`license`, or where that names none `license_name` with `license_link`."""
+    """`license`, or if that has no name, `license_name` with `license_link`."""
     licence = _value(lines, "license")
     if licence.lower() not in _NAMELESS:
         return licence
@@ -62,7 +62,7 @@ def _from_front_matter(lines: list[str]) -> str:
 
 
 def _value(lines: list[str], name: str) -> str:
-    """A setting at the outermost level, of which a list is joined by commas; "" where it is not there."""
+    """A top-level setting, a list joined by commas; "" if it is absent."""
     for at, line in enumerate(lines):
         if line.startswith(f"{name}:"):
             value = line.removeprefix(f"{name}:").strip()
@@ -78,7 +78,7 @@ def _value(lines: list[str], name: str) -> str:
 
 
 def _plain(value: str) -> str:
-    """A scalar without its quotes, or without the comment behind it."""
+    """A scalar without quotes and without a trailing comment."""
     value = value.strip()
     for quote in ("'", '"'):
         if value.startswith(quote) and quote in value[1:]:

@@ -1,6 +1,4 @@
-"""A projection of a model: one matrix, which may hold several projections of a checkpoint side by side.
-
-Knows how tensors of a checkpoint fill it, and how it is laid out for the matrix library.
+"""A projection of a model: one matrix, which may hold several projections of a checkpoint, fused by rows.
 
 Dimension letters: T rows; I inputs; O outputs.
 """
@@ -15,17 +13,17 @@ import torch
 from kernels.linear import linear, pack_weight
 
 Allocate = Callable[..., torch.Tensor]
-"""From sizes to a new tensor of the model's dtype, on its device."""
+"""Allocates a tensor of the given sizes, in the model's dtype and on its device."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where a tensor of a checkpoint goes.
+class LoadTarget:
+    """The destination of a tensor of a checkpoint.
 
     Attributes:
-        tensor: A view into a parameter; the checkpoint's tensor broadcasts to it.
-        shape: The shape that the tensor has in the checkpoint.
-        offset: Added to the checkpoint's numbers.
+        tensor: A view into a parameter. The checkpoint's tensor is broadcast to it.
+        shape: The shape of the tensor in the checkpoint.
+        offset: Added to the checkpoint's values.
     """
 
     tensor: torch.Tensor
@@ -33,7 +31,7 @@ class Target:
     offset: float = 0.0
 
     def fill(self, part: torch.Tensor, first: int | None = None) -> torch.Tensor:
-        """Write a checkpoint's tensor, or its rows from the `first` on; returns what was written to."""
+        """Write a checkpoint's tensor, or its rows from `first` on. Returns the view that was written to."""
         filled = self.tensor if first is None else self.tensor[first : first + part.shape[0]]
         filled.copy_(part)
         if self.offset:
@@ -41,21 +39,21 @@ class Target:
         return filled
 
     @classmethod
-    def whole(cls, tensor: torch.Tensor) -> Target:
-        """One that the checkpoint has in the same shape."""
+    def of(cls, tensor: torch.Tensor) -> LoadTarget:
+        """The target of a tensor that has the same shape in the checkpoint."""
         return cls(tensor, tuple(tensor.shape))
 
 
 class Linear:
-    """x W^T + b, with the projections of a checkpoint as rows of W one after the other."""
+    """x W^T + b. The rows of W are the projections of a checkpoint, one after the other."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: Mapping[str, int]) -> None:
-        """Take over parameters.
+        """Take ownership of parameters.
 
         Args:
             weight: [O, I].
             bias: [O].
-            parts: What a checkpoint calls the projections, and how many outputs each has; O in all.
+            parts: The number of outputs of each projection, by its name in a checkpoint; O in all.
         """
         self.weight = weight
         self.bias = bias
@@ -65,20 +63,20 @@ class Linear:
     def allocate(
         cls, empty: Allocate, inputs: int, parts: Mapping[str, int], *, bias: bool = False
     ) -> Linear:
-        """One whose parameters hold whatever was in memory until its targets are filled."""
+        """Allocate parameters. They are uninitialised until the targets are filled."""
         outputs = sum(parts.values())
         return cls(empty(outputs, inputs), empty(outputs) if bias else None, parts)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Where the tensors of a checkpoint go, by their names there, which begin with `prefix`."""
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by its name, which begins with `prefix`."""
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
             if tensor is not None:
                 parts = torch.split(tensor, list(self._parts.values()))
                 for name, part in zip(self._parts, parts, strict=True):
-                    yield f"{prefix}{name}.{kind}", Target.whole(part)
+                    yield f"{prefix}{name}.{kind}", LoadTarget.of(part)
 
     def pack(self) -> None:
-        """Lay the filled weight out for the matrix library; its targets are of no use any more."""
+        """Pack the filled weight for the matrix library. The targets must not be used afterwards."""
         self.weight = pack_weight(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

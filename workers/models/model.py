@@ -1,4 +1,4 @@
-"""What every model is to those who run it."""
+"""The interface of all models."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import Protocol
 import torch
 
 from workers.kv.tensors import KvTensors
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.taps import Taps
 
 
 class Model(Protocol):
     """A model that reads and writes paged KV."""
 
-    # Whether `forward` fills taps.
+    # Whether `forward` fills `capture`.
     has_hidden_states: bool
 
-    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
-        """Writes the batch's K and V into their slots; returns [R, ...] of the wanted rows for `logits`.
+    def forward(
+        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+    ) -> torch.Tensor:
+        """Run a batch. Writes its K and V to their slots, and fills `capture` if hidden states are wanted.
 
-        Mutates `taps`, which are None unless somebody asks for hidden states: fills each of them.
+        Returns [R, ...], the wanted rows, for `logits`.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What `forward` gave to logits [R, vocab], in the model's dtype or float32."""
+        """Logits [R, vocab] of the result of `forward`, in the model's dtype or float32."""

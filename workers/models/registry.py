@@ -1,7 +1,7 @@
 """The model families that have native code, by the `model_type` of their config.
 
-A family says what its config.json does not: what the library assumes of settings that are left out, and how
-it differs from the others in structure. To add one whose structure is there, add an entry.
+A family has what its config.json does not say: the library's defaults, and its differences in structure. To
+add a family with a supported structure, add an entry.
 
 Sources: the configuration_*.py and modeling_*.py of transformers 5.23. `tests/workers/test_families.py`
 compares the defaults with them, and the logits.
@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.values import count, integer
+from workers.models.values import integer, non_negative_integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 LayerTypes = Callable[[Mapping[str, object], int], list[str]]
-"""From the settings and the number of layers to the type of each layer, where `layer_types` is left out."""
+"""The type of each layer, from the settings and the number of layers, if `layer_types` is absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormNames:
-    """Where a layer normalises rows, by the names of the norms in a checkpoint. None: not there."""
+    """The names of a layer's norms in a checkpoint. None: there is no norm at that place."""
 
     before_attention: str | None = None
     after_attention: str | None = None
@@ -34,7 +34,7 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names in a layer of a checkpoint; {} stands for the number of the expert."""
+    """Names of tensors in a layer of a checkpoint; {} stands for the number of the expert."""
 
     router: str
     gate: str
@@ -57,13 +57,13 @@ def _all_sliding(_: Mapping[str, object], layers: int) -> list[str]:
 
 
 def _sliding_from_max_window_layers(settings: Mapping[str, object], layers: int) -> list[str]:
-    # null and 0 differ here: with 0 every layer has the window.
-    first = count(settings, "max_window_layers")
+    # 0 means that every layer has the window, so null is refused.
+    first = non_negative_integer(settings, "max_window_layers")
     return [SLIDING if index >= first else FULL for index in range(layers)]
 
 
 def _full_every(default: int) -> LayerTypes:
-    """Every so many layers one is full; old configs name the number as `sliding_window_pattern`."""
+    """Every n-th layer is full; n is `sliding_window_pattern` in old configs, else `default`."""
 
     def types(settings: Mapping[str, object], layers: int) -> list[str]:
         every = integer(settings, "sliding_window_pattern", default)
@@ -73,14 +73,13 @@ def _full_every(default: int) -> LayerTypes:
 
 
 def _sliding_without_rope(settings: Mapping[str, object], layers: int) -> list[str]:
-    return [FULL if rotated else SLIDING for rotated in rotated_layers(settings, layers)]
+    return [FULL if rotated else SLIDING for rotated in rope_layers(settings, layers)]
 
 
-def rotated_layers(settings: Mapping[str, object], layers: int) -> list[bool]:
-    """Which layers turn queries and keys by their positions: all, or as `no_rope_layers` says.
+def rope_layers(settings: Mapping[str, object], layers: int) -> list[bool]:
+    """Which layers have a rotary embedding: all, or those with a 1 in `no_rope_layers`, despite its name.
 
-    Despite its name, a 1 there stands for a layer that does. Left out, every `no_rope_layer_interval`-th does
-    not. Raises ModelError.
+    If that is absent, every `no_rope_layer_interval`-th layer has none. Raises ModelError.
     """
     interval = settings.get("no_rope_layer_interval")
     listed = settings.get("no_rope_layers")
@@ -96,29 +95,29 @@ def rotated_layers(settings: Mapping[str, object], layers: int) -> list[bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a family's config does not spell out.
+    """The properties of a family that its configs do not say.
 
     Attributes:
-        defaults: What the library assumes of settings that are left out, where it is not what our reader
-            assumes of all families. A setting that is null is not left out.
-        reads: Settings that count in this family beside those that do in all.
-        ignores: Settings that its configs have and its code does not read.
+        defaults: The library's values of absent settings, if they differ from the defaults of `config`. A
+            setting that is null is not absent.
+        reads: The settings that this family reads in addition to those that all families read.
+        ignores: The settings that its configs have and the library's code does not read.
         qkv_bias: The q, k and v projections have a bias; None: as `attention_bias` says.
         output_bias: The output projection of attention has a bias; None: as `attention_bias` says.
         mlp_bias: The projections of the MLP have a bias; None: as `mlp_bias` says.
         qk_norm: Queries and keys are RMS-normalised before the rotation: each head, or the row of all heads.
-        norms: Where rows are normalised.
+        norms: The norms of a layer.
         wide_norms: The weight of a norm multiplies before the result is rounded to the model's dtype.
         norm_offset: Added to the weights of norms.
         layer_types: Which layers have the sliding window.
-        windows_opt_in: `sliding_window` counts only beside a `use_sliding_window` that is true.
-        rope_by_type: The rotary embedding has parameters for each type of layer.
-        scales_embeddings: Embeddings are multiplied by the root of their width.
-        activation: The setting that names the activation of the MLP.
-        attention_names: Its projections in a layer of a checkpoint, side by side: q, k and v, or one of all.
-        mlp_names: Those of the MLP: gate and up, or one of both.
-        experts: Where some layers have experts, and their names.
-        wide_routing: The weights of experts stay float32.
+        windows_opt_in: `sliding_window` is used only if `use_sliding_window` is true.
+        rope_by_type: Each type of layer has its own parameters of the rotary embedding.
+        scales_embeddings: Embeddings are multiplied by the square root of their width.
+        activation: The name of the setting for the activation of the MLP.
+        attention_names: The projections in a checkpoint: q, k and v, or one that is fused.
+        mlp_names: The projections of the MLP in a checkpoint: gate and up, or one that is fused.
+        experts: The names of the experts' tensors; None: no layer has experts.
+        wide_routing: The router's weights of experts stay float32.
     """
 
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -299,7 +298,7 @@ FAMILIES: dict[str, Family] = {
         wide_norms=True,
     ),
     "olmo3": Family(
-        # In the old spelling the library takes `rope_theta` for the full layers alone.
+        # In the old spelling the library uses `rope_theta` for the full layers only.
         defaults={
             "rms_norm_eps": 1e-5,
             "sliding_window": 4096,
@@ -332,13 +331,13 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A model of text and more, of which the text part is served.
+    """A multimodal model, of which the text part is served.
 
     Attributes:
-        text: The setting that holds the config of the text part.
-        renamed: What names in its checkpoints begin with, and what those of the text part do instead; the
-            first that fits counts.
-        left_out: What the names of the other parts begin with.
+        text: The setting with the config of the text part.
+        renamed: Pairs of prefixes of tensor names: in its checkpoints, and in those of a text model. The
+            first match counts.
+        left_out: The prefixes of the tensors of the other parts.
     """
 
     text: str
@@ -368,7 +367,7 @@ def family_of(model_type: object) -> Family:
     """The family of a config.
 
     Raises:
-        UnsupportedError: It is not one of the known ones, which the message lists.
+        UnsupportedError: The family is unknown; the message lists those that are known.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

@@ -1,4 +1,4 @@
-"""Reads the rotary embedding of each type of layer from the settings of a config.json, in either spelling."""
+"""Reads the rotary embeddings of a config.json, in the spelling of transformers 4 or 5."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.registry import FULL, SLIDING, Family
 from workers.models.values import boolean, integer, number, optional_number, positive_numbers
 
-# What transformers 4 called some types.
+# The names of some types in transformers 4.
 _OLD_TYPES = {"su": "longrope"}
 
 
@@ -18,10 +18,10 @@ def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, Rope
     """The rotary embedding of each type of layer.
 
     Raises:
-        ModelError: A setting is wrong; the message names it.
-        UnsupportedError: It asks for what is not there.
+        ModelError: A setting is invalid; the message names it.
+        UnsupportedError: A setting is not supported.
     """
-    # transformers lets the old spelling win where a config has both.
+    # In transformers the old spelling takes precedence if a config has both.
     scaling = _object(settings.get("rope_scaling"), "rope_scaling")
     parameters = scaling or _object(settings.get("rope_parameters"), "rope_parameters")
     if not family.rope_by_type:
@@ -29,7 +29,7 @@ def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, Rope
             raise UnsupportedError("rope_parameters: must not be by layer type for this model_type")
         rope = _read(settings, parameters, "rope_theta")
         return {FULL: rope, SLIDING: rope}
-    # The old spelling scales the full layers, and names the base of the sliding ones apart.
+    # In the old spelling only the full layers are scaled, and the sliding ones have a base of their own.
     by_type = {} if scaling else parameters
     if by_type.keys() - {FULL, SLIDING}:
         raise UnsupportedError(f"rope_parameters: must be by layer type, got {sorted(by_type)}")
@@ -42,11 +42,11 @@ def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, Rope
 
 
 def rotary_dim(settings: Mapping[str, object], family: Family, head_dim: int) -> int:
-    """How many elements of a head are turned. Raises ModelError, or UnsupportedError."""
+    """How many elements of a head are rotated. Raises ModelError, or UnsupportedError."""
     parameters = settings.get("rope_scaling") or settings.get("rope_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
     if _type_of(parameters) == "proportional":
-        return head_dim  # pairs that are not turned have angles of zero
+        return head_dim  # the other pairs are rotated by zero
     inner = parameters.get("partial_rotary_factor")
     partial = settings.get("partial_rotary_factor") if inner is None else inner
     if partial in (None, 1, 1.0):
@@ -54,19 +54,20 @@ def rotary_dim(settings: Mapping[str, object], family: Family, head_dim: int) ->
     if "partial_rotary_factor" not in family.reads:
         raise UnsupportedError(f"partial_rotary_factor: must be 1, got {partial!r}")
     share = number({"partial_rotary_factor": partial}, "partial_rotary_factor")
-    turned = int(head_dim * share)
-    if share > 1 or turned < 2 or turned % 2:
+    rotated = int(head_dim * share)
+    if share > 1 or rotated < 2 or rotated % 2:
         raise ModelError(
-            f"partial_rotary_factor: must turn an even part of {head_dim} elements, got {partial!r}"
+            f"partial_rotary_factor: must make the number of rotated elements even and from 2 to {head_dim},"
+            f" got {partial!r}"
         )
-    return turned
+    return rotated
 
 
-def longest_text(settings: Mapping[str, object]) -> int:
-    """The longest text that can be served, in tokens. Raises ModelError.
+def max_seq_len(settings: Mapping[str, object]) -> int:
+    """The longest sequence that can be served, in tokens. Raises ModelError.
 
-    With longrope the library turns all of a text otherwise when it grows beyond the original length; keys
-    that lie in pages are turned already, so it ends there.
+    With longrope the library rotates all keys differently once a sequence exceeds the original length. Keys
+    in pages are rotated already, so the original length is the limit.
     """
     longest = integer(settings, "max_position_embeddings")
     parameters = settings.get("rope_scaling") or settings.get("rope_parameters")
@@ -77,7 +78,7 @@ def longest_text(settings: Mapping[str, object]) -> int:
 
 
 def _object(value: object, name: str) -> Mapping[str, object]:
-    """An object, empty where it is absent or null. Raises ModelError."""
+    """An object; empty if it is absent or null. Raises ModelError."""
     if value is not None and not isinstance(value, Mapping):
         raise ModelError(f"{name}: must be an object, got {value!r}")
     return value or {}
@@ -89,17 +90,17 @@ def _type_of(parameters: Mapping[str, object]) -> str:
 
 
 def _read(settings: Mapping[str, object], parameters: Mapping[str, object], theta_name: str) -> RopeSpec:
-    """One rotary embedding, whose base is named beside its parameters in the old spelling."""
+    """One rotary embedding. In the old spelling its base is the setting `theta_name`."""
     check_rope_keys(parameters)
     longest = integer(settings, "max_position_embeddings")
-    served = longest_text(settings)
+    served = max_seq_len(settings)
     original = integer(settings, "original_max_position_embeddings", longest)
     theta = number(parameters, "rope_theta", number(settings, theta_name, 10_000.0))
     rope_type = _type_of(parameters)
     if rope_type == "default":
         return RopeSpec(theta=theta)
     original = integer(parameters, "original_max_position_embeddings", original)
-    # Nearly every scaled type has a factor, and a missing one is a mistake, not 1; that of longrope follows.
+    # A missing factor is an error, except for the types whose default is known.
     factors = {"longrope": longest / original, "proportional": 1.0}
     is_partial = rope_type == "proportional"
     try:
@@ -115,7 +116,7 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
             attention_factor=optional_number(parameters, "attention_factor"),
             mscale=optional_number(parameters, "mscale"),
             mscale_all_dim=optional_number(parameters, "mscale_all_dim"),
-            # The library takes null for false here.
+            # For the library null is false here.
             truncate=boolean(parameters, "truncate", default="truncate" not in parameters),
             max_position_embeddings=served if rope_type in ("dynamic", "longrope") else 0,
             short_factor=positive_numbers(parameters, "short_factor"),

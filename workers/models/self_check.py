@@ -1,19 +1,18 @@
-"""A load that proves itself: a model over pages against its own plain forward, on a short mixed batch.
+"""The self-check of a load: compares a model over pages with its plain forward, on short mixed batches.
 
-Two texts grow together by a prefill, a chunk, decodes, over pages in shuffled order whose unused slots
-hold NaN. What every token then says is compared with a forward of each whole text without pages. The
-caller gives both sides, so it serves for any model.
+Two sequences of random tokens grow by a prefill, a chunk and decodes. Their pages are in random order, and
+unused slots hold NaN. The logits of all tokens are compared with a plain forward: one of each whole sequence,
+without pages. The caller passes both forwards, so the check works for any model.
 
-**The error** of a row of logits is the length of the difference over the length of the row, both without
-their mean, which no choice of a token depends on. **In float32** both sides do the same sums in another
-order: 1e-4 is about a hundred times what models show, and every row has to keep to it. **In bfloat16 and
-float16** each layer rounds, and the two sides round differently (probabilities, partial sums), which adds
-up to a few roundings of a logit: eight are allowed. A router that stands between two experts may then take
-another one, which changes that row wholly, so it is the middle one of the rows that has to keep to it.
-Such a check sees what is grossly wrong; for the rest there is the one in float32, for which a small copy
-of the model suffices.
+**The error** of a row of logits is |difference| / |row|, both after subtracting the mean, which has no effect
+on sampling. **In float32** both forwards compute the same sums in a different order. The limit of 1e-4 is
+about a hundred times the error of correct models, and holds for every row. **In bfloat16 and float16** both
+forwards round at different places (probabilities, partial sums). The errors add up to a few roundings of a
+logit; eight are allowed. A router may then choose another expert where two are nearly equal, which changes
+the whole row; so the limit holds for the median of the rows. That finds gross errors only. The check in
+float32, for which a scaled-down model suffices, finds the others.
 
-Dimension letters: T tokens of a text; R rows of a step; V vocabulary.
+Dimension letters: T tokens of a sequence; R rows of a step; V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from workers.models.errors import ModelError
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.models.model import Model
 
-Plain = Callable[[torch.Tensor], torch.Tensor]
+PlainForward = Callable[[torch.Tensor], torch.Tensor]
 """Token ids [T] int64 on the model's device to logits [T, V], without pages."""
 
 _PAGE_SIZE = 16
-# How many tokens each of the two texts gets, step by step: a prefill of more than a page beside a short one,
-# a chunk beside a decode, the other way round, and decodes.
+# The tokens of each of the two sequences in each step: a prefill of more than a page and a short one, a chunk
+# and a decode, a decode and a chunk, and decodes.
 _STEPS = ((21, 5), (9, 1), (1, 8), (1, 1), (1, 1))
-_STRICT = 1e-4
-_ROUNDINGS = 8
+_FLOAT32_TOLERANCE = 1e-4
+_ALLOWED_ROUNDINGS = 8
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest relative error that `prove` takes for rounding; see the module."""
-    return _STRICT if dtype == torch.float32 else _ROUNDINGS * torch.finfo(dtype).eps
+    """The largest relative error that `check_parity` accepts; see the module's docstring."""
+    return _FLOAT32_TOLERANCE if dtype == torch.float32 else _ALLOWED_ROUNDINGS * torch.finfo(dtype).eps
 
 
-def prove(
+def check_parity(
     model: Model,
     layers: Sequence[LayerKv],
-    plain: Plain,
+    plain: PlainForward,
     *,
     what: str,
     vocab_size: int,
@@ -59,14 +58,14 @@ def prove(
     """Compare a model over pages with its plain forward.
 
     Args:
-        model: Under test.
+        model: The model under test.
         layers: The shape of its pages.
-        plain: What it is to compute.
-        what: Names it in the message.
+        plain: The plain forward, which gives the expected logits.
+        what: The name of the model in messages.
         vocab_size: V; tokens are drawn from all of it.
-        max_seq_len: The longest text it takes.
-        dtype: Of weights, keys and values.
-        device: Where it is.
+        max_seq_len: The longest sequence that the model takes.
+        dtype: The dtype of weights, keys and values.
+        device: The device of the model.
 
     Returns:
         The relative error.
@@ -74,26 +73,26 @@ def prove(
     Raises:
         ModelError: The error is above `tolerance(dtype)`, or not a number.
     """
-    texts = _texts(vocab_size, max_seq_len)
+    sequences = _random_sequences(vocab_size, max_seq_len)
     with torch.inference_mode():
-        paged = _run_paged(model, layers, texts, dtype, device)
-        expected = torch.cat([plain(torch.tensor(text, device=device)) for text in texts])
-    found = torch.cat(paged)
-    of_rows = _row_errors(found, expected)
-    # NaN has to count as the worst: `max` and `median` give it where there is one.
-    error = (of_rows.max() if dtype == torch.float32 else of_rows.median()).item()
+        found = torch.cat(_run_paged(model, layers, sequences, dtype, device))
+        expected = torch.cat([plain(torch.tensor(tokens, device=device)) for tokens in sequences])
+    row_errors = _row_errors(found, expected)
+    # If any row is NaN, `max` and `median` are NaN, which is refused.
+    error = (row_errors.max() if dtype == torch.float32 else row_errors.median()).item()
     if not math.isfinite(error):
-        raise ModelError(f"{what}: {_why_no_number(found, expected)}")
+        raise ModelError(f"{what}: {_why_not_comparable(found, expected)}")
     if not error <= tolerance(dtype):
         raise ModelError(
-            f"{what}: over pages it differs from its plain forward by {error:.1e}, of which rounding in"
-            f" {str(dtype).removeprefix('torch.')} explains {tolerance(dtype):.1e}: it would answer wrongly"
+            f"{what}: over pages it differs from its plain forward by {error:.1e}; rounding in"
+            f" {str(dtype).removeprefix('torch.')} explains at most {tolerance(dtype):.1e}:"
+            " the results would be wrong"
         )
     return error
 
 
-def _texts(vocab_size: int, max_seq_len: int) -> list[list[int]]:
-    """Two texts of random tokens, as long as the steps make them, or as the model takes."""
+def _random_sequences(vocab_size: int, max_seq_len: int) -> list[list[int]]:
+    """Two sequences of random tokens, as long as the sum of the steps, or as the model's limit."""
     dice = random.Random(0)
     lengths = (min(max_seq_len, sum(step[i] for step in _STEPS)) for i in range(2))
     return [[dice.randrange(vocab_size) for _ in range(length)] for length in lengths]
@@ -102,13 +101,13 @@ def _texts(vocab_size: int, max_seq_len: int) -> list[list[int]]:
 def _run_paged(
     model: Model,
     layers: Sequence[LayerKv],
-    texts: list[list[int]],
+    sequences: list[list[int]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """The logits of every token of each text, [T, V] each."""
-    pages = [-(-len(text) // _PAGE_SIZE) for text in texts]
-    shuffled = random.Random(1).sample(range(1, sum(pages) + 2), sum(pages))  # page 0 is nobody's
+    """The logits of all tokens of each sequence, [T, V] each."""
+    pages = [-(-len(tokens) // _PAGE_SIZE) for tokens in sequences]
+    shuffled = random.Random(1).sample(range(1, sum(pages) + 2), sum(pages))  # page 0 is unused
     owned = [shuffled[: pages[0]], shuffled[pages[0] :]]
     kv = KvTensors(layers, num_pages=sum(pages) + 2, page_size=_PAGE_SIZE, dtype=dtype, device=device)
     for index in range(kv.num_layers):
@@ -116,12 +115,12 @@ def _run_paged(
             half.fill_(torch.nan)
     lengths, rows = [0, 0], [[], []]  # type: tuple[list[int], list[list[torch.Tensor]]]
     for step in _STEPS:
-        parts = [min(step[i], len(texts[i]) - lengths[i]) for i in range(2)]
+        parts = [min(step[i], len(sequences[i]) - lengths[i]) for i in range(2)]
         taken = [i for i in range(2) if parts[i]]
         if not taken:
             break
         ends = [lengths[i] + parts[i] for i in range(2)]
-        inputs = _pack([(texts[i], owned[i], lengths[i], ends[i]) for i in taken]).to(device)
+        inputs = _pack([(sequences[i], owned[i], lengths[i], ends[i]) for i in taken]).to(device)
         logits = model.logits(model.forward(inputs, kv))  # [R, V]
         for i, part in zip(taken, torch.split(logits, [parts[i] for i in taken]), strict=True):
             rows[i].append(part)
@@ -130,7 +129,7 @@ def _run_paged(
 
 
 def _pack(items: Sequence[tuple[list[int], list[int], int, int]]) -> ForwardInputs:
-    """One batch of items (text, its pages, first and last token), every row wanted."""
+    """One batch of items (tokens, pages, begin and end of the range to run), with all rows wanted."""
     positions = [range(begin, end) for _, _, begin, end in items]
     query_lens, contexts = [len(found) for found in positions], [end for *_, end in items]
     widest = max(len(pages) for _, pages, _, _ in items)
@@ -140,7 +139,7 @@ def _pack(items: Sequence[tuple[list[int], list[int], int, int]]) -> ForwardInpu
         for position in found
     ]
     return ForwardInputs(
-        token_ids=torch.tensor([token for text, _, begin, end in items for token in text[begin:end]]),
+        token_ids=torch.tensor([token for tokens, _, begin, end in items for token in tokens[begin:end]]),
         positions=torch.tensor([position for found in positions for position in found]),
         slots=torch.tensor(slots),
         wanted_rows=torch.arange(sum(query_lens)),
@@ -156,15 +155,18 @@ def _pack(items: Sequence[tuple[list[int], list[int], int, int]]) -> ForwardInpu
     )
 
 
-def _why_no_number(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Why rows [T, V] cannot be compared with rows [T, V] of the plain forward."""
+def _why_not_comparable(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Why the error of rows [T, V] against rows [T, V] of the plain forward is not finite."""
     if expected.isfinite().all():
         if not found.isfinite().all():
-            return "over pages it gives what is no number, unlike its plain forward: it would answer wrongly"
+            return (
+                "over pages its logits are not finite, those of its plain forward are:"
+                " the results would be wrong"
+            )
         if (expected == expected[:, :1]).all(-1).any():
-            return "its plain forward finds all tokens equally likely, as with weights that are all zero"
+            return "its plain forward gives equal logits to all tokens, as with weights that are all zero"
     dtype = str(expected.dtype).removeprefix("torch.")
-    return f"its plain forward gives what is no number in {dtype}, as with weights that are too large"
+    return f"the logits of its plain forward are not finite in {dtype}, as with weights that are too large"
 
 
 def _row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a model directory has for callers who work with text. The server uses none of it."""
+"""The files of a model directory that clients need to work with text. Models do not use them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from workers.models.tokenizer import read_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """What is handed out.
+    """The text files of a model, which are sent to clients.
 
     Attributes:
-        tokenizer_json: The contents of tokenizer.json; empty where there is none.
-        chat_template: How messages become a prompt, and the special tokens.
-        sampling_defaults: How the model's makers draw from it.
+        tokenizer_json: The content of tokenizer.json; empty if there is none.
+        chat_template: The chat templates and special tokens.
+        sampling_defaults: The sampling settings that the model's makers recommend.
     """
 
     tokenizer_json: bytes = b""
@@ -26,10 +26,10 @@ class ModelText:
 
 
 def read_text(directory: Path, vocab_size: int, max_bytes: int) -> ModelText:
-    """Reads a directory. What `max_bytes` has no room for is left out, and the log says so.
+    """Read a directory. Whatever exceeds `max_bytes` in all is left out, with a warning in the log.
 
     Raises:
-        ModelError: A file is not what it should be.
+        ModelError: A file is invalid.
     """
     sampling_defaults = read_sampling_defaults(directory)
     template = read_chat_template(directory, max_bytes)

@@ -1,7 +1,4 @@
-"""Reads single settings of a config.json: their type, and bounds within which they can make sense.
-
-null counts as absent. Knows nothing of what a setting means.
-"""
+"""Reads single settings of a config.json, and checks their type and bounds. null counts as absent."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from workers.models.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
-# Several times what the largest models have, so that nothing is made whose size only a config claims. float32
-# counts positions, and anything else, exactly up to the last of these.
-_MOST = {
+# Several times the sizes of the largest models, so that a wrong config cannot cause a huge allocation.
+_MAX = {
     "num_hidden_layers": 1 << 12,
     "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12,
@@ -23,10 +19,10 @@ _MOST = {
     "hidden_size": 1 << 18,
     "intermediate_size": 1 << 20,
 }
-_MOST_OF_ANY = 1 << 24
-# A worker warms up with two different tokens, one after the other.
-_LEAST = {"vocab_size": 2, "max_position_embeddings": 2}
-_LEAST_NUMBER, _MOST_NUMBER = 1e-12, 1e12
+_MAX_INTEGER = 1 << 24  # float32 represents integers, such as positions, exactly up to here
+# The warm-up of a worker runs two different tokens, one after the other.
+_MIN = {"vocab_size": 2, "max_position_embeddings": 2}
+_MIN_NUMBER, _MAX_NUMBER = 1e-12, 1e12
 
 
 def integer(settings: Mapping[str, object], name: str, default: int | None = None) -> int:
@@ -37,13 +33,13 @@ def integer(settings: Mapping[str, object], name: str, default: int | None = Non
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         got = "nothing" if value is None else repr(value)
         raise ModelError(f"{name}: must be a positive integer, got {got}")
-    least, most = _LEAST.get(name, 1), _MOST.get(name, _MOST_OF_ANY)
+    least, most = _MIN.get(name, 1), _MAX.get(name, _MAX_INTEGER)
     if not least <= value <= most:
         raise ModelError(f"{name}: must be from {least} to {most}, got {value}")
     return value
 
 
-def count(settings: Mapping[str, object], name: str) -> int:
+def non_negative_integer(settings: Mapping[str, object], name: str) -> int:
     """An integer that may be 0. Raises ModelError."""
     value = settings.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -59,13 +55,13 @@ def number(settings: Mapping[str, object], name: str, default: float | None = No
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         got = "nothing" if value is None else repr(value)
         raise ModelError(f"{name}: must be a positive number, got {got}")
-    if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
-        raise ModelError(f"{name}: must be from {_LEAST_NUMBER} to {_MOST_NUMBER}, got {value!r}")
+    if not _MIN_NUMBER <= value <= _MAX_NUMBER:
+        raise ModelError(f"{name}: must be from {_MIN_NUMBER} to {_MAX_NUMBER}, got {value!r}")
     return float(value)
 
 
 def optional_number(settings: Mapping[str, object], name: str) -> float | None:
-    """A positive number, or None where it is absent, null or 0. Raises ModelError."""
+    """A positive number; None if it is absent, null or 0. Raises ModelError."""
     return number(settings, name) if settings.get(name) else None
 
 
@@ -82,8 +78,8 @@ def boolean(settings: Mapping[str, object], name: str, *, default: bool) -> bool
 def token_ids(settings: Mapping[str, object], name: str, vocab_size: int) -> tuple[int, ...]:
     """Special tokens of one role: none, one or a list.
 
-    Ids outside the vocabulary are left out, with a warning in the log: the transformers library only warns of
-    them, and small test models have them.
+    Ids outside the vocabulary are left out, with a warning in the log: the transformers library accepts them
+    with a warning, and small test models have them.
 
     Raises ModelError.
     """
@@ -100,17 +96,17 @@ def token_ids(settings: Mapping[str, object], name: str, vocab_size: int) -> tup
     return tuple(known)
 
 
-@functools.cache  # once: a config is read several times
+@functools.cache  # a config is read several times, and one warning is enough
 def warn_outside(name: str, token: int, vocab_size: int) -> None:
-    """Logs that a special token is ignored."""
+    """Log that a special token is ignored."""
     _log.warning("%s %d is outside the vocabulary of %d tokens and is ignored", name, token, vocab_size)
 
 
 def positive_numbers(settings: Mapping[str, object], name: str) -> tuple[float, ...]:
-    """A list of positive numbers within bounds; empty where it is absent or null. Raises ModelError."""
+    """A list of positive numbers within bounds; empty if it is absent or null. Raises ModelError."""
     value = settings.get(name)
     if value is None:
         return ()
-    if not isinstance(value, list) or len(value) > _MOST["head_dim"]:
-        raise ModelError(f"{name}: must be a list of numbers, got {value!r}")
+    if not isinstance(value, list) or len(value) > _MAX["head_dim"]:
+        raise ModelError(f"{name}: must be a list of at most {_MAX['head_dim']} numbers, got {value!r}")
     return tuple(number({name: one}, name) for one in value)

@@ -1,8 +1,8 @@
 """Loads a Hugging Face directory into a decoder.
 
-The headers of the files are compared with the config, and what is needed with what is free, before anything
-is allocated. Parameters are allocated once, in the asked dtype and already fused, and filled part by part: a
-load needs the memory of the weights and of one part of a tensor, never the weights twice.
+Before any allocation, the headers of the files are compared with the config, and the needed memory with the
+free memory. Parameters are allocated once, fused and in the final dtype, and filled part by part. So the peak
+of memory is the weights plus one part of a tensor, never the weights twice.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kernels.linear import can_pack
 from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
 from workers.models.builder import build_decoder
-from workers.models.checkpoint import AUTO, Entry
+from workers.models.checkpoint import AUTO, TensorEntry
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
-from workers.models.linear import Target
+from workers.models.linear import LoadTarget
 from workers.models.registry import WRAPPERS
 
 Progress = Callable[[int, int], None]
-"""Called with (done_bytes, total_bytes) of the files, after every part; the last call has both equal."""
+"""Called with (done_bytes, total_bytes) of the files after every part. In the last call both are equal."""
 
-# In some checkpoints, and computed here: not an error, not loaded.
+# Some checkpoints have these tensors. They are computed here instead of loaded.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -41,10 +41,10 @@ class LoadedModel:
     Attributes:
         decoder: The model.
         config: Its config.
-        fingerprint: 32 hexadecimal digits that tell models apart: of the config and of the weights as they
-            are in the files, whatever the dtype loaded and however they are sharded.
-        num_parameters: Numbers in the checkpoint that the model uses; tied ones count once.
-        weight_bytes: Bytes of the parameters in memory.
+        fingerprint: 32 hexadecimal digits that distinguish models: a hash of the config and of the weights in
+            the files. It does not depend on the loaded dtype or on the sharding.
+        num_parameters: The number of weights; tied ones count once.
+        weight_bytes: The bytes of the parameters in memory.
     """
 
     decoder: Decoder
@@ -56,13 +56,13 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What will be loaded: the headers of the files fit the config, and there is room for the weights.
+    """A directory that passed all checks before its weights are read.
 
     Attributes:
-        config: Of the model.
-        dtype: Of the parameters.
-        device: Where they go.
-        entries: The tensors of the files, by their names in a model of text alone.
+        config: The config of the model.
+        dtype: The dtype of the parameters.
+        device: The device of the parameters.
+        entries: The tensors of the files, by their names in a text model.
         num_parameters: See `LoadedModel`.
         weight_bytes: See `LoadedModel`.
     """
@@ -70,7 +70,7 @@ class LoadPlan:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     num_parameters: int
     weight_bytes: int
 
@@ -90,17 +90,17 @@ def load_model(
 def plan_load(
     directory: Path | str, dtype: torch.dtype | str = AUTO, device: torch.device | str = "cpu"
 ) -> LoadPlan:
-    """Look at a directory without reading its weights.
+    """Check a directory without reading its weights.
 
     Args:
         directory: A Hugging Face model directory.
-        dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the one the config names, else
-            that of the embedding in the files.
-        device: Where the parameters go.
+        dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
+            names, else that of the embedding in the files.
+        device: The device of the parameters.
 
     Raises:
-        ModelError: The directory does not hold a model that is supported and whole; the message names the
-            file and the setting or tensor.
+        ModelError: The model is not supported or not complete; the message names the file and the setting or
+            tensor.
         KvSizingError: The weights do not fit into memory.
     """
     directory, device = Path(directory), torch.device(device)
@@ -120,19 +120,19 @@ def plan_load(
 
 
 def load_planned(plan: LoadPlan, progress: Progress | None = None, *, pack: bool = False) -> LoadedModel:
-    """Load what was planned.
+    """Load the weights of a plan.
 
     Args:
-        plan: What.
-        progress: Told how far the load is.
-        pack: Lay the weights out for the matrix library, where that is faster; see `Decoder.pack`.
+        plan: The result of `plan_load`.
+        progress: Called with the progress; see `Progress`.
+        pack: Pack the weights for the matrix library if that is faster; see `Decoder.pack`.
 
     Raises:
-        ModelError: A tensor cannot be read, or holds what is not a finite number.
+        ModelError: A tensor cannot be read, or has a value that is not finite.
     """
     decoder = build_decoder(plan.config, plan.dtype, plan.device)
     _load_weights(decoder, plan.entries, progress)
-    # The config as parsed: two spellings of one model have one fingerprint.
+    # The hash of the parsed config: two spellings of a config give the same fingerprint.
     digest = checkpoint.fingerprint(plan.entries, repr(plan.config))
     if pack:
         decoder.pack(_embedding_in_file(decoder, plan.entries[_EMBEDDING]))
@@ -140,38 +140,38 @@ def load_planned(plan: LoadPlan, progress: Progress | None = None, *, pack: bool
 
 
 @torch.inference_mode()
-def _load_weights(decoder: Decoder, entries: Mapping[str, Entry], progress: Progress | None) -> None:
-    """Fill the parameters of a decoder from entries that were found to fit.
+def _load_weights(decoder: Decoder, entries: Mapping[str, TensorEntry], progress: Progress | None) -> None:
+    """Fill the parameters of a decoder. `entries` were checked against its targets.
 
     Raises:
-        ModelError: A tensor cannot be read, or holds what is not a finite number.
+        ModelError: A tensor cannot be read, or has a value that is not finite.
     """
     targets = decoder.targets()
     total_bytes = sum(entries[name].nbytes for name in targets)
     done_bytes = 0
-    # In the order of the files, so that a disk reads forwards.
+    # In the order of the files, so that reads are sequential.
     for name in sorted(targets, key=lambda name: (entries[name].file.name, entries[name].begin)):
         target, entry = targets[name], entries[name]
         for first, part in checkpoint.read_parts(entry):
-            # A part of a tensor that is repeated, such as a norm of all heads, is all of it.
-            whole = part.dim() != target.tensor.dim()
-            filled = target.fill(part, None if whole else first)
+            # A tensor that is broadcast, such as the norm of a head, fits into one part.
+            is_broadcast = part.dim() != target.tensor.dim()
+            filled = target.fill(part, None if is_broadcast else first)
             done_bytes += part.nbytes
-            del part  # it maps the file
+            del part  # so that its buffer is freed before the next tensor's is allocated
             checkpoint.check_finite(filled, f"{entry.file}: tensor {entry.name}")
             if progress is not None:
                 progress(done_bytes, total_bytes)
 
 
-def _of_text(entries: Mapping[str, Entry], config: ModelConfig) -> dict[str, Entry]:
-    """The tensors of the text part, by the names that they have in a model of text alone.
+def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
+    """The tensors of the text part, by their names in a text model.
 
-    Raises ModelError for two that would have one name.
+    Raises ModelError if two tensors have the same name there.
     """
     if config.wrapper is None:
         return dict(entries)
     wrapper = WRAPPERS[config.wrapper]
-    found: dict[str, Entry] = {}
+    found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         if not name.startswith(wrapper.left_out):
             before, after = next((pair for pair in wrapper.renamed if name.startswith(pair[0])), ("", ""))
@@ -182,32 +182,34 @@ def _of_text(entries: Mapping[str, Entry], config: ModelConfig) -> dict[str, Ent
     return found
 
 
-def _embedding_in_file(decoder: Decoder, entry: Entry) -> torch.Tensor | None:
-    """The embedding as it lies in the file, if it can be used from there."""
+def _embedding_in_file(decoder: Decoder, entry: TensorEntry) -> torch.Tensor | None:
+    """The embedding mapped from the file; None if it cannot be used from there."""
     usable = can_pack(decoder.embedding) and checkpoint.DTYPES[entry.dtype] is decoder.dtype
-    # A tensor of the format need not lie on a multiple of its element size.
+    # The format does not align tensors to their element size.
     return checkpoint.map_tensor(entry) if usable and entry.begin % decoder.dtype.itemsize == 0 else None
 
 
-def _check_number_of_experts(config: ModelConfig, directory: Path, entries: Mapping[str, Entry]) -> None:
-    """Raises ModelError for more experts than there are tensors, before a target is made for each."""
+def _check_number_of_experts(
+    config: ModelConfig, directory: Path, entries: Mapping[str, TensorEntry]
+) -> None:
+    """Raises ModelError for more experts than tensors, before a target is allocated for each expert."""
     count = config.experts.count if config.experts is not None else 0
     experts = count * sum(layer.sparse for layer in config.layers)
     if experts > len(entries):
         raise ModelError(
-            f"{directory}: the config asks for {experts} experts, the files hold {len(entries)} tensors"
+            f"{directory}: the config asks for {experts} experts, but the files have {len(entries)} tensors"
         )
 
 
-def _check_tied_head(config: ModelConfig, entries: Mapping[str, Entry]) -> None:
-    """Raises ModelError for a head that is not the embedding, where the config says that the two are one.
+def _check_tied_head(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> None:
+    """Raises ModelError if the config ties head and embedding, and the files have two that differ.
 
-    The library would take the head of the file, against the config.
+    The transformers library would use the head of the file, contrary to the config.
     """
     head, embedding = entries.get(_HEAD), entries[_EMBEDDING]
     if head is None or not config.tie_word_embeddings:
         return
-    # Of one shape and dtype, they come in the same parts. NaN, which differs from itself, is found later.
+    # Tensors of the same shape and dtype have the same parts. NaN is ignored here and refused later.
     same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
         torch.equal(one.nan_to_num(), other.nan_to_num())
         for (_, one), (_, other) in zip(
@@ -216,28 +218,31 @@ def _check_tied_head(config: ModelConfig, entries: Mapping[str, Entry]) -> None:
     )
     if not same:
         raise ModelError(
-            f"{head.file}: tensor {_HEAD} differs from {_EMBEDDING}, and tie_word_embeddings says that they"
-            " are one"
+            f"{head.file}: tensor {_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings says that they"
+            " are the same"
         )
 
 
 def _check_entries(
-    config: ModelConfig, directory: Path, targets: Mapping[str, Target], entries: Mapping[str, Entry]
+    config: ModelConfig,
+    directory: Path,
+    targets: Mapping[str, LoadTarget],
+    entries: Mapping[str, TensorEntry],
 ) -> None:
-    """Check that a checkpoint has exactly the tensors that are needed. Raises ModelError."""
+    """Raises ModelError unless a checkpoint has exactly the tensors of the targets."""
     for name, target in targets.items():
         entry = entries.get(name)
         if entry is None:
             raise ModelError(f"{directory}: tensor {name} is missing")
         if entry.shape != target.shape:
-            shapes = f"shape {list(entry.shape)}, the config asks for {list(target.shape)}"
+            shapes = f"shape {list(entry.shape)}, but the config asks for {list(target.shape)}"
             raise ModelError(f"{entry.file}: tensor {name} has {shapes}")
         if entry.dtype not in checkpoint.DTYPES:
             known = ", ".join(checkpoint.DTYPES)
             raise ModelError(f"{entry.file}: tensor {name} must be one of {known}, got {entry.dtype}")
     for name, entry in entries.items():
-        # A tied checkpoint may repeat the embedding as its head; the config says they are one.
+        # A checkpoint with a tied head may contain the embedding twice.
         tied_head = name == _HEAD and config.tie_word_embeddings
         if name not in targets and not tied_head and not name.endswith(_COMPUTED_SUFFIX):
-            # Ignoring, say, a bias would run another model than the one in the files.
+            # If a tensor such as a bias were ignored, the model would be a different one.
             raise ModelError(f"{entry.file}: tensor {name} is not part of this {config.model_type} model")

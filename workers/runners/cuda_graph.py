@@ -1,12 +1,12 @@
-"""The decode runner of CUDA devices: one CUDA graph for each size of batch, replayed for every step.
+"""The decode runner of CUDA devices: one CUDA graph for each batch size, replayed in every step.
 
-Launching the kernels of a decode step from Python takes longer than running them. A graph holds them all,
-from the embedding to the choice of the next tokens, and is launched at once. Everything that differs between
+Launching the kernels of a decode step from Python takes longer than running them. A graph contains them all,
+from the embedding to the choice of the next tokens, and takes one launch. Everything that differs between
 steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `decode_buffers`.
 
-A batch runs in the smallest bucket that holds it; the rows beyond it are padded. Graphs are captured on the
-first decode. All else (prefills, mixed batches, verifies, larger batches, steps whose hidden states are read)
-runs eagerly with the same kernels, and so does every decode if a capture fails: more slowly, but it runs.
+A batch runs in the smallest bucket that it fits, and the other rows are padded. Graphs are captured on the
+first decode. Other steps (prefills, mixed batches, verifies, larger batches, captured hidden states) run
+eagerly with the same kernels. So do decodes, more slowly, if a capture fails.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 
 from workers.device_sampling import is_simple
 from workers.kv.tensors import KvTensors
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
-from workers.models.taps import Taps
 from workers.runners.base import DeviceLostError, StepResult, device_errors
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.eager import EagerRunner, choose_tokens
@@ -31,7 +31,7 @@ from workers.sampling import SamplingRow
 
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
-# Makes a function that repeats the launches of a function given to it.
+# Captures the launches of a function, and returns a function that repeats them.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
@@ -47,22 +47,22 @@ class _Graph:
 
     Attributes:
         replay: Launches it.
-        made: One tensor, the logits [bucket, vocab] that it leaves.
+        logits: One tensor, the logits [bucket, vocab] that it computes.
     """
 
     replay: Callable[[], None]
-    made: list[torch.Tensor]
+    logits: list[torch.Tensor]
 
 
 class CaptureError(Exception):
-    """A capture failed, and the device is as it was before. The cause says why."""
+    """A capture failed, and the device still works. The cause is the reason."""
 
 
 class CudaGraphRunner:
     """Replays decode steps; runs everything else eagerly.
 
     Attributes:
-        name: What runs decodes: "cuda_graph", or "eager" once a capture has failed.
+        name: How decodes run: "cuda_graph", or "eager" after a failed capture.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class CudaGraphRunner:
         """Prepare to capture.
 
         Args:
-            model: Whose parameters and `kv` never move.
+            model: Its parameters, like `kv`, must not move.
             kv: The pages.
-            max_rows: Of a decode step that is captured; see `buckets_up_to`.
+            max_rows: The most rows of a captured decode step; see `buckets_up_to`.
             max_seq_len: The longest sequence, in tokens.
-            capture: Instead of a CUDA graph, for tests without a GPU.
+            capture: Replaces CUDA graphs in tests without a GPU.
         """
         self._model, self._kv = model, kv
         self._eager = EagerRunner(model, kv)
@@ -84,21 +84,21 @@ class CudaGraphRunner:
         max_pages = -(-max_seq_len // kv.page_size)
         self._max_rows, self._max_pages = self._buckets[-1], max_pages
         self.name = "cuda_graph"
-        self._capture: Capture | None = capture or _CudaCapture(kv.device)  # None: used
+        self._capture: Capture | None = capture or _CudaCapture(kv.device)  # None after the first use
         self._buffers: DecodeBuffers | None = None
         self._graphs: dict[int, _Graph] = {}
 
     def step(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], taps: Taps | None = None
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: HiddenStateCapture | None = None
     ) -> StepResult:
         """See `Runner.step`."""
         with device_errors(), torch.inference_mode():
-            if taps is None and self._is_decode(inputs, rows):
+            if capture is None and self._is_decode(inputs, rows):
                 if self._capture is not None:
                     self._capture_all(self._capture)
                 if self._buffers is not None:
                     return self._replay(self._buffers, inputs, rows)
-            return self._eager.step(inputs, rows, taps)
+            return self._eager.step(inputs, rows, capture)
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""
@@ -117,34 +117,34 @@ class CudaGraphRunner:
         bucket = next(size for size in self._buckets if size >= count)
         buffers.load(inputs, rows)
         self._graphs[bucket].replay()
-        logits = self._graphs[bucket].made[0][:count]
+        logits = self._graphs[bucket].logits[0][:count]
         chosen = buffers.read(count)
         if all(is_simple(row) for row in rows):
-            buffers.moved_on(inputs, chosen)
+            buffers.advanced(inputs, chosen)
         else:
-            # The graph has chosen greedily for rows with masks, penalties or cuts: those settings are applied
-            # to its logits, and the device has gone on with the wrong tokens.
-            buffers.forget()
+            # The graph has chosen greedily for rows with masks, penalties, top_k, top_p or min_p. They are
+            # applied now to its logits, and the tokens in the device's buffers are wrong.
+            buffers.invalidate()
             return choose_tokens(logits, rows)
         return StepResult(logits, chosen)
 
-    def run_ahead(self, steps: int, count: int) -> None:
+    def replay_last(self, steps: int, count: int) -> None:
         """Repeat the last decode step of `count` sequences, each time with the tokens chosen before.
 
-        For measuring what the device alone needs. Launches without waiting. The caller has reserved pages,
-        and sent tables that name them, with the step before; nothing here tells it what was chosen.
+        Measures the time of the device alone. Does not wait for the device or return tokens. The page tables
+        of the step before must include pages for the new tokens.
         """
         assert self._buffers is not None, "no decode step has run, or a capture has failed"
         graph = self._graphs[next(size for size in self._buckets if size >= count)]
         for _ in range(steps):
             graph.replay()
-        self._buffers.forget()
+        self._buffers.invalidate()
 
     def _capture_all(self, capture: Capture) -> None:
-        """Capture the graphs, or give up on them for good: what failed once would fail in every step.
+        """Capture the graphs. After a failure it is not tried again, since it would fail in every step.
 
         Raises:
-            DeviceLostError: The device did not survive the failure.
+            DeviceLostError: The device has failed.
         """
         self._capture = None
         try:
@@ -153,34 +153,34 @@ class CudaGraphRunner:
             return
         except DeviceLostError:
             raise
-        except Exception as error:  # whatever it is: there is another way to run
+        except Exception as error:  # any failure: decodes can run eagerly
             reason = _first_line(error.__cause__ if isinstance(error, CaptureError) else error)
-        # Only out here does nothing refer to the graphs that were captured before the one that failed.
+        # Outside of the handler, nothing refers to the graphs captured before the failure.
         if self._kv.device.type == "cuda":
             torch.cuda.empty_cache()
         self.name = EagerRunner.name
         _warn("CUDA graphs could not be captured: decodes are launched one kernel at a time", reason)
 
     def _captured(self, capture: Capture) -> tuple[DecodeBuffers, dict[int, _Graph]]:
-        """A graph for each bucket, the largest first: the others fit into its memory."""
+        """A graph for each bucket. The largest is first, so that the others fit into its memory."""
         buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device)
         return buffers, {
             bucket: self._capture_one(capture, buffers, bucket) for bucket in reversed(self._buckets)
         }
 
     def _capture_one(self, capture: Capture, buffers: DecodeBuffers, bucket: int) -> _Graph:
-        # All rows are padded while it is captured and before: no page is read or written.
+        # All rows are padded during warm-up and capture: no page is read or written.
         buffers.clear()
-        made: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []
 
         def run() -> None:
-            made[:] = [self._decode(buffers, bucket)]
+            logits[:] = [self._decode(buffers, bucket)]
 
-        return _Graph(capture(run), made)
+        return _Graph(capture(run), logits)
 
     def _decode(self, buffers: DecodeBuffers, bucket: int) -> torch.Tensor:
         """One step over the first `bucket` rows of the buffers. Returns the logits [bucket, vocab]."""
-        # Where there is no GPU, nothing needs triton.
+        # Without a GPU triton is not needed.
         from kernels.cuda import advance, sampling  # noqa: PLC0415
 
         inputs = buffers.inputs(bucket)
@@ -201,19 +201,19 @@ class CudaGraphRunner:
 
 
 class _CudaCapture:
-    """Captures CUDA graphs that share one pool of memory: they never run at the same time."""
+    """Captures CUDA graphs. They share one memory pool, since they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
-        # One for all: libraries keep a workspace for each stream they have seen.
+        # One for all graphs: libraries keep a workspace for each stream.
         self._stream: Any = None
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Warms up, then captures `run`.
 
         Raises:
-            CaptureError: That failed, and the device can be used as before.
+            CaptureError: It failed, and the device still works.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -222,12 +222,12 @@ class _CudaCapture:
             self._warm_up(run)
             return self._record(run)
         except Exception as error:
-            # A device that is lost says so again, here as in every call that follows.
+            # If the device is lost, this call raises as well.
             torch.cuda.synchronize(self._device)
             raise CaptureError from error
 
     def _warm_up(self, run: Callable[[], None]) -> None:
-        """Kernels are compiled, and libraries take their workspaces, before anything is recorded."""
+        """Run before the capture, so that kernels are compiled and libraries allocate their workspaces."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(2):
@@ -237,7 +237,7 @@ class _CudaCapture:
         torch.cuda.empty_cache()
 
     def _record(self, run: Callable[[], None]) -> Callable[[], None]:
-        # Not `torch.cuda.graph`, which leaves its stream the current one where a capture cannot be ended.
+        # Not `torch.cuda.graph`: if a capture cannot be ended, that leaves its stream the current one.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             try:
@@ -251,12 +251,12 @@ class _CudaCapture:
         return replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture, as far as it got. The first error is the one to report."""
+        """End a failed capture. Its further errors are suppressed: the first one is reported."""
         try:
             graph.capture_end()
         except RuntimeError:
-            # The stream is free again, but where its end failed the allocator still counts a capture. Where
-            # the end got past that, the first of these raises, and the graph releases the pool itself.
+            # The stream is usable again, but the allocator may still count a capture. If it does not, the
+            # first of these calls raises, and the graph releases the pool itself.
             index = self._stream.device_index
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(index, self._pool)  # noqa: SLF001
@@ -268,7 +268,7 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _warn(event: str, reason: str) -> None:
-    """Log, also where there is only what kernels and models need."""
+    """Log, also on machines without structlog."""
     try:
         import structlog  # noqa: PLC0415
     except ImportError:

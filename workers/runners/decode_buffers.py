@@ -1,8 +1,8 @@
-"""The inputs of decode steps in fixed device memory, where a CUDA graph finds them.
+"""The inputs of decode steps in fixed device memory, which CUDA graphs read.
 
-The first rows are those of the batch; the others, up to the bucket, are padded: context 0, slot -1. After a
-step the device has moved each row on by the token it chose (`kernels.cuda.advance`). If the next batch is
-just that, which it is while callers take the chosen tokens and need no other pages, nothing is sent.
+The first rows are the batch. The others, up to the bucket, are padded: context 0, slot -1. In each step the
+device advances each row by the chosen token (`kernels.cuda.advance`). If the next batch is exactly that, as
+while callers append the chosen tokens and need no new pages, no data is sent to the device.
 
 Dimension letters: B rows of the largest bucket; N rows of a batch; P pages of the longest sequence.
 """
@@ -59,7 +59,7 @@ class DecodeBuffers:
         self._table_staging = torch.empty(max_rows * max_pages, dtype=torch.int32, pin_memory=pinned)
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
         self._query_starts = self._row_numbers.to(torch.int32)
-        # What a step writes: chosen tokens, and the largest logit of each row to judge it by.
+        # The results of a step: the chosen token and the largest logit of each row, which must be finite.
         self.chosen = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [B]
         self.best = torch.zeros(max_rows, dtype=torch.float32, device=device)  # [B]
         self._host_chosen = torch.zeros(max_rows, dtype=torch.int64, pin_memory=pinned)
@@ -71,14 +71,14 @@ class DecodeBuffers:
         self._pad(0)
         self._memory.copy_(self._host_memory)
         self._page_tables.zero_()
-        # What the device would run next if nothing were sent; None: unknown.
+        # The device's buffers as the step before has left them. None: unknown.
         self._next_tokens: list[int] | None = None
         self._next_positions: list[int] = []
         self._tables = torch.zeros(0, 0, dtype=torch.int32)  # [N, P]
         self._greedy = True
 
     def inputs(self, bucket: int) -> ForwardInputs:
-        """What a forward over the first `bucket` rows reads. It does not tell the host the lengths."""
+        """The inputs of a forward over the first `bucket` rows. Its host lengths are placeholders."""
         return ForwardInputs(
             token_ids=self._columns.token_ids[:bucket],
             positions=self._columns.positions[:bucket],
@@ -98,12 +98,12 @@ class DecodeBuffers:
         return self._columns.temperatures[:bucket], self._columns.keys[:bucket]
 
     def load(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
-        """Make the buffers hold this batch of one token each.
+        """Load a batch of single tokens into the buffers.
 
-        Rows whose choice needs more than a temperature and a key are given a greedy one.
+        Rows that need more settings than temperature and key are set to greedy.
 
         Returns:
-            Whether anything had to be sent.
+            Whether data was sent to the device.
         """
         count = len(rows)
         greedy = all(row.spec is None or row.spec.temperature <= 0 or not is_simple(row) for row in rows)
@@ -116,7 +116,7 @@ class DecodeBuffers:
             and inputs.positions.tolist() == self._next_positions
         ):
             return False
-        self.forget()  # until this step has run, whatever becomes of it
+        self.invalidate()  # until this step has run
         host = self._host
         host.token_ids[:count] = inputs.token_ids
         host.positions[:count] = inputs.positions
@@ -131,7 +131,7 @@ class DecodeBuffers:
         return True
 
     def read(self, count: int) -> torch.Tensor:
-        """Wait for the step, and move on.
+        """Wait for the step, and read its tokens.
 
         Returns:
             [N] int64 on the host, the tokens chosen for the first `count` rows; overwritten by the next call.
@@ -145,17 +145,17 @@ class DecodeBuffers:
             torch.cuda.current_stream(self._device).synchronize()
         usable = self._host_best[:count].isfinite()
         if not usable.all():
-            self.forget()
+            self.invalidate()
             raise BadLogitsError((~usable).nonzero().flatten().tolist())
         return self._host_chosen[:count]
 
-    def moved_on(self, inputs: ForwardInputs, chosen: torch.Tensor) -> None:
-        """The step with these inputs has run, and the device has gone on with these tokens."""
+    def advanced(self, inputs: ForwardInputs, chosen: torch.Tensor) -> None:
+        """Note that the step with these inputs has run, and that the buffers contain these tokens now."""
         self._next_tokens = chosen.tolist()
         self._next_positions = [position + 1 for position in inputs.positions.tolist()]
 
-    def forget(self) -> None:
-        """What the device would run next is not known, or not what anybody wants."""
+    def invalidate(self) -> None:
+        """Note that the device's buffers are unknown or unusable for the next step."""
         self._next_tokens = None
 
     def _set_draws(self, rows: Sequence[SamplingRow], *, greedy: bool) -> None:
@@ -173,7 +173,7 @@ class DecodeBuffers:
         keys[where] = torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64))
 
     def _pad(self, count: int) -> None:
-        """On the host."""
+        """Pad the rows from `count` on, on the host."""
         for column in (self._host.token_ids, self._host.positions, self._host.context_lens):
             column[count:] = 0
         self._host.temperatures[count:] = 0.0

@@ -1,4 +1,4 @@
-"""Runs a forward by calling the model. Works everywhere."""
+"""Runs a forward by calling the model. Works on every device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 from workers import device_sampling, sampling
 from workers.kv.tensors import KvTensors
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
-from workers.models.taps import Taps
 from workers.runners.base import StepResult
 from workers.sampling import SamplingRow
 
 
 class EagerRunner:
-    """A runner without any preparation."""
+    """A runner that launches each operation separately."""
 
     name = "eager"
 
@@ -26,22 +26,22 @@ class EagerRunner:
         self.has_hidden_states = model.has_hidden_states
 
     def step(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], taps: Taps | None = None
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: HiddenStateCapture | None = None
     ) -> StepResult:
-        """See `Runner.step`. The logits are the caller's own."""
-        with torch.inference_mode():
-            hidden = self._model.forward(inputs.to(self._kv.device), self._kv, taps)  # [R, hidden]
-            if hidden.is_cuda and not rows:
-                # Nothing is read back: a failure would show in somebody else's step, and the time as well.
-                torch.cuda.current_stream(hidden.device).synchronize()
-            logits = self._model.logits(hidden)  # [R, vocab]
-            if not logits.is_cuda:
-                logits = logits.float()  # what numpy can compute with, once for all that follows
-            return choose_tokens(logits, rows)
+        """See `Runner.step`. The caller owns the logits."""
+        # The model's methods enter inference mode themselves; the rest of a step needs no gradients anyway.
+        hidden = self._model.forward(inputs.to(self._kv.device), self._kv, capture)  # [R, hidden]
+        if hidden.is_cuda and not rows:
+            # Nothing is read back: otherwise an error, and the time, would be attributed to the next step.
+            torch.cuda.current_stream(hidden.device).synchronize()
+        logits = self._model.logits(hidden)  # [R, vocab]
+        if not logits.is_cuda:
+            logits = logits.float()  # numpy has no bfloat16; converted once for all that follows
+        return choose_tokens(logits, rows)
 
 
 def choose_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> StepResult:
-    """Choose on the device where the logits are. Rows that have no token do not keep others from theirs."""
+    """Choose tokens on the device of the logits. Rows without a token are in `failed`."""
     try:
         return StepResult(logits, _choose(logits, rows))
     except sampling.SamplingError as error:

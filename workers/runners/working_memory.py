@@ -1,4 +1,4 @@
-"""How much memory a device needs for steps, besides weights and KV: measured, with the largest step."""
+"""Measures how much device memory steps need besides weights and KV, by running the largest step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.models.model import Model
 from workers.runners.cuda_graph import buckets_up_to
 
-# For what allocators, libraries and the driver take that a single step does not show.
+# For memory of allocators, libraries and the driver that a single step does not show.
 _RESERVE_BYTES = 512 << 20
 
 
 def measure_working_bytes(
     model: Model, kv: KvTensors, *, max_step_tokens: int, max_seq_len: int, max_rows: int, vocab_size: int
 ) -> int:
-    """Run a prefill as large as any step, and see what it takes.
+    """Run a prefill of the largest size, and measure its peak memory.
 
     Args:
         model: On a CUDA device, with its weights.
-        kv: A pool of at least `max_step_tokens` tokens, of which nothing is kept.
+        kv: A pool of at least `max_step_tokens` tokens. Its content is overwritten.
         max_step_tokens: Most tokens of a step.
-        max_seq_len: Most tokens of a sequence; a step may hold several.
+        max_seq_len: Most tokens of a sequence; a step may contain several.
         max_rows: Most rows of logits of a step.
         vocab_size: V.
     """
@@ -35,12 +35,12 @@ def measure_working_bytes(
         inputs = _prefills(max_step_tokens, max_seq_len, min(max_rows, max_step_tokens), kv.page_size)
         inputs = inputs.to(device)
         logits = model.logits(model.forward(inputs, kv))  # [R, V]
-        # Sampling and log-probabilities work on copies in float32 of some rows.
+        # Sampling and log-probabilities use float32 copies of some rows.
         copies = [logits[:128].float() for _ in range(3)]
     torch.cuda.synchronize(device)
     step_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
     del inputs, copies
-    # The graphs keep their logits, each bucket its own.
+    # Each bucket's graph keeps its own logits.
     graph_bytes = sum(buckets_up_to(max_rows)) * vocab_size * logits.element_size()
     del logits
     torch.cuda.empty_cache()
@@ -48,7 +48,7 @@ def measure_working_bytes(
 
 
 def _prefills(tokens: int, max_seq_len: int, rows: int, page_size: int) -> ForwardInputs:
-    """Prompts that are as long as may be, all in the same pages, with logits of the last rows."""
+    """Prompts of the maximum length, all in the same pages, with logits of the last rows."""
     lengths = [min(max_seq_len, tokens - first) for first in range(0, tokens, max_seq_len)]
     positions = torch.cat([torch.arange(length) for length in lengths])
     pages = -(-lengths[0] // page_size)

@@ -1,4 +1,4 @@
-"""Counts calls of Python functions in a gateway and its workers, and tells them on a socket.
+"""Counts calls of Python functions in a gateway and its workers, and reports them on a socket.
 
 Python imports this at its start where this directory is on PYTHONPATH, as `benchmarks.size.calls` has it;
 nothing of the product knows of it. Standard library only: it runs before everything else.
@@ -34,7 +34,7 @@ _OURS = ("service", "workers", "quire")
 
 
 def _new_thread(frame: FrameType, event: str, argument: object) -> None:
-    """The first event of a thread."""
+    """Handles the first event of a thread."""
     counts: dict[int, int] = {}
     _threads.append(counts)
 
@@ -86,7 +86,7 @@ def _names_changed(code: CodeType) -> set[str]:
 
 
 async def _sleep(delay_s: float, result: object = None) -> object:
-    """In place of asyncio's: whatever wakes up by the clock does not wake up again."""
+    """Replaces asyncio.sleep: periodic tasks never wake up again."""
     if delay_s > 0:
         await asyncio.get_running_loop().create_future()
     await _asyncio_sleep(0)

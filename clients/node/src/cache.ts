@@ -1,4 +1,4 @@
-/** A cache as its client knows it: appends are fenced by its length, so that none is applied twice. */
+/** Caches and the calls on them. Appends are fenced by the cache's length, so that none is applied twice. */
 
 import { randomUUID } from "node:crypto";
 
@@ -15,15 +15,15 @@ import { type KvCacheHandle, type OutputOptions, type SampledToken, type StepOut
 type AnyCall = NonNullable<SessionCall["call"]>;
 type AnyResult = NonNullable<SessionResult["result"]>;
 
-/** The calls that go on a connection and on a session alike. */
+/** The calls that a connection and a session support. */
 export type CallName = AnyCall["$case"];
 export type CallRequest<Name extends CallName> = DeepPartial<Extract<AnyCall, { $case: Name }>["value"]>;
 export type CallResponse<Name extends CallName> = Extract<AnyResult, { $case: Name }>["value"];
 
-/** Begins the request ids that were made here, so that no caller knows them. */
+/** Prefix of the request ids that this client generates. A caller does not know them. */
 export const OWN_REQUEST_ID = "auto-";
 
-/** Where calls go: a client or a session. */
+/** A client or a session. */
 export abstract class Caller {
   /** Makes a call. Throws QuireError. */
   abstract call<Name extends CallName>(
@@ -32,13 +32,13 @@ export abstract class Caller {
     options?: CallOptions,
   ): Promise<CallResponse<Name>>;
 
-  /** Makes a cache of tokens; its `output` says what follows them. The caller releases it. */
+  /** Creates a cache of tokens; its `output` predicts the next token. The caller releases it. */
   async prefill(
     tokenIds: readonly number[],
     settings: Omit<DeepPartial<PrefillRequest>, "cacheId" | "tokenIds" | "position"> = {},
     options?: CallOptions,
   ): Promise<Cache> {
-    // Always with a request id, so that a repeat finds the cache that it made before.
+    // Always with a request id, so that a retry returns the same cache.
     const requestId = settings.requestId || OWN_REQUEST_ID + randomUUID();
     const made = await this.call("prefill", { ...settings, requestId, tokenIds: [...tokenIds] }, options);
     const cache = new Cache(this, made.kvCache!, made.output);
@@ -46,16 +46,16 @@ export abstract class Caller {
     return cache;
   }
 
-  /** A cache that was made before, perhaps by another process. Its lease begins anew. */
+  /** An existing cache, which another process may have created. Its lease restarts. */
   async cache(cacheId: string, options?: CallOptions): Promise<Cache> {
     const found = await this.call("renewCache", { cacheId }, options);
     return new Cache(this, found.kvCache!, undefined);
   }
 
   /**
-   * Copies several caches, each as often as the number beside it says, and releases others: all of it, or nothing where one
-   * is gone or has another length than is known here. A step of a beam search. `release` may name caches that are copied.
-   * Returns the copies of each, which the caller releases.
+   * Copies several caches, each with its number of copies, and releases others, as a step of a beam search does. Atomic: it
+   * fails if a cache does not exist or has another length than `seqLen`. `release` may contain caches that are copied.
+   * Returns the copies of each cache, which the caller releases.
    */
   async forkCaches(
     forks: readonly (readonly [Cache, number])[],
@@ -76,24 +76,24 @@ function idsOf(caches: readonly Cache[] = []): string[] {
   return caches.map(({ cacheId }) => cacheId);
 }
 
-/** Without types nothing else notices: a field of an undefined value is left out. */
+/** Checks for undefined at run time, because the encoder would omit the field. */
 function checkGiven(name: string, value: number): void {
   if (!Number.isInteger(value)) throw new TypeError(`${name} must be an integer, not ${value}`);
 }
 
-/** A sequence that the server remembers. Make one call at a time on it; release it. */
+/** A sequence that the server stores. Make one call at a time on it, and release it. */
 export class Cache {
   readonly cacheId: string;
-  /** Tokens in the cache, as far as is known here. It goes out as `position` with every append. */
+  /** The expected number of tokens in the cache. Every append sends it as `position`. */
   seqLen: number;
-  /** What the last append said; undefined before one. */
+  /** The output of the last append; undefined before the first one. */
   output: StepOutput | undefined;
-  /** The tokens that `prefill` drew for its `sampleSeeds`, in their order. None is in the cache: fork it, and decode them. */
+  /** The tokens that `prefill` drew for its `sampleSeeds`, in order. To continue them, fork the cache. */
   samples: SampledToken[] = [];
-  /** Where its calls go. Set it to move the cache to another session, or back to the client. */
+  /** The client or session of its calls. Set it to move the cache to another one. */
   caller: Caller;
 
-  /** Made by `prefill`, `cache` and `fork`. */
+  /** Created by `prefill`, `cache` and `fork`. */
   constructor(caller: Caller, handle: KvCacheHandle, output: StepOutput | undefined) {
     this.caller = caller;
     this.cacheId = handle.cacheId;
@@ -101,14 +101,14 @@ export class Cache {
     this.output = output;
   }
 
-  /** Appends a token; says what follows it. */
+  /** Appends a token and predicts the next one. */
   async decode(tokenId: number, output?: DeepPartial<OutputOptions>, options?: CallOptions): Promise<StepOutput> {
     checkGiven("tokenId", tokenId);
     const { cacheId, seqLen: position } = this;
     return this.#appended(await this.caller.call("decode", { cacheId, position, tokenId, output }, options));
   }
 
-  /** Appends several tokens; says what follows the last one. */
+  /** Appends several tokens and predicts the next one. */
   async extend(
     tokenIds: readonly number[],
     output?: DeepPartial<OutputOptions>,
@@ -119,8 +119,8 @@ export class Cache {
   }
 
   /**
-   * Appends the last accepted token and drafts in one forward; keeps what `accept` accepts. With `parents` the tokens
-   * are a tree, of which one path is kept: of each but the first the index of the one that it follows.
+   * Appends the last accepted token and draft tokens in one forward, and keeps the accepted ones. With `parents` the tokens
+   * are a tree, of which one path is kept; it has the index of each token's parent, except for the first token.
    */
   async verify(
     tokenIds: readonly number[],
@@ -136,8 +136,8 @@ export class Cache {
   }
 
   /**
-   * Shortens the cache; `output` is of no meaning until the next append. To `seqLen`: takes back an append that was given
-   * up and may have been applied.
+   * Truncates the cache; `output` is invalid until the next append. With `seqLen` it undoes an abandoned append that may
+   * have been applied.
    */
   async truncate(newLen: number, options?: CallOptions): Promise<void> {
     checkGiven("newLen", newLen);
@@ -147,8 +147,8 @@ export class Cache {
   }
 
   /**
-   * Makes copies that share pages with this cache. The caller releases them. `release` is forgotten behind that, in the
-   * same call; this cache itself may be among it.
+   * Copies the cache. The copies share its pages, and the caller releases them. The caches in `release`, which may include
+   * this one, are released afterwards in the same call.
    */
   async fork(
     count = 1,
@@ -161,7 +161,7 @@ export class Cache {
     return forked.kvCaches.map((handle) => new Cache(this.caller, handle, this.output));
   }
 
-  /** Forgets the cache. False if it was not there any more. */
+  /** Releases the cache. Returns false if it did not exist any more. */
   async release(options?: CallOptions): Promise<boolean> {
     return (await this.caller.call("releaseCache", { cacheId: this.cacheId }, options)).released;
   }

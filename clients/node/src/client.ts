@@ -1,4 +1,4 @@
-/** The client: how it connects, and what can be done with it. */
+/** The client: its connection and its methods. */
 
 import { randomUUID } from "node:crypto";
 
@@ -21,29 +21,29 @@ import { type Batch, serializeBatch, Session, type SessionOptions } from "./sess
 
 /** Certificates are PEM. */
 export interface TlsOptions {
-  /** Whom to trust. Undefined: whom Node trusts. */
+  /** The trusted certificate authorities. Undefined: those of Node. */
   ca?: Buffer;
-  /** This client's own certificate and key. */
+  /** The client's own certificate and private key. */
   cert?: Buffer;
   key?: Buffer;
-  /** The name in the server's certificate, where it is not that of the target. */
+  /** The name in the server's certificate, if it differs from the target's. */
   serverName?: string;
 }
 
 export interface ClientOptions {
-  /** Undefined or false: no TLS. True: TLS that trusts whom Node trusts. */
+  /** Undefined or false: no TLS. True: TLS with Node's certificate authorities. */
   tls?: boolean | TlsOptions | undefined;
-  /** Goes with every call; without TLS in plain view. */
+  /** Sent with every call, without TLS unencrypted. */
   token?: string | undefined;
-  /** Bounds each call that has no `timeoutMs` of its own, retries included. Undefined: no bound. */
+  /** The timeout of each call without its own `timeoutMs`, including retries. Undefined: no timeout. */
   timeoutMs?: number | undefined;
   maxRequestBytes?: number;
   maxResponseBytes?: number;
 }
 
-/** A connection to a Quire server, made when it is first used. Close it. */
+/** A connection to a Quire server. Connects when first used. Close it. */
 export class QuireClient extends Caller {
-  /** Every call of each service that has one answer; for streams there are `session`, `execute` and `loadWeights`. */
+  /** Every unary call of each service. For the streams use `session`, `execute` and `loadWeights`. */
   readonly executor: UnaryCalls<typeof ModelExecutorServiceDefinition>;
   readonly runner: UnaryCalls<typeof ModelRunnerServiceDefinition>;
   readonly admin: UnaryCalls<typeof AdminServiceDefinition>;
@@ -64,12 +64,12 @@ export class QuireClient extends Caller {
     this.admin = this.#connection.calls(AdminServiceDefinition);
   }
 
-  /** Waits until a server is there; its workers may be loading still, for which there is `admin.warmup`. */
+  /** Waits until the server is reachable. To wait for its workers, use `admin.warmup`. */
   async ready(timeoutMs: number): Promise<void> {
     await this.#connection.ready(timeoutMs);
   }
 
-  /** See `Caller.call`: the same as the call of that name of `executor`. */
+  /** See `Caller.call`. Makes the call of this name of `executor`. */
   call<Name extends CallName>(
     name: Name,
     request: CallRequest<Name>,
@@ -80,7 +80,7 @@ export class QuireClient extends Caller {
     return calls[method]!(request, options);
   }
 
-  /** Opens a stream for many calls at once: less work for each, and what is sent together runs together. */
+  /** Opens a stream for many concurrent calls. Each costs less, and calls that are sent together are batched. */
   session(options: SessionOptions = {}): Session {
     const service = ModelExecutorServiceDefinition;
     const stream = this.#connection.bothStreams<Batch, typeof service.methods.session>(
@@ -95,7 +95,7 @@ export class QuireClient extends Caller {
     });
   }
 
-  /** Generates for a text, or for all items of a batch: an async iterable of chunks. */
+  /** Generates for a text or for the items of a batch. Returns an async iterable of chunks. */
   execute(items: string | readonly DeepPartial<ExecuteItem>[], settings: ExecuteSettings = {}): Execution {
     const service = ModelRunnerServiceDefinition;
     return new Execution(
@@ -106,7 +106,7 @@ export class QuireClient extends Caller {
     );
   }
 
-  /** Serves another model from now on, and says how far that is. */
+  /** Loads another model and then serves it. Returns an async iterable of progress messages. */
   async *loadWeights(
     request: DeepPartial<LoadWeightsRequest>,
     options: CallOptions = {},
@@ -122,7 +122,7 @@ export class QuireClient extends Caller {
     }
   }
 
-  /** Ends the connection when its calls have ended. Caches stay until their leases run out. */
+  /** Closes the connection when its calls have ended. Caches are kept until their leases expire. */
   close(): void {
     this.#connection.close();
   }
@@ -134,7 +134,7 @@ function credentialsOf(tls: ClientOptions["tls"]): ChannelCredentials {
   return grpcCredentials.createSsl(ca, key, cert);
 }
 
-/** The metadata of calls that carry a token. Throws RangeError for what can be none; does not show it. */
+/** The metadata of calls with a token. Throws RangeError, without showing the token, if it is invalid. */
 function bearer(token: string | undefined): Metadata {
   const metadata = new Metadata();
   if (!token) return metadata;

@@ -1,4 +1,4 @@
-/** A connection, unary calls on it, and which of them may be sent twice. Knows nothing of caches. */
+/** A connection, its unary calls, and which of them are safe to retry. */
 
 import { setTimeout as sleep } from "node:timers/promises";
 
@@ -7,19 +7,19 @@ import { type CallOptions as GrpcCallOptions, Client, type ChannelCredentials, M
 import { cancelled, errorFromCall, QuireError } from "./errors.js";
 import type { DeepPartial } from "./gen/quire/v1/executor.js";
 
-const FIRST_PAUSE_MS = 100;
-const LONGEST_PAUSE_MS = 2000;
-const PAUSE_GROWS_BY = 3;
-const MOST_ATTEMPTS = 4;
+const INITIAL_BACKOFF_MS = 100;
+const MAX_BACKOFF_MS = 2000;
+const BACKOFF_MULTIPLIER = 3;
+const MAX_ATTEMPTS = 4;
 
-/** What the generated code has for each message. */
+/** The generated codec of a message. */
 export interface Message<T> {
   encode(message: T): { finish(): Uint8Array };
   decode(bytes: Uint8Array): T;
   fromPartial(object: DeepPartial<T>): T;
 }
 
-/** What the generated code has for each call. */
+/** The generated definition of a call. */
 export interface Method {
   readonly name: string;
   readonly requestType: Message<any>;
@@ -37,13 +37,13 @@ export type RequestOf<M extends Method> = DeepPartial<ReturnType<M["requestType"
 export type ResponseOf<M extends Method> = ReturnType<M["responseType"]["decode"]>;
 
 export interface CallOptions {
-  /** Bounds the call, its retries included. Undefined: as the client says. */
+  /** The timeout of the call, including retries. Undefined: the client's. */
   timeoutMs?: number | undefined;
-  /** Gives the call up. An append may have been applied all the same. */
+  /** Cancels the call. An append may still have been applied. */
   signal?: AbortSignal | undefined;
 }
 
-/** The calls of a service that take one request and give one answer, as functions. They throw QuireError. */
+/** The unary calls of a service, as functions. They throw QuireError. */
 export type UnaryCalls<S extends Service> = {
   readonly [
     Name in keyof S["methods"] as S["methods"][Name] extends { requestStream: false; responseStream: false } ? Name
@@ -70,8 +70,8 @@ export class Connection {
     this.#client = new Client(target, credentials, {
       "grpc.max_send_message_length": settings.maxRequestBytes,
       "grpc.max_receive_message_length": settings.maxResponseBytes,
-      "grpc.initial_reconnect_backoff_ms": FIRST_PAUSE_MS,
-      "grpc.max_reconnect_backoff_ms": LONGEST_PAUSE_MS,
+      "grpc.initial_reconnect_backoff_ms": INITIAL_BACKOFF_MS,
+      "grpc.max_reconnect_backoff_ms": MAX_BACKOFF_MS,
       ...(settings.serverName === undefined ? {} : { "grpc.ssl_target_name_override": settings.serverName }),
     });
     this.#metadata = settings.metadata;
@@ -88,7 +88,7 @@ export class Connection {
     return Object.freeze(Object.fromEntries(functions)) as UnaryCalls<S>;
   }
 
-  /** Begins a call with a stream of answers: a Readable, which fails with grpc-js's ServiceError. */
+  /** Starts a server-streaming call. Returns a Readable, which fails with grpc-js's ServiceError. */
   serverStream<M extends Method>(service: Service, method: M, request: RequestOf<M>, options: CallOptions) {
     const message = method.requestType.fromPartial(request);
     const call = this.#client.makeServerStreamRequest<any, ResponseOf<M>>(
@@ -99,7 +99,7 @@ export class Connection {
       this.#metadata,
       this.#grpcOptions(this.#deadlineOf(options)),
     );
-    // Its end by a cancellation, when nobody reads any more, is nobody's failure.
+    // Ignore the error of a cancellation after the reader has left.
     call.on("error", () => undefined);
     const abort = () => call.cancel();
     options.signal?.addEventListener("abort", abort);
@@ -108,7 +108,7 @@ export class Connection {
     return call;
   }
 
-  /** Begins a stream in both directions, whose requests are serialized by `serialize`. It has no deadline. */
+  /** Starts a bidirectional stream, whose requests `serialize` encodes. It has no deadline. */
   bothStreams<Request, M extends Method>(service: Service, method: M, serialize: (request: Request) => Buffer) {
     return this.#client.makeBidiStreamRequest<Request, ResponseOf<M>>(
       pathOf(service, method),
@@ -118,7 +118,7 @@ export class Connection {
     );
   }
 
-  /** Waits until a server is there. Throws QuireError where there is none in time. */
+  /** Waits until the server is reachable. Throws QuireError after the timeout. */
   async ready(timeoutMs: number): Promise<void> {
     await new Promise<void>((resolve, reject) => {
       this.#client.waitForReady(Date.now() + timeoutMs, (error) => {
@@ -135,20 +135,20 @@ export class Connection {
   async #call(service: Service, name: string, method: Method, request: any, options: CallOptions): Promise<any> {
     const message = method.requestType.fromPartial(request);
     const deadline = this.#deadlineOf(options);
-    const mostAttempts = mayRepeat(name, message) ? MOST_ATTEMPTS : 1;
-    for (let attempt = 1, longestMs = FIRST_PAUSE_MS; ; attempt++) {
+    const maxAttempts = mayRepeat(name, message) ? MAX_ATTEMPTS : 1;
+    for (let attempt = 1, longestMs = INITIAL_BACKOFF_MS; ; attempt++) {
       try {
         return await this.#attempt(service, method, message, deadline, options.signal);
       } catch (error) {
         const failed = error as QuireError;
-        if (failed.code !== status.UNAVAILABLE || attempt === mostAttempts) throw failed;
-        // Not all come again at once, and none before the server says.
+        if (failed.code !== status.UNAVAILABLE || attempt === maxAttempts) throw failed;
+        // Jitter spreads the retries of many clients. The server's delay is the minimum.
         const pauseMs = Math.max(longestMs * (0.5 + Math.random() / 2), failed.retryDelayMs ?? 0);
         if (deadline !== undefined && Date.now() + pauseMs >= deadline) throw failed;
         await sleep(pauseMs, undefined, options.signal && { signal: options.signal }).catch(() => {
           throw cancelled();
         });
-        longestMs = Math.min(longestMs * PAUSE_GROWS_BY, LONGEST_PAUSE_MS);
+        longestMs = Math.min(longestMs * BACKOFF_MULTIPLIER, MAX_BACKOFF_MS);
       }
     }
   }
@@ -190,7 +190,7 @@ export class Connection {
   }
 }
 
-/** Bytes as grpc-js wants them, not copied. */
+/** Converts bytes to the type of grpc-js without a copy. */
 export function bufferOf(bytes: Uint8Array): Buffer {
   return Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength);
 }
@@ -199,14 +199,14 @@ function pathOf(service: Service, method: Method): string {
   return `/${service.fullName}/${method.name}`;
 }
 
-/** An append, as several requests have it. */
+/** The fields that the append requests share. */
 interface Append {
   cacheId: string;
   position?: number | undefined;
   requestId?: string;
 }
 
-/** Whether a request changes nothing the second time: it reads, or names what it believes, or its repeat is harmless. */
+/** Whether a request is safe to retry: it is read-only, fenced, has a request id, or is idempotent. */
 function mayRepeat(name: string, request: any): boolean {
   switch (name) {
     case "prefill":

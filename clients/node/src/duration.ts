@@ -1,8 +1,8 @@
-/** Times as protobuf has them. */
+/** Conversion to protobuf durations. */
 
 import type { Duration } from "./gen/google/protobuf/duration.js";
 
-/** A protobuf duration of so many milliseconds, or undefined for undefined. */
+/** A protobuf duration of `ms` milliseconds, or undefined for undefined. */
 export function durationOf(ms: number | undefined): Duration | undefined {
   if (ms === undefined) return undefined;
   const seconds = Math.floor(ms / 1000);

@@ -1,4 +1,4 @@
-/** What a call can fail with. */
+/** The errors of failed calls. */
 
 import { Metadata, type ServiceError, status } from "@grpc/grpc-js";
 
@@ -7,7 +7,7 @@ import { Status } from "./gen/google/rpc/status.js";
 
 const DETAILS_KEY = "grpc-status-details-bin";
 
-/** What is known of a failure beside its code and message. */
+/** The details of a failure, besides its code and message. */
 export interface ErrorFacts {
   reason?: string;
   metadata?: Record<string, string>;
@@ -16,21 +16,21 @@ export interface ErrorFacts {
   cause?: unknown;
 }
 
-/** What is wrong with a field of the request, such as `items[3].token_id`. */
+/** An invalid field of the request, such as `items[3].token_id`. */
 export interface Violation {
   field: string;
   description: string;
 }
 
-/** A failed call, or a failed item of a batch. `reason` is stable and meant for programs, the message for people. */
+/** A failed call, or a failed item of a batch. `reason` is stable and machine-readable. */
 export class QuireError extends Error {
   /** One of grpc-js's `status`. */
   readonly code: status;
-  /** Such as "KV_EXHAUSTED"; docs/errors.md lists them. Empty if the failure was not told by a Quire server. */
+  /** Such as "KV_EXHAUSTED"; docs/errors.md lists them. Empty if the failure was not reported by a Quire server. */
   readonly reason: string;
-  /** What goes with the reason, numbers as strings too, and perhaps the server's request_id. */
+  /** Details of the reason, such as numbers, as strings. May include the server's request_id. */
   readonly metadata: Readonly<Record<string, string>>;
-  /** How long to wait before trying again. Undefined: trying again will not help, or nothing is known. */
+  /** How long to wait before a retry. Undefined: a retry does not help, or it is not known. */
   readonly retryDelayMs: number | undefined;
   readonly violations: readonly Violation[];
 
@@ -47,8 +47,8 @@ export class QuireError extends Error {
 }
 
 /**
- * The session is closed or broken: what broke it is the `cause`, and its reason is `reason`. Appends may be repeated on
- * another session: one that was applied is answered, never applied twice.
+ * The session is closed or broken. The error that ended it is the `cause`; `reason` is its reason. Appends can be retried on
+ * another session: they are not applied twice.
  */
 export class SessionEnded extends QuireError {}
 
@@ -76,13 +76,13 @@ export function errorFromStatus(failed: Status, cause?: unknown): QuireError {
   return new QuireError(failed.code, failed.message, facts);
 }
 
-/** The error for what a gRPC call failed with, with the details that Quire attaches. */
+/** The error for a failed gRPC call, with the error details that Quire attaches. */
 export function errorFromCall(error: ServiceError): QuireError {
   const plain = Status.fromPartial({ code: error.code, message: error.details });
   for (const value of (error.metadata ?? new Metadata()).get(DETAILS_KEY)) {
     try {
       const rich = Status.decode(value as Buffer);
-      // A proxy may have replaced the status; then the details are about another failure.
+      // If a proxy has replaced the status, the details describe another failure.
       if (rich.code === plain.code) return errorFromStatus(rich, error);
     } catch {
       // Not written by a Quire server.
@@ -91,12 +91,12 @@ export function errorFromCall(error: ServiceError): QuireError {
   return errorFromStatus(plain, error);
 }
 
-/** The call was given up here. */
+/** This client cancelled the call. */
 export function cancelled(): QuireError {
   return new QuireError(status.CANCELLED, "cancelled by this client");
 }
 
-/** Nothing came in time. */
+/** The timeout passed. */
 export function tooLate(timeoutMs: number): QuireError {
   return new QuireError(status.DEADLINE_EXCEEDED, `no answer within ${timeoutMs} ms`);
 }

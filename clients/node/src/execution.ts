@@ -1,4 +1,4 @@
-/** Whole texts: what `execute` returns. */
+/** Streams of generated text, which `execute` returns. */
 
 import { setTimeout as sleep } from "node:timers/promises";
 
@@ -17,9 +17,9 @@ import type {
 } from "./gen/quire/v1/runner.js";
 import { ChatRole } from "./gen/quire/v1/runner.js";
 
-// Between two tries to go on, at first and at most.
-const FIRST_PAUSE_MS = 100;
-const LONGEST_PAUSE_MS = 2000;
+// The delay between two attempts to resume: the first, and the maximum.
+const INITIAL_BACKOFF_MS = 100;
+const MAX_BACKOFF_MS = 2000;
 
 const ROLES = {
   system: ChatRole.CHAT_ROLE_SYSTEM,
@@ -28,19 +28,19 @@ const ROLES = {
   tool: ChatRole.CHAT_ROLE_TOOL,
 };
 
-/** A text that is continued, token ids, or messages written as the model's chat template says. */
+/** A text to continue, token ids, or messages for the model's chat template. */
 export type Prompt = string | readonly number[] | readonly { role: keyof typeof ROLES; content: string }[];
 
 export interface ExecuteSettings extends CallOptions {
-  /** With which it can be asked for again, or cancelled. Empty: one is made. */
+  /** The key to resume or cancel the execution with. Empty: one is generated. */
   requestId?: string;
-  /** How long the server keeps it without its reader. It then goes on by itself where a connection is lost. */
+  /** How long the server keeps the execution without a reader. The stream then resumes after a lost connection. */
   keepMs?: number;
-  /** Further fields of ExecuteRequest: runtime, policy, maxCostUsd, priority. */
+  /** Other fields of ExecuteRequest: runtime, policy, maxCostUsd, priority. */
   request?: Omit<DeepPartial<ExecuteRequest>, "items" | "requestId" | "keep" | "resumeAfter">;
 }
 
-/** An item for `execute`, with further fields of ExecuteItem, such as maxTokens, sampling, stop, n, constraint. */
+/** An item for `execute`, with other fields of ExecuteItem, such as maxTokens, sampling, stop, n, constraint. */
 export function item(prompt: Prompt, settings: DeepPartial<ExecuteItem> = {}): DeepPartial<ExecuteItem> {
   return { itemId: "0", ...settings, prompt: promptOf(prompt) };
 }
@@ -56,30 +56,30 @@ function promptOf(prompt: Prompt): NonNullable<DeepPartial<ExecuteItem>["prompt"
   return messages.length ? { $case: "chat", value: { messages } } : { $case: "tokens", value: { tokenIds } };
 }
 
-/** A stream of answers that can be cancelled. */
+/** A stream of responses that can be cancelled. */
 export type ResponseStream = AsyncIterable<ExecuteResponse> & { cancel(): void };
 
 /**
- * The chunks of a batch, as they come. It begins when it is iterated over; iterate once. Leaving the loop ends it.
+ * The chunks of a batch, as they are generated. Iterating starts it; iterate once. Leaving the loop ends it.
  *
- * With `keepMs` it goes on by itself, without a token lost or said twice, where a connection was lost or the server
- * started again, and gives up when it could not for that long; leaving the loop does not end it on the server then,
- * `cancel` does. A sample that fails says so in the `error` of its last chunk: `errorFromStatus(chunk.error)`.
+ * With `keepMs` the stream resumes after a lost connection or a server restart, without losing or repeating a token, and
+ * fails after trying for that long. Leaving the loop then does not end the execution on the server; `cancel` does. The last
+ * chunk of a failed sample has the `error`: `errorFromStatus(chunk.error)`.
  */
 export class Execution implements AsyncIterable<SampleChunk> {
-  /** Which runtime was taken, and why. Undefined until the first message has come. */
+  /** The runtime and why it was chosen. Undefined until the first message. */
   started: ExecutionStarted | undefined;
   readonly requestId: string;
   readonly #request: DeepPartial<ExecuteRequest>;
   readonly #keepMs: number | undefined;
   readonly #begin: (request: DeepPartial<ExecuteRequest>) => ResponseStream;
   readonly #cancelKept: (requestId: string) => Promise<unknown>;
-  // How much of each sample has been handed out, by its item and number.
+  // How much of each sample has been returned, by its item and index.
   readonly #positions = new Map<string, { itemId: string; sample: number; position: number }>();
   #call: ResponseStream | undefined;
   #isCancelled = false;
 
-  /** Made by `QuireClient.execute`. */
+  /** Created by `QuireClient.execute`. */
   constructor(
     items: readonly DeepPartial<ExecuteItem>[],
     settings: ExecuteSettings & { requestId: string },
@@ -97,14 +97,14 @@ export class Execution implements AsyncIterable<SampleChunk> {
   /** Throws QuireError. */
   async *[Symbol.asyncIterator](): AsyncGenerator<SampleChunk, void, void> {
     let heardAt = Date.now();
-    let longestMs = FIRST_PAUSE_MS;
+    let longestMs = INITIAL_BACKOFF_MS;
     while (!this.#isCancelled) {
       const call = this.#begin({ ...this.#request, resumeAfter: [...this.#positions.values()] });
       this.#call = call;
       try {
         for await (const message of call) {
-          // That it was accepted once more is not enough: it may break off there each time.
-          if (message.chunks.length) [heardAt, longestMs] = [Date.now(), FIRST_PAUSE_MS];
+          // Accepting the call again is not progress: it may break before the first chunk each time.
+          if (message.chunks.length) [heardAt, longestMs] = [Date.now(), INITIAL_BACKOFF_MS];
           this.started = message.started ?? this.started;
           for (const chunk of message.chunks) {
             this.#took(chunk);
@@ -114,19 +114,19 @@ export class Execution implements AsyncIterable<SampleChunk> {
         return;
       } catch (error) {
         const failed = errorFromCall(error as ServiceError);
-        // Not all come again at once.
+        // Jitter spreads the attempts of many clients.
         const pauseMs = longestMs * (0.5 + Math.random() / 2);
         const goesOn = failed.code === status.UNAVAILABLE && this.#keepMs !== undefined && !this.#isCancelled;
         if (!goesOn || Date.now() + pauseMs > heardAt + this.#keepMs!) throw failed;
         await sleep(pauseMs);
-        longestMs = Math.min(2 * longestMs, LONGEST_PAUSE_MS);
+        longestMs = Math.min(2 * longestMs, MAX_BACKOFF_MS);
       } finally {
         call.cancel();
       }
     }
   }
 
-  /** Ends it, on the server too. Nothing happens if it has ended. Throws QuireError: a kept one may go on. */
+  /** Ends the execution, also on the server, if it has not ended. If it throws QuireError, a kept one may continue. */
   async cancel(): Promise<void> {
     if (this.#keepMs !== undefined) await this.#cancelKept(this.requestId);
     this.#isCancelled = true;

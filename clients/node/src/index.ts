@@ -1,4 +1,4 @@
-/** A client for Quire: see the README beside it. */
+/** A client for Quire: see the README. */
 
 export { status } from "@grpc/grpc-js";
 

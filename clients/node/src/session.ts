@@ -1,9 +1,8 @@
 /**
- * Many calls at once on one stream.
+ * Multiplexes calls on one stream.
  *
- * Calls that are made in the same turn of the event loop go together into one message, and so run together. Nobody waits
- * for good: when the stream ends, however it ends, every call that is not answered fails with SessionEnded, and so does
- * every later one.
+ * Calls that are made in the same tick of the event loop are sent in one message, and so are batched. When the stream ends,
+ * for any reason, every unanswered call fails with SessionEnded, and so does every later one.
  */
 
 import { type ClientDuplexStream, type ServiceError, status } from "@grpc/grpc-js";
@@ -15,42 +14,42 @@ import { durationOf } from "./duration.js";
 import { cancelled, errorFromCall, errorFromStatus, QuireError, SessionEnded, tooLate } from "./errors.js";
 import { SessionCall, type SessionResponse, type SessionResult } from "./gen/quire/v1/executor.js";
 
-// A message of calls that would be larger is sent in several.
+// Calls are split into several messages of at most this size.
 const TARGET_MESSAGE_BYTES = 1 << 20;
-// Below what a server takes in one message by default.
+// Below a server's default limit for one message.
 const MOST_CALLS_IN_MESSAGE = 256;
-// At most what the field's key and length add to a call in its message.
+// The maximum size of a protobuf field's tag and length.
 const FRAME_BYTES = 6;
-// Longer ones are none for timers of Node.
+// Node's timers do not support longer delays.
 const LONGEST_TIMER_MS = 2 ** 31 - 1;
 
-/** Calls of one message, each as the bytes of a SessionCall. */
+/** The calls of one message, each an encoded SessionCall. */
 export type Batch = readonly Uint8Array[];
 export type SessionStream = ClientDuplexStream<Batch, SessionResponse>;
 
 export interface SessionOptions {
-  /** Calls beyond wait until others are answered. At least 1. */
+  /** Further calls wait until others are answered. At least 1. */
   maxInFlight?: number;
-  /** How long `close` lets calls be answered. */
+  /** How long `close` waits for pending calls. */
   closeTimeoutMs?: number;
 }
 
-/** A call from when it is made until it is answered. */
+/** A call that has not been answered. */
 interface OpenCall {
   tag: bigint;
   name: CallName;
   request: CallRequest<CallName>;
-  /** By when its caller wants it. */
+  /** The caller's deadline. */
   deadline: number | undefined;
-  /** Tells its caller, once. Undefined when nobody waits any more. */
+  /** Settles the caller's promise, once. Undefined if the caller does not wait any more. */
   settle: ((outcome: SessionResult["result"] | QuireError) => void) | undefined;
 }
 
 /**
- * A stream of many calls; close it. Caches that are made here make their calls here.
+ * A stream of many calls. Close it. A cache that is created on a session uses it for its calls.
  *
- * Calls fail as the client's do, with three differences. None is retried. A stream that breaks fails every call of it. And
- * a call that was given up (its time limit passed) may still be applied: an append can be repeated.
+ * Calls fail as the client's do, with three differences. They are not retried. If the stream breaks, each of its calls
+ * fails. An abandoned call (its timeout passed) may still be applied; an append can be retried.
  */
 export class Session extends Caller {
   readonly #stream: SessionStream;
@@ -58,7 +57,7 @@ export class Session extends Caller {
   readonly #maxRequestBytes: number;
   readonly #maxInFlight: number;
   readonly #closeTimeoutMs: number;
-  // Made, but beyond what may be in flight or behind what the stream takes now.
+  // Not yet sent, because of maxInFlight or the stream's flow control.
   readonly #waiting: OpenCall[] = [];
   readonly #sent = new Map<bigint, OpenCall>();
   readonly #whenEnded: Promise<void>;
@@ -69,7 +68,7 @@ export class Session extends Caller {
   #isClosing = false;
   #ended: { cause: QuireError | undefined } | undefined;
 
-  /** Made by `QuireClient.session`. Whether a server is there shows with the first call. */
+  /** Created by `QuireClient.session`. If the server is unreachable, the first call fails. */
   constructor(
     stream: SessionStream,
     settings: SessionOptions & { timeoutMs: number | undefined; maxRequestBytes: number },
@@ -91,7 +90,7 @@ export class Session extends Caller {
     });
   }
 
-  /** Makes a call and waits for its answer. Throws QuireError; SessionEnded where the stream takes no more calls. */
+  /** Makes a call and waits for its response. Throws QuireError; SessionEnded if the stream is closed. */
   call<Name extends CallName>(
     name: Name,
     request: CallRequest<Name>,
@@ -109,7 +108,7 @@ export class Session extends Caller {
         settle: undefined,
       };
       const size = encode(call).length;
-      // Sent, it would end the stream for all its callers.
+      // The server would end the stream for all callers.
       if (size + FRAME_BYTES > this.#maxRequestBytes) throw tooLarge(size, this.#maxRequestBytes);
       const abort = () => this.#giveUp(call, cancelled());
       const timer =
@@ -130,7 +129,7 @@ export class Session extends Caller {
     });
   }
 
-  /** Takes no more calls, lets those in flight be answered for a bounded time, and ends the stream. */
+  /** Refuses further calls, waits for those in flight for a limited time, and ends the stream. */
   async close(): Promise<void> {
     this.#isClosing = true;
     this.#endIfDone();
@@ -139,7 +138,7 @@ export class Session extends Caller {
     clearTimeout(timer);
   }
 
-  /** Ends the stream at once. Calls that are not answered fail with SessionEnded. */
+  /** Ends the stream immediately. Unanswered calls fail with SessionEnded. */
   cancel(): void {
     this.#stream.cancel();
   }
@@ -154,7 +153,7 @@ export class Session extends Caller {
     });
   }
 
-  /** Sends what waits, as much as may be in flight and the stream takes. */
+  /** Sends waiting calls, limited by maxInFlight and the stream's flow control. */
   #send(): void {
     while (!this.#ended && !this.#isBlocked && this.#waiting.length && this.#sent.size < this.#maxInFlight) {
       const batch: Uint8Array[] = [];
@@ -187,7 +186,7 @@ export class Session extends Caller {
     this.#endIfDone();
   }
 
-  /** The caller waits no more. What was sent may be applied, and is answered to nobody. */
+  /** The caller stops waiting. If the call was sent, it may be applied, and its result is discarded. */
   #giveUp(call: OpenCall, error: QuireError): void {
     const index = this.#waiting.indexOf(call);
     if (index >= 0) this.#waiting.splice(index, 1);
@@ -195,7 +194,7 @@ export class Session extends Caller {
     this.#endIfDone();
   }
 
-  /** Releases the caches that an answer has made and that nobody will hear of. */
+  /** Releases the caches that an abandoned call created, because its caller does not get their ids. */
   #disown(call: OpenCall, result: SessionResult["result"]): void {
     if (this.#ended) return;
     for (const cacheId of newCaches(call, result)) {
@@ -218,7 +217,7 @@ export class Session extends Caller {
     this.#ended = { cause };
     const open = [...this.#sent.values(), ...this.#waiting.splice(0)];
     this.#sent.clear();
-    // Each caller gets an error of its own.
+    // Each caller gets its own error.
     for (const call of open) call.settle?.(this.#sessionEnded());
     this.#tellEnd();
   }
@@ -232,14 +231,14 @@ export class Session extends Caller {
   }
 }
 
-/** A message of calls, as bytes of a SessionRequest. */
+/** Encodes a SessionRequest. */
 export function serializeBatch(batch: Batch): Buffer {
   const writer = new BinaryWriter();
   for (const call of batch) writer.uint32((1 << 3) | 2).bytes(call);
   return bufferOf(writer.finish());
 }
 
-/** A call as bytes of a SessionCall. Its time limit is what is left of it. */
+/** Encodes a SessionCall with the remaining timeout. */
 function encode(call: OpenCall): Uint8Array {
   const leftMs = call.deadline === undefined ? undefined : Math.max(1, call.deadline - Date.now());
   const message = SessionCall.fromPartial({
@@ -250,10 +249,10 @@ function encode(call: OpenCall): Uint8Array {
   return SessionCall.encode(message).finish();
 }
 
-/** Ids of the caches that a call has made and that only its answer tells of. */
+/** Ids of the caches that a call made and that the caller can learn only from its response. */
 function newCaches(call: OpenCall, result: SessionResult["result"]): string[] {
   const request = call.request as { requestId?: string; cacheId?: string };
-  // With a request id of its own choice, a caller can ask for the caches again.
+  // A caller that chose the request id can retry to get the caches.
   const isForgotten = !request.requestId || request.requestId.startsWith(OWN_REQUEST_ID);
   if (!isForgotten) return [];
   if (result?.$case === "prefill" && !request.cacheId) return [result.value.kvCache!.cacheId];

@@ -1,4 +1,4 @@
-"""An agent that takes back what turned out wrong: depth-first search by TruncateKV.
+"""An agent that backtracks after a failure: depth-first search with TruncateKV.
 
 It says the most likely answer and asks a tool what it is worth (here: is it a number that is divisible by
 five?). If the tool says no, the cache is cut to the last token at which there was another likely choice, and
@@ -25,17 +25,17 @@ MAX_TRIES = 200
 
 
 def choices(output: StepOutput) -> list[int]:
-    """The most likely tokens. The best one is the last: it is taken first."""
+    """The most likely tokens, the best one last, so that `pop` returns it first."""
     return list(reversed(output.top.token_ids))
 
 
 def answers(
     client: Client, prompt: list[int], count: int, end: Container[int]
 ) -> Generator[list[int], None, None]:
-    """Texts of at most `count` tokens: the greedy one, then others, each by the latest choice left."""
+    """Texts of at most `count` tokens: the greedy one, then others, each by the latest untried choice."""
     with client.prefill(prompt, output=CAREFUL) as cache:
         text: list[int] = []
-        # For each token of the text, and for the one behind it, what was not tried.
+        # For each token of the text, and for the next one, the untried alternatives.
         untried = [choices(cache.output)]
         while untried:
             if not untried[-1]:
@@ -60,7 +60,7 @@ def is_good(answer: str) -> bool:
 
 
 def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
-    """Prints what was tried, and what the tool said to it."""
+    """Prints each attempt and the tool's response."""
     with Client(target, timeout_s=120) as client:
         info = client.model_info(include_tokenizer=True)
         tokenizer = Tokenizer.from_buffer(info.tokenizer_json)

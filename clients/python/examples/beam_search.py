@@ -51,7 +51,7 @@ def beam_search(
 
 
 def grow(client: Client, beams: list[Beam], children: list[list[tuple[float, int]]]) -> list[Beam]:
-    """Each child with a cache of its own: its parent's, or a copy. Parents without children are released."""
+    """A cache for each child: its parent's, or a copy. Parents without children are released."""
     dead = [cache for (*_, cache), own in zip(beams, children, strict=True) if not own]
     alive = [(text, cache, own) for (_, text, cache), own in zip(beams, children, strict=True) if own]
     copies: list[list[Cache]] = [[] for _ in alive]

@@ -1,4 +1,4 @@
-"""Best of n: many samples of one prompt, of which the one that the model finds most likely is taken.
+"""Best of n: many samples of one prompt, of which the most likely one is chosen.
 
 The prompt is computed once, and the first token of each sample drawn with it, by a seed of its own; copies
 share the pages of what they have in common.

@@ -1,4 +1,4 @@
-"""Multiple choice: which of several answers the model finds most likely behind a question.
+"""Multiple choice: which of several answers is the most likely continuation of a question.
 
 Nothing is generated. Each choice is scored behind the question, whose KV is computed once for all of them.
 
@@ -22,13 +22,13 @@ def choose(
 ) -> list[tuple[float, str]]:
     """The choices with their log-probabilities, the most likely one first.
 
-    Of choices of different lengths you may want the mean by token or by byte: divide.
+    For choices of different lengths, divide by the number of tokens or bytes to get the mean.
     """
     context = tokenizer.encode(question).ids
     items = []
     for choice in choices:
         whole = tokenizer.encode(question + choice).ids
-        # Where question and choice meet, they may be one token: it belongs to the choice.
+        # A token that spans the end of the question and the beginning of the choice counts for the choice.
         common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, whole[:-1], strict=False))
         items.append(ScoreItem(whole, score_from=len(list(common))))
     scores = [scored.logprob for scored in checked(client.score_batch(items))]

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 
 def greedy(client: Client, prompt: list[int], count: int, end: Container[int]) -> list[int]:
-    """The next `count` tokens at most; those in `end` end the text, and are no part of it."""
+    """Up to `count` next tokens. A token in `end` ends the text and is not part of it."""
     text: list[int] = []
-    with client.prefill(prompt) as cache:  # The block releases it, whatever happens.
+    with client.prefill(prompt) as cache:  # The block always releases the cache.
         token = cache.output.token_id
         while token not in end and len(text) < count:
             text.append(token)

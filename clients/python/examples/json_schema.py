@@ -1,4 +1,4 @@
-"""JSON of a schema, held to it by the client: llguidance says at each token which ones may follow.
+"""JSON of a schema, enforced by the client: llguidance computes the mask of each token.
 
 The same works for any automaton of yours: the server takes a mask of the vocabulary with each call and knows
 nothing of grammars. (Execute has constraints of its own, for those who want the server to do this.)
@@ -18,12 +18,12 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from quire import Client, output_options
 from tokenizers import Tokenizer
 
-# What the model would say to the prompt, 46, is none of these.
+# The model's own answer, 46, is none of these.
 SCHEMA = '{"type": "integer", "minimum": 0, "maximum": 40}'
 
 
 def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, end: int) -> LLTokenizer:
-    """The tokenizer as llguidance reads it; one that it cannot read, by the text of each token."""
+    """The tokenizer for llguidance, or if it cannot read it, one made from the text of each token."""
     try:
         return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=end)
     except ValueError:
@@ -44,7 +44,7 @@ def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, end: int) -> LLToke
 
 
 def constrained(client: Client, prompt: list[int], matcher: LLMatcher, end: int, count: int) -> list[int]:
-    """At most `count` tokens that the matcher allows, each the most likely one of those."""
+    """At most `count` tokens, each the most likely one that the matcher allows."""
     text: list[int] = []
     with client.prefill(prompt, output=output_options(allowed=matcher.compute_bitmask())) as cache:
         while cache.output.token_id != end and len(text) < count:

@@ -24,15 +24,15 @@ class QuireLM:
         self._encode, self._prefix = tokenizer.encode, [tokenizer.begin_id]
 
     def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Of args (context, continuation): how likely the latter is, and whether it is the greedy one."""
+        """For args (context, continuation): the latter's log-probability, and whether it is greedy."""
         texts = []
-        for context, continuation in (request.args for request in requests):  # Blanks go to the next word.
+        for context, continuation in (request.args for request in requests):  # Blanks begin the next word.
             before, whole = self._encode(context.rstrip()), self._encode(context + continuation)
             texts.append((whole if before else self._prefix + whole, len(whole) - len(before)))
         return self._score(texts)
 
     def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
-        """Of args (text,): how likely it is, in windows as long as the model's context, each token once."""
+        """For args (text,): its log-probability, in windows of the model's context, each token once."""
         found, step = [], self._room
         for text in (self._prefix + self._encode(request.args[0]) for request in requests):
             windows = [(text[: at + step], len(text[at : at + step])) for at in range(1, len(text), step)]
@@ -40,7 +40,7 @@ class QuireLM:
         return found
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        """Of args (context, settings): what follows, up to one of the texts `until`."""
+        """For args (context, settings): the continuation, up to one of the texts `until`."""
         items, texts = [], [""] * len(requests)
         for at, (context, how) in enumerate(request.args for request in requests):
             count, stop = min(how.get("max_gen_toks", 256), self._room - 1), how.get("until") or []
@@ -56,7 +56,7 @@ class QuireLM:
         return texts
 
     def _score(self, texts: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        # Of each text so many tokens at its end. The last one is asked for, not sent: it needs no room.
+        # Scores the last `count` tokens of each text. The very last one is not sent, only scored.
         items, scores, found = [], [], []
         for text, count in texts:
             begin, ask = text[-self._room - 1 : -1], OutputOptions(logprob_token_ids=text[-1:])

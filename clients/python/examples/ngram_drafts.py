@@ -1,4 +1,4 @@
-"""Speculation without a second model: drafts are looked up in the text itself.
+"""Speculation without a draft model: drafts are looked up in the text itself.
 
 Where the last tokens stood before, what followed them then is drafted now. Code, quotations, lists and edits
 repeat themselves; other texts cost what they cost without drafts, since a verify of no drafts is a decode.
@@ -23,7 +23,7 @@ WIDTH = 8
 
 
 def look_up(text: list[int]) -> list[int]:
-    """What followed the last tokens of `text` where they stood before: the longest match, the latest one."""
+    """The tokens after an earlier occurrence of the last tokens of `text`: the longest and latest match."""
     for length in range(LONGEST, 0, -1):
         for at in range(len(text) - length - 1, -1, -1):
             if text[at : at + length] == text[-length:]:
@@ -32,7 +32,7 @@ def look_up(text: list[int]) -> list[int]:
 
 
 def generate(client: Client, prompt: list[int], count: int, end: Container[int]) -> tuple[list[int], int]:
-    """At most `count` tokens, the end token included, and how many forwards they took behind the prompt."""
+    """At most `count` tokens, the end token included, and how many forwards they took after the prompt."""
     forwards = 0
     with client.prefill(prompt) as cache:
         text = [*prompt, cache.output.token_id]
@@ -48,7 +48,7 @@ def generate(client: Client, prompt: list[int], count: int, end: Container[int])
 
 
 def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
-    """Prints the text, and how many forwards its tokens took."""
+    """Prints the text, and the number of forwards."""
     with Client(target, timeout_s=120) as client:
         info = client.model_info(include_tokenizer=True)
         tokenizer = Tokenizer.from_buffer(info.tokenizer_json)

@@ -32,7 +32,7 @@ def windows(tokens: list[int], window: int, stride: int) -> list[ScoreItem]:
 
 
 def logprobs(client: Client, tokens: list[int], window: int, stride: int) -> list[float]:
-    """The log-probability of each token but the first, in nats."""
+    """The log-probability of each token except the first, in nats."""
     found: list[float] = []
     items = windows(tokens, window, stride)
     for at in range(0, len(items), WINDOWS_PER_CALL):

@@ -41,7 +41,7 @@ class Rollout:
 async def rollout(
     cache: AsyncCache, done: Rollout, count: int, end: Container[int], output: OutputOptions
 ) -> Rollout:
-    """Goes on to at most `count` tokens; the cache is released."""
+    """Decodes up to `count` tokens, then releases the cache."""
     async with cache:
         while done.tokens[-1] not in end and len(done.tokens) < count:
             done.add(await cache.decode(done.tokens[-1], output=output))

@@ -1,4 +1,4 @@
-"""Tokens that are drawn: temperature, top_p, and a seed that makes the text the same each time.
+"""Sampling: temperature, top_p, and a seed that makes the text reproducible.
 
 A draw is a pure function of the seed and the position, so a text can be continued elsewhere or said again,
 whatever else the server does. The settings go with each call: another temperature from some token on is
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 def sample(
     client: Client, prompt: list[int], count: int, end: Container[int], output: OutputOptions
 ) -> tuple[list[int], float]:
-    """At most `count` tokens, and how likely the draws were together, in nats, at these settings."""
+    """At most `count` tokens, and the log-probability of the draws at these settings, in nats."""
     text: list[int] = []
     logprob = 0.0
     with client.prefill(prompt, output=output) as cache:

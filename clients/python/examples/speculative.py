@@ -1,4 +1,4 @@
-"""Speculative decoding that loses nothing: one model drafts, another verifies all drafts in one forward.
+"""Lossless speculative decoding: one model drafts, another verifies all drafts in one forward.
 
 Each draft goes with the probabilities it was drawn from; the server keeps or replaces it such that every
 token is distributed as its own model's draws. Both models have one vocabulary. Without a second server the
@@ -33,14 +33,14 @@ def speculate(
 ) -> tuple[list[int], int]:
     """At most `count` tokens, the end token included, and how many verifies they took."""
     output = output_options(temperature=temperature, seed=seed)
-    # A seed of its own: with the same one, what is drawn would know what keeps it.
+    # Another seed than the verifier's, because drafts and acceptance must be independent.
     drafting = output_options(temperature=temperature, top_k=TOP_K, top_logprobs=TOP_K, seed=seed + 1)
     verifies = 0
     with target.prefill(prompt, output=output) as cache, draft.prefill(prompt) as helper:
         text = [*prompt, cache.output.token_id]
         while len(text) < len(prompt) + count and text[-1] not in end:
             if helper.seq_len > cache.seq_len:
-                helper.truncate(cache.seq_len)  # Drafts that were not kept.
+                helper.truncate(cache.seq_len)  # The rejected drafts.
             step = helper.extend(text[helper.seq_len :], output=drafting)
             drafts, drawn = [step.token_id], [draft_from_top(step.top, temperature)]
             while len(drafts) < width:

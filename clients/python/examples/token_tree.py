@@ -1,4 +1,4 @@
-"""Speculation with a tree: several continuations are drafted, one forward verifies all, one path is kept.
+"""Tree speculation: several continuations are drafted, one forward verifies them, and one path is kept.
 
 The drafting model grows the tree: one forward of all of it says the likeliest tokens behind each leaf. Where
 a chain of drafts ends with the first wrong one, a tree often has the right one beside it. The text is the
@@ -24,7 +24,7 @@ WIDTHS = (4, 2, 1)
 
 
 def grow(helper: Cache, root: int) -> tuple[list[int], list[int]]:
-    """A tree behind what `helper` holds: its tokens, and of each but the first the index of its parent."""
+    """A tree after the tokens of `helper`: its tokens, and the parent's index of each except the first."""
     tokens, parents, leaves = [root], list[int](), [0]
     for width in WIDTHS:
         held, top = helper.seq_len, output_options(top_logprobs=width)

@@ -1,4 +1,4 @@
-"""Python client of Quire, a token-level LLM executor: you own the decoding loop, it owns model and KV.
+"""Python client of Quire, a token-level LLM executor: you run the decoding loop, it holds model and KV.
 
     from quire import Client
 
@@ -7,11 +7,11 @@
         while token not in stop:
             token = cache.decode(token).token_id
 
-Whole texts are the server's loop: `for chunk in client.execute("Once", max_tokens=20): print(chunk.text)`.
+The server generates whole texts: `for chunk in client.execute("Once", max_tokens=20): print(chunk.text)`.
 
-`AsyncClient` is the same with `await`; `client.session()` has the same operations, many at once on a stream.
-The generated stubs are in `quire.v1`; importing them loads none of the client, so what stands here is loaded
-when it is first used.
+`AsyncClient` has the same methods with `await`. `client.session()` has the same operations, multiplexed on
+one stream. The generated stubs are in `quire.v1`. Importing them does not load the client, because this
+module imports each name when it is first used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         VerifyRow,
     )
 
-_HOME = {
+_EXPORTS = {
     "quire._connection": ("Tls",),
     "quire._items": ("item",),
     "quire._batches": ("PrefillItem", "ScoreItem", "Scored", "checked"),
@@ -109,7 +109,7 @@ _HOME = {
         "VerifyRow",
     ),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "PRIORITY_HIGH",

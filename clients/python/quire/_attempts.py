@@ -1,4 +1,4 @@
-"""How often a call is made, and when: again only where `_methods` says that it may be sent twice."""
+"""Retries with exponential backoff, for calls that `_methods` marks as safe to retry."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from typing import Any
 from quire._methods import Method
 from quire.errors import QuireError, Unavailable
 
-MOST_ATTEMPTS = 4
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
-# A server that asks for a longer one is not waited for.
-_LONGEST_TOLD_PAUSE_S = 60.0
-_PAUSE_GROWS_BY = 3
+MAX_ATTEMPTS = 4
+_INITIAL_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+# If the server asks for a longer delay, the call fails at once.
+_MAX_SERVER_DELAY_S = 60.0
+_BACKOFF_MULTIPLIER = 3
 
 
 class Attempts:
-    """The attempts of one call. Nothing here waits or sends."""
+    """The attempts of one call. Does not sleep or send by itself."""
 
-    __slots__ = ("_left", "_pause_s", "_until_s")
+    __slots__ = ("_backoff_s", "_deadline_s", "_left")
 
-    def __init__(self, method: Method[Any, Any], request: Any, timeout_s: float | None) -> None:
-        """Before the first one. `timeout_s` bounds all of them together; None: no bound."""
-        self._left = MOST_ATTEMPTS if method.may_repeat(request) else 1
-        self._pause_s = _FIRST_PAUSE_S
-        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    def __init__(
+        self, method: Method[Any, Any], request: Any, timeout_s: float | None, *, retries: bool = True
+    ) -> None:
+        """`timeout_s` limits all attempts together. None: no limit."""
+        self._left = MAX_ATTEMPTS if retries and method.can_retry(request) else 1
+        self._backoff_s = _INITIAL_BACKOFF_S
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def left_s(self) -> float | None:
-        """How long the next one may take; None: as long as it takes."""
-        return None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
+        """The timeout of the next attempt. None: no limit."""
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
-    def pause_s(self, error: QuireError) -> float:
-        """How long to wait before the next one. Raises `error`, of the one that failed, if there is none."""
+    def backoff_s(self, error: QuireError) -> float:
+        """The delay before the next attempt. Raises `error`, that of the failed attempt, if there is none."""
         self._left -= 1
         if not self._left or not isinstance(error, Unavailable):
             raise error
-        # Not all come again at once, and none before the server says.
-        told_s = error.retry_delay_s or 0.0
-        pause_s = max(self._pause_s * random.uniform(0.5, 1.0), told_s)
+        # Jitter spreads the retries of many clients. The server's delay is the minimum.
+        server_delay_s = error.retry_delay_s or 0.0
+        backoff_s = max(self._backoff_s * random.uniform(0.5, 1.0), server_delay_s)
         left_s = self.left_s()
-        if told_s > _LONGEST_TOLD_PAUSE_S or (left_s is not None and pause_s >= left_s):
+        if server_delay_s > _MAX_SERVER_DELAY_S or (left_s is not None and backoff_s >= left_s):
             raise error
-        self._pause_s = min(self._pause_s * _PAUSE_GROWS_BY, _LONGEST_PAUSE_S)
-        return pause_s
+        self._backoff_s = min(self._backoff_s * _BACKOFF_MULTIPLIER, _MAX_BACKOFF_S)
+        return backoff_s

@@ -1,4 +1,4 @@
-"""Items of batches of prefills and scorings, and what comes back for each."""
+"""Requests and responses of prefills and scorings, single or in a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class PrefillItem:
-    """A prompt of `batch_prefill` with settings of its own, as `prefill` has them."""
+    """A prompt of `batch_prefill` with its own settings, which are those of `prefill`."""
 
     token_ids: Sequence[int]
     output: types_pb2.OutputOptions | None = None
@@ -31,7 +31,7 @@ class PrefillItem:
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """A text of `score_batch` with settings of its own, as `score` has them."""
+    """A text of `score_batch` with its own settings, which are those of `score`."""
 
     token_ids: Sequence[int]
     score_from: int = 0
@@ -41,13 +41,13 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """How likely tokens were, each behind those before it, under the model's own distribution.
+    """Log-probabilities of tokens, each given the tokens before it, under the model's own distribution.
 
     Attributes:
-        token_logprobs: Their log-probabilities: of token_ids[max(score_from, 1):].
-        token_is_argmax: Of each, whether no other token was more likely.
-        outputs: What follows each token from index max(score_from, 1) - 1 on: one more than are scored.
-        reused_tokens: Tokens of the context that need not be computed.
+        token_logprobs: The log-probabilities of token_ids[max(score_from, 1):], in nats.
+        token_is_argmax: For each of them, whether no other token was more likely.
+        outputs: The predictions after the tokens from index max(score_from, 1) - 1 on: one more than scored.
+        reused_tokens: Tokens of the context whose KV was cached.
     """
 
     token_logprobs: Sequence[float]
@@ -57,17 +57,17 @@ class Scored:
 
     @property
     def logprob(self) -> float:
-        """Log-probability of all scored tokens together, in nats."""
+        """Log-probability of the scored tokens as a sequence, in nats."""
         return math.fsum(self.token_logprobs)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether a greedy loop would have said the scored tokens, ties aside."""
+        """Whether greedy decoding generates the scored tokens, ties aside."""
         return all(self.token_is_argmax)
 
 
 def checked(results: Iterable[_Result | QuireError]) -> list[_Result]:
-    """What a batch gave, for those who need all of it. Raises the first QuireError among it."""
+    """The results of a batch. Raises the first QuireError in it."""
     found = []
     for result in results:
         if isinstance(result, QuireError):
@@ -76,13 +76,13 @@ def checked(results: Iterable[_Result | QuireError]) -> list[_Result]:
     return found
 
 
-# Token ids, or an item with more to say.
+# Token ids, or items with their own settings.
 Prompts: TypeAlias = Sequence[PrefillItem | Sequence[int]]
 Texts: TypeAlias = Sequence[ScoreItem | Sequence[int]]
 
 
 def prefill_request(item: PrefillItem) -> executor_pb2.PrefillRequest:
-    """A request for a new cache, always with a request id, so that a retry finds the cache it made before."""
+    """A request for a new cache. It always has a request id, so that a retry returns the same cache."""
     return executor_pb2.PrefillRequest(
         token_ids=item.token_ids,
         output=item.output,
@@ -98,7 +98,7 @@ def prefill_request(item: PrefillItem) -> executor_pb2.PrefillRequest:
 def batch_prefill_request(
     prompts: Prompts, output: types_pb2.OutputOptions | None
 ) -> executor_pb2.BatchPrefillRequest:
-    """Several new caches; `output` is for those that have none of their own."""
+    """A request for several new caches. `output` applies to items without their own."""
     request = executor_pb2.BatchPrefillRequest()
     for prompt in prompts:
         item = prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt)
@@ -113,12 +113,12 @@ def batch_prefilled(
     response: executor_pb2.BatchPrefillResponse,
     make: Callable[[executor_pb2.PrefillResponse], _Cache],
 ) -> list[_Cache | QuireError]:
-    """A cache for each prompt. Failed items become exceptions that are returned, not raised."""
+    """A cache for each prompt. The exceptions of failed items are returned, not raised."""
     return [_error(result) or make(result.response) for result in response.results]
 
 
 def forward_request(item: ScoreItem) -> executor_pb2.ForwardRequest:
-    """A scoring."""
+    """A request for a scoring."""
     return executor_pb2.ForwardRequest(
         token_ids=item.token_ids,
         output=item.output,
@@ -128,7 +128,7 @@ def forward_request(item: ScoreItem) -> executor_pb2.ForwardRequest:
 
 
 def scored(response: executor_pb2.ForwardResponse) -> Scored:
-    """What a scoring found."""
+    """The result of a scoring."""
     return Scored(
         tuple(response.token_logprobs),
         tuple(response.token_is_argmax),
@@ -140,7 +140,7 @@ def scored(response: executor_pb2.ForwardResponse) -> Scored:
 def batch_forward_request(
     texts: Texts, output: types_pb2.OutputOptions | None
 ) -> executor_pb2.BatchForwardRequest:
-    """Several scorings; `output` is for those that have none of their own."""
+    """A request for several scorings. `output` applies to items without their own."""
     request = executor_pb2.BatchForwardRequest()
     for text in texts:
         item = text if isinstance(text, ScoreItem) else ScoreItem(text)
@@ -152,7 +152,7 @@ def batch_forward_request(
 
 
 def batch_scored(response: executor_pb2.BatchForwardResponse) -> list[Scored | QuireError]:
-    """What was found of each text. Failed items become exceptions that are returned, not raised."""
+    """The result for each text. The exceptions of failed items are returned, not raised."""
     return [_error(result) or scored(result.response) for result in response.results]
 
 

@@ -1,4 +1,4 @@
-"""What the blocking and the asyncio client share: what requests hold, and what answers mean for caches."""
+"""Shared by the blocking and the asyncio client: makes requests, and applies responses to caches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from google.protobuf.message import Message
 from quire.errors import QuireError, from_status
 from quire.v1 import executor_pb2, types_pb2
 
-# Of one item, and with a request id.
-_MAKING = (executor_pb2.PrefillRequest, executor_pb2.ForkCacheRequest, executor_pb2.ForkCachesRequest)
-# Begins the request ids that were made here, so that no caller knows them.
+# Requests with a request id that create caches, except batches.
+_CREATING_REQUESTS = (
+    executor_pb2.PrefillRequest,
+    executor_pb2.ForkCacheRequest,
+    executor_pb2.ForkCachesRequest,
+)
+# Prefix of the request ids that this client generates. A caller does not know them and cannot retry with
+# them.
 _OWN_REQUEST_ID = "auto-"
 
 _State = TypeVar("_State", bound="CacheState")
@@ -22,12 +27,12 @@ _State = TypeVar("_State", bound="CacheState")
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What `verify` found: `accepted` drafts are kept, `outputs[path[-1]]` says what follows them.
+    """The result of `verify`: `accepted` drafts are kept, and `outputs[path[-1]]` predicts the next token.
 
-    `path` has the indexes of the tokens that were kept, the first one's included: of a tree one of its paths,
-    else 0 to `accepted`.
+    `path` has the indexes of the kept tokens, including the first one: 0 to `accepted`, or a path of the
+    tree.
 
-    With `score`, `token_logprobs` says of each draft how likely it was under the model's own distribution,
+    With `score`, `token_logprobs` has the log-probability of each draft under the model's own distribution,
     and `token_is_argmax` whether no other token was more likely.
     """
 
@@ -47,10 +52,10 @@ def duration(seconds: float | None) -> duration_pb2.Duration | None:
     return length
 
 
-def prioritise(request: Message, priority: types_pb2.Priority) -> None:
-    """Writes a priority into an append, or into each of a batch. Other requests have none."""
+def set_priority(request: Message, priority: types_pb2.Priority) -> None:
+    """Sets the priority of an append, or of each append of a batch. Mutates `request`."""
     if priority:
-        # Of one of several types, which share the field's name only.
+        # One of several message types, which share only the name of the field.
         append: Any
         for append in getattr(request, "items", (request,)):
             if "priority" in append.DESCRIPTOR.fields_by_name:
@@ -58,22 +63,22 @@ def prioritise(request: Message, priority: types_pb2.Priority) -> None:
 
 
 def new_request_id() -> str:
-    """One that no caller knows."""
+    """A new idempotency key."""
     return _OWN_REQUEST_ID + uuid.uuid4().hex
 
 
 def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str]:
-    """Ids of the caches that a call has made and that only its answer tells of."""
+    """Ids of the caches that a call made and that the caller can learn only from its response."""
     if isinstance(request, executor_pb2.BatchPrefillRequest):
         return [
             made.response.kv_cache.cache_id
             for item, made in zip(request.items, result.batch_prefill.results, strict=False)
             if made.HasField("response") and item.request_id.startswith(_OWN_REQUEST_ID)
         ]
-    if not isinstance(request, _MAKING):
+    if not isinstance(request, _CREATING_REQUESTS):
         return []
     if not request.request_id.startswith(_OWN_REQUEST_ID):
-        # With a request id of its own choice, a caller can ask for the caches again.
+        # A caller that chose the request id can retry to get the caches.
         return []
     handles = [result.prefill.kv_cache] if result.HasField("prefill") else [*result.fork_cache.kv_caches]
     handles += [handle for forked in result.fork_caches.results for handle in forked.kv_caches]
@@ -81,34 +86,34 @@ def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str
 
 
 def check_given(name: str, value: object) -> None:
-    """Raises TypeError for None, which protobuf takes for a field that is left out."""
+    """Raises TypeError for None, which protobuf treats as an unset field."""
     if value is None:
         raise TypeError(f"{name} must be an integer, not None")
 
 
 class CacheState:
-    """A cache as its client knows it, and the requests that fit it.
+    """The client's state of a cache, and the requests for it.
 
-    `seq_len` goes out as `position` with every append. So one whose answer was lost may simply be called
-    again: it is answered, never applied twice. Not safe for use by several threads or tasks at once.
+    Every append sends `seq_len` as `position`. If its response was lost, call it again: it is not applied
+    twice. Not safe for concurrent use by several threads or tasks.
     """
 
     def __init__(self, prefilled: executor_pb2.PrefillResponse) -> None:
-        """`prefilled` is the answer that made the cache."""
+        """`prefilled` is the response that created the cache."""
         self.cache_id = prefilled.kv_cache.cache_id
         # Tokens in the cache.
         self.seq_len = prefilled.kv_cache.seq_len
-        # What the last append said.
+        # The output of the last append.
         self.output = prefilled.output
-        # Tokens of the prompt that need not be computed.
+        # Tokens of the prompt whose KV was cached.
         self.reused_tokens = prefilled.reused_tokens
-        # Tokens that had to be computed again for the last append, since their KV was gone.
+        # Tokens that the last append had to recompute, because their KV was lost or evicted.
         self.replayed_tokens = prefilled.replayed_tokens
-        # Of the tokens that the last append scored, from its index max(score_from, 1) on: log-probabilities
-        # under the model's own distribution, and whether no other token was more likely. Else empty.
+        # For the tokens that the last append scored, from its index max(score_from, 1) on: log-probabilities
+        # under the model's own distribution, and whether no other token was more likely. Otherwise empty.
         self.token_logprobs: Sequence[float] = prefilled.token_logprobs
         self.token_is_argmax: Sequence[bool] = prefilled.token_is_argmax
-        # What else the prefill has drawn, for each of its `sample_seeds`; copies are for these.
+        # The extra tokens that the last prefill drew, one for each of its `sample_seeds`.
         self.samples: Sequence[types_pb2.SampledToken] = prefilled.samples
 
     def __repr__(self) -> str:
@@ -152,14 +157,14 @@ class CacheState:
 
     def _truncate_request(self, new_len: int) -> executor_pb2.TruncateKVRequest:
         check_given("new_len", new_len)
-        # To the length that is known: what was given up, and may have been applied, is to go.
+        # No position when truncating to the known length, which undoes an abandoned append that was applied.
         position = None if new_len == self.seq_len else self.seq_len
         return executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
 
     def _fork_request(
         self, count: int, release: Iterable[CacheState], request_id: str
     ) -> executor_pb2.ForkCacheRequest:
-        """Always with a request id, so that a retry finds the copies it made before."""
+        """Always has a request id, so that a retry returns the same copies."""
         return executor_pb2.ForkCacheRequest(
             cache_id=self.cache_id,
             count=count,
@@ -197,21 +202,21 @@ class CacheState:
     def _forked(
         self, response: executor_pb2.ForkCacheResponse | executor_pb2.ForkedCaches
     ) -> list[executor_pb2.PrefillResponse]:
-        """For each copy, the answer that a prefill would have given."""
+        """For each copy, a response like that of a prefill."""
         return [
             executor_pb2.PrefillResponse(kv_cache=handle, output=self.output, reused_tokens=handle.seq_len)
             for handle in response.kv_caches
         ]
 
 
-# Caches, each with how many copies of it are made.
+# Caches, each with the number of copies.
 Forks: TypeAlias = Sequence[tuple[_State, int]]
 
 
 def fork_caches_request(
     forks: Forks[_State], release: Iterable[CacheState], request_id: str
 ) -> executor_pb2.ForkCachesRequest:
-    """Fenced by lengths, and with a request id, so that a retry finds the copies it made before."""
+    """Fenced by lengths. Has a request id, so that a retry returns the same copies."""
     return executor_pb2.ForkCachesRequest(
         forks=[
             executor_pb2.ForkSource(cache_id=cache.cache_id, count=count, position=cache.seq_len)
@@ -237,21 +242,21 @@ def forked_caches(
 def decode_request(
     cache: CacheState, token_id: int, output: types_pb2.OutputOptions | None
 ) -> executor_pb2.DecodeRequest:
-    """One more token of a cache, fenced by its length."""
+    """A request that appends a token to a cache, fenced by its length."""
     check_given("token_id", token_id)
     return executor_pb2.DecodeRequest(
         cache_id=cache.cache_id, token_id=token_id, position=cache.seq_len, output=output
     )
 
 
-# Caches with the token that each of them appends, and perhaps an output of its own.
+# Caches with the token to append, and optionally with their own output options.
 Decodes: TypeAlias = Sequence[tuple[_State, int] | tuple[_State, int, types_pb2.OutputOptions | None]]
 
 
 def batch_decode_request(
     decodes: Decodes[_State], output: types_pb2.OutputOptions | None
 ) -> executor_pb2.BatchDecodeRequest:
-    """One token for each of several caches; `output` is for those that have none of their own."""
+    """A request that appends a token to each cache. `output` applies to items without their own."""
     return executor_pb2.BatchDecodeRequest(
         items=[
             decode_request(cache, token_id, own[0] if own and own[0] is not None else output)
@@ -263,7 +268,7 @@ def batch_decode_request(
 def batch_decoded(
     decodes: Decodes[_State], response: executor_pb2.BatchDecodeResponse
 ) -> list[types_pb2.StepOutput | QuireError]:
-    """Updates the caches that grew. Failed items become exceptions that are returned, not raised."""
+    """Updates the caches. The exceptions of failed items are returned, not raised."""
     results: list[types_pb2.StepOutput | QuireError] = []
     for (cache, *_), result in zip(decodes, response.results, strict=True):
         if result.HasField("error"):

@@ -1,4 +1,4 @@
-"""How a client connects: its channel's settings, TLS, and the token that goes with every call."""
+"""Connection settings of a client: the channel's options, TLS, and the token in every call's metadata."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_MAX_REQUEST_BYTES = 16 << 20
 DEFAULT_MAX_RESPONSE_BYTES = 64 << 20
 
-# Certificates or a key, or the path of a file of them.
+# PEM data of certificates or of a key, or the path of a PEM file.
 Pem: TypeAlias = bytes | str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """What a connection is encrypted with. Files are read when a client is made.
+    """TLS settings. Files are read when the client is created.
 
     Attributes:
-        ca: Whom to trust. None: the public authorities that gRPC comes with.
-        cert: This client's own certificate, for servers with `--tls-client-ca`; with its `key`.
-        key: The key of `cert`.
-        server_name: The name in the server's certificate, where it is not that of the target.
+        ca: The trusted certificate authorities. None: the public ones that gRPC includes.
+        cert: The client's own certificate, for servers with `--tls-client-ca`. Requires `key`.
+        key: The private key of `cert`.
+        server_name: The name in the server's certificate, if it differs from the target's.
     """
 
     ca: Pem | None = None
@@ -37,7 +37,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What a channel is made of, and what goes with every call on it."""
+    """The settings of a channel, and the metadata of every call on it."""
 
     # None: no TLS.
     credentials: grpc.ChannelCredentials | None
@@ -53,14 +53,17 @@ def connection(
     token_in_plain_view: bool,
     max_request_bytes: int,
     max_response_bytes: int,
+    retries: bool = True,
 ) -> Connection:
-    """As the arguments of a client say. Raises ValueError for what contradicts itself, OSError for files."""
-    if target.startswith(("http://", "https://")):  # gRPC would look it up as a name, for seconds
+    """Checks a client's arguments. Raises ValueError for invalid settings, OSError for unreadable files."""
+    if target.startswith(("http://", "https://")):  # gRPC would try for seconds to resolve it as a name
         raise ValueError(f"a target is HOST:PORT, without http://: {target}")
-    # No retries: a channel does not see which request is fenced.
+    # No retry policy, because a channel cannot see which request is fenced. It still resends a request that
+    # no server has received.
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", max_request_bytes),
         ("grpc.max_receive_message_length", max_response_bytes),
+        ("grpc.enable_retries", int(retries)),
     ]
     credentials = tls if isinstance(tls, grpc.ChannelCredentials) else None
     if tls is True:
@@ -89,20 +92,20 @@ def _pem(name: str, pem: Pem | None) -> bytes | None:
         return None
     content = pem if isinstance(pem, bytes) else Path(pem).read_bytes()
     if b"-----BEGIN " not in content:
-        # gRPC would only say that the connection failed, and say so at the first call.
+        # gRPC would report only a failed connection, and only at the first call.
         raise ValueError(f"{name} is not in PEM" + ("" if isinstance(pem, bytes) else f": {pem}"))
     return content
 
 
 def _bearer(token: str) -> tuple[tuple[str, str], ...] | None:
-    """The metadata of calls that carry a token. Raises ValueError for what can be none; does not show it."""
+    """The metadata of calls with a token. Raises ValueError, without showing the token, if it is invalid."""
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError("a token has printable ASCII characters only")
     return (("authorization", f"Bearer {token}"),) if token else None
 
 
 def _is_private(target: str) -> bool:
-    """Whether what is sent there stays on this machine. A name but localhost may be anywhere."""
+    """Whether `target` is on this machine. Any host name but localhost may be elsewhere."""
     scheme, colon, rest = target.partition(":")
     if scheme in ("unix", "unix-abstract"):
         return bool(colon)
@@ -113,7 +116,7 @@ def _is_private(target: str) -> bool:
 
 
 def _is_loopback(address: str) -> bool:
-    """Of `host:port`, `[host]:port` or a host alone."""
+    """Whether `host:port`, `[host]:port` or a host alone is a loopback address."""
     if address.startswith("["):
         host = address[1:].partition("]")[0]
     else:

@@ -1,4 +1,4 @@
-"""What the blocking and the asyncio client share of Execute: the request, and where a broken stream is."""
+"""Execute for the blocking and the asyncio client: the request, and the position to resume a stream at."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import grpc
 from quire._calls import duration
 from quire.v1 import runner_pb2, types_pb2
 
-# Between two tries to go on, at first and at most.
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
+# The delay between two attempts to resume: the first, and the maximum.
+_INITIAL_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
 
 
 class Progress:
-    """A request, and how much of its answer has come."""
+    """A request, and how much of its response has been received."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Progress:
         max_cost_usd: float | None,
         priority: types_pb2.Priority,
     ) -> None:
-        """Of its answer nothing has come. An empty `request_id`: one is made."""
+        """Nothing has been received. If `request_id` is empty, one is generated."""
         self._request = runner_pb2.ExecuteRequest(
             items=items,
             runtime=runtime,
@@ -40,33 +40,33 @@ class Progress:
             priority=priority,
         )
         self._position: dict[tuple[str, int], int] = {}
-        self._pause_s = 0.0
+        self._backoff_s = 0.0
 
     @property
     def request_id(self) -> str:
-        """Names the request."""
+        """The key of the execution."""
         return self._request.request_id
 
     def request(self) -> runner_pb2.ExecuteRequest:
-        """What to send: the first time, or to go on."""
+        """The request to start or resume the execution with. Valid until the next call."""
         del self._request.resume_after[:]
         for (item_id, sample), position in self._position.items():
             self._request.resume_after.add(item_id=item_id, sample=sample, position=position)
         return self._request
 
-    def took(self, response: runner_pb2.ExecuteResponse) -> Sequence[runner_pb2.SampleChunk]:
-        """The chunks of a message, which are told to the caller now."""
+    def received(self, response: runner_pb2.ExecuteResponse) -> Sequence[runner_pb2.SampleChunk]:
+        """Records that the chunks of a message were received, and returns them."""
         if response.chunks:
-            self._pause_s = 0.0
+            self._backoff_s = 0.0
         for chunk in response.chunks:
             self._position[chunk.item_id, chunk.sample] = chunk.position + max(1, len(chunk.token_ids))
         return response.chunks
 
-    def pause_s(self, error: grpc.RpcError) -> float | None:
-        """How long to wait before going on after an error; None: it cannot be gone on."""
+    def backoff_s(self, error: grpc.RpcError) -> float | None:
+        """The delay before resuming after an error. None: the execution cannot be resumed."""
         code = error.code()
         if not self._request.HasField("keep") or code is not grpc.StatusCode.UNAVAILABLE:
             return None
-        # Not all come again at once.
-        self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s or _FIRST_PAUSE_S)
-        return self._pause_s * random.uniform(0.5, 1.0)
+        # Jitter spreads the attempts of many clients.
+        self._backoff_s = min(_MAX_BACKOFF_S, 2 * self._backoff_s or _INITIAL_BACKOFF_S)
+        return self._backoff_s * random.uniform(0.5, 1.0)

@@ -1,4 +1,4 @@
-"""Items of Execute from what people write: prompts, messages, settings; and what is wrong with that."""
+"""Converts prompts, messages and settings to items of Execute, and checks them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _PROMPTS = ("tokens", "text", "chat")
 
 
 def item(prompt: Prompt, *, item_id: str = "0", **settings: Any) -> runner_pb2.ExecuteItem:
-    """An item for `execute`. Raises TypeError or ValueError for what can be none.
+    """An item for `execute`. Raises TypeError or ValueError for invalid arguments.
 
     Args:
-        prompt: Token ids, a text that is continued, or messages: mappings with `role`, `content`, and where
-            a tool is called `tool_calls` and `tool_call_id`, as the OpenAI API has them.
-        item_id: Names it in answers; unique in its batch.
-        settings: Further fields of ExecuteItem, such as max_tokens, sampling, stop, n, constraint. The
-            `timeout` is seconds or a timedelta; a JSON schema text or what `json.dumps` takes.
+        prompt: Token ids, a text to continue, or messages: mappings with `role`, `content`, and for tools
+            `tool_calls` and `tool_call_id`, as in the OpenAI API.
+        item_id: Identifies the item in the chunks; unique in its batch.
+        settings: Other fields of ExecuteItem, such as max_tokens, sampling, stop, n, constraint. `timeout` is
+            in seconds or a timedelta. A JSON schema is a string or an object that `json.dumps` accepts.
     """
     made = runner_pb2.ExecuteItem(item_id=item_id)
     for name, value in settings.items():
@@ -52,9 +52,9 @@ def item(prompt: Prompt, *, item_id: str = "0", **settings: Any) -> runner_pb2.E
 def items_of(
     asked: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt, settings: Mapping[str, Any]
 ) -> Sequence[runner_pb2.ExecuteItem]:
-    """The items of `execute`. Several prompts are named "0", "1" and so on, and share the settings.
+    """The items of `execute`. The ids of several prompts are "0", "1" and so on; they share the settings.
 
-    Raises TypeError for settings of items that have their own, and as `item`.
+    Raises TypeError if there are both items and settings, and the errors of `item`.
     """
     if isinstance(asked, str) or not len(asked):
         return [item(asked, **settings)]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Masks of tokens in few bytes that are cheap to find."""
+"""Encodes token masks in few bytes, at a low CPU cost."""
 
 from __future__ import annotations
 
@@ -9,51 +9,52 @@ from typing import TypeAlias
 
 from quire.v1 import types_pb2
 
-# A packed mask as TokenMask has it, the ids that are allowed, or a mask that is sent as it is.
+# A packed mask as in TokenMask, the allowed ids, or a TokenMask that is sent unchanged.
 Allowed: TypeAlias = bytes | Iterable[int] | types_pb2.TokenMask
 
-# Smaller ones are sent as they are.
-_SMALL_BYTES = 64
-# So many tokens are listed at most. An id takes up to three bytes; more of them deflate as well.
-_MOST_LISTED = 128
-# Of an array that says nothing but ids: numpy's and torch's own integers.
+# Masks of at most this size are not compressed.
+_MIN_COMPRESSED_BYTES = 64
+# The maximum length of a list of ids. An id takes up to three bytes; longer lists deflate to a similar size.
+_MAX_LISTED_IDS = 128
+# The element size of an array that can only hold ids: the default integers of numpy and torch.
 _ID_BYTES = 8
-# Bits behind the vocabulary mean nothing. How large that is, nobody says here: they may be those of a word.
-_UNSURE_BYTES = 4
-_SOME_BITS = re.compile(rb"[^\0]")
+# Bits beyond the vocabulary, whose size is unknown here, may be padding of a word of this size.
+_MAX_PADDING_BYTES = 4
+_NONZERO_BYTE = re.compile(rb"[^\0]")
 
 
 def token_mask(allowed: Allowed) -> types_pb2.TokenMask:
     """The tokens that may be chosen: a packed mask, one bit for each token, or their ids.
 
-    A packed mask is bytes. Of an array of words, as libraries of grammars fill them, pass `row.tobytes()` (in
-    torch `row.numpy().tobytes()`): from an array alone nobody sees whether its numbers are words or ids. One
-    of 64-bit integers is ids.
+    A packed mask is bytes. For an array of words, as grammar libraries fill it, pass `row.tobytes()` (in
+    torch `row.numpy().tobytes()`): an array does not show whether its numbers are words or ids. An array of
+    64-bit integers is treated as ids.
 
-    A packed mask is sent in the smallest form that is cheap to find: where few tokens are allowed, as a list
-    of these; else deflated, if that is smaller. To send one as it is, pass `TokenMask(packed=...)`.
+    A packed mask is sent as a list of ids if few tokens are allowed; otherwise deflated, if that is smaller.
+    To send it unchanged, pass `TokenMask(packed=...)`.
 
     Raises:
-        TypeError: An array of smaller elements than those, or of more than one dimension.
+        TypeError: `allowed` is an array of smaller elements, or of more than one dimension.
     """
     if isinstance(allowed, types_pb2.TokenMask):
         return allowed
     if not isinstance(allowed, bytes | bytearray | memoryview):
-        # Duck typing: neither numpy nor torch is needed here. A mask that is read as ids would be believed.
+        # Duck typing, because neither numpy nor torch is a dependency. Words that are taken for ids would
+        # not be noticed.
         if getattr(allowed, "itemsize", _ID_BYTES) != _ID_BYTES or getattr(allowed, "ndim", 1) != 1:
             raise TypeError("is this array a packed mask, or ids? Pass row.tobytes(), or ids.tolist()")
         return types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=allowed))
     packed = bytes(allowed)
-    return types_pb2.TokenMask(packed=packed) if len(packed) <= _SMALL_BYTES else _smallest(packed)
+    return types_pb2.TokenMask(packed=packed) if len(packed) <= _MIN_COMPRESSED_BYTES else _compressed(packed)
 
 
-def _smallest(packed: bytes) -> types_pb2.TokenMask:
-    # A list names tokens only: where the last word could say something else, there is none.
+def _compressed(packed: bytes) -> types_pb2.TokenMask:
+    # A list may contain only tokens of the vocabulary, so it is not used if the last word has bits set.
     count = int.from_bytes(packed, "little").bit_count()
-    if 0 < count <= _MOST_LISTED and not any(packed[-_UNSURE_BYTES:]):
+    if 0 < count <= _MAX_LISTED_IDS and not any(packed[-_MAX_PADDING_BYTES:]):
         return types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=_set_bits(packed)))
-    # Never as a list of what is forbidden. Of a mask that was made for fewer tokens than the model has, this
-    # would allow the others; deflated it is refused, as it is packed.
+    # Not as a list of forbidden ids: if the mask is shorter than the vocabulary, that would allow the other
+    # tokens, while the server refuses a packed or deflated mask that is too short.
     deflated = zlib.compress(packed, 1)
     if len(deflated) < len(packed):
         return types_pb2.TokenMask(deflated=deflated)
@@ -61,6 +62,6 @@ def _smallest(packed: bytes) -> types_pb2.TokenMask:
 
 
 def _set_bits(packed: bytes) -> Iterator[int]:
-    for found in _SOME_BITS.finditer(packed):
+    for found in _NONZERO_BYTE.finditer(packed):
         byte = found[0][0]
         yield from (8 * found.start() + bit for bit in range(8) if byte >> bit & 1)

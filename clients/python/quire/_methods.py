@@ -1,19 +1,18 @@
-"""The calls of the API by name: with what, what comes back, and when each may be sent twice.
+"""The calls of the API: their request and response types, and when each is safe to retry.
 
-One that is UNAVAILABLE may have been applied before its answer was lost. It is sent again only where it would
-be answered then, and not applied twice:
+A call that fails with UNAVAILABLE may have been applied before its response was lost. It is retried only if
+it is then not applied twice:
 
     Decode, ForwardVerify, Prefill of a cache           with `position`
     Prefill of a new cache, ForkCache, ForkCaches       with a `request_id`
-    BatchPrefill, BatchDecode                           where each item may be
-    TruncateKV, ReleaseCache, RenewCache                always: the second time changes nothing
-    Forward, BatchForward, GetModelInfo, GetStatus      always: they change nothing
-    CancelExecution                                     always: the second time changes nothing
+    BatchPrefill, BatchDecode                           if each item is safe to retry
+    TruncateKV, ReleaseCache, RenewCache                always: idempotent
+    Forward, BatchForward, GetModelInfo, GetStatus      always: read-only
+    CancelExecution                                     always: idempotent
     every other call                                    never
 
-The methods of the clients say `position` and `request_id` by themselves. Calls of a Session are not sent
-again: its stream is gone with the server. Nor are those of `client.stub` and `client.runner_stub`: whoever
-makes them knows what they hold.
+The clients' methods set `position` and `request_id`. Calls on a Session are not retried, because its stream
+ends with the server. Calls on `client.stub` and `client.runner_stub` are not retried either.
 """
 
 from __future__ import annotations
@@ -38,42 +37,42 @@ def _always(_: Any) -> bool:
 
 
 def _is_fenced(append: Any) -> bool:
-    return append.HasField("position") if append.cache_id else _is_named(append)
+    return append.HasField("position") if append.cache_id else _has_request_id(append)
 
 
-def _are_fenced(batch: Any) -> bool:
+def _all_fenced(batch: Any) -> bool:
     return all(map(_is_fenced, batch.items))
 
 
-def _is_named(request: Any) -> bool:
+def _has_request_id(request: Any) -> bool:
     return bool(getattr(request, "request_id", ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[_Request, _Response]):
-    """A call of the API, whichever way it goes."""
+    """A call of the API, as a unary call or on a Session."""
 
-    # Its name as a call of its own.
+    # The name of the RPC.
     rpc: str
-    # Its name in the messages of a Session. Empty: no Session carries it.
+    # Its field in the messages of a Session. Empty: it cannot be sent on a Session.
     field: str = ""
-    # Of a request: whether it may be sent again. See the module.
-    may_repeat: Callable[[_Request], bool] = _never
-    # A call for whole texts, and not for tokens and caches.
-    is_runners: bool = False
+    # Whether a request is safe to retry; see the module docstring.
+    can_retry: Callable[[_Request], bool] = _never
+    # A call of ModelRunnerService instead of ModelExecutorService.
+    is_runner_call: bool = False
 
 
 PREFILL: Method[executor_pb2.PrefillRequest, executor_pb2.PrefillResponse] = Method(
     "Prefill", "prefill", _is_fenced
 )
 BATCH_PREFILL: Method[executor_pb2.BatchPrefillRequest, executor_pb2.BatchPrefillResponse] = Method(
-    "BatchPrefill", "batch_prefill", _are_fenced
+    "BatchPrefill", "batch_prefill", _all_fenced
 )
 DECODE: Method[executor_pb2.DecodeRequest, executor_pb2.DecodeResponse] = Method(
     "Decode", "decode", _is_fenced
 )
 BATCH_DECODE: Method[executor_pb2.BatchDecodeRequest, executor_pb2.BatchDecodeResponse] = Method(
-    "BatchDecode", "batch_decode", _are_fenced
+    "BatchDecode", "batch_decode", _all_fenced
 )
 FORWARD_VERIFY: Method[executor_pb2.ForwardVerifyRequest, executor_pb2.ForwardVerifyResponse] = Method(
     "ForwardVerify", "forward_verify", _is_fenced
@@ -85,10 +84,10 @@ BATCH_FORWARD: Method[executor_pb2.BatchForwardRequest, executor_pb2.BatchForwar
     "BatchForward", "batch_forward", _always
 )
 FORK_CACHE: Method[executor_pb2.ForkCacheRequest, executor_pb2.ForkCacheResponse] = Method(
-    "ForkCache", "fork_cache", _is_named
+    "ForkCache", "fork_cache", _has_request_id
 )
 FORK_CACHES: Method[executor_pb2.ForkCachesRequest, executor_pb2.ForkCachesResponse] = Method(
-    "ForkCaches", "fork_caches", _is_named
+    "ForkCaches", "fork_caches", _has_request_id
 )
 TRUNCATE_KV: Method[executor_pb2.TruncateKVRequest, executor_pb2.TruncateKVResponse] = Method(
     "TruncateKV", "truncate_kv", _always
@@ -100,11 +99,11 @@ RENEW_CACHE: Method[executor_pb2.RenewCacheRequest, executor_pb2.RenewCacheRespo
     "RenewCache", "renew_cache", _always
 )
 GET_MODEL_INFO: Method[executor_pb2.GetModelInfoRequest, executor_pb2.GetModelInfoResponse] = Method(
-    "GetModelInfo", may_repeat=_always
+    "GetModelInfo", can_retry=_always
 )
 GET_STATUS: Method[executor_pb2.GetStatusRequest, executor_pb2.GetStatusResponse] = Method(
-    "GetStatus", may_repeat=_always
+    "GetStatus", can_retry=_always
 )
 CANCEL_EXECUTION: Method[runner_pb2.CancelExecutionRequest, runner_pb2.CancelExecutionResponse] = Method(
-    "CancelExecution", may_repeat=_always, is_runners=True
+    "CancelExecution", can_retry=_always, is_runner_call=True
 )

@@ -1,4 +1,4 @@
-"""What an append is asked to say, and what drafts were drawn from, written from plain Python values."""
+"""Makes OutputOptions, DraftProbabilities and VerifyRows from plain Python values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DTYPES = {
     "f16": types_pb2.DATA_TYPE_F16,
 }
 
-# What a token was drawn from: a probability for each token that could have been drawn, by token or as pairs;
-# or a float32 row over the whole vocabulary, as bytes (little-endian) or as an array such as numpy's.
+# The distribution that a token was drawn from: the probability of each token that could have been drawn, as a
+# mapping or as pairs; or a float32 row over the whole vocabulary, as little-endian bytes or as an array.
 Drawn: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]] | bytes | Any
 
 
@@ -53,20 +53,21 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
     sampling: types_pb2.SamplingParams | None = None,
     **settings: Unpack[SamplingSettings],
 ) -> types_pb2.OutputOptions:
-    """How the next token is chosen, and what is said of it.
+    """How the next token is chosen, and what is returned about it.
 
     Args:
-        logprob: Say how likely the chosen token is under the model's own distribution.
-        sampled_logprob: And under what it was drawn from, after mask, penalties, temperature and cuts.
-        top_logprobs: Say so many of the most likely tokens.
-        logprob_token_ids: Say how likely these are.
-        logits: "f32", "bf16" or "f16": return the row of logits, too. Empty: do not.
-        hidden: Return hidden states: True for the last one, after the final norm, or the layers' numbers as
-            the transformers library counts them, 0 being the embedding. `hidden` of the answer has one for
-            each layer, in this order, which `floats` reads.
+        logprob: Return the log-probability of the chosen token under the model's own distribution.
+        sampled_logprob: Return its log-probability under the distribution it was drawn from: after mask,
+            penalties, temperature, top_k, top_p and min_p.
+        top_logprobs: Return this many of the most likely tokens, with their log-probabilities.
+        logprob_token_ids: Return the log-probabilities of these tokens.
+        logits: "f32", "bf16" or "f16": return the row of logits in this format. Empty: do not return it.
+        hidden: Return hidden states: True for the last one, after the final norm, or the layers' indexes in
+            the transformers library's `hidden_states`, where 0 is the embedding. The output's `hidden` has
+            one tensor for each layer, in this order; see `floats`.
         hidden_format: "f32", "bf16" or "f16".
-        allowed: The tokens that may be chosen: ids, or a packed mask in bytes; see `token_mask`. None: all.
-        sampling: Settings to begin with, such as `model_info().sampling_defaults`.
+        allowed: The tokens that may be chosen: ids, or a packed mask as bytes; see `token_mask`. None: all.
+        sampling: Default settings, such as `model_info().sampling_defaults`.
         settings: Fields of SamplingParams, such as temperature, top_k, top_p, seed. None: as in `sampling`.
 
     Raises:
@@ -96,15 +97,15 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
 
 
 def draft_probabilities(drawn: Drawn) -> types_pb2.DraftProbabilities:
-    """What a draft was drawn from, for VERIFY_ACCEPT_SPECULATIVE.
+    """The distribution that a draft was drawn from, for VERIFY_ACCEPT_SPECULATIVE.
 
     Args:
         drawn: {token: probability} or [(token, probability), ...] of all tokens that could have been drawn,
-            which together are 1; or a dense row [vocab_size], as little-endian float32 bytes, or as an array
-            of float32 (numpy's, `array("f")`).
+            which sum to 1; or a dense row [vocab_size], as little-endian float32 bytes, or as an array of
+            float32 (numpy's, `array("f")`).
 
     Raises:
-        TypeError: It is an array of something else than float32, or no array.
+        TypeError: `drawn` is an array of another element type, or not an array.
     """
     if isinstance(drawn, bytes):
         return types_pb2.DraftProbabilities(dense=drawn)
@@ -121,10 +122,10 @@ def draft_probabilities(drawn: Drawn) -> types_pb2.DraftProbabilities:
 
 
 def draft_from_top(top: types_pb2.TopLogprobs, temperature: float = 1.0) -> types_pb2.DraftProbabilities:
-    """What a draft was drawn from, out of the answer that drew it.
+    """The distribution that a draft was drawn from, computed from the draft model's response.
 
-    Right for a draft model that drew with `top_k` as many tokens as `top_logprobs` asked for, with this
-    temperature, and with no other setting; at temperature 0, for one that took the most likely token.
+    Correct if the draft model used this temperature, a `top_k` equal to `top_logprobs`, and no other setting;
+    at temperature 0, if it was greedy.
     """
     if temperature == 0:
         return types_pb2.DraftProbabilities(token_ids=top.token_ids[:1], probabilities=[1.0])
@@ -139,15 +140,15 @@ def verify_rows(
     drafts: Sequence[types_pb2.DraftProbabilities | Drawn | None] = (),
     masks: Sequence[Allowed | None] = (),
 ) -> list[types_pb2.VerifyRow]:
-    """The `rows` of a verify: one for each of its tokens, which are one more than the drafts.
+    """The `rows` of a verify: one for each token, that is one more than the number of drafts.
 
     Args:
-        drafts: What each draft was drawn from. Empty: not told, as for every kind of acceptance but one.
-        masks: Which tokens may follow each token: for each draft, and for what follows the last one. None in
-            it: as `output` says. Empty: all as `output` says.
+        drafts: The distribution of each draft, which only VERIFY_ACCEPT_SPECULATIVE needs. Empty: none.
+        masks: The mask for each draft, and for the token after the last one. An item that is None, or no
+            masks at all: the mask in `output`.
 
     Raises:
-        ValueError: There are both, and not one mask more than drafts.
+        ValueError: Both are given, and the number of masks is not that of drafts plus one.
     """
     if drafts and masks and len(masks) != len(drafts) + 1:
         raise ValueError(f"{len(drafts)} drafts have {len(drafts) + 1} masks, not {len(masks)}")

@@ -1,4 +1,4 @@
-"""Rows of numbers that answers hold, without numpy."""
+"""Decodes the tensors of a response, without numpy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.v1 import types_pb2
 
 
 def floats(tensor: types_pb2.Tensor) -> array.array[float]:
-    """The elements of a row of logits or of a hidden state; numpy and torch read the array in place.
+    """The elements of a row of logits or of a hidden state. numpy and torch can use the array without a copy.
 
     Raises:
-        ValueError: Its format is not known, or it has another number of elements than it says.
+        ValueError: The dtype is unknown, or the data does not match the shape.
     """
     values = array.array("f")
     match tensor.dtype:
@@ -24,7 +24,7 @@ def floats(tensor: types_pb2.Tensor) -> array.array[float]:
         case types_pb2.DATA_TYPE_F16:
             values.extend(struct.unpack(f"<{len(tensor.data) // 2}e", tensor.data))
         case types_pb2.DATA_TYPE_BF16:
-            # The upper half of a float32.
+            # A bfloat16 is the upper half of a float32.
             wide = bytearray(2 * len(tensor.data))
             wide[2::4], wide[3::4] = tensor.data[::2], tensor.data[1::2]
             return floats(

@@ -28,7 +28,12 @@ from quire._items import Prompt, items_of
 from quire._methods import Method
 from quire.errors import QuireError, from_rpc_error
 from quire.executions import Execution
-from quire.session import DEFAULT_CLOSE_TIMEOUT_S, DEFAULT_MAX_IN_FLIGHT, SessionStream
+from quire.session import (
+    DEFAULT_CLOSE_TIMEOUT_S,
+    DEFAULT_MAX_CALLS_PER_MESSAGE,
+    DEFAULT_MAX_IN_FLIGHT,
+    SessionStream,
+)
 from quire.text import ModelTokenizer
 from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
@@ -37,17 +42,17 @@ _Response = TypeVar("_Response", bound=Message)
 
 
 class _Call(Protocol):
-    """Makes one call with the client's time limit. Raises QuireError."""
+    """Makes one call with the client's timeout. Raises QuireError."""
 
     def __call__(self, method: Method[_Request, _Response], request: _Request, /) -> _Response: ...
 
 
 class _Caller(ABC):
-    """What can be done without a cache, whichever way the calls go."""
+    """The operations that do not need a cache, as unary calls or on a session."""
 
     @abstractmethod
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        """As _Call."""
+        """See _Call."""
 
     def prefill(
         self,
@@ -61,13 +66,13 @@ class _Caller(ABC):
         score_from: int | None = None,
         sample_seeds: Sequence[int] = (),
     ) -> Cache:
-        """Makes a cache of `token_ids`; its `output` says what follows them. The caller releases it.
+        """Creates a cache of `token_ids`; its `output` predicts the next token. The caller releases it.
 
-        `score_from` scores the tokens from this index on, into its `token_logprobs` and `token_is_argmax`.
-        For each of `sample_seeds` one more token is drawn behind them, into its `samples`.
-        With a `cache_salt` prefixes are shared only with caches of the same one.
+        `score_from` scores the tokens from this index on, into the cache's `token_logprobs` and
+        `token_is_argmax`. For each of `sample_seeds` one extra token is drawn after them, into its `samples`.
+        With a `cache_salt`, prefixes are shared only with caches of the same salt.
 
-        With a block of its own: `with client.prefill(token_ids) as cache: ...`.
+        To release the cache automatically: `with client.prefill(token_ids) as cache: ...`.
         """
         item = PrefillItem(
             token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from, sample_seeds
@@ -78,19 +83,19 @@ class _Caller(ABC):
     def batch_prefill(
         self, prompts: Prompts, *, output: types_pb2.OutputOptions | None = None
     ) -> list[Cache | QuireError]:
-        """Makes several caches in one call. The caller releases them.
+        """Creates several caches in one call. The caller releases them.
 
-        A prompt is its token ids, or a `PrefillItem` with settings of its own. What they begin with in common
-        is computed once. Failed items are returned as exceptions, in place.
+        A prompt is its token ids, or a `PrefillItem` with its own settings. Common prefixes are computed
+        once. The exceptions of failed items are returned in their places.
         """
         request = _batches.batch_prefill_request(prompts, output)
         response = self._call(_methods.BATCH_PREFILL, request)
         return _batches.batch_prefilled(response, lambda made: Cache(self._call, made))
 
     def cache(self, cache_id: str) -> Cache:
-        """A cache that was made before, perhaps by another process, as long as it is now.
+        """An existing cache, which another process may have created, with its current length.
 
-        Its lease begins anew. Its `output` is empty until the next append. Raises CacheNotFound.
+        Its lease restarts. Its `output` is empty until the next append. Raises CacheNotFound.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
         renewed = self._call(_methods.RENEW_CACHE, request)
@@ -99,9 +104,10 @@ class _Caller(ABC):
     def batch_decode(
         self, decodes: Decodes[Cache], *, output: types_pb2.OutputOptions | None = None
     ) -> list[types_pb2.StepOutput | QuireError]:
-        """Appends one token to each cache in one call. Failed items are returned as exceptions, in place.
+        """Appends one token to each cache in one call.
 
-        An item is (cache, token), or (cache, token, output) with an output of its own.
+        An item is (cache, token), or (cache, token, output) with its own output options. The exceptions of
+        failed items are returned in their places.
         """
         request = _calls.batch_decode_request(decodes, output)
         return _calls.batch_decoded(decodes, self._call(_methods.BATCH_DECODE, request))
@@ -109,12 +115,12 @@ class _Caller(ABC):
     def fork_caches(
         self, forks: Forks[Cache], *, release: Iterable[Cache] = (), request_id: str = ""
     ) -> list[list[Cache]]:
-        """Copies several caches and releases others, all of it or nothing: a step of a beam search.
+        """Copies several caches and releases others atomically, as a step of a beam search does.
 
-        A fork is (cache, count); a cache may occur once. At least one is needed, if only with a count of 0:
-        `[(caches[0], 0)], release=caches` releases all. `release` may name caches that are copied. Returns
-        the copies of each, which the caller releases. Raises PositionMismatch if one has another length than
-        is known here, and CacheNotFound if one is gone.
+        A fork is (cache, count); each cache may occur at most once. At least one fork is required, but its
+        count may be 0: `[(caches[0], 0)], release=caches` releases all. `release` may contain caches that are
+        copied. Returns the copies of each cache, which the caller releases. Raises PositionMismatch if a
+        cache has another length than its `seq_len`, and CacheNotFound if a cache does not exist.
         """
         request = _calls.fork_caches_request(forks, release, request_id)
         response = self._call(_methods.FORK_CACHES, request)
@@ -128,7 +134,7 @@ class _Caller(ABC):
         score_from: int = 0,
         cache_salt: str = "",
     ) -> executor_pb2.ForwardResponse:
-        """As `score`: the answer as it is."""
+        """Like `score`, but returns the response message."""
         request = _batches.forward_request(ScoreItem(token_ids, score_from, output, cache_salt))
         return self._call(_methods.FORWARD, request)
 
@@ -140,10 +146,10 @@ class _Caller(ABC):
         output: types_pb2.OutputOptions | None = None,
         cache_salt: str = "",
     ) -> Scored:
-        """Says how likely each token was behind those before it, and what follows it. Keeps no cache.
+        """The log-probability of each token given the tokens before it, and the predictions. Keeps no cache.
 
-        Tokens before index `score_from` are context: they are not scored, and not computed where their KV is
-        there. Of the first token nothing is said.
+        Tokens before index `score_from` are context: they are not scored, and not computed if their KV is
+        cached. The first token is never scored.
         """
         return _batches.scored(
             self.forward(token_ids, output=output, score_from=score_from, cache_salt=cache_salt)
@@ -152,23 +158,23 @@ class _Caller(ABC):
     def score_batch(
         self, texts: Texts, *, output: types_pb2.OutputOptions | None = None
     ) -> list[Scored | QuireError]:
-        """Scores several texts in one call. What they begin with in common is computed once.
+        """Scores several texts in one call. Common prefixes are computed once.
 
-        A text is its token ids, or a `ScoreItem` with settings of its own. Failed items are returned as
-        exceptions, in place.
+        A text is its token ids, or a `ScoreItem` with its own settings. The exceptions of failed items are
+        returned in their places.
         """
         request = _batches.batch_forward_request(texts, output)
         return _batches.batch_scored(self._call(_methods.BATCH_FORWARD, request))
 
     def adopt(self, cache: Cache) -> None:
-        """Lets the calls of `cache` go this way from now on. Nothing is sent."""
+        """Makes `cache` use this client or session for its calls from now on. Sends nothing."""
         cache._call = self._call  # noqa: SLF001 - a class of this module
 
 
 class Client(_Caller):
-    """A connection to a Quire server. Safe for use by several threads; close it, or use it in a `with`."""
+    """A connection to a Quire server. Thread-safe. Close it, or use `with`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the settings of a connection
         self,
         target: str = DEFAULT_TARGET,
         *,
@@ -179,19 +185,21 @@ class Client(_Caller):
         priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED,
         max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
         max_response_bytes: int = DEFAULT_MAX_RESPONSE_BYTES,
+        retries: bool = True,
     ) -> None:
-        """Connects when first used. Raises ValueError for settings that contradict themselves.
+        """Connects when first used. Raises ValueError for invalid settings.
 
         Args:
-            target: As gRPC has them, such as `host:port` and `unix:/path`.
-            timeout_s: Bounds each call, what is sent again included; None: no bound.
-            tls: True trusts public authorities; `Tls` says whom else, and who calls; gRPC's own credentials
-                are for all else.
-            token: Goes with every call. Without TLS only to this machine, as others could read it.
-            token_in_plain_view: It may go to others, too, where the network encrypts by itself.
-            priority: Who goes first, and is refused last, where there is too much to do.
-            max_request_bytes: What is larger is not sent.
-            max_response_bytes: What is larger is not taken.
+            target: A gRPC target, such as `host:port` or `unix:/path`.
+            timeout_s: The timeout of each call, including retries. None: no timeout.
+            tls: True: TLS with the public certificate authorities. `Tls`: with other authorities or a client
+                certificate. Any other gRPC channel credentials are also accepted.
+            token: Sent with every call. Without TLS it is sent only to this machine.
+            token_in_plain_view: Send the token without TLS also to other machines, for networks that encrypt.
+            priority: The scheduling priority of all calls: high ones run first and are refused last.
+            max_request_bytes: Larger requests are not sent.
+            max_response_bytes: Larger responses are refused.
+            retries: False: failed calls are never retried, even if that is safe.
         """
         link = connection(
             target,
@@ -200,6 +208,7 @@ class Client(_Caller):
             token_in_plain_view=token_in_plain_view,
             max_request_bytes=max_request_bytes,
             max_response_bytes=max_response_bytes,
+            retries=retries,
         )
         if link.credentials is None:
             self._channel = grpc.insecure_channel(target, options=link.options)
@@ -209,28 +218,33 @@ class Client(_Caller):
         self._timeout_s = timeout_s
         self._priority = priority
         self._max_request_bytes = max_request_bytes
-        # Every call for tokens and caches. These raise grpc.RpcError, and none is made again by itself.
+        self._retries = retries
+        # The generated stub of ModelExecutorService. Its calls raise grpc.RpcError and are not retried.
         self.stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
-        # Every call for whole texts, likewise.
+        # The generated stub of ModelRunnerService, likewise.
         self.runner_stub = runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
-        # What goes with every call; those of `stub` have to be given it.
+        # The metadata of every call. Pass it to the calls of the stubs.
         self.metadata = link.metadata
 
     def session(
         self,
         *,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        max_calls_per_message: int = DEFAULT_MAX_CALLS_PER_MESSAGE,
         close_timeout_s: float = DEFAULT_CLOSE_TIMEOUT_S,
     ) -> Session:
-        """Opens a stream for many calls at once: less work for each, and what is sent together runs together.
+        """Opens a stream for many concurrent calls.
 
-        Calls beyond `max_in_flight` wait. `close_timeout_s` bounds how long closing lets calls be answered.
+        Each call costs less than a unary call, and calls that are sent together are batched. Calls beyond
+        `max_in_flight` wait. A message has at most `max_calls_per_message` calls, for servers with a lower
+        limit: see GetCapabilities. Closing waits up to `close_timeout_s` for pending calls.
         """
         stream = SessionStream(
             self.stub.Session,
             metadata=self.metadata,
             timeout_s=self._timeout_s,
             max_in_flight=max_in_flight,
+            max_calls_per_message=max_calls_per_message,
             max_request_bytes=self._max_request_bytes,
         )
         return Session(stream, close_timeout_s, self._priority)
@@ -247,20 +261,22 @@ class Client(_Caller):
         timeout_s: float | None = None,
         **settings: Any,
     ) -> Execution:
-        """Generates whole texts on the server. Iterate over what is returned; leave its block to end it.
+        """Generates whole texts on the server. Iterate over the result.
 
-        Raises TypeError or ValueError for what can be no item.
+        Leaving its `with` block ends it, unless it is kept.
+        Raises TypeError or ValueError for invalid items.
 
         Args:
-            items: Items, see `quire.item`; or a prompt or several, with `settings` of theirs.
-                Several are the items "0", "1" and so on.
-            runtime: Its name; empty: the server chooses, as `policy` says.
-            policy: Such as `runner_pb2.ROUTING_POLICY_CHEAPEST`; unset: as the server is configured.
-            request_id: With which it can be asked for again. Empty: one is made.
-            keep_s: So long it survives the loss of its client or of the server, and goes on by itself here.
-            max_cost_usd: What all items may cost together; None: no bound.
-            timeout_s: Bounds the call; None: the client's.
-            settings: Fields of ExecuteItem, such as max_tokens, sampling, stop, n; for prompts only.
+            items: Items, see `quire.item`; or one or several prompts, with their `settings`. The ids of
+                several prompts are "0", "1" and so on.
+            runtime: The name of a runtime. Empty: the server chooses one by `policy`.
+            policy: Such as `runner_pb2.ROUTING_POLICY_CHEAPEST`. Unset: the server's configured policy.
+            request_id: The key to resume the execution with. Empty: one is generated.
+            keep_s: How long the server keeps the execution without a client. The stream then resumes
+                automatically after a lost connection or a server restart.
+            max_cost_usd: The maximum cost of all items together. None: no limit.
+            timeout_s: The timeout of the call. None: the client's.
+            settings: Fields of ExecuteItem, such as max_tokens, sampling, stop, n. For prompts only.
         """
         progress = Progress(
             items_of(items, settings),
@@ -272,13 +288,13 @@ class Client(_Caller):
             priority=self._priority,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        begin = functools.partial(self.runner_stub.Execute, timeout=limit_s, metadata=self.metadata)
-        return Execution(begin, progress, keep_s or 0.0, self.cancel_execution)
+        start_call = functools.partial(self.runner_stub.Execute, timeout=limit_s, metadata=self.metadata)
+        return Execution(start_call, progress, keep_s or 0.0, self.cancel_execution)
 
     def cancel_execution(self, request_id: str) -> bool:
-        """Ends an execution that is kept (`keep_s`), whoever began it. Returns whether there was one.
+        """Ends a kept execution (`keep_s`), also of another client. Returns whether there was one.
 
-        One of before the server was started again is not known until it is asked for; its time runs out.
+        After a server restart an execution is unknown until a client resumes it; without that it expires.
         """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
         answer = self._call(_methods.CANCEL_EXECUTION, request)
@@ -287,25 +303,25 @@ class Client(_Caller):
     def model_info(
         self, *, include_tokenizer: bool = False, include_chat_template: bool = False
     ) -> executor_pb2.GetModelInfoResponse:
-        """Describes the model; with tokenizer.json and the chat template if asked for."""
+        """The description of the model; with tokenizer.json and the chat template if requested."""
         request = executor_pb2.GetModelInfoRequest(
             include_tokenizer=include_tokenizer, include_chat_template=include_chat_template
         )
         return self._call(_methods.GET_MODEL_INFO, request)
 
     def tokenizer(self) -> ModelTokenizer:
-        """The model's tokenizer, which the server hands out. Needs the package `tokenizers` (extra `text`).
+        """The model's tokenizer, from the server. Needs the package `tokenizers` (extra `text`).
 
-        Raises ImportError without it, and PreconditionFailed (NO_TOKENIZER) where the model has none.
+        Raises ImportError without it, and PreconditionFailed (NO_TOKENIZER) if the model has none.
         """
         return ModelTokenizer(self.model_info(include_tokenizer=True))
 
     def status(self) -> executor_pb2.GetStatusResponse:
-        """How the gateway and its workers are."""
+        """The state of the gateway and its workers."""
         return self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest())
 
     def close(self) -> None:
-        """Ends the connection and every call on it. Caches stay until their leases run out."""
+        """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
         self._is_closed = True
         self._channel.close()
 
@@ -318,42 +334,43 @@ class Client(_Caller):
         self.close()
 
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        _calls.prioritise(request, self._priority)
-        call = getattr(self.runner_stub if method.is_runners else self.stub, method.rpc)
-        attempts = Attempts(method, request, self._timeout_s)
+        _calls.set_priority(request, self._priority)
+        call = getattr(self.runner_stub if method.is_runner_call else self.stub, method.rpc)
+        attempts = Attempts(method, request, self._timeout_s, retries=self._retries)
         while True:
             try:
                 response: _Response = call(request, timeout=attempts.left_s(), metadata=self.metadata)
                 return response
             except grpc.RpcError as error:
                 failed = from_rpc_error(error)
-            pause_s = attempts.pause_s(failed)
-            time.sleep(pause_s)
+            backoff_s = attempts.backoff_s(failed)
+            time.sleep(backoff_s)
             if self._is_closed:
                 raise failed
 
 
 class Session(_Caller):
-    """A stream of many calls. Safe for use by several threads; close it, or use it in a `with`.
+    """A stream of many calls. Thread-safe. Close it, or use `with`.
 
-    Caches that are made here make their calls here; `adopt` moves one to another session or back to the
-    client. Calls raise what the client's raise, with three differences. None is retried. A stream that breaks
-    raises SessionEnded from every call of it. And a call that was given up (its time limit passed)
-    may still be applied: an append can be repeated, and `truncate` to `seq_len` undoes it.
+    A cache that is created on a session uses it for its calls; `adopt` moves it to another session or back to
+    the client. Calls raise the same exceptions as the client's, with three differences. They are not retried.
+    If the stream breaks, each of its calls raises SessionEnded. An abandoned call (its timeout passed)
+    may still be applied: retry an append, or undo it with `truncate` to `seq_len`.
     """
 
     def __init__(self, stream: SessionStream, close_timeout_s: float, priority: types_pb2.Priority) -> None:
-        """Made by `Client.session`."""
+        """Created by `Client.session`."""
         self._stream = stream
         self._close_timeout_s = close_timeout_s
         self._priority = priority
-        # The stream's threads do not know the session, so that one that is forgotten ends.
+        # The stream's threads do not refer to the session, so that the stream of an unused session is
+        # cancelled.
         weakref.finalize(self, stream.cancel).atexit = False
 
     def close(self) -> None:
-        """Takes no more calls, lets those in flight be answered for a bounded time, and ends the stream.
+        """Refuses further calls, waits for those in flight for a limited time, and ends the stream.
 
-        Caches stay until their leases run out.
+        Caches are kept until their leases expire.
         """
         self._stream.close(self._close_timeout_s)
 
@@ -366,20 +383,20 @@ class Session(_Caller):
         self.close()
 
     def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        _calls.prioritise(request, self._priority)
+        _calls.set_priority(request, self._priority)
         return self._stream.call(method, request)
 
 
 class Cache(CacheState):
-    """A sequence that the server remembers. Release it, or use it in a `with`."""
+    """A sequence that the server stores. Release it, or use it in a `with`."""
 
     def __init__(self, call: _Call, prefilled: executor_pb2.PrefillResponse) -> None:
-        """Made by `prefill` and `fork`."""
+        """Created by `prefill` and `fork`."""
         super().__init__(prefilled)
         self._call = call
 
     def decode(self, token_id: int, *, output: types_pb2.OutputOptions | None = None) -> types_pb2.StepOutput:
-        """Appends a token; says what follows it."""
+        """Appends a token and predicts the next one."""
         request = _calls.decode_request(self, token_id, output)
         response = self._call(_methods.DECODE, request)
         return self._appended(response)
@@ -392,7 +409,7 @@ class Cache(CacheState):
         score_from: int | None = None,
         sample_seeds: Sequence[int] = (),
     ) -> types_pb2.StepOutput:
-        """Appends several tokens; says what follows the last one. The rest is as in `prefill`."""
+        """Appends several tokens and predicts the next one. The options are those of `prefill`."""
         request = self._extend_request(token_ids, output, score_from, sample_seeds)
         response = self._call(_methods.PREFILL, request)
         return self._appended(response)
@@ -407,41 +424,42 @@ class Cache(CacheState):
         rows: Sequence[types_pb2.VerifyRow] = (),
         parents: Sequence[int] = (),
     ) -> Verified:
-        """Appends the last accepted token and drafts in one forward; keeps what `accept` accepts.
+        """Appends the last accepted token and draft tokens in one forward, and keeps the accepted ones.
 
-        `score` says how likely each draft was; `rows`, which `quire.verify_rows` writes, has one for each
-        token: which tokens may follow it, and what the draft behind it was drawn from. With `parents` the
-        tokens are a tree, of which one path is kept: of each but the first the index of the one it follows.
+        `score` returns the log-probability of each draft. `rows`, which `quire.verify_rows` makes, has one
+        item for each token: the mask for the next token, and the distribution that the next draft was drawn
+        from. With `parents` the tokens are a tree, of which one path is kept; it has the index of each
+        token's parent, except for the first token.
         """
         request = self._verify_request(token_ids, output, accept, score, rows, parents)
         return self._verified(self._call(_methods.FORWARD_VERIFY, request))
 
     def truncate(self, new_len: int) -> None:
-        """Shortens the cache to `new_len` tokens. `output` is of no meaning until the next append.
+        """Truncates the cache to `new_len` tokens. `output` is invalid until the next append.
 
-        To `seq_len`: takes back an append that was given up and may have been applied. Shorter: raises
-        PositionMismatch if the cache has another length than is known here.
+        With `seq_len` it undoes an abandoned append that may have been applied. With a shorter length it
+        raises PositionMismatch if the length of the cache is not `seq_len`.
         """
         request = self._truncate_request(new_len)
         response = self._call(_methods.TRUNCATE_KV, request)
         self.seq_len = response.kv_cache.seq_len
 
     def fork(self, count: int = 1, *, release: Iterable[Cache] = (), request_id: str = "") -> list[Cache]:
-        """Makes copies that share pages with this cache. The caller releases them.
+        """Copies the cache. The copies share its pages, and the caller releases them.
 
-        `release` is forgotten behind that, in the same call; this cache itself may be among it.
+        The caches in `release`, which may include this one, are released afterwards in the same call.
         """
         request = self._fork_request(count, release, request_id)
         response = self._call(_methods.FORK_CACHE, request)
         return [Cache(self._call, copy) for copy in self._forked(response)]
 
     def renew(self, lease_s: float | None = None) -> None:
-        """Lets the cache live for `lease_s` seconds from now without being used; None: its lease anew."""
+        """Keeps the cache for `lease_s` seconds from now without use. None: restarts its lease."""
         request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id, lease=_calls.duration(lease_s))
         self._call(_methods.RENEW_CACHE, request)
 
     def release(self) -> bool:
-        """Forgets the cache. False if it was not there any more."""
+        """Releases the cache. Returns False if it did not exist any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.cache_id)
         response = self._call(_methods.RELEASE_CACHE, request)
         return response.released
@@ -455,6 +473,6 @@ class Cache(CacheState):
         try:
             self.release()
         except QuireError:
-            # What ended the block matters more; the lease takes care of the cache.
+            # Do not hide the exception of the block. The cache is released when its lease expires.
             if error is None:
                 raise

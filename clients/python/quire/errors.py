@@ -1,4 +1,4 @@
-"""What a call can raise.
+"""The exceptions of failed calls.
 
     QuireError
     ├── InvalidRequest        INVALID_ARGUMENT; `violations` names the fields
@@ -6,19 +6,19 @@
     │   ├── CacheNotFound
     │   └── RuntimeNotFound
     ├── PreconditionFailed    FAILED_PRECONDITION
-    │   └── PositionMismatch  the cache has another length than this client believes: `seq_len`
+    │   └── PositionMismatch  the cache has another length than expected: `seq_len`
     ├── OutOfRange            OUT_OF_RANGE
     ├── ResourceExhausted     RESOURCE_EXHAUSTED
-    ├── Aborted               ABORTED: another call has taken this one's place
+    ├── Aborted               ABORTED: another call replaced or blocks this one
     ├── Unavailable           UNAVAILABLE, after the retries
-    │   └── SessionEnded      the session is closed or broken: what ended it is the __cause__
+    │   └── SessionEnded      the session is closed or broken; its cause is the __cause__
     ├── Unauthenticated       UNAUTHENTICATED
-    ├── PermissionDenied      PERMISSION_DENIED: the token has not the role
+    ├── PermissionDenied      PERMISSION_DENIED: the token does not have the role
     ├── DeadlineExceeded      DEADLINE_EXCEEDED
     ├── Cancelled             CANCELLED
     └── InternalError         everything else
 
-`reason` is stable and meant for programs, the message for people.
+`reason` is stable and machine-readable. The message is for humans.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ class QuireError(Exception):
     ) -> None:
         super().__init__(f"{code.name} {reason}: {message}" if reason else f"{code.name}: {message}")
         self.code = code
-        # Such as "KV_EXHAUSTED". Empty if the failure was not told by a Quire server.
+        # Such as "KV_EXHAUSTED". Empty if the failure was not reported by a Quire server.
         self.reason = reason
         self.message = message
-        # Numbers that go with the reason, as strings, and perhaps the server's request_id.
+        # Details of the reason, such as numbers, as strings. May include the server's request_id.
         self.metadata = dict(metadata or {})
-        # How long to wait before trying again. None: trying again will not help, or nothing is known.
+        # How long to wait before a retry. None: a retry does not help, or it is not known.
         self.retry_delay_s = retry_delay_s
         # (field, what is wrong with it)
         self.violations = tuple(violations)
 
 
 class InvalidRequest(QuireError):
-    """The request itself is wrong."""
+    """The request is invalid."""
 
 
 class NotFound(QuireError):
-    """The server has nothing of that name."""
+    """The named object does not exist."""
 
 
 class RuntimeNotFound(NotFound):
@@ -76,11 +76,11 @@ class CacheNotFound(NotFound):
 
 
 class PreconditionFailed(QuireError):
-    """It cannot be done in the state that things are in."""
+    """The current state does not allow the call."""
 
 
 class PositionMismatch(PreconditionFailed):
-    """Somebody else changed the cache, or an earlier call was applied without this client's knowledge."""
+    """Another client changed the cache, or an earlier call was applied although its response was lost."""
 
     @property
     def seq_len(self) -> int:
@@ -89,39 +89,39 @@ class PositionMismatch(PreconditionFailed):
 
 
 class OutOfRange(QuireError):
-    """Past the end of the cache, or of the model's context."""
+    """A position is beyond the end of the cache, or of the model's context."""
 
 
 class ResourceExhausted(QuireError):
-    """No pages, no room in the queue, or no quota left; or a message over the size limit."""
+    """The KV pages, the queue or the quota are exhausted, or a message exceeds the size limit."""
 
 
 class Aborted(QuireError):
-    """Another call has taken its place, or is in its way: `reason` says RESUMED_ELSEWHERE, or LOADING."""
+    """Another call replaced this one (`reason` RESUMED_ELSEWHERE), or blocks it (LOADING)."""
 
 
 class Unavailable(QuireError):
-    """The server cannot be reached, or has no worker, or cannot write its journal. Caches stay."""
+    """The server is unreachable, has no worker, or cannot write its journal. Caches are kept."""
 
 
 class SessionEnded(Unavailable):
-    """The session is closed or broken; what ended it is the `__cause__`, and its reason is `reason`.
+    """The session is closed or broken. The error that ended it is the `__cause__`; `reason` is its reason.
 
-    Appends may be repeated on another session: see `adopt`. One that was applied is answered, never applied
-    twice.
+    Appends can be retried on another session, see `adopt`. An append that was already applied returns its
+    response and is not applied twice.
     """
 
 
 class Unauthenticated(QuireError):
-    """The server does not know who calls: no token, or one that it does not know."""
+    """The call has no token, or an unknown one."""
 
 
 class PermissionDenied(QuireError):
-    """The token has not the role that the call needs."""
+    """The token does not have the role that the call requires."""
 
 
 class DeadlineExceeded(QuireError):
-    """The time limit passed. An append may have been applied: repeating it is safe."""
+    """The timeout passed. An append may have been applied; retrying it is safe."""
 
 
 class Cancelled(QuireError):
@@ -129,7 +129,7 @@ class Cancelled(QuireError):
 
 
 class InternalError(QuireError):
-    """The server failed, or answered in a way that this client does not know."""
+    """The server failed, or its response is unknown to this client."""
 
 
 _BY_REASON: Mapping[str, type[QuireError]] = {
@@ -160,7 +160,7 @@ def from_status(status: status_pb2.Status) -> QuireError:
     request = error_details_pb2.BadRequest()
     retry_delay_s = None
     for detail in status.details:
-        # Unpack fills the message that the detail is of, and leaves the others alone.
+        # Unpack fills a message only if the detail is of its type.
         if detail.Unpack(retry):
             retry_delay_s = retry.retry_delay.ToNanoseconds() / 1e9
         elif not detail.Unpack(info):
@@ -177,14 +177,14 @@ def from_status(status: status_pb2.Status) -> QuireError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> QuireError:
-    """The exception for what a gRPC call raised, with the rich details that Quire attaches."""
+    """The exception for a failed gRPC call, with the error details that Quire attaches."""
     assert isinstance(error, grpc.aio.AioRpcError | grpc.Call)
     code = error.code()
     status = status_pb2.Status(code=code.value[0], message=error.details() or "")
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
             rich = _parse(value)
-            # A proxy may have replaced the status; then the details are about another failure.
+            # If a proxy has replaced the status, the details describe another failure.
             if rich is not None and rich.code == status.code:
                 status = rich
     return from_status(status)

@@ -1,4 +1,4 @@
-"""Streams of whole texts: what `execute` returns."""
+"""Streams of generated text, which `execute` returns."""
 
 from __future__ import annotations
 
@@ -14,73 +14,73 @@ from quire._executions import Progress
 from quire.errors import Cancelled, from_rpc_error
 from quire.v1 import runner_pb2
 
-# Begins the stream with a request.
-Begin = Callable[[runner_pb2.ExecuteRequest], Any]
+# Starts the call with a request.
+StartCall = Callable[[runner_pb2.ExecuteRequest], Any]
 
 
-class _Resuming:
-    """A stream of chunks that is begun anew, where it was, if it breaks off."""
+class _ResumableStream:
+    """A stream of chunks that resumes where it was after it breaks."""
 
     def __init__(
-        self, begin: Begin, progress: Progress, keep_s: float, cancel_kept: Callable[[str], Any]
+        self, start_call: StartCall, progress: Progress, keep_s: float, cancel_kept: Callable[[str], Any]
     ) -> None:
-        """Made by `execute`. `cancel_kept` ends one that is kept, by its request_id."""
-        self._begin = begin
+        """Created by `execute`. `cancel_kept` cancels a kept execution by its request_id."""
+        self._start_call = start_call
         self._progress = progress
-        # So long the server keeps it; after so long it is given up here.
+        # How long the server keeps the execution, and how long this client tries to resume it.
         self._keep_s = keep_s
         self._cancel_kept = cancel_kept
-        self._call: Any = begin(progress.request())
-        # Since when it has not come to anything. None: it has.
-        self._broken_s: float | None = None
-        # Which runtime was taken, and why. None until the first message has come.
+        self._call: Any = start_call(progress.request())
+        # When the stream broke without a chunk since then. None: it is connected.
+        self._disconnected_at_s: float | None = None
+        # The runtime and why it was chosen. None until the first message.
         self.started: runner_pb2.ExecutionStarted | None = None
         self._cancelled = threading.Event()
-        # Of `_call`: whoever ends it ends the last one.
+        # Guards `_call`, so that `_stop` cancels the latest one.
         self._lock = threading.Lock()
 
     @property
     def request_id(self) -> str:
-        """With which it can be asked for again, or cancelled."""
+        """The key to resume or cancel the execution with."""
         return self._progress.request_id
 
-    def _leave(self) -> None:
-        """From now on it is not begun anew."""
+    def _stop(self) -> None:
+        """Cancels the call and does not resume it."""
         self._cancelled.set()
         with self._lock:
             self._call.cancel()
 
-    def _begin_anew(self) -> None:
-        """Raises Cancelled if it was left meanwhile."""
+    def _resume(self) -> None:
+        """Starts the call again. Raises Cancelled if it was cancelled meanwhile."""
         with self._lock:
             if self._cancelled.is_set():
                 raise Cancelled(grpc.StatusCode.CANCELLED, "", "the execution was left")
-            self._call = self._begin(self._progress.request())
+            self._call = self._start_call(self._progress.request())
 
-    def _took(self, response: runner_pb2.ExecuteResponse) -> Sequence[runner_pb2.SampleChunk]:
+    def _received(self, response: runner_pb2.ExecuteResponse) -> Sequence[runner_pb2.SampleChunk]:
         if response.chunks:
-            # That it was accepted once more is not enough: it may break off there each time.
-            self._broken_s = None
+            # Accepting the call again is not progress: it may break before the first chunk each time.
+            self._disconnected_at_s = None
         if response.HasField("started"):
             self.started = response.started
-        return self._progress.took(response)
+        return self._progress.received(response)
 
-    def _pause_s(self, error: grpc.RpcError) -> float:
-        """How long to wait before it is begun anew. Raises QuireError: it cannot be."""
-        pause_s = None if self._cancelled.is_set() else self._progress.pause_s(error)
+    def _backoff_s(self, error: grpc.RpcError) -> float:
+        """The delay before resuming. Raises QuireError if the stream cannot be resumed."""
+        backoff_s = None if self._cancelled.is_set() else self._progress.backoff_s(error)
         now_s = time.monotonic()
-        self._broken_s = now_s if self._broken_s is None else self._broken_s
-        if pause_s is None or now_s + pause_s > self._broken_s + self._keep_s:
+        self._disconnected_at_s = now_s if self._disconnected_at_s is None else self._disconnected_at_s
+        if backoff_s is None or now_s + backoff_s > self._disconnected_at_s + self._keep_s:
             raise from_rpc_error(error) from None
-        return pause_s
+        return backoff_s
 
 
-class Execution(_Resuming):
-    """The chunks of a batch, as they come. Iterate over it once; leaving its `with`, or `cancel`, ends it.
+class Execution(_ResumableStream):
+    """The chunks of a batch, as they are generated. Iterate over it once.
 
-    With `keep_s` it goes on by itself where a connection was lost or the server started again, and gives up
-    when it could not for that long; leaving its `with` does not end it on the server, `cancel` does. A sample
-    that fails says so in its last chunk.
+    Leaving its `with` block or calling `cancel` ends it. With `keep_s` the stream resumes after a lost
+    connection or a server restart, and fails after trying for that long. Leaving its `with` block does not
+    end the execution on the server; `cancel` does. The last chunk of a failed sample has the error.
     """
 
     def __iter__(self) -> Iterator[runner_pb2.SampleChunk]:
@@ -88,23 +88,24 @@ class Execution(_Resuming):
         while True:
             try:
                 for response in self._call:
-                    yield from self._took(response)
+                    yield from self._received(response)
                 return
             except grpc.RpcError as error:
-                pause_s = self._pause_s(error)
-            self._cancelled.wait(pause_s)
-            self._begin_anew()
+                backoff_s = self._backoff_s(error)
+            self._cancelled.wait(backoff_s)
+            self._resume()
 
     def cancel(self) -> None:
-        """Ends it. Nothing happens if it has ended. Raises QuireError: a kept one may go on."""
+        """Ends the execution, if it has not ended. If it raises QuireError, a kept execution may continue."""
         self._cancelled.set()
         try:
             if self._keep_s and not self._cancel_kept(self.request_id):
-                # It may have been on its way there: what comes behind its end finds it.
-                self._leave()
+                # The request may not have reached the server yet. After the call is cancelled it has
+                # arrived or never will, so that a second attempt finds it.
+                self._stop()
                 self._cancel_kept(self.request_id)
         finally:
-            self._leave()
+            self._stop()
 
     def __enter__(self) -> Self:
         return self
@@ -112,34 +113,34 @@ class Execution(_Resuming):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave()
+        self._stop()
 
 
-class AsyncExecution(_Resuming):
-    """As `Execution`, with `async for` and `async with`."""
+class AsyncExecution(_ResumableStream):
+    """Like `Execution`, with `async for` and `async with`."""
 
     async def __aiter__(self) -> AsyncIterator[runner_pb2.SampleChunk]:
         """Raises QuireError."""
         while True:
             try:
                 async for response in self._call:
-                    for chunk in self._took(response):
+                    for chunk in self._received(response):
                         yield chunk
                 return
             except grpc.RpcError as error:
-                pause_s = self._pause_s(error)
-            await asyncio.sleep(pause_s)
-            self._begin_anew()
+                backoff_s = self._backoff_s(error)
+            await asyncio.sleep(backoff_s)
+            self._resume()
 
     async def cancel(self) -> None:
         """See `Execution.cancel`."""
         self._cancelled.set()
         try:
             if self._keep_s and not await self._cancel_kept(self.request_id):
-                self._leave()
+                self._stop()
                 await self._cancel_kept(self.request_id)
         finally:
-            self._leave()
+            self._stop()
 
     async def __aenter__(self) -> Self:
         return self
@@ -147,4 +148,4 @@ class AsyncExecution(_Resuming):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave()
+        self._stop()

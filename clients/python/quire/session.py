@@ -1,9 +1,9 @@
-"""The stream under a Session: for threads, and for the tasks of an event loop.
+"""The stream of a Session: for threads, and for the tasks of an event loop.
 
-Calls that are made while a message is being sent go together into the next one, and so run together. Nobody
-waits for good: when the stream ends, however it ends, every call that is not answered raises SessionEnded,
-and so does every later one. The bound on calls in flight lies below the server's own, and answers are read as
-they come, so neither end has to stop the other.
+Calls that are made while a message is being sent go into the next message together, and so are batched. When
+the stream ends, for any reason, every unanswered call raises SessionEnded, and so does every later one. The
+limit on calls in flight is below the server's own, and responses are read immediately, so the server never
+stops reading.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from quire._ledger import Ledger, response_of
 from quire._methods import Method
+from quire._pending_calls import PendingCalls, response_of
 from quire.errors import Cancelled, DeadlineExceeded, QuireError, from_rpc_error
 from quire.v1 import executor_pb2
 
 __all__ = ["AsyncSessionStream", "SessionStream"]
 
-# A quarter of the calls that a server holds for one session by default.
+# A quarter of a server's default limit on the calls of one session.
 DEFAULT_MAX_IN_FLIGHT = 256
+# A server's default limit.
+DEFAULT_MAX_CALLS_PER_MESSAGE = 4096
 DEFAULT_CLOSE_TIMEOUT_S = 10.0
-# Between cancelling a stream and its end, which needs no answer from the server.
+# The maximum time for a cancelled stream to end. It does not depend on the server.
 _CANCEL_TIMEOUT_S = 5.0
 
-# What goes with the stream.
+# The metadata of the stream.
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 _Request = TypeVar("_Request", bound=Message)
@@ -40,7 +42,7 @@ _Result = executor_pb2.SessionResult
 
 
 class SessionStream:
-    """A stream for use by several threads. One thread of its own reads the answers, one of gRPC's writes."""
+    """A stream for several threads. Its own thread reads responses; a thread of gRPC sends requests."""
 
     def __init__(
         self,
@@ -51,67 +53,71 @@ class SessionStream:
         metadata: Metadata | None,
         timeout_s: float | None,
         max_in_flight: int,
+        max_calls_per_message: int,
         max_request_bytes: int,
     ) -> None:
-        """Opens the stream; whether a server is there shows with the first call."""
+        """Opens the stream. If the server is unreachable, the first call fails."""
         self._timeout_s = timeout_s
-        self._room = threading.Semaphore(_at_least_one(max_in_flight))
-        # Guards the ledger; notified when there is something to send.
-        self._news = threading.Condition()
-        self._ledger: Ledger[concurrent.futures.Future[_Result]] = Ledger(
-            max_request_bytes, self._news.notify, lambda count: self._room.release(count) if count else None
+        self._slots = threading.Semaphore(_at_least_one(max_in_flight))
+        # Guards the pending calls. Notified when there is something to send.
+        self._condition = threading.Condition()
+        self._pending: PendingCalls[concurrent.futures.Future[_Result]] = PendingCalls(
+            max_request_bytes,
+            max_calls_per_message,
+            self._condition.notify,
+            lambda count: self._slots.release(count) if count else None,
         )
         self._stream = open_stream(self._outgoing(), metadata=metadata)
-        # A daemon, so that a program can end without closing its sessions.
+        # A daemon thread, so that a program can exit without closing its sessions.
         self._reader = threading.Thread(target=self._read, name="quire-session", daemon=True)
         self._reader.start()
 
     def call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        """Makes a call and waits for its answer. Raises QuireError."""
+        """Makes a call and waits for its response. Raises QuireError."""
         began_s = time.monotonic()
         answer: concurrent.futures.Future[_Result] = concurrent.futures.Future()
-        if not self._room.acquire(timeout=self._timeout_s):
-            raise _too_late(self._timeout_s)
+        if not self._slots.acquire(timeout=self._timeout_s):
+            raise _deadline_exceeded(self._timeout_s)
         try:
-            with self._news:
-                self._ledger.add(method, request, answer, self._left_s(began_s))
+            with self._condition:
+                self._pending.add(method, request, answer, self._left_s(began_s))
         except QuireError:
-            self._room.release()
+            self._slots.release()
             raise
         try:
             return response_of(method, answer.result(self._left_s(began_s)))
         except TimeoutError:
             self._abandon(request, answer)
-            raise _too_late(self._timeout_s) from None
+            raise _deadline_exceeded(self._timeout_s) from None
         except KeyboardInterrupt:
             self._abandon(request, answer)
             raise
 
     def close(self, timeout_s: float) -> None:
-        """Lets open calls be answered, for `timeout_s` at most, and ends the stream. Can be called again."""
-        with self._news:
-            self._ledger.close()
+        """Waits up to `timeout_s` for pending calls, then ends the stream. Idempotent."""
+        with self._condition:
+            self._pending.close()
         self._reader.join(timeout_s)
         self.cancel()
         self._reader.join(_CANCEL_TIMEOUT_S)
 
     def cancel(self) -> None:
-        """Ends the stream at once, without waiting; takes no lock, so that a finalizer may call it."""
+        """Cancels the stream without waiting. Takes no lock, so that a finalizer can call it."""
         self._stream.cancel()
 
     def _left_s(self, began_s: float) -> float | None:
         return None if self._timeout_s is None else self._timeout_s - (time.monotonic() - began_s)
 
     def _abandon(self, request: Message, answer: concurrent.futures.Future[_Result]) -> None:
-        with self._news:
+        with self._condition:
             if not answer.cancel() and answer.exception() is None:
-                self._ledger.disown(request, answer.result())
+                self._pending.release_abandoned(request, answer.result())
 
     def _outgoing(self) -> Iterator[executor_pb2.SessionRequest]:
         while True:
-            with self._news:
-                self._news.wait_for(lambda: not self._ledger.is_quiet)
-                message = self._ledger.next_message()
+            with self._condition:
+                self._condition.wait_for(lambda: not self._pending.is_idle)
+                message = self._pending.next_message()
             if message is None:
                 return
             yield message
@@ -120,17 +126,17 @@ class SessionStream:
         cause: QuireError | None = None
         try:
             for message in self._stream:
-                with self._news:
-                    self._ledger.answered(message)
+                with self._condition:
+                    self._pending.answered(message)
         except grpc.RpcError as error:
             cause = from_rpc_error(error)
         finally:
-            with self._news:
-                self._ledger.end(cause)
+            with self._condition:
+                self._pending.end(cause)
 
 
 class AsyncSessionStream:
-    """A stream for the tasks of the event loop in which it was made."""
+    """A stream for the tasks of the event loop in which it was created."""
 
     def __init__(
         self,
@@ -141,14 +147,15 @@ class AsyncSessionStream:
         metadata: Metadata | None,
         timeout_s: float | None,
         max_in_flight: int,
+        max_calls_per_message: int,
         max_request_bytes: int,
     ) -> None:
-        """Opens the stream; whether a server is there shows with the first call."""
+        """Opens the stream. If the server is unreachable, the first call fails."""
         self._timeout_s = timeout_s
-        self._room = asyncio.Semaphore(_at_least_one(max_in_flight))
-        self._news = asyncio.Event()
-        self._ledger: Ledger[asyncio.Future[_Result]] = Ledger(
-            max_request_bytes, self._news.set, self._give_room
+        self._slots = asyncio.Semaphore(_at_least_one(max_in_flight))
+        self._wakeup = asyncio.Event()
+        self._pending: PendingCalls[asyncio.Future[_Result]] = PendingCalls(
+            max_request_bytes, max_calls_per_message, self._wakeup.set, self._release_slots
         )
         self._loop = asyncio.get_running_loop()
         self._stream = open_stream(self._outgoing(), metadata=metadata)
@@ -157,29 +164,29 @@ class AsyncSessionStream:
         self._reader = self._loop.create_task(self._read(), name="quire-session")
 
     async def call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        """Makes a call and waits for its answer. Raises QuireError."""
+        """Makes a call and waits for its response. Raises QuireError."""
         answer: asyncio.Future[_Result] = self._loop.create_future()
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                await self._room.acquire()
+                await self._slots.acquire()
                 try:
                     until_s = limit.when()
                     left_s = None if until_s is None else until_s - self._loop.time()
-                    self._ledger.add(method, request, answer, left_s)
+                    self._pending.add(method, request, answer, left_s)
                 except QuireError:
-                    self._room.release()
+                    self._slots.release()
                     raise
                 return response_of(method, await answer)
         except TimeoutError:
             self._abandon(request, answer)
-            raise _too_late(self._timeout_s) from None
+            raise _deadline_exceeded(self._timeout_s) from None
         except asyncio.CancelledError:
             self._abandon(request, answer)
             raise
 
     async def close(self, timeout_s: float) -> None:
-        """Lets open calls be answered, for `timeout_s` at most, and ends the stream. Can be called again."""
-        self._ledger.close()
+        """Waits up to `timeout_s` for pending calls, then ends the stream. Idempotent."""
+        self._pending.close()
         try:
             await asyncio.wait({self._reader}, timeout=timeout_s)
         finally:
@@ -187,25 +194,25 @@ class AsyncSessionStream:
         await asyncio.wait({self._reader}, timeout=_CANCEL_TIMEOUT_S)
 
     def cancel(self) -> None:
-        """Ends the stream soon, without waiting. For finalizers, which run in any thread."""
-        with contextlib.suppress(RuntimeError):  # The loop is closed, and the stream with it.
+        """Cancels the stream without waiting. Thread-safe, because finalizers run in any thread."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed, and so is the stream.
             self._loop.call_soon_threadsafe(self._stream.cancel)
 
     def _abandon(self, request: Message, answer: asyncio.Future[_Result]) -> None:
-        # An answer may have come in the very moment in which its caller was cancelled.
+        # The response may have arrived just before the caller was cancelled.
         if answer.done() and not answer.cancelled() and answer.exception() is None:
-            self._ledger.disown(request, answer.result())
+            self._pending.release_abandoned(request, answer.result())
 
-    def _give_room(self, count: int) -> None:
+    def _release_slots(self, count: int) -> None:
         for _ in range(count):
-            self._room.release()
+            self._slots.release()
 
     async def _outgoing(self) -> AsyncIterator[executor_pb2.SessionRequest]:
         while True:
-            while self._ledger.is_quiet:
-                self._news.clear()
-                await self._news.wait()
-            message = self._ledger.next_message()
+            while self._pending.is_idle:
+                self._wakeup.clear()
+                await self._wakeup.wait()
+            message = self._pending.next_message()
             if message is None:
                 return
             yield message
@@ -214,22 +221,22 @@ class AsyncSessionStream:
         cause: QuireError | None = None
         try:
             async for message in self._stream:
-                self._ledger.answered(message)
+                self._pending.answered(message)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.INTERNAL and self._first_status is not None:
                 error = self._first_status
             cause = from_rpc_error(error)
         except asyncio.CancelledError:
-            # The stream was, or the loop is coming to its end; either way this task ends here.
-            cause = _cut_off()
+            # The stream was cancelled, or the event loop is being closed.
+            cause = _cancelled()
         finally:
-            self._ledger.end(cause)
+            self._pending.end(cause)
 
     def _keep_first_status(self, stream: Any) -> None:
-        """Keeps what the server said when it ended the stream.
+        """Keeps the status with which the server ended the stream.
 
-        If a message was being sent at that moment, grpcio may replace the status by INTERNAL "Internal error
-        from Core" right after it came (grpc/grpc issue 36066).
+        If a message was being sent at that moment, grpcio may then replace the status by INTERNAL "Internal
+        error from Core" (grpc/grpc issue 36066).
         """
         code, details = _result_of(stream.code()), _result_of(stream.details())
         trailing = _result_of(stream.trailing_metadata())
@@ -237,7 +244,7 @@ class AsyncSessionStream:
 
 
 def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns that has nothing to wait for: a callback cannot await it."""
+    """The result of a coroutine that does not suspend, for callbacks, which cannot await it."""
     try:
         coroutine.send(None)
     except StopIteration as finished:
@@ -251,9 +258,9 @@ def _at_least_one(max_in_flight: int) -> int:
     return max_in_flight
 
 
-def _too_late(timeout_s: float | None) -> DeadlineExceeded:
+def _deadline_exceeded(timeout_s: float | None) -> DeadlineExceeded:
     return DeadlineExceeded(grpc.StatusCode.DEADLINE_EXCEEDED, "", f"no answer within {timeout_s} s")
 
 
-def _cut_off() -> Cancelled:
+def _cancelled() -> Cancelled:
     return Cancelled(grpc.StatusCode.CANCELLED, "", "cancelled by this client")

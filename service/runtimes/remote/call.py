@@ -1,11 +1,11 @@
-"""One request to a provider: sent until it is answered, or cannot be."""
+"""One request to a provider, with retries."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import runner_pb2
@@ -13,28 +13,47 @@ from quire.v1 import runner_pb2
 from service.api.status import to_status
 from service.errors import DeadlinePassed, ProviderFailure, QuireError
 from service.logging import current_request_id, get_logger
-from service.runtimes.base import Batch, Outlet
+from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.remote import exchange, failures, retries
-from service.runtimes.remote.breaker import Pass
-from service.runtimes.remote.failures import Unread, failure
-from service.runtimes.remote.provider import Provider
+from service.runtimes.remote.breaker import Breaker, Result
+from service.runtimes.remote.clock import Clock
+from service.runtimes.remote.config import ProviderConfig
+from service.runtimes.remote.dialects.base import Dialect
+from service.runtimes.remote.failures import ReaderStalled, failure
+from service.runtimes.remote.limiter import Limiter
 from service.runtimes.remote.samples import Samples
-from service.runtimes.remote.sessions import Session
+from service.runtimes.remote.sessions import HttpSession, SessionPool
 from service.runtimes.remote.sse import EventParser
 
 _log = get_logger(__name__)
+# Reasons that count as failures for the circuit breaker.
+_UNHEALTHY = frozenset({"NETWORK_ERROR", "SERVER_ERROR", "TIMEOUT"})
+# The retry delay while another request probes the provider.
+_PROBE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What an item asks for, once for all requests for samples of it: a prompt may be large."""
+class Provider:
+    """The parts of one provider that all its calls share."""
+
+    config: ProviderConfig
+    dialect: Dialect
+    sessions: SessionPool
+    limiter: Limiter
+    breaker: Breaker
+    clock: Clock
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRequest:
+    """The request body of an item, shared by all its calls: a prompt may be large."""
 
     body: bytes
-    # That one of them will use, at most.
+    # The most that one call is expected to use.
     expected: runner_pb2.Usage
 
 
-class Call:
+class ProviderCall:
     """A request for some samples of one item."""
 
     def __init__(
@@ -42,171 +61,190 @@ class Call:
         provider: Provider,
         batch: Batch,
         item: runner_pb2.ExecuteItem,
-        request: Request,
+        request: ItemRequest,
         indexes: Sequence[int],
         deadline_s: float | None,
-        outlet: Outlet,
+        sink: ChunkSink,
     ) -> None:
-        """`indexes`: of the samples. `deadline_s` is on the clock of the provider."""
+        """`indexes`: of the item's samples. `deadline_s` is on the provider's `clock`."""
         self._provider = provider
+        self._clock = provider.clock
         self._batch = batch
         self._item = item
         self._request = request
         self._indexes = indexes
         self._deadline_s = math.inf if deadline_s is None else deadline_s
-        self._outlet = outlet
+        self._sink = sink
         self._samples = self._new_samples()
-        # Whose credentials were used last.
-        self._session: Session | None = None
+        # The session of the last attempt.
+        self._session: HttpSession | None = None
 
     async def run(self) -> None:
         """Puts out chunks up to the last of each sample. Raises nothing but CancelledError."""
         error: QuireError | None = None
-        tenant, now_s = self._batch.tenant, self._provider.clock.now_s()
-        try:
-            with contextlib.nullcontext() if tenant is None else tenant.remote_call(now_s):
-                await self._run()
-        except QuireError as caught:
-            error = caught.untraced()
-        except Exception as bug:
-            error = failures.internal(bug)
-        if error is not None:
-            self._samples.fail(to_status(error, current_request_id()))
-
-    async def _run(self) -> None:
-        left_s = self._left_s()
+        tenant, left_s = self._batch.tenant, self._time_left_s()
         until = asyncio.timeout(None if math.isinf(left_s) else left_s)
-        has_passed = False
         try:
-            async with until:
-                await self._until_answered()
-        except TimeoutError:
-            if not until.expired():
-                raise
-            has_passed = True
-        if has_passed:
-            raise DeadlinePassed
+            with contextlib.nullcontext() if tenant is None else tenant.remote_call(self._clock.now_s()):
+                async with until:
+                    await self._send_with_retries()
+        except QuireError as caught:
+            error = caught.without_traceback()
+        except Exception as caught:
+            has_passed = isinstance(caught, TimeoutError) and until.expired()
+            error = DeadlinePassed() if has_passed else failures.internal(caught)
+        if error is not None:
+            self._samples.end(to_status(error, current_request_id()))
 
-    async def _until_answered(self) -> None:
+    async def _send_with_retries(self) -> None:
         tries, has_renewed = 0, False
         while True:
-            refused = await self._attempt()
-            if refused is None:
+            error = await self._attempt()
+            if error is None:
                 return
-            # Said is said: to begin anew would say it twice.
+            # Chunks were already put out. A retry would repeat them.
             if self._samples.has_put:
-                raise refused
-            if refused.reason == "UNAUTHORIZED" and self._session is not None and not has_renewed:
+                raise error
+            if error.reason == "UNAUTHORIZED" and self._session is not None and not has_renewed:
                 has_renewed = True
                 await self._provider.sessions.renew(self._session)
             else:
-                await self._pause(refused, tries)
+                await self._back_off(error, tries)
                 tries += 1
             self._samples = self._new_samples()
 
-    async def _pause(self, refused: ProviderFailure, tries: int) -> None:
-        """Waits for the next try. Raises the failure if there is none."""
-        clock = self._provider.clock
+    async def _back_off(self, error: ProviderFailure, tries: int) -> None:
+        """Waits before the next retry. Raises the failure if there is none."""
         config = self._provider.config
-        delay_s = retries.delay_s(refused, tries, self._left_s(), config, clock.uniform)
+        delay_s = retries.delay_s(error, tries, self._time_left_s(), config, self._clock.uniform)
         if delay_s is None:
-            raise refused
-        _log.debug("a provider is asked again", runtime=config.name, reason=refused.reason, delay_s=delay_s)
-        await clock.sleep(delay_s)
+            raise error
+        _log.debug("a provider request is retried", runtime=config.name, reason=error.reason, delay_s=delay_s)
+        await self._clock.sleep(delay_s)
 
     async def _attempt(self) -> ProviderFailure | None:
-        """Sends the request once; returns what went wrong."""
-        if self._outlet.is_full:
-            # Who waits here keeps nobody else from the provider.
-            await self._outlet.room()
-        gate = self._provider.gate
-        tokens = self._request.expected.input_tokens + self._request.expected.output_tokens
+        """Sends the request once; returns its failure, if any."""
+        if self._sink.is_full:
+            # Before `acquire`, so that a slow reader does not hold a permit.
+            await self._sink.wait_for_room()
+        limiter, batch = self._provider.limiter, self._batch
+        tokens, cost_usd = _tokens(self._request.expected), self._cost_usd(self._request.expected)
         try:
-            cost_usd, batch = self._cost_usd(self._request.expected), self._batch
-            permit = await gate.enter(tokens, cost_usd, self._deadline_s, batch.tenant, batch.priority)
+            permit = await limiter.acquire(tokens, cost_usd, self._deadline_s, batch.tenant, batch.priority)
             try:
-                await gate.recorded()
-                with self._provider.recorded() as own:
-                    await self._ask(own)
+                await limiter.wait_until_saved()
+                with self._guarded() as generation:
+                    await self._send(generation)
             finally:
                 used = self._used()
-                gate.leave(permit, used.input_tokens + used.output_tokens, self._cost_usd(used))
+                limiter.release(permit, _tokens(used), self._cost_usd(used))
         except ProviderFailure as error:
-            return error.untraced()
-        except Unread:
+            return error.without_traceback()
+        except ReaderStalled:
             return failure("TIMEOUT", "what the provider had said was not read in time")
         return None
 
-    async def _ask(self, own: Pass) -> None:
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[int]:
+        """Reports the end of a request to the circuit breaker. Raises ProviderFailure if it is open."""
+        breaker, now_s = self._provider.breaker, self._clock.now_s()
+        generation = breaker.begin(now_s)
+        if generation is None:
+            left_s = breaker.left_s(now_s) or _PROBE_S
+            raise failure("CIRCUIT_OPEN", "the provider has failed again and again", retry_after_s=left_s)
+        result = Result.NEUTRAL
+        try:
+            yield generation
+            result = Result.SUCCESS
+        except ProviderFailure as error:
+            if error.reason in _UNHEALTHY:
+                result = Result.FAILURE
+            raise
+        finally:
+            now_s = self._clock.now_s()
+            was_closed = not breaker.left_s(now_s)
+            breaker.record(generation, result, now_s)
+            if was_closed and breaker.left_s(now_s):
+                runtime = self._provider.config.name
+                _log.warning("a provider keeps failing: its circuit breaker opens", runtime=runtime)
+
+    async def _send(self, generation: int) -> None:
         provider = self._provider
         self._session = None
-        async with provider.sessions.lent() as session:
+        async with provider.sessions.acquire() as session:
             self._session = session
             secret = "" if session.secret is None else session.secret.reveal()
-            headers = exchange.headers_of(provider.dialect.headers(secret))
-            url = provider.config.base_url.rstrip("/") + provider.dialect.path
-            asked = exchange.ask(
-                session.client, url, headers, self._request.body, provider.config, provider.clock
+            sending = exchange.post(
+                session.client,
+                provider.config.base_url.rstrip("/") + provider.dialect.path,
+                provider.dialect.headers(secret),
+                self._request.body,
+                provider.config,
+                self._clock,
             )
-            async with asked as answer:
-                await self._read(answer, own)
+            async with sending as response:
+                await self._read(response, generation)
 
-    async def _read(self, answer: exchange.Answer, own: Pass) -> None:
+    async def _read(self, response: exchange.ResponseStream, generation: int) -> None:
         config = self._provider.config
         parser, reader = EventParser(config.max_line_bytes), self._provider.dialect.reader(config.name)
         by_s = asyncio.get_running_loop().time() + config.answer_timeout_s
-        while data := await answer.read():
-            self._provider.breaker.answered(own)
+        while data := await response.read():
+            self._provider.breaker.response_started(generation)
             for event in parser.push(data):
-                for said in reader.read(event):
-                    self._samples.take(said)
-            if self._samples.are_cut:
+                for update in reader.read(event):
+                    self._samples.take(update)
+            if self._samples.are_stopped:
                 self._samples.end()
                 return
             if reader.is_done:
                 break
-            if self._outlet.is_full:
-                await self._room(by_s)
+            if self._sink.is_full:
+                await self._wait_for_room(by_s)
             if asyncio.get_running_loop().time() > by_s:
                 raise failure("TIMEOUT", "the provider's answer takes too long")
         if not reader.is_done and not self._samples.are_finished:
             raise failure("NETWORK_ERROR", "the provider's answer broke off")
         self._samples.end()
         if reader.is_done:
-            await answer.end()
+            await response.end()
 
-    async def _room(self, by_s: float) -> None:
-        """Waits until what came was read. The provider's socket fills meanwhile, and it has to wait as well.
+    async def _wait_for_room(self, by_s: float) -> None:
+        """Waits until the client has read. Meanwhile TCP flow control stops the provider.
 
-        Raises Unread: that takes longer than an answer may, by the loop's clock.
+        Raises ReaderStalled after `by_s`, the end of the response's time on the loop's clock.
         """
         until = asyncio.timeout_at(by_s)
         try:
             async with until:
-                await self._outlet.room()
+                await self._sink.wait_for_room()
         except TimeoutError:
             if not until.expired():
                 raise
         if until.expired():
-            raise Unread
+            raise ReaderStalled
 
     def _new_samples(self) -> Samples:
-        return Samples(self._item, self._indexes, self._provider.config.price, self._outlet)
+        return Samples(self._item, self._indexes, self._provider.config.price, self._sink)
 
-    def _left_s(self) -> float:
-        return self._deadline_s - self._provider.clock.now_s()
+    def _time_left_s(self) -> float:
+        return self._deadline_s - self._clock.now_s()
 
     def _used(self) -> runner_pb2.Usage:
-        """What the last request has used, as far as it is known: a refused one nothing."""
+        """What the last attempt used, as far as it is known. One without a response used nothing."""
         samples = self._samples
         if samples.usage is not None:
             return samples.usage
-        if not samples.seen_tokens:
+        if not samples.estimated_tokens:
             return runner_pb2.Usage()
         return runner_pb2.Usage(
-            input_tokens=self._request.expected.input_tokens, output_tokens=samples.seen_tokens
+            input_tokens=self._request.expected.input_tokens, output_tokens=samples.estimated_tokens
         )
 
     def _cost_usd(self, usage: runner_pb2.Usage) -> float:
         price = self._provider.config.price
         return 0.0 if price is None else price.cost_usd(usage)
+
+
+def _tokens(usage: runner_pb2.Usage) -> int:
+    return usage.input_tokens + usage.output_tokens

@@ -1,4 +1,4 @@
-"""What time and chance are to a provider's runtime: tests bring their own, and wait for nothing."""
+"""The sources of time and randomness of a provider's runtime. Tests replace them."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class Clock:
     now_s: Callable[[], float] = time.monotonic
     wall_s: Callable[[], float] = time.time
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
-    # A draw between two numbers.
+    # A random number between two others.
     uniform: Callable[[float, float], float] = random.uniform

@@ -1,54 +1,47 @@
-"""What the configuration says of one provider."""
+"""The configuration of one provider."""
 
 from __future__ import annotations
 
-import enum
 import ipaddress
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Literal
 from urllib.parse import urlsplit
 
 from service.runtimes.remote.prices import Prices
 
 DIALECTS = ("openai-chat", "openai-completions", "anthropic-messages")
 _MAY_BE_0 = ("max_retries", "retry_min_s", "max_retry_after_s")
-
-
-class BudgetPolicy(enum.Enum):
-    """What happens to a request for which the hour's budget has no room."""
-
-    REJECT = "reject"
-    # It is sent all the same, and the log says so.
-    WARN = "warn"
-    # It waits until there is room.
-    THROTTLE = "throttle"
+# What happens to a request beyond the hourly budget: it is refused; or sent with a warning in the log; or
+# queued until the budget allows it.
+BudgetPolicy = Literal["reject", "warn", "throttle"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderConfig:
     """One provider, one model, one dialect. Raises ValueError, which names the setting and no secret."""
 
-    # Of the runtime, by which callers ask for it.
+    # The runtime's name in requests.
     name: str
-    # As people know it, such as "openai". Empty: as `name`.
+    # The provider's usual name, such as "openai". Empty: as `name`.
     provider: str = ""
     # One of DIALECTS.
     dialect: str
-    # Up to, and without, the dialect's own path: https://api.openai.com/v1.
+    # The URL without the dialect's path, such as https://api.openai.com/v1.
     base_url: str
     model: str
-    # Where the credentials are: a variable of the environment, or a file. Neither: none are sent.
+    # The source of the credentials: an environment variable, or a file. Neither: none are sent.
     api_key_env: str = ""
     api_key_file: str = ""
-    # Credentials and prompts may go to other machines without TLS.
+    # Whether credentials and prompts may be sent to other machines without TLS.
     insecure: bool = False
-    # The provider takes fields that OpenAI's own API has not: top_k, min_p, repetition_penalty,
+    # Whether the provider takes fields that OpenAI's own API lacks: top_k, min_p, repetition_penalty,
     # stop_token_ids, ignore_eos.
     extensions: bool = False
-    # What the chat dialect calls the most tokens to generate. Some models take max_completion_tokens only.
+    # The chat dialect's field for the token limit. Some models take max_completion_tokens only.
     max_tokens_field: str = "max_tokens"
-    # What an item without max_tokens asks for.
+    # The token limit of an item without max_tokens.
     max_output_tokens: int = 4096
     # By model.
     prices: Mapping[str, Prices] = field(default_factory=dict)
@@ -56,31 +49,31 @@ class ProviderConfig:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     max_concurrent: int = 64
-    # Requests that may wait for those limits.
+    # The length of the queue for those limits.
     max_waiting: int = 4096
     budget_usd_per_hour: float | None = None
-    budget_policy: BudgetPolicy = BudgetPolicy.REJECT
+    budget_policy: BudgetPolicy = "reject"
 
     max_retries: int = 3
     retry_min_s: float = 1.0
     retry_max_s: float = 60.0
-    # A provider that wants to be left alone for longer is not asked again.
+    # A request is not retried if the provider's Retry-After is longer.
     max_retry_after_s: float = 300.0
     breaker_failures: int = 10
     breaker_open_s: float = 30.0
 
     connect_timeout_s: float = 10.0
-    # From the beginning of the request to the first byte of the answer's body.
+    # From the start of the request to the first byte of the response body.
     first_byte_timeout_s: float = 30.0
-    # Between two bytes of it.
+    # Between two pieces of the body.
     idle_timeout_s: float = 10.0
-    # Of a whole answer, however steadily it drips.
+    # For the whole response.
     answer_timeout_s: float = 900.0
     max_line_bytes: int = 1 << 20
     max_answer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be used."""
+        """Validates all settings."""
         self._check_address()
         if not self.name or not self.model:
             raise ValueError("name and model: must not be empty")
@@ -116,7 +109,7 @@ class ProviderConfig:
 
     @property
     def price(self) -> Prices | None:
-        """Of the model. None: not known."""
+        """The price of the model. None: unknown."""
         return self.prices.get(self.model)
 
 

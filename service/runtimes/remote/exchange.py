@@ -1,6 +1,6 @@
-"""One HTTP request and its answer, bounded in time and size. Every fault becomes a ProviderFailure.
+"""One HTTP request and its response, limited in time and size. Every fault becomes a ProviderFailure.
 
-Exceptions of the HTTP library hold the request with its credentials: none is chained to a failure.
+Exceptions of the HTTP library hold the request with its credentials, so none is chained to a failure.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ from service.runtimes.remote.config import ProviderConfig
 from service.runtimes.remote.retries import retry_after_s
 
 _MAX_ERROR_BYTES = 64 << 10
-# An answer that has said all of itself gets so long to end, so that its connection can be used again.
-_ENDING_S = 0.5
+# How long to wait for the end of a complete response, so that its connection can be reused.
+_DRAIN_S = 0.5
+_HEADERS = {
+    "content-type": "application/json",
+    "accept": "text/event-stream",
+    # A small compressed response could become a large one.
+    "accept-encoding": "identity",
+    "user-agent": "quire",
+}
 _T = TypeVar("_T")
 
 
-class Answer:
-    """What the provider sends, as it comes."""
+class ResponseStream:
+    """The body of a response, as it arrives."""
 
     def __init__(self, response: httpx2.Response, config: ProviderConfig, first_by_s: float) -> None:
-        """`first_by_s`: until when, on the loop's clock, the first bytes have to come."""
+        """`first_by_s`: the deadline of the first bytes, on the event loop's clock."""
         self._response = response
         self._pieces = response.aiter_raw()
         self._config = config
@@ -51,15 +58,15 @@ class Answer:
         return data
 
     async def close(self) -> None:
-        """Nobody reads on."""
+        """Closes the connection, unless the body was read to its end."""
         with contextlib.suppress(httpx2.HTTPError, OSError):
             await self._pieces.aclose()
             await self._response.aclose()
 
     async def end(self) -> None:
-        """All was said: lets the answer end, if it does so soon."""
+        """Reads the rest of a complete response, if it ends soon."""
         try:
-            async with asyncio.timeout(_ENDING_S):
+            async with asyncio.timeout(_DRAIN_S):
                 while await self.read():
                     pass
         except (ProviderFailure, TimeoutError):
@@ -67,68 +74,57 @@ class Answer:
 
 
 @asynccontextmanager
-async def ask(
+async def post(
     client: httpx2.AsyncClient,
     url: str,
     headers: Mapping[str, str],
     body: bytes,
     config: ProviderConfig,
     clock: Clock,
-) -> AsyncIterator[Answer]:
-    """Sends a request; the answer's status is 200, and it is a stream of events.
+) -> AsyncIterator[ResponseStream]:
+    """Sends a request; yields the response if its status is 200 and it is an event stream.
 
-    Leaving it closes the connection, unless the answer was read to its end. Raises ProviderFailure.
+    `headers`: those of the dialect. Leaving the context closes the connection, unless the body was read to
+    its end. Raises ProviderFailure.
     """
     first_by_s = asyncio.get_running_loop().time() + config.first_byte_timeout_s
-    request = client.build_request("POST", url, headers=headers, content=body)
+    request = client.build_request("POST", url, headers={**_HEADERS, **headers}, content=body)
     response = await _in_time(client.send(request, stream=True), first_by_s)
-    answer = Answer(response, config, first_by_s)
+    stream = ResponseStream(response, config, first_by_s)
     try:
         if response.status_code != 200:
             wait_s = retry_after_s(response.headers.get("retry-after"), clock.wall_s())
-            said = await _beginning(answer, config.idle_timeout_s)
-            raise failures.refusal(config.name, response.status_code, said, wait_s)
+            data = await _error_body(stream, config.idle_timeout_s)
+            raise failures.http_error(config.name, response.status_code, data, wait_s)
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream" or response.headers.get("content-encoding", "identity") != "identity":
             raise failures.malformed()
-        yield answer
+        yield stream
     finally:
-        await answer.close()
+        await stream.close()
 
 
-def headers_of(own: Mapping[str, str]) -> dict[str, str]:
-    """The headers of a request, with those of a dialect."""
-    return {
-        "content-type": "application/json",
-        "accept": "text/event-stream",
-        # A small answer could become a large one.
-        "accept-encoding": "identity",
-        "user-agent": "quire",
-        **own,
-    }
-
-
-def encoded(body: Mapping[str, object]) -> bytes:
-    """A request's body."""
+def encode_body(body: Mapping[str, object]) -> bytes:
+    """A request body as compact JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-async def _beginning(answer: Answer, timeout_s: float) -> bytes:
-    """What an error says of itself, or as much of it as comes in so many seconds: it may drip for ever."""
-    said = b""
-    # The status says enough.
+async def _error_body(stream: ResponseStream, timeout_s: float) -> bytes:
+    """The body of an error, cut after `timeout_s`: it may arrive slowly without an end."""
+    body = b""
+    # Without the body, the status is enough.
     with contextlib.suppress(ProviderFailure, TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while len(said) < _MAX_ERROR_BYTES:
-                data = await answer.read()
-                if not data:
+            while len(body) < _MAX_ERROR_BYTES:
+                piece = await stream.read()
+                if not piece:
                     break
-                said += data
-    return said[:_MAX_ERROR_BYTES]
+                body += piece
+    return body[:_MAX_ERROR_BYTES]
 
 
 async def _in_time(awaitable: Awaitable[_T], by_s: float) -> _T:
-    """Waits until then, on the loop's clock. Raises ProviderFailure, to which nothing is chained."""
+    """Awaits with a deadline on the event loop's clock. Raises ProviderFailure with no exception chained."""
     try:
         async with asyncio.timeout_at(by_s):
             return await awaitable

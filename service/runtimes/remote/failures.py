@@ -1,7 +1,7 @@
-"""What went wrong with a provider, in words of our own.
+"""Translates a provider's errors into reasons and texts of our own.
 
-What a provider says of an error may hold prompts, other callers' names or credentials. Of it, only codes that
-are known here are looked at and logged; callers get our words, and a reason they can act on.
+The text of a provider's error may hold prompts, other callers' names or credentials. So only codes that are
+known here are read and logged. Callers get our text, and a reason that they can act on.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from service.errors import InternalError, ProviderFailure
 from service.logging import get_logger
 
 _log = get_logger(__name__)
-# Providers may ask for times that no message can hold.
+# Providers may send delays that a Duration cannot hold.
 _LONGEST_WAIT_S = 86_400.0
 
-_WORDS = {
+_TEXTS = {
     "RATE_LIMITED": "the provider takes no more requests for now",
     "CONTENT_FILTERED": "the provider does not answer such contents",
     "CONTEXT_LENGTH_EXCEEDED": "prompt and answer would be longer than the provider's model allows",
@@ -28,8 +28,8 @@ _WORDS = {
     "SERVER_ERROR": "the provider failed",
     "TIMEOUT": "the provider did not answer in time",
 }
-# Codes and types of errors, of all dialects. Those that say more than the HTTP status they come with:
-_TELLING = {
+# Error codes and types of all dialects. These are more specific than the HTTP status:
+_SPECIFIC = {
     "context_length_exceeded": "CONTEXT_LENGTH_EXCEEDED",
     "content_filter": "CONTENT_FILTERED",
     "content_policy_violation": "CONTENT_FILTERED",
@@ -38,8 +38,8 @@ _TELLING = {
     "billing_error": "FORBIDDEN",
     "model_not_found": "FORBIDDEN",
 }
-# And those that stand for one, where an error comes in the middle of a stream.
-_PLAIN = {
+# These are equivalent to a status, and are used for errors in the middle of a stream.
+_GENERIC = {
     "invalid_request_error": "BAD_REQUEST",
     "not_found_error": "FORBIDDEN",
     "request_too_large": "BAD_REQUEST",
@@ -57,7 +57,7 @@ _STATUSES = {
     401: "UNAUTHORIZED",
     402: "FORBIDDEN",
     403: "FORBIDDEN",
-    # The address or the model of the configuration: nothing is wrong with the item.
+    # The configured address or model is wrong, not the item.
     404: "FORBIDDEN",
     405: "FORBIDDEN",
     410: "FORBIDDEN",
@@ -66,48 +66,48 @@ _STATUSES = {
     425: "SERVER_ERROR",
     429: "RATE_LIMITED",
 }
-# Not all providers have a code for it.
+# Phrases for CONTEXT_LENGTH_EXCEEDED: not all providers have a code for it.
 _TOO_LONG = ("context length", "context window", "context size", "prompt is too long", "too many tokens")
 
 
-def failure(reason: str, words: str = "", retry_after_s: float | None = None) -> ProviderFailure:
-    """A failure in the words for its reason, or in better ones, which must be our own."""
+def failure(reason: str, text: str = "", retry_after_s: float | None = None) -> ProviderFailure:
+    """A failure with the text for its reason, or with `text`, which must be our own."""
     if retry_after_s is not None:
         retry_after_s = min(retry_after_s, _LONGEST_WAIT_S)
-    return ProviderFailure(reason, words or _WORDS[reason], retry_after_s=retry_after_s)
+    return ProviderFailure(reason, text or _TEXTS[reason], retry_after_s=retry_after_s)
 
 
-class Unread(Exception):
-    """What had come was not read in time: no fault of the provider's. Callers see TIMEOUT."""
+class ReaderStalled(Exception):
+    """The client did not read in time. Not a failure of the provider. Callers see TIMEOUT."""
 
 
 def malformed() -> ProviderFailure:
-    """The answer is not what the dialect says."""
+    """The response does not follow the dialect."""
     return failure("SERVER_ERROR", "the provider's answer cannot be understood")
 
 
 def internal(bug: Exception) -> InternalError:
-    """A bug of ours becomes what callers are told of it; the log has where it happened."""
-    # Neither its text nor what it is chained to: both may hold credentials.
+    """Turns an unexpected exception into InternalError, and logs its traceback."""
+    # Its text and chained exceptions are not logged: they may hold credentials.
     places = "".join(traceback.format_tb(bug.__traceback__))
     _log.error("a provider's call failed", kind=type(bug).__name__, places=places)
     return InternalError()
 
 
-def refusal(runtime: str, status: int, body: bytes, retry_after_s: float | None) -> ProviderFailure:
-    """What an answer with another status than 200 means. `body` may be cut."""
+def http_error(runtime: str, status: int, body: bytes, retry_after_s: float | None) -> ProviderFailure:
+    """The failure for a response with a status other than 200. `body` may be truncated."""
     try:
-        said = json.loads(body)
+        error = json.loads(body)
     except (ValueError, RecursionError):
-        said = None
-    codes = _codes(said)
+        error = None
+    codes = _codes(error)
     reason = _STATUSES.get(status) or ("BAD_REQUEST" if status < 500 else "SERVER_ERROR")
     is_redirect = 300 <= status < 400
     if is_redirect:
         reason = "FORBIDDEN"
     elif status < 500:
-        reason = next((_TELLING[code] for code in codes if code in _TELLING), reason)
-    if reason == "BAD_REQUEST" and any(words in body.lower().decode(errors="replace") for words in _TOO_LONG):
+        reason = next((_SPECIFIC[code] for code in codes if code in _SPECIFIC), reason)
+    if reason == "BAD_REQUEST" and any(text in body.lower().decode(errors="replace") for text in _TOO_LONG):
         reason = "CONTEXT_LENGTH_EXCEEDED"
     _log.debug("a provider refused", runtime=runtime, status=status, reason=reason, code=" ".join(codes))
     if is_redirect:
@@ -115,21 +115,21 @@ def refusal(runtime: str, status: int, body: bytes, retry_after_s: float | None)
     return failure(reason, retry_after_s=retry_after_s)
 
 
-def broken_off(runtime: str, said: object) -> ProviderFailure:
-    """What an error in the middle of a stream means."""
-    codes = _codes(said)
-    known = _TELLING | _PLAIN
+def stream_error(runtime: str, error: object) -> ProviderFailure:
+    """The failure for an error event in the middle of a stream."""
+    codes = _codes(error)
+    known = _SPECIFIC | _GENERIC
     reason = next((known[code] for code in codes), "SERVER_ERROR")
     _log.debug("a provider broke off", runtime=runtime, reason=reason, code=" ".join(codes))
     return failure(reason)
 
 
-def _codes(said: object) -> list[str]:
-    """The codes and types of an error that are known here; the more telling ones first."""
-    if not isinstance(said, Mapping):
+def _codes(body: object) -> list[str]:
+    """The known codes and types of an error; specific ones first."""
+    if not isinstance(body, Mapping):
         return []
-    inner = said.get("error")
-    error = inner if isinstance(inner, Mapping) else said
+    inner = body.get("error")
+    error = inner if isinstance(inner, Mapping) else body
     found = [error.get("code"), error.get("type")]
-    codes = [code for code in found if isinstance(code, str) and code in _TELLING | _PLAIN]
-    return sorted(codes, key=lambda code: code not in _TELLING)
+    codes = [code for code in found if isinstance(code, str) and code in _SPECIFIC | _GENERIC]
+    return sorted(codes, key=lambda code: code not in _SPECIFIC)

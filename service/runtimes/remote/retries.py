@@ -1,4 +1,4 @@
-"""Whether a request that failed is sent again, and when. Pure."""
+"""Decides whether and when a failed request is retried. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from email.utils import parsedate_to_datetime
 from service.errors import ProviderFailure
 from service.runtimes.remote.config import ProviderConfig
 
-# What another try can mend.
-_PASSING = frozenset({"RATE_LIMITED", "NETWORK_ERROR", "SERVER_ERROR", "TIMEOUT"})
+# Reasons for which a retry can help.
+_RETRYABLE = frozenset({"RATE_LIMITED", "NETWORK_ERROR", "SERVER_ERROR", "TIMEOUT"})
 
 
 def delay_s(
@@ -21,12 +21,13 @@ def delay_s(
     config: ProviderConfig,
     uniform: Callable[[float, float], float],
 ) -> float | None:
-    """How long to wait before the next try, of which there were `retries`. None: there is none.
+    """The delay before the next retry, after `retries` of them. None: no retry.
 
-    Doubles from retry_min_s to retry_max_s, of which a random part is taken: those who failed together do not
-    come back together. What the provider asked for is waited in any case. `left_s`: until the deadline.
+    Exponential backoff from retry_min_s to retry_max_s with full jitter, so that requests that failed
+    together are not retried together. The provider's Retry-After is a lower bound. `left_s`: until the
+    deadline.
     """
-    if failure.reason not in _PASSING or retries >= config.max_retries:
+    if failure.reason not in _RETRYABLE or retries >= config.max_retries:
         return None
     ceiling = min(config.retry_max_s, config.retry_min_s * 2.0**retries)
     delay = uniform(0.0, ceiling)
@@ -38,7 +39,7 @@ def delay_s(
 
 
 def retry_after_s(header: str | None, wall_s: float) -> float | None:
-    """What a Retry-After says: seconds, or a date. None: nothing that can be understood."""
+    """The delay of a Retry-After header, which holds seconds or a date. None: missing or not valid."""
     if header is None:
         return None
     try:
@@ -49,6 +50,6 @@ def retry_after_s(header: str | None, wall_s: float) -> float | None:
 
 
 def _until(date: str, wall_s: float) -> float:
-    # One with "-0000" comes without a zone, and is in UTC like all of HTTP.
+    # The zone "-0000" parses as no zone. HTTP dates are in UTC.
     parsed = parsedate_to_datetime(date)
     return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() - wall_s

@@ -5,47 +5,48 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
 
-from service.api.breath import Breather
-from service.errors import ProviderFailure, QuireError
+from service.api import validation
+from service.api.time_slice import TimeSlice
+from service.errors import InvalidArgument, ProviderFailure, QuireError
 from service.runtimes import items
-from service.runtimes.base import Batch, Outlet
-from service.runtimes.remote import checks, exchange, failures, prices
+from service.runtimes.base import Batch, ChunkSink
+from service.runtimes.remote import exchange, failures, prices
 from service.runtimes.remote.breaker import Breaker
-from service.runtimes.remote.call import Call, Request
+from service.runtimes.remote.call import ItemRequest, Provider, ProviderCall
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.dialects.anthropic_messages import AnthropicMessages
-from service.runtimes.remote.dialects.base import Dialect
-from service.runtimes.remote.dialects.openai_chat import OpenAIChat
-from service.runtimes.remote.dialects.openai_completions import OpenAICompletions
-from service.runtimes.remote.gate import Gate
-from service.runtimes.remote.provider import Provider
-from service.runtimes.remote.sessions import Sessions
+from service.runtimes.remote.dialects import anthropic, openai
+from service.runtimes.remote.dialects.base import Dialect, unsupported
+from service.runtimes.remote.limiter import Limiter
+from service.runtimes.remote.sessions import SessionPool
 from service.runtimes.remote.spending import Spending
+from service.text import bounded_json
 
 DIALECTS: dict[str, Dialect] = {
-    "openai-chat": OpenAIChat(),
-    "openai-completions": OpenAICompletions(),
-    "anthropic-messages": AnthropicMessages(),
+    "openai-chat": openai.CHAT,
+    "openai-completions": openai.COMPLETIONS,
+    "anthropic-messages": anthropic.MESSAGES,
 }
+# A provider's vocabulary is unknown here.
+_LIMITS = validation.RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)
 
 
 class RemoteRuntime:
-    """Runs batches at a provider. See `Runtime`. Has to be closed."""
+    """Runs batches at a provider. See `Runtime`. Must be closed."""
 
     def __init__(
         self, config: ProviderConfig, clock: Clock | None = None, spending: Spending | None = None
     ) -> None:
-        """Connects to nobody yet. Without `spending` what it has cost is forgotten at the end."""
+        """Opens no connection yet. Without `spending` the budget's use is not stored."""
         clock = clock or Clock()
         self.config = config
         self._provider = Provider(
             config=config,
             dialect=DIALECTS[config.dialect],
-            sessions=Sessions(config),
-            gate=Gate(config, clock, spending or Spending()),
+            sessions=SessionPool(config),
+            limiter=Limiter(config, clock, spending or Spending()),
             breaker=Breaker(config.breaker_failures, config.breaker_open_s),
             clock=clock,
         )
@@ -68,7 +69,7 @@ class RemoteRuntime:
             transport_kind=runner_pb2.TRANSPORT_KIND_REMOTE_NETWORK,
             provider=self.config.provider or self.config.name,
             model_id=self.config.model,
-            rate_limits=provider.gate.limits.message(now_s),
+            rate_limits=provider.limiter.message(),
             breaker=provider.breaker.state(now_s),
             prices=None if price is None else price.message(),
             trouble=provider.sessions.trouble or trouble,
@@ -79,21 +80,19 @@ class RemoteRuntime:
     def wait_s(self) -> float:
         """See `Runtime`."""
         provider = self._provider
-        return max(provider.gate.wait_s, provider.breaker.left_s(provider.clock.now_s()))
+        return max(provider.limiter.wait_s, provider.breaker.left_s(provider.clock.now_s()))
 
-    async def execute(self, batch: Batch, outlet: Outlet) -> None:
+    async def execute(self, batch: Batch, sink: ChunkSink) -> None:
         """See `Runtime`."""
         self._executions += 1
         try:
-            breather = Breather()
+            time_slice = TimeSlice()
             async with asyncio.TaskGroup() as tasks:
                 for item in batch.items:
-                    for call in await self._calls(item, batch, outlet):
+                    for call in await self._calls(item, batch, sink):
                         tasks.create_task(call.run(), name="provider-call")
-                        if breather.due:
-                            await breather.breathe()
-                    if breather.due:
-                        await breather.breathe()
+                    if time_slice.due:
+                        await time_slice.yield_to_others()
         finally:
             self._executions -= 1
 
@@ -103,14 +102,13 @@ class RemoteRuntime:
         price = self.config.price
         if price is not None:
             estimate.max_cost_usd = 0.0
-        breather = Breather()
+        time_slice = TimeSlice()
         for item in items:
-            if breather.due:
-                await breather.breathe()
-            await checks.check(item)
+            if time_slice.due:
+                await time_slice.yield_to_others()
+            expected = await self._expected(item)
             self._provider.dialect.body(item, 1, self.config)
-            samples = len(self._requests(item)[0])
-            expected = self._in_all(item, prices.expected(item, samples, self.config.max_output_tokens))
+            expected = self._total(item, expected)
             estimate.input_tokens += expected.input_tokens
             estimate.max_output_tokens += expected.output_tokens
             if price is not None:
@@ -122,12 +120,12 @@ class RemoteRuntime:
         source: str,  # noqa: ARG002
         drain_s: float,  # noqa: ARG002
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
-        """See `Runtime`: the provider has loaded what it serves."""
+        """See `Runtime`. The provider has loaded its model already."""
         phase = runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED
         yield runner_pb2.LoadWeightsResponse(phase=phase, progress=1.0, model_id=self.config.model)
 
     async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:  # noqa: ARG002
-        """See `Runtime`: whatever the cause, connections and credentials are made anew.
+        """See `Runtime`. Replaces connections and credentials, whatever the cause.
 
         Raises ProviderFailure: there are no credentials, and nothing has changed.
         """
@@ -135,51 +133,55 @@ class RemoteRuntime:
         return 1
 
     async def close(self) -> None:
-        """Closes its connections, those of running calls when they end."""
+        """Closes its connections; those of running calls when the calls end."""
         await self._provider.sessions.close()
 
-    async def _calls(self, item: runner_pb2.ExecuteItem, batch: Batch, outlet: Outlet) -> list[Call]:
-        """The requests for an item; of one that cannot be run the end is put out."""
+    async def _calls(self, item: runner_pb2.ExecuteItem, batch: Batch, sink: ChunkSink) -> list[ProviderCall]:
+        """The calls for an item. If it cannot run, puts its last chunks instead."""
         provider = self._provider
         deadline_s = items.deadline_s(item, batch.deadline_s, provider.clock.now_s())
         try:
             request = await self._request(item)
         except QuireError as error:
-            outlet.put(items.failures(item, error.untraced()))
+            sink.put(items.failures(item, error.without_traceback()))
             return []
         except Exception as bug:
-            outlet.put(items.failures(item, failures.internal(bug)))
+            sink.put(items.failures(item, failures.internal(bug)))
             return []
         return [
-            Call(provider, batch, item, request, indexes, deadline_s, outlet)
-            for indexes in self._requests(item)
+            ProviderCall(provider, batch, item, request, indexes, deadline_s, sink)
+            for indexes in self._sample_groups(item)
         ]
 
-    async def _request(self, item: runner_pb2.ExecuteItem) -> Request:
-        """What each of an item's requests asks for. Raises QuireError: it cannot be run."""
-        await checks.check(item)
-        samples, config = len(self._requests(item)[0]), self.config
-        expected = prices.expected(item, samples, config.max_output_tokens)
+    async def _request(self, item: runner_pb2.ExecuteItem) -> ItemRequest:
+        """The request that all calls of an item share. Raises QuireError if the item cannot run."""
+        expected = await self._expected(item)
         self._check_cost(item, expected)
-        return Request(exchange.encoded(self._provider.dialect.body(item, samples, config)), expected)
+        body = self._provider.dialect.body(item, len(self._sample_groups(item)[0]), self.config)
+        return ItemRequest(exchange.encode_body(body), expected)
 
-    def _requests(self, item: runner_pb2.ExecuteItem) -> list[range]:
-        """Which samples are asked for together: as many in each request."""
+    async def _expected(self, item: runner_pb2.ExecuteItem) -> runner_pb2.Usage:
+        """The most that one call of an item uses. Raises QuireError if no provider can run the item."""
+        await check(item)
+        return prices.expected(item, len(self._sample_groups(item)[0]), self.config.max_output_tokens)
+
+    def _sample_groups(self, item: runner_pb2.ExecuteItem) -> list[range]:
+        """The sample indexes of each call. All calls have the same number of samples."""
         samples = max(1, item.n)
         if self._provider.dialect.takes_n:
             return [range(samples)]
         return [range(index, index + 1) for index in range(samples)]
 
-    def _in_all(self, item: runner_pb2.ExecuteItem, expected: runner_pb2.Usage) -> runner_pb2.Usage:
-        """What all its requests will use at most, of which each will use `expected`."""
-        requests = len(self._requests(item))
+    def _total(self, item: runner_pb2.ExecuteItem, expected: runner_pb2.Usage) -> runner_pb2.Usage:
+        """The most that all calls of an item use, if each uses `expected`."""
+        requests = len(self._sample_groups(item))
         return runner_pb2.Usage(
             input_tokens=min(expected.input_tokens * requests, prices.MAX_TOKENS),
             output_tokens=min(expected.output_tokens * requests, prices.MAX_TOKENS),
         )
 
     def _check_cost(self, item: runner_pb2.ExecuteItem, expected: runner_pb2.Usage) -> None:
-        """Raises ProviderFailure: the item could cost more than it may."""
+        """Raises ProviderFailure if the item could exceed its max_cost_usd."""
         if not item.HasField("max_cost_usd"):
             return
         price = self.config.price
@@ -187,7 +189,35 @@ class RemoteRuntime:
             raise ProviderFailure(
                 "BUDGET_EXCEEDED", "what the model costs is not known, so it cannot be bounded"
             )
-        most_usd = price.cost_usd(self._in_all(item, expected))
+        most_usd = price.cost_usd(self._total(item, expected))
         if most_usd > item.max_cost_usd:
             text = f"it could cost {most_usd:.6f} US dollars, and may cost {item.max_cost_usd:.6f}"
             raise ProviderFailure("BUDGET_EXCEEDED", text)
+
+
+async def check(item: runner_pb2.ExecuteItem) -> None:
+    """Checks all that does not depend on the provider.
+
+    Raises InvalidArgument, or ProviderFailure for features that no dialect has.
+    """
+    items.check(item)
+    if not (item.text or item.tokens.token_ids or item.chat.messages):
+        raise InvalidArgument("EMPTY_PROMPT", str(item.WhichOneof("prompt")), "the prompt is empty")
+    await bounded_json.check_chat(item.chat)
+    _check_sampling(item)
+    for name in ("tokens_only", "top_logprobs"):
+        if getattr(item, name):
+            # Providers send text, but no token ids.
+            unsupported(name)
+    if item.chat.template:
+        unsupported("chat.template")
+    constraint = item.constraint.WhichOneof("kind")
+    if constraint not in (None, "json_schema"):
+        unsupported(f"constraint.{constraint}")
+
+
+def _check_sampling(item: runner_pb2.ExecuteItem) -> None:
+    try:
+        validation.check_output(types_pb2.OutputOptions(sampling=item.sampling), _LIMITS, 0)
+    except InvalidArgument as error:
+        raise InvalidArgument(error.reason, error.field.removeprefix("output."), error.message) from None

@@ -1,64 +1,90 @@
-"""Connections to a provider, each with the credentials as they were when it was made.
+"""HTTP sessions with a provider, each with the credentials that were valid when it was created.
 
-A session that is replaced goes on for the calls that it has, and closes with the last of them.
+Credentials never appear in logs, errors or reprs. A session that is replaced closes after its last call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from pathlib import Path
 
 import httpx2
 
 from service.errors import ProviderFailure
-from service.runtimes.remote import credentials
+from service.logging import get_logger
 from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.credentials import Secret
+
+_log = get_logger(__name__)
+_MAX_SECRET_BYTES = 1 << 16
 
 
-class Session:
-    """One client with one reading of the credentials."""
+class Secret:
+    """A string that its repr does not show."""
 
-    def __init__(self, client: httpx2.AsyncClient, secret: Secret | None) -> None:
-        self.client = client
-        self.secret = secret
-        self.users = 0
-        self.is_retired = False
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._text == self._text
+
+    __hash__ = None  # type: ignore[assignment]  # no dict has a secret as its key
+
+    def reveal(self) -> str:
+        """The string. Only for the header of a request."""
+        return self._text
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class HttpSession:
+    """An HTTP client and the credentials of its requests."""
+
+    client: httpx2.AsyncClient
+    secret: Secret | None
+    users: int = 0
+    is_retired: bool = False
 
     async def close_if_idle(self) -> None:
-        """Closes it once nobody needs it any more."""
+        """Closes it if it was replaced and has no more calls."""
         if self.is_retired and self.users == 0:
             await self.client.aclose()
 
 
-class Sessions:
-    """Owner of a provider's sessions: the one that is lent to new calls, and those before it."""
+class SessionPool:
+    """Owner of a provider's sessions: the current one for new calls, and replaced ones with running calls."""
 
     def __init__(self, config: ProviderConfig) -> None:
         self._config = config
-        self._current: Session | None = None
-        self._changing = asyncio.Lock()
+        self._current: HttpSession | None = None
+        self._lock = asyncio.Lock()
         self._is_closed = False
-        # Why there are no credentials. Empty: there are, or nobody has looked.
+        # Why there are no credentials. Empty: there are, or they were not read yet.
         self.trouble = ""
-        # They tell of every request, and repeat what the provider wrote into the head of its answer.
+        # These libraries log every request and the provider's response headers.
         for library in ("httpx2", "httpcore2"):
             logging.getLogger(library).setLevel(logging.WARNING)
 
     @asynccontextmanager
-    async def lent(self) -> AsyncIterator[Session]:
+    async def acquire(self) -> AsyncIterator[HttpSession]:
         """A session for one request. Raises ProviderFailure: there are no credentials."""
-        async with self._changing:
+        async with self._lock:
             session = self._current
             if session is None:
                 session = await self._replace(await self._read())
             session.users += 1
             if self._is_closed:
-                # Its runtime was replaced while this request waited for its turn.
+                # The pool was closed while this request waited for a permit.
                 await self._retire()
         try:
             yield session
@@ -66,41 +92,41 @@ class Sessions:
             session.users -= 1
             await session.close_if_idle()
 
-    async def renew(self, used: Session) -> None:
-        """The provider refused a session's credentials: they are read again, once for all who were refused.
+    async def renew(self, used: HttpSession) -> None:
+        """Reads the credentials again after the provider refused those of `used`, once for all its calls.
 
         Raises ProviderFailure: there are none any more, and nothing has changed.
         """
-        async with self._changing:
+        async with self._lock:
             if self._current is used:
                 secret = await self._read()
                 if secret != used.secret:
                     await self._replace(secret)
 
     async def rebuild(self) -> None:
-        """New connections and credentials. Raises ProviderFailure: nothing has changed."""
-        async with self._changing:
+        """Replaces connections and credentials. Raises ProviderFailure: nothing has changed."""
+        async with self._lock:
             await self._replace(await self._read())
 
     async def close(self) -> None:
-        """Calls that still come get a session each."""
+        """Closes the current session. Later calls get a session of their own."""
         self._is_closed = True
-        async with self._changing:
+        async with self._lock:
             await self._retire()
 
     async def _read(self) -> Secret | None:
         try:
-            secret = await credentials.read(self._config)
+            secret = await read_secret(self._config)
         except ProviderFailure as error:
             self.trouble = error.message
             raise
         self.trouble = ""
         return secret
 
-    async def _replace(self, secret: Secret | None) -> Session:
+    async def _replace(self, secret: Secret | None) -> HttpSession:
         client = await self._new_client()
         await self._retire()
-        self._current = Session(client, secret)
+        self._current = HttpSession(client, secret)
         return self._current
 
     async def _retire(self) -> None:
@@ -111,18 +137,41 @@ class Sessions:
 
     async def _new_client(self) -> httpx2.AsyncClient:
         if self._config.base_url.startswith("https:"):
-            # Reads many certificates.
+            # In a thread: it reads many certificates.
             tls = await asyncio.to_thread(httpx2.create_ssl_context)
         else:
-            # Nobody is trusted.
+            # Trusts no certificate.
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         return httpx2.AsyncClient(
             verify=tls,
-            # Not asked for, and one caller's would come back with another's request.
+            # A cookie from one caller's response must not be sent with another's request.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            # Credentials are for the address of the configuration.
+            # Credentials must only go to the configured address.
             follow_redirects=False,
             timeout=httpx2.Timeout(None, connect=self._config.connect_timeout_s),
-            # How many there are is up to max_concurrent.
+            # The limiter bounds their number by max_concurrent.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self._config.max_concurrent),
         )
+
+
+async def read_secret(config: ProviderConfig) -> Secret | None:
+    """Reads the credentials. None: none are configured. Raises ProviderFailure if they are unusable."""
+    if not config.api_key_env and not config.api_key_file:
+        return None
+    text = await asyncio.to_thread(_text, config)
+    # Other characters are invalid in a header, and HTTP libraries quote an invalid header in their errors.
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        place = config.api_key_env or config.api_key_file
+        _log.error("a provider's credentials cannot be used", runtime=config.name, place=place)
+        raise ProviderFailure("UNAUTHORIZED", "this server has no usable credentials for the provider")
+    return Secret(text)
+
+
+def _text(config: ProviderConfig) -> str:
+    if config.api_key_env:
+        return os.environ.get(config.api_key_env, "").strip()
+    try:
+        with Path(config.api_key_file).open("rb") as file:
+            return file.read(_MAX_SECRET_BYTES).decode("ascii", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,7 +1,7 @@
-"""Server-sent events, from bytes as they come. Pure.
+"""An incremental parser of server-sent events. Pure.
 
-Lines end with CR, LF or both, and so may a piece of bytes in their middle. What is not yet a line, and the
-data of what is not yet an event, are bounded.
+Lines end with CR, LF or CR LF, and input may be split anywhere, also between CR and LF. The buffered part of
+a line and of an event's data is limited.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from service.runtimes.remote.failures import failure
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
-    """`name` is empty where none was sent."""
+    """One event. `name` is empty if none was sent."""
 
     name: str
     data: str
 
 
 class EventParser:
-    """One stream of them."""
+    """Parses one stream."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of a line, and of an event's data."""
+        """`max_bytes`: the limit of a line, and of an event's data."""
         self._max_bytes = max_bytes
         self._pending = bytearray()
         self._name = ""
@@ -32,9 +32,9 @@ class EventParser:
         self._is_first_line = True
 
     def push(self, data: bytes) -> list[ServerEvent]:
-        """The events that these bytes end. Raises ProviderFailure if something is too long."""
+        """The events completed by these bytes. Raises ProviderFailure if a line or event is too long."""
         events = []
-        # Only what has a line in it is looked through: bytes may come one by one.
+        # The buffer is searched only when a line has ended: bytes may arrive one by one.
         has_line = b"\n" in data or b"\r" in data or self._pending.endswith(b"\r")
         self._pending += data
         if has_line:

@@ -19,7 +19,7 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.models.taps import Taps
+from workers.models.hidden_states import HiddenStateCapture
 from workers.operations import Sampling, TokenMask
 from workers.runners.base import DeviceLostError
 from workers.runners.cuda_graph import Capture, CudaGraphRunner, buckets_up_to
@@ -189,7 +189,7 @@ def test_a_step_ahead_uses_the_tokens_on_the_device(decoder: Decoder, device: st
     sequence = HandSequence()
     twins.step([Item(sequence, range(5))])
     (token,) = twins.step([Item(sequence, [1])])
-    twins.graph.run_ahead(3, count=1)
+    twins.graph.replay_last(3, count=1)
     kv_ahead = twins.graph._kv.layer(1)[0].clone()
     for _ in range(3):
         inputs = twins.packer.pack([Item(sequence, [token])])
@@ -260,7 +260,7 @@ def test_hidden_states_are_read_beside_graphs(decoder: Decoder, device: str) -> 
         items = [Item(sequence, [token]) for sequence, token in zip(sequences, tokens, strict=True)]
         if turn % 3 == 1:
             inputs, rows = twins.packer.pack(items), [SamplingRow(), SamplingRow()]
-            ours, theirs = Taps({0: [1], 2: [0, 1]}), Taps({0: [1], 2: [0, 1]})
+            ours, theirs = HiddenStateCapture({0: [1], 2: [0, 1]}), HiddenStateCapture({0: [1], 2: [0, 1]})
             tokens = twins.graph.step(inputs, rows, ours).chosen.tolist()
             assert twins.eager.step(inputs, rows, theirs).chosen.tolist() == tokens
             assert ours.found.keys() == theirs.found.keys() == {0, 2}

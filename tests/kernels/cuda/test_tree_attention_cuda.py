@@ -84,10 +84,10 @@ def test_trees_that_start_anywhere(dtype: torch.dtype, before: int, window: int 
 @BOTH_TILES
 def test_features(dtype: torch.dtype, window: int | None, features: list[str], device: str) -> None:
     dice = random.Random(7)
-    items: list[tuple[Tree | int, int]] = [(random_tree(dice, tokens), 50) for tokens in (12, 40)]
+    items: list[tuple[Tree | int, int]] = [(random_tree(dice, tokens), 20) for tokens in (7, 20)]
     check(
         tree_case(
-            [(1, 30), *items, (20, 13), (5, -5)],
+            [(1, 30), *items, (9, 13), (5, -5)],
             device,
             group=3,
             kv_heads=2,
@@ -111,4 +111,4 @@ def test_trees_in_parts_beside_decodes_and_chunks(dtype: torch.dtype, device: st
 @BOTH_TILES
 def test_groups(group: int, dtype: torch.dtype, device: str) -> None:
     dice = random.Random(group)
-    check(tree_case([(random_tree(dice, 50), 40), (30, 5)], device, group=group, dtype=dtype))
+    check(tree_case([(random_tree(dice, 20), 17), (9, 5)], device, group=group, dtype=dtype))

@@ -1,4 +1,4 @@
-"""The HTTP front over a runtime that says what a test wants: failures, tools, ends, and who is let in."""
+"""The HTTP server over a runtime that tests control: errors, tools, shutdown, authentication, limits."""
 
 from __future__ import annotations
 
@@ -18,48 +18,49 @@ from google.rpc import code_pb2
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
 from starlette.types import Message
 
-from service.api.reception import Reception
+from service.api.request_receiver import RequestReceiver
 from service.api.server_state import ServerState
 from service.api.status import to_status
+from service.auth.authenticator import Authenticator, current_tenant
+from service.auth.tokens import Role, new_token
 from service.config import Config, ConfigError, load_config
-from service.doors.doors import Doors, current_tenant
-from service.doors.tokens import Role, new_token
 from service.errors import InvalidArgument, ProviderFailure, QuireError
-from service.openai.bodies import Bodies, Body, parsed
+from service.gateway import Gateway
+from service.openai.bodies import Body, BodyReader, parse
 from service.openai.front import OpenAiFront
 from service.openai.models import Models
-from service.runtimes.base import Batch, Outlet
+from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
-from service.server import Gateway
 from service.text.text_model import TextModel
 from tests.certificates import Authority, Pair
+from tests.service.served import state_of
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 < 3?"}]
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
-class Speaker:
-    """A provider that says to each batch what `say` puts into its outlet."""
+class FakeRuntime:
+    """A provider that runs `generate` for each batch, which puts chunks into the sink."""
 
-    name = "speaker"
+    name = "fake"
     wait_s = 0.0
 
-    def __init__(self, say: Callable[[Batch, Outlet], Any]) -> None:
-        self._say = say
+    def __init__(self, generate: Callable[[Batch, ChunkSink], Any]) -> None:
+        self._generate = generate
         self.tenants: list[str] = []
         self.running = 0
 
     def describe(self) -> runner_pb2.Runtime:
         kind = runner_pb2.RUNTIME_KIND_OPENAI_CHAT
-        return runner_pb2.Runtime(name=self.name, model_id="m", provider="somebody", runtime_kind=kind)
+        return runner_pb2.Runtime(name=self.name, model_id="m", provider="someone", runtime_kind=kind)
 
-    async def execute(self, batch: Batch, outlet: Outlet) -> None:
+    async def execute(self, batch: Batch, sink: ChunkSink) -> None:
         tenant = current_tenant()
         self.tenants.append("" if tenant is None else tenant.name)
         self.running += 1
         try:
-            await self._say(batch, outlet)
+            await self._generate(batch, sink)
         finally:
             self.running -= 1
 
@@ -80,8 +81,8 @@ class Speaker:
         pass
 
 
-class Workers(Speaker):
-    """The server's own, none of which is ready."""
+class LocalRuntime(FakeRuntime):
+    """The server's own workers, none of which is ready."""
 
     name = "local"
 
@@ -89,8 +90,8 @@ class Workers(Speaker):
         return runner_pb2.Runtime(name=self.name, runtime_kind=runner_pb2.RUNTIME_KIND_LOCAL)
 
 
-class Serving:
-    """A front, and clients of it."""
+class Server:
+    """A running HTTP server, and clients of it."""
 
     def __init__(self, front: OpenAiFront, state: ServerState, port: int) -> None:
         self.front = front
@@ -99,24 +100,22 @@ class Serving:
 
     def client(self, key: str = "none") -> Any:
         url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=PATIENCE_S, max_retries=0)
+        return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=0)
 
 
 @asynccontextmanager
-async def serving(runtime: Speaker, *, has_worker: bool = True, **settings: Any) -> AsyncIterator[Serving]:
+async def serving(runtime: FakeRuntime, *, has_worker: bool = True, **settings: Any) -> AsyncIterator[Server]:
     config = Config(openai_listen="127.0.0.1:0", **settings)
-    state = ServerState(config)
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
-    if has_worker:
-        state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=able))
-    router = Router([runtime] if has_worker else [Workers(speak), runtime])
+    state = state_of(config, worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None)
+    router = Router([runtime] if has_worker else [LocalRuntime(generate_yes), runtime])
     text = TextModel(lambda: state.first_ready)
-    front = OpenAiFront(Executions(router, state), router, state, text, Doors.of(config))
+    front = OpenAiFront(Executions(router, state), router, state, text, Authenticator.of(config))
     port = front.bind()
-    tasks = [asyncio.create_task(front.run()), asyncio.create_task(state.reception.run())]
+    tasks = [asyncio.create_task(front.run()), asyncio.create_task(state.receiver.run())]
     try:
-        yield Serving(front, state, port)
+        yield Server(front, state, port)
     finally:
         await front.stop(0.2)
         tasks[1].cancel()
@@ -124,8 +123,8 @@ async def serving(runtime: Speaker, *, has_worker: bool = True, **settings: Any)
         assert runtime.running == 0
 
 
-def asking(**settings: Any) -> bytes:
-    """A request for a chat, as bytes."""
+def raw_request(**settings: Any) -> bytes:
+    """A chat request as HTTP bytes."""
     body = json.dumps({"model": "m", "messages": QUESTION, **settings})
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
@@ -135,22 +134,22 @@ def chunk(text: str = "", **fields: Any) -> runner_pb2.SampleChunk:
     return runner_pb2.SampleChunk(item_id="0", text=text, **fields)
 
 
-def failing(error: QuireError, *, after: str = "") -> Speaker:
-    async def say(_batch: Batch, outlet: Outlet) -> None:
+def failing_runtime(error: QuireError, *, after: str = "") -> FakeRuntime:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
         if after:
-            outlet.put([chunk(after)])
+            sink.put([chunk(after)])
             await asyncio.sleep(0.01)
         finish = runner_pb2.FINISH_REASON_ERROR
-        outlet.put([chunk(position=1, finish_reason=finish, error=to_status(error))])
+        sink.put([chunk(position=1, finish_reason=finish, error=to_status(error))])
 
-    return Speaker(say)
-
-
-async def speak(_batch: Batch, outlet: Outlet) -> None:
-    outlet.put([chunk("yes", finish_reason=runner_pb2.FINISH_REASON_STOP)])
+    return FakeRuntime(generate)
 
 
-def failure(code: str, *, retry_after_s: float | None = None) -> QuireError:
+async def generate_yes(_batch: Batch, sink: ChunkSink) -> None:
+    sink.put([chunk("yes", finish_reason=runner_pb2.FINISH_REASON_STOP)])
+
+
+def error_with_code(code: str, *, retry_after_s: float | None = None) -> QuireError:
     error = QuireError("it failed", retry_after_s=retry_after_s)
     error.code, error.reason = code, "SOME_REASON"
     return error
@@ -163,27 +162,29 @@ STATUS = {
 }  # fmt: skip
 
 
-async def test_failures_have_their_status() -> None:
-    async def say(batch: Batch, outlet: Outlet) -> None:
-        raise failure(batch.items[0].chat.messages[0].content, retry_after_s=1.5)
+async def test_errors_have_their_status() -> None:
+    async def generate(batch: Batch, sink: ChunkSink) -> None:
+        raise error_with_code(batch.items[0].chat.messages[0].content, retry_after_s=1.5)
 
-    async with serving(Speaker(say)) as served, served.client() as client:
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
         for code, status in STATUS.items():
             assert code_pb2.Code.Value(code)
             for is_stream in (False, True):
-                said = [{"role": "user", "content": code}]
+                messages = [{"role": "user", "content": code}]
                 with pytest.raises(openai.APIStatusError) as caught:
-                    await client.chat.completions.create(model="m", messages=said, stream=is_stream)
+                    await client.chat.completions.create(model="m", messages=messages, stream=is_stream)
                 assert (caught.value.status_code, caught.value.code) == (status, "some_reason")
                 assert caught.value.body["message"] == "it failed"  # type: ignore[index]
-                told = caught.value.response.headers
-                assert (told["retry-after"], told["retry-after-ms"]) == ("2", "1500")
-                assert told["x-request-id"]
+                headers = caught.value.response.headers
+                assert (headers["retry-after"], headers["retry-after-ms"]) == ("2", "1500")
+                assert headers["x-request-id"]
 
 
 @pytest.mark.parametrize("reason", ["UNAUTHORIZED", "FORBIDDEN"])
-async def test_a_provider_that_lets_this_server_in_no_more_is_not_the_callers_fault(reason: str) -> None:
-    runtime = failing(ProviderFailure(reason, "the provider did not accept this server's credentials"))
+async def test_refused_credentials_at_a_provider_are_a_server_error(reason: str) -> None:
+    runtime = failing_runtime(
+        ProviderFailure(reason, "the provider did not accept this server's credentials")
+    )
     async with serving(runtime) as served, served.client() as client:
         with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(model="m", messages=QUESTION)
@@ -192,24 +193,24 @@ async def test_a_provider_that_lets_this_server_in_no_more_is_not_the_callers_fa
         assert caught.value.response.headers["x-should-retry"] == "false"
 
 
-async def test_a_model_that_is_not_there() -> None:
-    async with serving(Speaker(speak)) as served, served.client() as client:
-        for asked in (
+async def test_an_unknown_model() -> None:
+    async with serving(FakeRuntime(generate_yes)) as served, served.client() as client:
+        for call in (
             client.models.retrieve("gpt\x1b-4"),
             client.chat.completions.create(model="gpt\x1b-4", messages=QUESTION),
         ):
             with pytest.raises(openai.NotFoundError) as caught:
-                await asked
-            told = caught.value
-            assert (told.code, told.param) == ("model_not_found", "model")
-            assert told.body["message"] == r"there is no model 'gpt\x1b-4': /v1/models lists those there are"  # type: ignore[index]
+                await call
+            error = caught.value
+            assert (error.code, error.param) == ("model_not_found", "model")
+            assert error.body["message"] == r"there is no model 'gpt\x1b-4': /v1/models lists the models"  # type: ignore[index]
 
 
-class Named(Speaker):
-    """One of several runtimes."""
+class NamedRuntime(FakeRuntime):
+    """A runtime with a name and a model."""
 
     def __init__(self, name: str, model: str) -> None:
-        super().__init__(speak)
+        super().__init__(generate_yes)
         self.name, self._model = name, model
 
     def describe(self) -> runner_pb2.Runtime:
@@ -218,18 +219,23 @@ class Named(Speaker):
         return runner_pb2.Runtime(name=self.name, model_id=self._model, provider=owner, runtime_kind=kind)
 
 
-def test_a_model_is_owned_by_whom_requests_go_to() -> None:
-    """Where several runtimes serve it, and where one is called as what another serves."""
-    runtimes = [Named("a", "m"), Named("b", "m"), Named("c", "d"), Named("d", "x")]
-    models = Models(Router(runtimes), ServerState(Config()))
+def test_the_owner_of_a_model_is_the_runtime_that_gets_its_requests() -> None:
+    """Also if several runtimes serve it, or if it has the name of another runtime."""
+    runtimes = [
+        NamedRuntime("a", "m"),
+        NamedRuntime("b", "m"),
+        NamedRuntime("c", "d"),
+        NamedRuntime("d", "x"),
+    ]
+    models = Models(Router(runtimes), state_of(Config()))
     listed = {entry["id"]: entry["owned_by"] for entry in models.listed()}
     assert list(listed) == ["a", "m", "b", "c", "d", "x"]
     for name, owner in listed.items():
-        assert owner == f"owner of {models.find(name).runtime}" == models.entry(name)["owned_by"]
+        assert owner == f"owner of {models.resolve(name).runtime}" == models.entry(name)["owned_by"]
 
 
-async def test_a_failure_in_a_stream_is_told_in_it() -> None:
-    runtime = failing(failure("UNAVAILABLE"), after="so far")
+async def test_an_error_in_a_stream_is_an_event() -> None:
+    runtime = failing_runtime(error_with_code("UNAVAILABLE"), after="so far")
     async with serving(runtime) as served, served.client() as client:
         stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
         assert [(await anext(stream)).choices[0].delta.content for _ in range(2)] == ["", "so far"]
@@ -238,49 +244,49 @@ async def test_a_failure_in_a_stream_is_told_in_it() -> None:
 
 
 async def test_a_provider_needs_no_worker() -> None:
-    """Also where calls wait for the first one, because caches were found again."""
-    async with serving(Speaker(speak), has_worker=False) as served, served.client() as client:
+    """Also while other calls wait for the first worker, because caches were recovered."""
+    async with serving(FakeRuntime(generate_yes), has_worker=False) as served, served.client() as client:
         served.state.has_recovered = True
         completion = await client.chat.completions.create(model="m", messages=QUESTION)
         assert completion.choices[0].message.content
 
 
-# A panic of a library in Rust is no Exception.
+# A panic of a Rust library is a BaseException.
 @pytest.mark.parametrize("kind", [RuntimeError, BaseException])
-async def test_what_is_wrong_with_us_is_not_told(kind: type[BaseException]) -> None:
-    async def say(_batch: Batch, _outlet: Outlet) -> None:
+async def test_the_text_of_an_unexpected_exception_is_not_sent(kind: type[BaseException]) -> None:
+    async def generate(_batch: Batch, _sink: ChunkSink) -> None:
         raise kind("the secret")
 
-    async with serving(Speaker(say)) as served, served.client() as client:
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
         with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(model="m", messages=QUESTION)
         assert "secret" not in caught.value.response.text and caught.value.code == "internal"
 
 
-async def test_calls_of_tools() -> None:
-    async def say(_batch: Batch, outlet: Outlet) -> None:
+async def test_tool_calls() -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
         first = runner_pb2.ToolCall(index=0, id="call-1", name="add", arguments_json='{"a":')
         second = runner_pb2.ToolCall(index=0, arguments_json="1}")
-        outlet.put([chunk(tool_calls=[first]), chunk(position=1, tool_calls=[second])])
-        outlet.put([chunk(position=2, finish_reason=runner_pb2.FINISH_REASON_TOOL_CALLS)])
+        sink.put([chunk(tool_calls=[first]), chunk(position=1, tool_calls=[second])])
+        sink.put([chunk(position=2, finish_reason=runner_pb2.FINISH_REASON_TOOL_CALLS)])
 
-    async with serving(Speaker(say)) as served, served.client() as client:
-        whole = await client.chat.completions.create(model="speaker", messages=QUESTION)
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
+        whole = await client.chat.completions.create(model="fake", messages=QUESTION)
         choice = whole.choices[0]
         call = choice.message.tool_calls[0]
         assert (call.id, call.function.name, call.function.arguments) == ("call-1", "add", '{"a":1}')
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        async with client.chat.completions.stream(model="speaker", messages=QUESTION) as stream:
+        async with client.chat.completions.stream(model="fake", messages=QUESTION) as stream:
             final = await stream.get_final_completion()
         assert final.choices[0].message.tool_calls[0].function.arguments == '{"a":1}'
 
 
-async def test_a_server_that_ends_says_so() -> None:
-    async def say(_batch: Batch, outlet: Outlet) -> None:
-        outlet.put([chunk("so far")])
+async def test_a_shutdown_ends_running_requests_with_an_error() -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        sink.put([chunk("so far")])
         await asyncio.Event().wait()
 
-    async with serving(Speaker(say)) as served, served.client() as client:
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
         stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
         whole = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
         await anext(stream)
@@ -294,39 +300,39 @@ async def test_a_server_that_ends_says_so() -> None:
         assert caught.value.status_code == 503
 
 
-async def test_what_has_ended_is_read_to_its_end_by_then() -> None:
+async def test_a_shutdown_lets_a_finished_stream_be_read_to_its_end() -> None:
     text = "x" * (1 << 23)
 
-    async def say(_batch: Batch, outlet: Outlet) -> None:
-        outlet.put([chunk(text, finish_reason=runner_pb2.FINISH_REASON_STOP)])
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        sink.put([chunk(text, finish_reason=runner_pb2.FINISH_REASON_STOP)])
 
-    runtime = Speaker(say)
+    runtime = FakeRuntime(generate)
     async with serving(runtime) as served, served.client() as client:
         stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
         await until(lambda: not runtime.running)
-        stopping = asyncio.create_task(served.front.stop(PATIENCE_S))
+        stopping = asyncio.create_task(served.front.stop(TIMEOUT_S))
         await asyncio.sleep(0.05)
         assert "".join([part.choices[0].delta.content or "" async for part in stream]) == text
         await stopping
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_whoever_does_not_read_is_given_up(is_stream: bool) -> None:
-    async def say(_batch: Batch, outlet: Outlet) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(is_stream: bool) -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
         for position in range(200):
-            await outlet.room()
-            outlet.put([chunk("x" * 100_000, position=position)])
+            await sink.wait_for_room()
+            sink.put([chunk("x" * 100_000, position=position)])
             await asyncio.sleep(0)
         if is_stream:
             await asyncio.Event().wait()
-        outlet.put([chunk(position=200, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
+        sink.put([chunk(position=200, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
 
-    runtime = Speaker(say)
+    runtime = FakeRuntime(generate)
     async with serving(runtime, session_stall_s=0.5) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 10)
-        writer.write(asking(stream=is_stream))
+        writer.write(raw_request(stream=is_stream))
         await reader.readexactly(12)
-        # What it was written is not read, so it is reset in the middle.
+        # The response is not read, so the connection is reset in the middle of it.
         await until(lambda: not served.front.connections)
         await until(lambda: not runtime.running)
         await until(lambda: served.state.answers.used_bytes == 0)
@@ -334,19 +340,19 @@ async def test_whoever_does_not_read_is_given_up(is_stream: bool) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-async def test_bounds_on_all() -> None:
-    going = asyncio.Event()
+async def test_limits_on_requests_and_connections() -> None:
+    may_continue = asyncio.Event()
 
-    async def say(batch: Batch, outlet: Outlet) -> None:
-        await going.wait()
-        await speak(batch, outlet)
+    async def generate(batch: Batch, sink: ChunkSink) -> None:
+        await may_continue.wait()
+        await generate_yes(batch, sink)
 
-    runtime = Speaker(say)
+    runtime = FakeRuntime(generate)
     async with serving(runtime, max_sessions=1, max_connections=3) as served, served.client() as client:
         first = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
         await until(lambda: runtime.running == 1)
@@ -355,46 +361,46 @@ async def test_bounds_on_all() -> None:
         assert caught.value.code == "session_limit"
         silent = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(6)]
         await until(lambda: len(served.front.connections) <= 3)
-        going.set()
-        assert (await first).choices[0].message.content == "yes", "who was here before stays"
+        may_continue.set()
+        assert (await first).choices[0].message.content == "yes", "earlier connections stay open"
         for _, writer in silent:
             writer.close()
 
 
-async def test_an_answer_too_large_for_one_piece() -> None:
-    async def say(_batch: Batch, outlet: Outlet) -> None:
+async def test_a_response_too_large_for_one_piece() -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
         for position in range(3):
-            outlet.put([chunk("x" * 500, position=position)])
-        await speak(_batch, outlet)
+            sink.put([chunk("x" * 500, position=position)])
+        await generate_yes(_batch, sink)
 
-    async with serving(Speaker(say), max_response_bytes=1024) as served, served.client() as client:
-        with pytest.raises(openai.BadRequestError, match="ask for a stream"):
+    async with serving(FakeRuntime(generate), max_response_bytes=1024) as served, served.client() as client:
+        with pytest.raises(openai.BadRequestError, match="use a stream"):
             await client.chat.completions.create(model="m", messages=QUESTION)
         assert served.state.answers.used_bytes == 0
         stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
         assert sum([len(part.choices[0].delta.content or "") async for part in stream]) == 1503
 
 
-def with_logprobs(num_tokens: int) -> Speaker:
-    """Says so many tokens, each with the log-probabilities of twenty."""
+def with_logprobs(num_tokens: int) -> FakeRuntime:
+    """Generates tokens, each with the log-probabilities of twenty alternatives."""
     top = types_pb2.TopLogprobs(token_ids=range(20), logprobs=[-0.1 * n for n in range(20)])
-    told = runner_pb2.TokenLogprob(logprob=-0.5, top=top)
+    logprob = runner_pb2.TokenLogprob(logprob=-0.5, top=top)
 
-    async def say(_batch: Batch, outlet: Outlet) -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
         for position in range(num_tokens):
-            part = chunk(" w\u00e9", position=position, logprobs=[told])
-            outlet.put([part])
-        outlet.put([chunk(position=num_tokens, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
+            part = chunk(" w\u00e9", position=position, logprobs=[logprob])
+            sink.put([part])
+        sink.put([chunk(position=num_tokens, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
 
-    return Speaker(say)
+    return FakeRuntime(generate)
 
 
-class Direct:
-    """A request without a connection, whose answer is read at once, or not at all until it may be."""
+class DirectRequest:
+    """A request without a connection. Its response is not read until `may_send` is set."""
 
-    def __init__(self, served: Serving, body: bytes) -> None:
+    def __init__(self, served: Server, body: bytes) -> None:
         self._request = body
-        self.answer = bytearray()
+        self.response = bytearray()
         self.is_sending = asyncio.Event()
         self.may_send = asyncio.Event()
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
@@ -414,29 +420,29 @@ class Direct:
             self.is_sending.set()
             if not self.may_send.is_set():
                 await self.may_send.wait()
-            self.answer += message["body"]
+            self.response += message["body"]
 
 
 def body_of(**settings: Any) -> bytes:
-    return asking(**settings).partition(b"\r\n\r\n")[2]
+    return raw_request(**settings).partition(b"\r\n\r\n")[2]
 
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 20}
 
 
-async def test_what_an_answer_in_one_piece_holds_is_counted_until_it_is_read() -> None:
+async def test_the_memory_of_a_response_in_one_piece_counts_until_it_is_read() -> None:
     async with serving(with_logprobs(3000)) as served:
         tracemalloc.start()
-        asked = Direct(served, body_of(**LOGPROBS))
-        await asked.is_sending.wait()
+        request = DirectRequest(served, body_of(**LOGPROBS))
+        await request.is_sending.wait()
         held_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         counted_bytes = served.state.answers.used_bytes
-        asked.may_send.set()
-        await asked.task
+        request.may_send.set()
+        await request.task
         assert counted_bytes > 3000 * 100 and held_bytes < 2 * counted_bytes + (1 << 19)
         assert served.state.answers.used_bytes == 0
-        (choice,) = json.loads(asked.answer)["choices"]
+        (choice,) = json.loads(request.response)["choices"]
         assert (
             choice["message"]["content"] == " w\u00e9" * 3000 and len(choice["logprobs"]["content"]) == 3000
         )
@@ -444,25 +450,25 @@ async def test_what_an_answer_in_one_piece_holds_is_counted_until_it_is_read() -
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_large_answer_leaves_turns_to_others(is_stream: bool) -> None:
+async def test_a_large_response_does_not_block_the_event_loop(is_stream: bool) -> None:
     async with serving(with_logprobs(5000)) as served:
-        asked = Direct(served, body_of(stream=is_stream, **LOGPROBS))
-        asked.may_send.set()
+        request = DirectRequest(served, body_of(stream=is_stream, **LOGPROBS))
+        request.may_send.set()
         turns = 0
-        while not asked.task.done():
+        while not request.task.done():
             turns += 1
             await asyncio.sleep(0)
-        # Ten of them are there anyway.
-        assert len(asked.answer) > 5000 * 500 and turns > 30
+        # Ten turns happen anyway.
+        assert len(request.response) > 5000 * 500 and turns > 30
 
 
-async def test_tls_is_that_of_the_gateway(tmp_path: Path) -> None:
+async def test_tls_settings_are_the_gateways(tmp_path: Path) -> None:
     authority, other = Authority(tmp_path / "ca"), Authority(tmp_path / "other")
     pair, alice = authority.server(), authority.issue("alice")
     cert, key = tmp_path / "cert", tmp_path / "key"
     cert.write_bytes(pair.cert.read_bytes())
     key.write_bytes(pair.key.read_bytes())
-    runtime = Speaker(speak)
+    runtime = FakeRuntime(generate_yes)
     settings: dict[str, Any] = {
         "tls_cert": str(cert),
         "tls_key": str(key),
@@ -470,13 +476,13 @@ async def test_tls_is_that_of_the_gateway(tmp_path: Path) -> None:
     }
 
     async def ask(trusted: Path, *, is_alice: bool = True) -> bytes:
-        """The status line of an answer; empty if there is none."""
+        """The status line of the response; empty: none."""
         context = ssl.create_default_context(cafile=str(trusted))
         if is_alice:
             context.load_cert_chain(alice.cert, alice.key)
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=context)
-            writer.write(asking())
+            writer.write(raw_request())
             line = await reader.readline()
         except (OSError, ssl.SSLError):
             return b""
@@ -493,13 +499,13 @@ async def test_tls_is_that_of_the_gateway(tmp_path: Path) -> None:
         assert await ask(other.cert) == b"HTTP/1.1 200 OK\r\n"
 
 
-async def test_a_pipelined_request_is_nobody_elses(tmp_path: Path) -> None:
-    """Who may only observe asks for the models, and behind that, without a token, for a text."""
+async def test_a_pipelined_request_does_not_inherit_authentication(tmp_path: Path) -> None:
+    """A request for the models with a token for observers, and then a request for text without a token."""
     authority = Authority(tmp_path / "ca")
-    pair, alice, nobody = authority.server(), authority.issue("alice"), authority.issue("")
+    pair, alice, anonymous = authority.server(), authority.issue("alice"), authority.issue("")
     token, line = new_token("ops", [Role.OBSERVE])
     (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n")
-    runtime = Speaker(speak)
+    runtime = FakeRuntime(generate_yes)
     settings: dict[str, Any] = {
         "tls_cert": str(pair.cert),
         "tls_key": str(pair.key),
@@ -511,14 +517,14 @@ async def test_a_pipelined_request_is_nobody_elses(tmp_path: Path) -> None:
         context = ssl.create_default_context(cafile=str(authority.cert))
         context.load_cert_chain(certificate.cert, certificate.key)
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=context)
-        closing = asking().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
+        closing = raw_request().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
         writer.write(models + closing)
         found = await reader.read()
         writer.close()
         return [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]]
 
     async with serving(runtime, tokens=str(tmp_path / "tokens"), **settings) as served:
-        assert await statuses(nobody) == [b"200", b"401"]
+        assert await statuses(anonymous) == [b"200", b"401"]
         assert runtime.tenants == []
         assert await statuses(alice) == [b"200", b"200"]
         assert runtime.tenants == ["alice"]
@@ -532,7 +538,7 @@ async def test_listening_needs_libraries(monkeypatch: pytest.MonkeyPatch) -> Non
         Gateway(Config(listen="127.0.0.1:0", openai_listen="127.0.0.1:0"))
 
 
-def test_only_this_machine_without_tls() -> None:
+def test_a_public_address_needs_tls_or_insecure() -> None:
     with pytest.raises(ConfigError, match="openai_listen"):
         load_config({"openai_listen": "0.0.0.0:0"}, {})
     assert load_config({"openai_listen": "0.0.0.0:0", "insecure": "on"}, {}).openai_listen == "0.0.0.0:0"
@@ -541,7 +547,7 @@ def test_only_this_machine_without_tls() -> None:
 
 
 async def turns_of(work: Coroutine[Any, Any, Any]) -> int:
-    """How often others had a turn while something was done."""
+    """How often other tasks ran meanwhile."""
     task, turns = asyncio.ensure_future(work), 0
     while not task.done():
         turns += 1
@@ -551,37 +557,37 @@ async def turns_of(work: Coroutine[Any, Any, Any]) -> int:
 
 async def test_a_body_of_too_many_values_is_not_parsed() -> None:
     text = {"prompt": 'a,[{,"' * 400_000 + "\\"}
-    assert await parsed(json.dumps(text).encode()) == text, "in texts they are no values"
-    assert await turns_of(parsed(json.dumps(text).encode())) > 100
+    assert await parse(json.dumps(text).encode()) == text, "commas and brackets in strings are no values"
+    assert await turns_of(parse(json.dumps(text).encode())) > 100
     numbers = list(range((1 << 20) - 8))
-    assert await parsed(json.dumps(numbers).encode()) == numbers
+    assert await parse(json.dumps(numbers).encode()) == numbers
     for many in (b"[" + b"1," * (1 << 20) + b"1]", b"[],", b"{},", b'"",', b'"a":1,', b'",",'):
         body = many if len(many) > 10 else b"[" + many * (1 << 18) + b"1]"
         with pytest.raises(InvalidArgument) as caught:
-            await parsed(body)
+            await parse(body)
         assert caught.value.reason == "REQUEST_TOO_LARGE"
 
 
-async def test_the_bytes_of_all_bodies_are_bounded_until_they_are_answered() -> None:
-    going = asyncio.Event()
+async def test_the_bytes_of_all_bodies_are_limited_until_the_response() -> None:
+    may_continue = asyncio.Event()
 
-    async def say(batch: Batch, outlet: Outlet) -> None:
-        await going.wait()
-        await speak(batch, outlet)
+    async def generate(batch: Batch, sink: ChunkSink) -> None:
+        await may_continue.wait()
+        await generate_yes(batch, sink)
 
-    runtime = Speaker(say)
+    runtime = FakeRuntime(generate)
     async with serving(runtime, max_arriving_bytes=40_000, max_request_bytes=20_000) as served:
         bodies = served.front.bodies
         connections = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(4)]
         try:
             for index, (_, writer) in enumerate(connections):
-                writer.write(asking(user="x" * 12_000))
+                writer.write(raw_request(user="x" * 12_000))
                 await until(lambda index=index: runtime.running == min(index + 1, 3))  # type: ignore[misc]
             reader, _ = connections[3]
-            answer = await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE_S)
+            answer = await asyncio.wait_for(reader.readuntil(b"}}"), TIMEOUT_S)
             assert answer.startswith(b"HTTP/1.1 429") and b"arriving_full" in answer
             assert b"retry-after" in answer and 36_000 < bodies.held_bytes <= 40_000
-            going.set()
+            may_continue.set()
             for reader, _ in connections[:3]:
                 assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             await until(lambda: bodies.held_bytes == 0)
@@ -591,55 +597,55 @@ async def test_the_bytes_of_all_bodies_are_bounded_until_they_are_answered() -> 
 
 
 @pytest.mark.parametrize("size_bytes", [30_000, 90_000])
-async def test_a_body_that_is_refused_is_read_to_its_end(size_bytes: int) -> None:
-    """Else the connection is reset under a client that still sends. What is far too large is not read."""
-    async with serving(Speaker(speak), max_request_bytes=20_000) as served:
+async def test_a_refused_body_is_read_to_its_end(size_bytes: int) -> None:
+    """Otherwise the connection of a client that still sends is reset. A far too large body is not read."""
+    async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         try:
             is_read = size_bytes < 40_000
-            sent = asking(user="x" * size_bytes)
-            writer.write(sent + asking() if is_read else sent[:50_000])
-            assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).startswith(b"HTTP/1.1 413")
+            sent = raw_request(user="x" * size_bytes)
+            writer.write(sent + raw_request() if is_read else sent[:50_000])
+            assert (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).startswith(b"HTTP/1.1 413")
             rest = await asyncio.wait_for(
-                reader.read() if not is_read else reader.readuntil(b"200 OK"), PATIENCE_S
+                reader.read() if not is_read else reader.readuntil(b"200 OK"), TIMEOUT_S
             )
             assert (b"200 OK" in rest) == is_read
         finally:
             writer.close()
 
 
-def test_a_tenant_has_half_of_what_bodies_may_take() -> None:
-    bodies = Bodies(Reception(Config()), 1000, 2000)
+def test_a_tenant_may_use_half_of_the_bytes_for_bodies() -> None:
+    bodies = BodyReader(RequestReceiver(Config()), 1000, 2000)
     sizes = []
     for tenant, size_bytes in (("a", 600), ("a", 401), ("a", 400), ("b", 1000), ("b", 1)):
-        body = Body(nothing, bodies, tenant)
-        refused = bodies.take(body, tenant, size_bytes)
+        body = Body(disconnected, bodies, tenant)
+        refused = bodies.reserve(body, tenant, size_bytes)
         sizes.append(0 if refused else size_bytes)
     assert sizes == [600, 0, 400, 1000, 0] and bodies.held_bytes == 2000
-    too_large = bodies.take(Body(nothing, bodies, ""), "", 1001)
+    too_large = bodies.reserve(Body(disconnected, bodies, ""), "", 1001)
     assert too_large is not None and too_large.reason == "REQUEST_TOO_LARGE"
 
 
-async def test_large_bodies_are_parsed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many that have arrived: others run between two of them."""
-    bodies = Bodies(Reception(Config()), 1 << 20, 1 << 24)
-    under_way, most = 0, 0
+async def test_large_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that other tasks run between two of them."""
+    bodies = BodyReader(RequestReceiver(Config()), 1 << 20, 1 << 24)
+    running, most = 0, 0
 
     async def watched(_body: bytes) -> None:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
         await asyncio.sleep(0)
-        under_way -= 1
+        running -= 1
 
-    # Another test has modules loaded anew: this is the one that the class is of.
-    monkeypatch.setitem(Bodies.parsed.__globals__, "parsed", watched)
-    large = [Body(nothing, bodies, "") for _ in range(6)]
+    # Not by the module's name: another test reloads modules.
+    monkeypatch.setitem(BodyReader.parse.__globals__, "parse", watched)
+    large = [Body(disconnected, bodies, "") for _ in range(6)]
     for body in large:
         body.size_bytes = 1 << 17
-    await asyncio.gather(*map(bodies.parsed, large))
+    await asyncio.gather(*map(bodies.parse, large))
     assert most == 1
 
 
-async def nothing() -> Message:
+async def disconnected() -> Message:
     return {"type": "http.disconnect"}

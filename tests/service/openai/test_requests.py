@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API as batches."""
+"""Requests of OpenAI's API as items of an execution."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from quire.v1 import runner_pb2, types_pb2
 
 from service.errors import InvalidArgument, QuireError, SequenceTooLong
 from service.openai import errors
-from service.openai.models import Served
+from service.openai.models import ResolvedModel
 from service.openai.requests import chat, completion
 
-OWN = types_pb2.SamplingParams(temperature=0.5, top_k=20)
+DEFAULTS = types_pb2.SamplingParams(temperature=0.5, top_k=20)
 
 
-def find(_model: str) -> Served:
-    return Served("local", is_local=True, sampling_defaults=OWN)
+def resolve(_model: str) -> ResolvedModel:
+    return ResolvedModel("local", is_local=True, sampling_defaults=DEFAULTS)
 
 
 def item(**settings: Any) -> runner_pb2.ExecuteItem:
-    """What becomes of a chat with some settings."""
-    asked = chat({"model": "m", "messages": [{"role": "user", "content": "x"}], **settings}, find)
-    return asked.items[0]
+    """The item of a chat request with some settings."""
+    request = chat({"model": "m", "messages": [{"role": "user", "content": "x"}], **settings}, resolve)
+    return request.items[0]
 
 
 def test_messages() -> None:
     call = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    said = [
+    messages = [
         {"role": "system", "content": "a"},
         {"role": "developer", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
         {"role": "user", "content": "d", "name": "me"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "3", "tool_call_id": "call-1"},
     ]
-    made = item(messages=said).chat.messages
-    assert [(message.role, message.content) for message in made] == [
+    parsed = item(messages=messages).chat.messages
+    assert [(message.role, message.content) for message in parsed] == [
         (runner_pb2.CHAT_ROLE_SYSTEM, "a"),
         (runner_pb2.CHAT_ROLE_SYSTEM, "b\nc"),
         (runner_pb2.CHAT_ROLE_USER, "d"),
         (runner_pb2.CHAT_ROLE_ASSISTANT, ""),
         (runner_pb2.CHAT_ROLE_TOOL, "3"),
     ]
-    assert made[3].tool_calls[0] == runner_pb2.ToolCall(id="call-1", name="add", arguments_json="{}")
-    assert made[4].tool_call_id == "call-1"
+    assert parsed[3].tool_calls[0] == runner_pb2.ToolCall(id="call-1", name="add", arguments_json="{}")
+    assert parsed[4].tool_call_id == "call-1"
 
 
-def test_a_draw_is_as_the_models_makers_recommend_but_for_what_was_given() -> None:
-    assert item().sampling == OWN
-    assert item(temperature=None, top_p=None).sampling == OWN, "null is the same as nothing"
-    given_ = item(temperature=0, top_k=-1, top_p=0.5, seed=-1, logit_bias={"7": -100}).sampling
+def test_recommended_sampling_settings_apply_unless_given() -> None:
+    assert item().sampling == DEFAULTS
+    assert item(temperature=None, top_p=None).sampling == DEFAULTS, "null means absent"
+    given = item(temperature=0, top_k=-1, top_p=0.5, seed=-1, logit_bias={"7": -100}).sampling
     expected = types_pb2.SamplingParams(temperature=0, top_k=0, top_p=0.5, seed=(1 << 64) - 1)
     expected.logit_bias[7] = -100
-    assert given_ == expected
-    plain = Served("other", is_local=False, sampling_defaults=types_pb2.SamplingParams())
-    asked = completion({"model": "m", "prompt": "x"}, lambda _: plain)
-    assert asked.items[0].sampling == types_pb2.SamplingParams(temperature=1.0)
-    assert asked.items[0].max_tokens == 16
+    assert given == expected
+    plain = ResolvedModel("other", is_local=False, sampling_defaults=types_pb2.SamplingParams())
+    request = completion({"model": "m", "prompt": "x"}, lambda _: plain)
+    assert request.items[0].sampling == types_pb2.SamplingParams(temperature=1.0)
+    assert request.items[0].max_tokens == 16
 
 
-def test_the_form_of_an_answer() -> None:
+def test_response_formats() -> None:
     assert item(response_format={"type": "json_object"}).constraint.json_schema == '{"type":"object"}'
     schema = {"type": "object", "properties": {"ä": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
@@ -76,18 +76,18 @@ def test_the_form_of_an_answer() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], {}, 3, [True], [1.5], [-1], [1 << 32], ["a", 1], [[1], "a", None]])
-def test_prompts_that_make_no_sense(prompt: Any) -> None:
+def test_invalid_prompts(prompt: Any) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        completion({"model": "m", "prompt": prompt}, find)
+        completion({"model": "m", "prompt": prompt}, resolve)
     assert errors.body(caught.value)["error"]["param"].startswith("prompt")
 
 
-def test_prompts_as_tokens_are_bounded_by_what_the_model_can_hold() -> None:
-    own = Served("local", is_local=True, sampling_defaults=OWN, max_tokens=4)
+def test_token_prompts_are_limited_by_the_context_of_the_model() -> None:
+    own = ResolvedModel("local", is_local=True, sampling_defaults=DEFAULTS, max_tokens=4)
     for prompt in ([1, 2, 3, 4], [[1], [5, 6, 7, 8]]):
-        asked = completion({"model": "m", "prompt": prompt}, lambda _: own)
+        request = completion({"model": "m", "prompt": prompt}, lambda _: own)
         nested = prompt if isinstance(prompt[0], list) else [prompt]
-        assert [list(item.tokens.token_ids) for item in asked.items] == nested
+        assert [list(item.tokens.token_ids) for item in request.items] == nested
     for prompt in ([1, 2, 3, 4, None], [[1], [1, 2, 3, 4, "x"]]):  # type: ignore[assignment]
         with pytest.raises(SequenceTooLong):
             completion({"model": "m", "prompt": prompt}, lambda _: own)
@@ -117,13 +117,13 @@ VALUES = st.recursive(
 
 
 @given(VALUES | st.dictionaries(NAMES, VALUES, max_size=10))
-def test_whatever_comes_is_a_request_or_refused(value: Any) -> None:
+def test_any_value_is_a_request_or_refused(value: Any) -> None:
     message = {"role": "user", "content": "x"}
     for parse, base in ((completion, {"prompt": "x"}), (chat, {"messages": [message]})):
-        for whole in (value, {"model": "m", **base, **value} if isinstance(value, dict) else value):
+        for request in (value, {"model": "m", **base, **value} if isinstance(value, dict) else value):
             refusal = None
             try:
-                assert parse(whole, find).items[0].ByteSize()
+                assert parse(request, resolve).items[0].ByteSize()
             except QuireError as error:
                 refusal = error
             if refusal is not None:

@@ -1,4 +1,4 @@
-"""What a reader of an execution gets, and what is held for one who does not read."""
+"""What a reader of an execution gets, and which chunks are held without one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from quire.v1 import runner_pb2
 
-from service.api.budget import AnswerBudget, KeptBudget
+from service.api.budget import AnswerBudget, ReplayBudget
 from service.errors import Draining, ExecutionLost, NoWorker, ResumedElsewhere
 from service.runtimes.execution import Execution, State
 from tests.error_details import status_reason
@@ -24,23 +24,23 @@ def chunk(position: int, text: str = "x", *, last: bool = False) -> runner_pb2.S
 
 
 class Played:
-    """An execution whose runtime is the test."""
+    """An execution. The test acts as its runtime."""
 
     def __init__(self, keep_s: float = 0.0, kept_bytes: int = 1 << 40) -> None:
         self.budget = AnswerBudget(1 << 40)
         self.was_cancelled = False
         self.is_done = asyncio.Event()
-        self.kept = KeptBudget(kept_bytes)
+        self.kept = ReplayBudget(kept_bytes)
         self.states: list[State] = []
         self.execution = Execution("id", [("a", 0)], keep_s, self._on_state, self.budget, self.kept)
-        self.execution.begin(self._run)
+        self.execution.start(self._run)
 
     def _on_state(self, execution: Execution) -> None:
         self.states.append(execution.state)
 
     @property
     def gone(self) -> int:
-        return self.states.count(State.GONE)
+        return self.states.count(State.CLOSED)
 
     async def _run(self, _execution: Execution) -> None:
         try:
@@ -54,7 +54,7 @@ def positions(chunks: Sequence[runner_pb2.SampleChunk]) -> list[int]:
     return [chunk.position for chunk in chunks]
 
 
-async def test_it_ends_with_its_reader() -> None:
+async def test_without_keep_it_ends_when_its_reader_leaves() -> None:
     played = Played()
     reader = played.execution.attach({})
     await asyncio.sleep(0)
@@ -65,7 +65,7 @@ async def test_it_ends_with_its_reader() -> None:
     assert played.was_cancelled and played.gone == 1
 
 
-async def test_who_does_not_read_stops_it_and_reading_lets_it_go_on() -> None:
+async def test_a_slow_reader_pauses_it_and_reading_resumes_it() -> None:
     execution = Played().execution
     reader = execution.attach({})
     sent = 0
@@ -73,7 +73,7 @@ async def test_who_does_not_read_stops_it_and_reading_lets_it_go_on() -> None:
         execution.put([chunk(sent, LARGE)])
         sent += 1
     assert sent < 20
-    waiting = asyncio.create_task(execution.room())
+    waiting = asyncio.create_task(execution.wait_for_room())
     await asyncio.sleep(0)
     assert not waiting.done()
     while waiting in asyncio.all_tasks():
@@ -81,7 +81,7 @@ async def test_who_does_not_read_stops_it_and_reading_lets_it_go_on() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_kept_one_goes_on_alone_until_its_time_is_over() -> None:
+async def test_a_kept_one_continues_without_a_reader_for_its_keep_time() -> None:
     played = Played(keep_s=0.05)
     first = played.execution.attach({})
     played.execution.put([chunk(0), chunk(1)])
@@ -96,7 +96,7 @@ async def test_a_kept_one_goes_on_alone_until_its_time_is_over() -> None:
     assert played.was_cancelled
 
 
-async def test_what_nobody_reads_is_bounded() -> None:
+async def test_unread_bytes_are_limited() -> None:
     execution = Played(keep_s=60).execution
     execution.detach(execution.attach({}))
     sent = 0
@@ -106,22 +106,22 @@ async def test_what_nobody_reads_is_bounded() -> None:
     assert 100 < sent < 400
 
 
-async def test_all_together_are_bounded() -> None:
+async def test_unread_bytes_of_all_executions_are_limited() -> None:
     played = Played(keep_s=60)
     execution = played.execution
     execution.detach(execution.attach({}))
     execution.put([chunk(0, LARGE)])
     alone = execution.is_full
     assert played.budget.used_bytes > len(LARGE) and not alone
-    played.budget.exchange(0, 1 << 40)
+    played.budget.adjust(1 << 40)
     among_others = execution.is_full
-    assert among_others, "others hold all there is"
-    played.budget.exchange(1 << 40, 0)
+    assert among_others, "others hold the whole budget"
+    played.budget.adjust(-(1 << 40))
     execution.end()
     assert played.budget.used_bytes == 0
 
 
-async def test_what_is_not_read_counts_among_all_answers() -> None:
+async def test_unread_bytes_count_in_the_answer_budget() -> None:
     played = Played()
     execution = played.execution
     reader = execution.attach({})
@@ -132,50 +132,50 @@ async def test_what_is_not_read_counts_among_all_answers() -> None:
     execution.detach(reader)
     assert played.budget.used_bytes == 0
     await execution.read(reader)
-    assert played.budget.used_bytes == 0, "what is read behind the end was given back already"
+    assert played.budget.used_bytes == 0, "chunks read after the end were given back already"
 
 
-async def test_it_goes_on_when_others_hold_less_also_without_a_reader() -> None:
+async def test_it_continues_when_others_free_the_budget_without_a_reader() -> None:
     played = Played(keep_s=60)
     execution = played.execution
     execution.detach(execution.attach({}))
     execution.put([chunk(0, LARGE)])
-    played.budget.exchange(0, 1 << 40)
-    waiting = asyncio.create_task(execution.room())
+    played.budget.adjust(1 << 40)
+    waiting = asyncio.create_task(execution.wait_for_room())
     await asyncio.sleep(0)
     assert not waiting.done()
-    played.budget.exchange(1 << 40, 0)
+    played.budget.adjust(-(1 << 40))
     await asyncio.wait_for(waiting, 30)
 
 
-async def test_who_comes_again_for_little_of_much_holds_nobody_up() -> None:
+async def test_resuming_near_the_end_of_a_long_text_does_not_block_the_event_loop() -> None:
     execution = Played(keep_s=60).execution
     execution.put([chunk(position) for position in range(10_000)])
     reader = execution.attach({("a", 0): 9_999})
     reading = asyncio.create_task(execution.read(reader))
     await asyncio.sleep(0)
-    assert not reading.done(), "others have their turns while it is looked for"
+    assert not reading.done(), "other tasks run while chunks are skipped"
     assert positions(await reading) == [9_999]
 
 
-async def test_who_says_he_has_more_than_there_is_is_told_of_the_end() -> None:
+async def test_a_reader_that_claims_more_than_there_is_gets_the_end() -> None:
     execution = Played(keep_s=60).execution
     execution.put([chunk(0), chunk(1, last=True)])
     assert await execution.read(execution.attach({("a", 0): 2})) == []
     assert positions(await execution.read(execution.attach({("a", 0): 7}))) == [1]
 
 
-async def test_what_is_cancelled_from_within_ends_for_its_reader() -> None:
+async def test_a_run_that_is_cancelled_from_within_fails_for_its_reader() -> None:
     async def run(_execution: Execution) -> None:
         raise asyncio.CancelledError
 
-    execution = Execution("id", [("a", 0)], 0.0, lambda _: None, AnswerBudget(1 << 40), KeptBudget(1 << 40))
-    execution.begin(run)
+    execution = Execution("id", [("a", 0)], 0.0, lambda _: None, AnswerBudget(1 << 40), ReplayBudget(1 << 40))
+    execution.start(run)
     (ended,) = await asyncio.wait_for(execution.read(execution.attach({})), 30)
     assert status_reason(ended.error) == "INTERNAL"
 
 
-async def test_what_it_was_made_with_is_let_go_when_it_was_read_to_its_end() -> None:
+async def test_resources_are_released_when_it_was_read_to_its_end() -> None:
     execution = Played(keep_s=60).execution
     released: list[str] = []
     execution.on_release(lambda: released.append("caches"))
@@ -184,7 +184,7 @@ async def test_what_it_was_made_with_is_let_go_when_it_was_read_to_its_end() -> 
     execution.detach(first)
     second = execution.attach({})
     assert positions(await execution.read(second)) == [0, 1]
-    # It is not known yet whether the reader has got them.
+    # The reader may not have received them yet.
     assert not released
     assert not await execution.read(second) and released == ["caches"]
     # They can be read again.
@@ -193,7 +193,7 @@ async def test_what_it_was_made_with_is_let_go_when_it_was_read_to_its_end() -> 
     assert released == ["caches"]
 
 
-async def test_who_comes_later_takes_over() -> None:
+async def test_a_new_reader_replaces_the_current_one() -> None:
     execution = Played(keep_s=60).execution
     first = execution.attach({})
     reading = asyncio.create_task(execution.read(first))
@@ -205,7 +205,7 @@ async def test_who_comes_later_takes_over() -> None:
     execution.put([chunk(0)])
 
 
-async def test_the_end_of_the_server_is_told() -> None:
+async def test_a_reader_is_told_when_the_server_stops() -> None:
     played = Played(keep_s=60)
     reader = played.execution.attach({})
     reading = asyncio.create_task(played.execution.read(reader))
@@ -216,22 +216,20 @@ async def test_the_end_of_the_server_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    # A panic of a library in Rust is no Exception.
+    # A panic of a Rust library is not an Exception.
     ("error", "reason"),
     [(NoWorker(), "NO_WORKER"), (BaseException("panic"), "INTERNAL")],
     ids=["error", "panic"],
 )
-async def test_what_fails_as_a_whole_fails_for_each_sample_behind_what_came(
-    error: BaseException, reason: str
-) -> None:
+async def test_a_failed_run_fails_each_sample_after_its_chunks(error: BaseException, reason: str) -> None:
     async def run(execution: Execution) -> None:
         execution.put([chunk(0)])
         raise error
 
     execution = Execution(
-        "id", [("a", 0), ("b", 1)], 0.0, lambda _: None, AnswerBudget(1 << 40), KeptBudget(1 << 40)
+        "id", [("a", 0), ("b", 1)], 0.0, lambda _: None, AnswerBudget(1 << 40), ReplayBudget(1 << 40)
     )
-    execution.begin(run)
+    execution.start(run)
     reader = execution.attach({})
     found: dict[tuple[str, int], runner_pb2.SampleChunk] = {}
     while chunks := await execution.read(reader):
@@ -251,12 +249,12 @@ async def read_all(execution: Execution, count: int, first: int = 0) -> None:
     execution.detach(reader)
 
 
-async def test_what_is_kept_of_what_was_read_is_bounded() -> None:
+async def test_chunks_kept_after_reading_are_limited() -> None:
     played = Played(keep_s=60)
     execution = played.execution
     await read_all(execution, 400)
     assert 100 * len(LARGE) < played.kept.used_bytes < 200 * len(LARGE)
-    assert not played.budget.used_bytes, "what was read is not among what was not"
+    assert not played.budget.used_bytes, "chunks that were read count no longer as unread"
     with pytest.raises(ExecutionLost):
         execution.attach({("a", 0): 50})
     assert positions(await execution.read(execution.attach({("a", 0): 399}))) == [399]
@@ -264,7 +262,7 @@ async def test_what_is_kept_of_what_was_read_is_bounded() -> None:
     assert not played.kept.used_bytes and not played.budget.used_bytes
 
 
-async def test_who_does_not_read_keeps_what_was_read_last() -> None:
+async def test_the_last_read_chunks_are_kept_while_much_is_unread() -> None:
     execution = Played(keep_s=60).execution
     await read_all(execution, 20)
     sent = 20
@@ -274,7 +272,7 @@ async def test_who_does_not_read_keeps_what_was_read_last() -> None:
     assert positions(await execution.read(execution.attach({("a", 0): 15})))[0] == 15
 
 
-async def test_all_that_keep_what_was_read_have_an_equal_share() -> None:
+async def test_executions_share_the_replay_budget_equally() -> None:
     large, small = Played(keep_s=60, kept_bytes=3_000_000), Played(keep_s=60)
     kept = large.kept
     small.execution = Execution("b", [("a", 0)], 60, lambda _: None, small.budget, kept)
@@ -288,7 +286,7 @@ async def test_all_that_keep_what_was_read_have_an_equal_share() -> None:
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-async def test_one_of_which_all_has_failed_is_not_kept_without_a_reader(is_read: bool) -> None:
+async def test_an_execution_whose_samples_all_failed_is_not_kept_unread(is_read: bool) -> None:
     played = Played(keep_s=60)
     reader = played.execution.attach({})
     failed = chunk(0)

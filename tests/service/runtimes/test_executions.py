@@ -1,4 +1,4 @@
-"""How many executions there are, whose, and which request is which."""
+"""Limits on executions per server and tenant, and how a request finds its execution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from google.protobuf import duration_pb2
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
 
-from service.api.server_state import ServerState
 from service.caches.tenants import Tenant
 from service.config import Config
 from service.errors import ExecutionLost, NoWorker, TooManyExecutions
@@ -21,29 +20,29 @@ from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 from service.runtimes.servicer import RunnerApi
 from tests.service.runtimes.test_router import FakeRuntime
+from tests.service.served import state_of
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 KEPT = duration_pb2.Duration(seconds=60)
 
 
 class Slow(FakeRuntime):
-    """Ends nothing before it is told to."""
+    """Ends no sample before the test says so."""
 
     def __init__(self, name: str = "local") -> None:
         super().__init__(name)
         self.may_end = asyncio.Event()
 
-    async def execute(self, batch: Batch, outlet: Any) -> None:
+    async def execute(self, batch: Batch, sink: Any) -> None:
         await self.may_end.wait()
-        await super().execute(batch, outlet)
+        await super().execute(batch, sink)
 
 
 def executions(*runtimes: FakeRuntime, has_worker: bool = True, **settings: Any) -> Executions:
-    state = ServerState(Config(**settings))
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
-    if has_worker:
-        state.worker_became_ready(worker_pb2.WorkerReady(model=model, executor=able))
+    ready = worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None
+    state = state_of(Config(**settings), ready)
     return Executions(Router(cast(Any, runtimes)), state)
 
 
@@ -58,13 +57,13 @@ def request(request_id: str = "", *, at: int = 0, **fields: Any) -> runner_pb2.E
 
 
 class Reader:
-    """Of a call of Execute: what it is sent, in its order (a gRPC context)."""
+    """A gRPC context that collects the messages of an Execute call."""
 
     def __init__(self) -> None:
         self.sent: asyncio.Queue[runner_pb2.ExecuteResponse] = asyncio.Queue()
 
     def time_remaining(self) -> None:
-        """There is no deadline."""
+        """No deadline."""
 
     async def write(self, message: runner_pb2.ExecuteResponse) -> None:
         self.sent.put_nowait(message)
@@ -83,7 +82,7 @@ async def ended(execution: Execution) -> None:
     execution.detach(reader)
 
 
-async def test_there_are_as_many_under_way_as_may_be() -> None:
+async def test_running_executions_are_limited() -> None:
     served = executions(Slow(), max_executions=2)
     first = served.open(request(), None, None)
     served.open(request(), None, None)
@@ -92,9 +91,10 @@ async def test_there_are_as_many_under_way_as_may_be() -> None:
     assert raised.value.reason == "QUEUE_FULL" and "2 executions" in raised.value.message
     first.detach(first.attach({}))
     served.open(request(), None, None)
+    assert served.num_unfinished == 2, "a closed execution counts no longer"
 
 
-async def test_a_tenant_has_half_of_the_places() -> None:
+async def test_a_tenant_gets_half_of_the_slots() -> None:
     served = executions(Slow(), max_executions=4)
     for _ in range(2):
         served.open(request(), ALICE, None)
@@ -103,18 +103,18 @@ async def test_a_tenant_has_half_of_the_places() -> None:
     served.open(request(), BOB, None)
 
 
-async def test_those_that_lie_there_keep_nobody_out_and_the_oldest_make_way() -> None:
+async def test_finished_unread_executions_take_no_slots_and_the_oldest_are_dropped() -> None:
     served = executions(FakeRuntime("local"), max_executions=2)
     kept = {name: served.open(request(name), None, None) for name in "abcd"[:2]}
     for execution in kept.values():
         await ended(execution)
-    # As many as may lie there, and none is under way.
+    # The maximum of finished unread executions, and none is running.
     for name in "cd":
         await ended(served.open(request(name), None, None))
     assert [served.cancel(name, None) for name in "abcd"] == [False, False, True, True]
 
 
-async def test_one_who_keeps_much_does_not_push_out_others() -> None:
+async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -> None:
     served = executions(FakeRuntime("local"), max_executions=3)
     await ended(served.open(request("b"), BOB, None))
     for number in range(5):
@@ -123,14 +123,14 @@ async def test_one_who_keeps_much_does_not_push_out_others() -> None:
     assert [served.cancel(f"a{number}", ALICE) for number in range(5)] == [False] * 3 + [True] * 2
 
 
-async def test_one_who_comes_again_takes_up_what_lies_there() -> None:
+async def test_a_client_that_resumes_gets_the_finished_execution() -> None:
     served = executions(FakeRuntime("local"), max_executions=1)
     await ended(served.open(request("a"), None, None))
     await ended(served.open(request("a"), None, None))
     served.open(request("b"), None, None)
 
 
-async def test_a_part_of_what_is_not_known_any_more_is_not_made_up_for_by_another() -> None:
+async def test_a_lost_execution_is_not_resumed_by_another_runtime() -> None:
     local, other = FakeRuntime("local"), FakeRuntime("other")
     served = executions(local, other)
     with pytest.raises(ExecutionLost):
@@ -138,20 +138,20 @@ async def test_a_part_of_what_is_not_known_any_more_is_not_made_up_for_by_anothe
     without_keep = request(at=3)
     with pytest.raises(ExecutionLost):
         served.open(without_keep, None, None)
-    # The own workers go on, or say that it was not begun here, whatever the policy is.
+    # Whatever the policy, the own workers continue it, or report that they did not start it.
     policy = runner_pb2.ROUTING_POLICY_CHEAPEST
     local.failures = {"x": NoWorker()}
     await ended(served.open(request("a", at=3, policy=policy), None, None))
     assert local.asked == [["x"]] and not other.asked
     assert local.batches[-1].resumed == {"x"}
-    # Where nobody else can have begun it, and where nothing of it is there, it is begun anew.
+    # If no other runtime can have started it, and the client has no part of it, it starts again.
     await ended(served.open(request("b", at=3, runtime="local"), None, None))
     assert not local.batches[-1].resumed
     await ended(served.open(request("c", runtime="other"), None, None))
     assert other.asked == [["x"]]
 
 
-async def test_what_has_ended_holds_nothing_of_its_request() -> None:
+async def test_a_finished_execution_holds_no_reference_to_its_request() -> None:
     served = executions(FakeRuntime("local"))
     asked = request("a")
     before = sys.getrefcount(asked)
@@ -162,7 +162,7 @@ async def test_what_has_ended_holds_nothing_of_its_request() -> None:
     assert served.cancel("a", None)
 
 
-async def test_what_is_accepted_is_told_before_anything_has_come_of_it() -> None:
+async def test_acceptance_is_sent_before_the_first_chunk() -> None:
     slow = Slow()
     reader, call = calling(executions(slow), request())
     first = await reader.sent.get()
@@ -174,7 +174,7 @@ async def test_what_is_accepted_is_told_before_anything_has_come_of_it() -> None
     assert reader.sent.empty()
 
 
-async def test_a_runtime_that_is_chosen_later_is_told_later() -> None:
+async def test_a_runtime_that_is_chosen_late_is_sent_late() -> None:
     class Thinking(FakeRuntime):
         async def estimate(self, items: Any) -> runner_pb2.CostEstimate:
             await may_tell.wait()
@@ -187,10 +187,10 @@ async def test_a_runtime_that_is_chosen_later_is_told_later() -> None:
     assert (first.started.request_id, first.started.runtime) == ("a", "")
     may_tell.set()
     await call
-    # The cheapest has no worker.
+    # The cheapest runtime has no worker.
     second = await reader.sent.get()
     assert (second.started.request_id, second.started.runtime) == ("a", "other") and second.chunks
-    # Who comes again is told all at once.
+    # A reader that resumes gets everything at once.
     reader, call = calling(served, request("a", policy=runner_pb2.ROUTING_POLICY_CHEAPEST))
     await call
     first = await reader.sent.get()
@@ -213,7 +213,7 @@ async def test_a_provider_needs_no_worker(has_recovered: bool, runtime: str) -> 
     assert estimate.estimates[0].runtime == "other" and not estimate.estimates[0].HasField("error")
 
 
-async def test_what_no_provider_may_take_is_refused_until_a_worker_was_ready() -> None:
+async def test_a_local_only_batch_is_refused_until_a_worker_was_ready() -> None:
     local, other = FakeRuntime("local", trouble="no worker is ready"), FakeRuntime("other")
     both, alone = executions(local, other, has_worker=False), executions(local, has_worker=False)
     await ended(both.open(request(), None, None))

@@ -1,4 +1,4 @@
-"""Batches that are kept: what is found again, by whom it is not, and that nothing is left at the end."""
+"""Kept batches: which caches a later run finds, and that none is left at the end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from dataclasses import replace
 import pytest
 from quire.v1 import runner_pb2
 
+from service.api.time_slice import TimeSlice
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
-from service.runtimes.preparing import Prepared
+from service.runtimes.preparing import PreparedItem
 from tests.error_details import status_reason
 from tests.service.runtimes.test_local_run import Reader, SlowJournal, prepared, whole_text
 from tests.sim.harness import Gateway
 
 
 class Reading(Reader):
-    """A reader who reads at once."""
+    """A reader that is never full."""
 
     def __init__(self) -> None:
         super().__init__(random.Random(1))
@@ -33,17 +34,17 @@ class Reading(Reader):
         return [status_reason(chunk.error) if chunk.HasField("error") else "" for chunk in own]
 
 
-class Keeping:
-    """A gateway, and a batch that is kept."""
+class KeptBatch:
+    """A gateway and a kept batch."""
 
-    def __init__(self, *items: Prepared, keep_s: float = 1000.0) -> None:
+    def __init__(self, *items: PreparedItem, keep_s: float = 1000.0) -> None:
         self.journal = SlowJournal()
         self.gateway = Gateway(journal=self.journal)
         self.items = items
-        asked = [runner_pb2.ExecuteItem(item_id=one.plan.item_id, n=one.num_samples) for one in items]
+        asked = [runner_pb2.ExecuteItem(item_id=one.spec.item_id, n=one.num_samples) for one in items]
         self.batch = Batch("key", None, asked, keep_s=keep_s)
 
-    def begin(self, *items: Prepared, least_lease_s: float = 0.0) -> tuple[Reading, asyncio.Task[None]]:
+    def begin(self, *items: PreparedItem, least_lease_s: float = 0.0) -> tuple[Reading, asyncio.Task[None]]:
         reader = Reading()
         run = LocalRun(self.gateway.dispatcher, self.batch, reader, least_lease_s=least_lease_s)
         return reader, asyncio.create_task(run.run(items or self.items))
@@ -58,76 +59,101 @@ class Keeping:
             await self.step()
         await task
 
-    async def cut(self, task: asyncio.Task[None]) -> None:
+    async def end(self, task: asyncio.Task[None]) -> None:
         task.cancel()
         await asyncio.wait([task])
 
     async def caches_after(self) -> int:
         for _ in range(5):
             await self.step()
-        return len(self.gateway.table)
+        return len(self.gateway.machine)
 
 
 ONE = prepared("one", [1, 2, 4], 12, 1)
 MANY = prepared("many", [1, 2, 4], 12, 4)
 
 
-async def test_a_fork_that_is_with_the_journal_when_it_is_cancelled_leaves_nothing() -> None:
-    world = Keeping(MANY)
+async def test_a_fork_cancelled_while_it_is_committed_leaves_no_cache() -> None:
+    world = KeptBatch(MANY)
     reader, task = world.begin()
     await asyncio.sleep(0)
-    # The prompt is computed and written; then the fork waits for the journal.
+    # The prompt is computed and committed; then the fork waits for the journal.
     world.gateway.work()
     world.journal.is_slow = True
     for _ in range(5):
         await asyncio.sleep(0)
-    assert world.gateway.dispatcher.operations_in_flight == 1 and len(world.gateway.table) == 1
+    assert world.gateway.dispatcher.operations_in_flight == 1 and len(world.gateway.machine) == 1
     reader.cancel()
-    await world.cut(task)
+    await world.end(task)
     world.journal.write()
     assert await world.caches_after() == 0
 
 
-async def test_a_creation_that_is_with_the_journal_when_it_is_cancelled_leaves_nothing() -> None:
-    world = Keeping(ONE)
+async def test_a_creation_cancelled_while_it_is_committed_leaves_no_cache() -> None:
+    world = KeptBatch(ONE)
     reader, task = world.begin()
     await asyncio.sleep(0)
     world.journal.is_slow = True
     world.gateway.work()
     reader.cancel()
-    await world.cut(task)
+    await world.end(task)
     world.journal.write()
     assert await world.caches_after() == 0
 
 
-async def test_caches_of_an_earlier_run_that_were_not_found_again_yet_are_released() -> None:
-    world = Keeping(ONE, MANY)
+async def test_caches_of_an_earlier_run_are_released_before_this_run_reaches_them() -> None:
+    world = KeptBatch(ONE, MANY)
     _, first = world.begin()
     for _ in range(4):
         await world.step()
-    await world.cut(first)
-    assert len(world.gateway.table) == 5
+    await world.end(first)
+    assert len(world.gateway.machine) == 5
     reader, second = world.begin(ONE)
     await asyncio.sleep(0)
     reader.cancel()
-    await world.cut(second)
+    await world.end(second)
     assert await world.caches_after() == 0
 
 
-async def test_what_has_ended_is_released_when_nobody_will_come() -> None:
-    world = Keeping(ONE, MANY)
-    reader, task = world.begin()
-    await world.finish(task)
-    assert len(world.gateway.table) == 5
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_release_after_the_end_covers_items_that_this_run_never_started(
+    monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    world = KeptBatch(ONE, MANY)
+    _, first = world.begin()
+    for _ in range(4):
+        await world.step()
+    await world.end(first)
+    assert len(world.gateway.machine) == 5
+    if is_cancelled:
+        # The run yields after each sample that it starts, and is cancelled after the first.
+        monkeypatch.setattr(TimeSlice, "due", True)
+        reader, second = world.begin()
+        await asyncio.sleep(0)
+        await world.end(second)
+    else:
+        # The other item could not be prepared.
+        reader, second = world.begin(ONE)
+        await world.finish(second)
+    assert len(world.gateway.machine) == 5
     reader.cancel()
     assert await world.caches_after() == 0
 
 
-async def test_what_has_ended_knows_nothing_of_its_request() -> None:
-    class Items(list[runner_pb2.ExecuteItem]):
-        """Can be referred to weakly."""
+async def test_a_finished_batch_releases_its_caches_when_it_is_not_kept_longer() -> None:
+    world = KeptBatch(ONE, MANY)
+    reader, task = world.begin()
+    await world.finish(task)
+    assert len(world.gateway.machine) == 5
+    reader.cancel()
+    assert await world.caches_after() == 0
 
-    world = Keeping(ONE)
+
+async def test_a_finished_batch_holds_no_reference_to_its_request() -> None:
+    class Items(list[runner_pb2.ExecuteItem]):
+        """A list that supports weak references."""
+
+    world = KeptBatch(ONE)
     items = Items(world.batch.items)
     world.batch, request = replace(world.batch, items=items), weakref.ref(items)
     reader, task = world.begin()
@@ -135,15 +161,15 @@ async def test_what_has_ended_knows_nothing_of_its_request() -> None:
     del items, task
     world.batch = Batch("other", None, [])
     gc.collect()
-    assert reader.let_go and request() is None
+    assert reader.release_callbacks and request() is None
 
 
-async def test_another_prompt_does_not_go_on_behind_the_first() -> None:
-    world = Keeping(ONE, MANY)
+async def test_a_different_prompt_under_the_same_key_is_refused() -> None:
+    world = KeptBatch(ONE, MANY)
     _, first = world.begin()
     for _ in range(4):
         await world.step()
-    await world.cut(first)
+    await world.end(first)
     others = [prepared("one", [1, 2, 5], 12, 1), prepared("many", [7, 2, 4], 12, 4)]
     reader, second = world.begin(*others)
     await world.finish(second)
@@ -152,60 +178,61 @@ async def test_another_prompt_does_not_go_on_behind_the_first() -> None:
     )
 
 
-async def test_nothing_goes_on_with_other_weights() -> None:
-    world = Keeping(ONE, MANY)
+async def test_a_batch_is_not_resumed_with_other_weights() -> None:
+    world = KeptBatch(ONE, MANY)
     _, first = world.begin()
     for _ in range(4):
         await world.step()
-    await world.cut(first)
+    await world.end(first)
     world.gateway.start_worker("worker-1", weights=1)
     world.gateway.dispatcher.weights_switched(1, drain=False)
     reader, second = world.begin(*(replace(item, weights=1) for item in world.items))
     await world.finish(second)
     assert reader.reasons("one") == ["WEIGHTS_CHANGED"] and reader.reasons("many") == ["WEIGHTS_CHANGED"] * 4
     reader.cancel()
-    assert await world.caches_after() == 0, "what nobody can use is released"
+    assert await world.caches_after() == 0, "caches that no run can use are released"
 
 
 @pytest.mark.parametrize("steps", [0, 4])
-async def test_what_another_may_have_begun_goes_on_only_if_something_shows_it_was_here(steps: int) -> None:
-    world = Keeping(ONE, MANY, prepared("single", [3], 5, 2))
+async def test_an_item_resumes_only_if_a_cache_shows_that_it_ran_here(steps: int) -> None:
+    world = KeptBatch(ONE, MANY, prepared("single", [3], 5, 2))
     if steps:
         _, first = world.begin()
         for _ in range(steps):
             await world.step()
-        await world.cut(first)
+        await world.end(first)
     world.batch = replace(world.batch, resumed=frozenset(["one", "many", "single"]))
     reader, second = world.begin()
     await world.finish(second)
     for item in world.items:
         if not steps:
-            assert reader.reasons(item.plan.item_id) == ["EXECUTION_LOST"] * item.num_samples
+            assert reader.reasons(item.spec.item_id) == ["EXECUTION_LOST"] * item.num_samples
             continue
         for sample in range(item.num_samples):
-            assert reader.tokens(item.plan.item_id, sample) == whole_text(item)
+            assert reader.tokens(item.spec.item_id, sample) == whole_text(item)
 
 
-async def test_a_kept_one_whose_reader_is_slow_has_its_caches_on() -> None:
-    world = Keeping(ONE, MANY, keep_s=2.0)
+async def test_a_slow_reader_does_not_let_the_caches_of_a_kept_batch_expire() -> None:
+    world = KeptBatch(ONE, MANY, keep_s=2.0)
     reader, task = world.begin(least_lease_s=1000.0)
     while not task.done():
-        # The reader pauses for longer than it is kept.
+        # The reader pauses for longer than keep_s.
         world.gateway.wait(10)
         world.gateway.dispatcher.expire()
         await world.step()
     await task
     for item in world.items:
-        assert reader.reasons(item.plan.item_id) == [""] * item.num_samples
+        assert reader.reasons(item.spec.item_id) == [""] * item.num_samples
 
 
-async def test_a_sample_whose_time_is_up_says_what_it_has() -> None:
-    world = Keeping(late := replace(ONE, deadline_s=time.monotonic() + 1000))
+async def test_a_sample_past_its_deadline_reports_its_tokens() -> None:
+    world = KeptBatch(late := replace(ONE, deadline_s=time.monotonic() + 1000))
     reader, task = world.begin()
     for _ in range(3):
         await world.step()
     object.__setattr__(late, "deadline_s", time.monotonic() - 1)
     await world.finish(task)
     last = reader.chunks["one", 0][-1]
-    assert status_reason(last.error) == "DEADLINE_PASSED" and "what came before stands" in last.error.message
+    assert status_reason(last.error) == "DEADLINE_PASSED"
+    assert "the chunks sent so far are valid" in last.error.message
     assert last.usage.output_tokens == len(reader.tokens("one", 0)) > 0

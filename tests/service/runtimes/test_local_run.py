@@ -1,4 +1,4 @@
-"""Batches on model workers that die, drop caches and are slow, with clients who come, go and come again.
+"""Batches on model workers that crash, drop caches and are slow, with clients that leave and resume.
 
 Every sample that ends must have the tokens of the toy model, and nothing is left of anything.
 """
@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from typing import cast
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
 
 from service.caches.records import Record
-from service.caches.requests import Append, Appended, Fork, Handle, Release, Request
+from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
 from service.dispatcher import Dispatcher, OnOutcome, Outcome
 from service.errors import QuotaExceeded
-from service.journal.base import OnCommitted
-from service.journal.memory import MemoryJournal
+from service.journal.base import MemoryJournal, OnCommitted
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
-from service.runtimes.preparing import Prepared
-from service.runtimes.sample import Plan
+from service.runtimes.preparing import PreparedItem
+from service.runtimes.sample import SampleSpec
+from service.text.constraints import Matcher
 from service.text.stops import StopTexts
 from tests.error_details import status_reason
 from tests.sim.harness import MAX_SEQ_LEN, Gateway
@@ -34,12 +37,12 @@ END = 3
 
 
 class Reader:
-    """An Outlet that keeps everything, and is full for a while now and then."""
+    """A ChunkSink that keeps all chunks, and is full at random."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.chunks: dict[tuple[str, int], list[runner_pb2.SampleChunk]] = defaultdict(list)
-        self.let_go: list[Callable[[], None]] = []
+        self.release_callbacks: list[Callable[[], None]] = []
 
     def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
         for chunk in chunks:
@@ -52,26 +55,26 @@ class Reader:
     def is_full(self) -> bool:
         return self._rng.random() < 0.1
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         for _ in range(self._rng.randrange(3)):
             await asyncio.sleep(0)
 
-    def on_release(self, let_go: Callable[[], None]) -> None:
-        self.let_go.append(let_go)
+    def on_release(self, callback: Callable[[], None]) -> None:
+        self.release_callbacks.append(callback)
 
     def cancel(self) -> None:
-        """Nobody will ask for it again."""
-        for let_go in self.let_go:
-            let_go()
+        """The batch will not be resumed."""
+        for callback in self.release_callbacks:
+            callback()
 
     def tokens(self, item_id: str, sample: int) -> list[int]:
         return [token for chunk in self.chunks[item_id, sample] for token in chunk.token_ids]
 
 
-def prepared(item_id: str, prompt: Sequence[int], max_tokens: int, samples: int) -> Prepared:
-    plan = Plan(item_id, prompt, max_tokens, frozenset([END]), StopTexts(()), None, with_logprobs=False)
-    return Prepared(
-        plan,
+def prepared(item_id: str, prompt: Sequence[int], max_tokens: int, samples: int) -> PreparedItem:
+    spec = SampleSpec(item_id, prompt, max_tokens, frozenset([END]), StopTexts(()), None, with_logprobs=False)
+    return PreparedItem(
+        spec,
         samples,
         weights=0,
         answer_bytes=100,
@@ -83,18 +86,18 @@ def prepared(item_id: str, prompt: Sequence[int], max_tokens: int, samples: int)
     )
 
 
-def whole_text(item: Prepared) -> list[int]:
-    """What each sample of it has to be."""
-    tokens = list(item.plan.prompt)
+def whole_text(item: PreparedItem) -> list[int]:
+    """The expected tokens of each sample of an item."""
+    tokens = list(item.spec.prompt)
     found: list[int] = []
-    while len(found) < item.plan.max_tokens and END not in found:
+    while len(found) < item.spec.max_tokens and END not in found:
         found.append(next_token(tokens, None))
         tokens.append(found[-1])
     return found
 
 
 class SlowJournal(MemoryJournal):
-    """Makes durable what it is told to, in order."""
+    """While it is slow, holds back commits until `write`."""
 
     def __init__(self) -> None:
         self.is_slow = False
@@ -120,7 +123,7 @@ class World:
         self.journal = SlowJournal()
         pool = Pool(self.rng.choice([24, 100]))
         self.gateway = Gateway(workers=2, pool=pool, journal=self.journal)
-        self.items: dict[str, list[Prepared]] = {}
+        self.items: dict[str, list[PreparedItem]] = {}
         self.readers: list[tuple[str, Reader]] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.keeps: set[str] = set()
@@ -146,18 +149,24 @@ class World:
         self.readers.append((key, reader))
         keep_s = 1000.0 if key in self.keeps else 0.0
         asked = [
-            runner_pb2.ExecuteItem(item_id=item.plan.item_id, n=item.num_samples) for item in self.items[key]
+            runner_pb2.ExecuteItem(item_id=item.spec.item_id, n=item.num_samples) for item in self.items[key]
         ]
         run = LocalRun(self.gateway.dispatcher, Batch(key, None, asked, keep_s=keep_s), reader)
         self.tasks[key] = asyncio.create_task(run.run(self.items[key]))
 
     async def leave(self, key: str) -> None:
-        """As when the server ends: what is kept is found by whoever asks again."""
+        """Ends a run as a server that stops: a kept batch can be resumed."""
         self.tasks[key].cancel()
         await asyncio.wait([self.tasks[key]])
 
+    def resume_kept(self) -> None:
+        """Resumes the kept batches that were ended, on the same server."""
+        for key in self.keeps:
+            if self.tasks[key].cancelled():
+                self.run(key)
+
     async def cancel_kept(self) -> None:
-        """Whatever was kept, and is somewhere on its way, is cancelled."""
+        """Cancels all kept batches, wherever they are."""
         for key, reader in dict(self.readers).items():
             reader.cancel()
             if not self.tasks[key].done():
@@ -204,74 +213,74 @@ class World:
             for item in self.items[key]:
                 text = whole_text(item)
                 for sample in range(item.num_samples):
-                    chunks = reader.chunks[item.plan.item_id, sample]
-                    tokens = reader.tokens(item.plan.item_id, sample)
+                    chunks = reader.chunks[item.spec.item_id, sample]
+                    tokens = reader.tokens(item.spec.item_id, sample)
                     assert tokens == text[: len(tokens)]
                     if not chunks or not chunks[-1].finish_reason:
                         continue
                     if chunks[-1].HasField("error"):
-                        # Workers died of it, as far as anybody can know.
+                        # Workers crashed while they computed it.
                         assert status_reason(chunks[-1].error) == "SEQUENCE_QUARANTINED"
                         continue
                     assert tokens == text
 
 
 @pytest.mark.parametrize("seeds", [range(part, part + 40) for part in range(0, 160, 40)])
-async def test_whatever_happens_samples_are_whole_and_nothing_is_left(seeds: range) -> None:
+async def test_samples_are_complete_and_nothing_leaks_under_faults(seeds: range) -> None:
     assert MAX_SEQ_LEN >= 41
     for seed in seeds:
         world = World(seed)
         world.begin()
         for _ in range(150):
             await world.something()
-        # Who was kept comes again, to the same server; the others do not.
-        for key in world.keeps:
-            if world.tasks[key].cancelled():
-                world.run(key)
+        world.resume_kept()
         await world.finish()
         world.check()
         last = dict(world.readers)
         for key, reader in last.items():
             if not world.tasks[key].cancelled():
                 assert all(chunks[-1].finish_reason for chunks in reader.chunks.values())
-        # What was kept lies there until its lease ends.
+        # Kept caches stay until their lease ends.
         for _ in range(3):
             world.gateway.wait(2000)
             world.gateway.dispatcher.expire()
             world.gateway.work()
-        table = world.gateway.table
-        assert not len(table) and not table.operations_in_flight and not table.num_parked, seed
+        machine = world.gateway.machine
+        assert not len(machine) and not machine.operations_in_flight and not machine.num_parked, seed
         assert not world.gateway.held()
 
 
 @pytest.mark.parametrize("seeds", [range(part, part + 40) for part in range(0, 160, 40)])
-async def test_what_is_cancelled_leaves_nothing_wherever_it_was(seeds: range) -> None:
+async def test_a_cancelled_batch_releases_its_caches_at_any_point(seeds: range) -> None:
     for seed in seeds:
         world = World(seed)
         world.begin()
         for _ in range(world.rng.randrange(100)):
             await world.something()
-        for key in world.keeps:
-            if world.tasks[key].cancelled():
-                world.run(key)
+        world.resume_kept()
         world.journal.is_slow = world.rng.random() < 0.7
         await asyncio.sleep(0)
         for _ in range(world.rng.randrange(6)):
             await world.something()
+        # A run that has ended like this needs a new one before its batch can be cancelled.
+        world.resume_kept()
         await asyncio.sleep(0)
         await world.cancel_kept()
         world.journal.write()
         await world.finish()
         world.gateway.work()
-        table = world.gateway.table
-        assert not len(table) and not table.operations_in_flight, seed
+        machine = world.gateway.machine
+        assert not len(machine) and not machine.operations_in_flight, seed
 
 
-class Answering:
-    """In place of a Dispatcher: answers everything at once, but for forks, which it refuses."""
+class FakeDispatcher:
+    """Answers every request at once, but may refuse forks."""
 
-    def __init__(self) -> None:
+    def __init__(self, reused: Sequence[int] = ()) -> None:
+        """`reused`: the reused_tokens of the prefills, in order. Without any, forks are refused."""
         self.requests: list[Request] = []
+        self._reused = list(reused)
+        self._can_fork = bool(reused)
 
     def new_caller(self) -> int:
         return 1
@@ -283,27 +292,40 @@ class Answering:
         return [0] * len(requests)
 
     def cancel(self, _tickets: object) -> None:
-        """Nothing is under way."""
+        """No request is in flight."""
 
     def _outcome(self, index: int, request: Request) -> Outcome:
         if isinstance(request, Fork):
-            return QuotaExceeded("max_caches", 1)
+            if not self._can_fork:
+                return QuotaExceeded("max_caches", 1)
+            return Handles([Handle(f"fork {n}", 0, 1, "worker-0", 1e9) for n in range(request.count)])
         length = len(request.token_ids) if isinstance(request, Append) else 0
         answer = worker_pb2.ForwardDone(outputs=[types_pb2.StepOutput(token_id=5)])
-        return Appended(Handle(f"cache {index}", length, 1, "worker-0", 1e9), answer, length)
+        if self._reused:
+            answer.reused_tokens = self._reused.pop(0)
+        return Appended(f"cache {index}", length, 1, "worker-0", 1e9, answer, length)
 
 
-async def test_a_prompt_that_cannot_be_shared_is_let_go_before_the_rest_ends() -> None:
-    answering = Answering()
-    run = LocalRun(cast(Dispatcher, answering), Batch("key", None, []), Reader(random.Random(1)))
+async def test_a_prefix_that_cannot_be_forked_is_released_at_once() -> None:
+    dispatcher = FakeDispatcher()
+    run = LocalRun(cast(Dispatcher, dispatcher), Batch("key", None, []), Reader(random.Random(1)))
     await run.run([prepared("shared", [1, 2, 3], 3, 2), prepared("other", [4], 40, 1)])
-    fork = next(at for at, request in enumerate(answering.requests) if isinstance(request, Fork))
-    releases = [at for at, request in enumerate(answering.requests) if isinstance(request, Release)]
-    assert fork < releases[0] < len(answering.requests) // 2, "others have tokens to come"
+    fork = next(at for at, request in enumerate(dispatcher.requests) if isinstance(request, Fork))
+    releases = [at for at, request in enumerate(dispatcher.requests) if isinstance(request, Release)]
+    assert fork < releases[0] < len(dispatcher.requests) // 2, "others have tokens to come"
 
 
-async def test_a_thousand_samples_leave_turns_to_others() -> None:
-    run = LocalRun(cast(Dispatcher, Answering()), Batch("key", None, []), Reader(random.Random(1)))
+async def test_samples_of_one_prompt_report_cached_tokens() -> None:
+    reader = Reader(random.Random(1))
+    # The prefix is one prefill, and the last token is one per sample, too short to reuse a page.
+    run = LocalRun(cast(Dispatcher, FakeDispatcher([16, 0, 0])), Batch("key", None, []), reader)
+    await run.run([prepared("x", list(range(33)), 1, 2)])
+    found = [reader.chunks["x", sample][-1].usage.cached_tokens for sample in (0, 1)]
+    assert found == [16, 32]
+
+
+async def test_a_thousand_samples_yield_to_the_event_loop() -> None:
+    run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
     running = asyncio.create_task(run.run([prepared(str(n), [1], 1, 1) for n in range(1000)]))
     turns = 0
     while not running.done():
@@ -311,3 +333,39 @@ async def test_a_thousand_samples_leave_turns_to_others() -> None:
         await asyncio.sleep(0)
     # Making a thousand requests and chunks takes several slices on any machine.
     assert turns > 5
+
+
+class SlowMatcher:
+    """A matcher whose masks wait until `may_continue` is set."""
+
+    is_complete = False
+
+    def __init__(self, threads: Executor) -> None:
+        self.threads = threads
+        self.num_calls = 0
+        self.may_continue = threading.Event()
+
+    def take(self, token_id: int) -> None:
+        """Allows every token."""
+
+    def allowed(self) -> bytes:
+        self.num_calls += 1
+        assert self.may_continue.wait(60)
+        return bytes(1)
+
+
+async def test_an_execution_that_has_ended_computes_no_more_masks() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        matcher = SlowMatcher(threads)
+        item = replace(prepared("slow", [1], 10, 8), new_matcher=lambda: cast(Matcher, matcher))
+        run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
+        running = asyncio.create_task(run.run([item]))
+        while not matcher.num_calls:
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(int)
+        running.cancel()
+        await asyncio.wait({running})
+        matcher.may_continue.set()
+        await asyncio.get_running_loop().run_in_executor(threads, int)
+    assert matcher.num_calls == 1

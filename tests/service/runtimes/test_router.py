@@ -1,4 +1,4 @@
-"""Who takes a batch, and who takes what he could not begin."""
+"""Which runtime runs a batch, and which items fall back to another one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from google.rpc import error_details_pb2
 from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
 
-from service.api.budget import AnswerBudget, KeptBudget
-from service.api.server_state import ServerState
+from service.api.budget import AnswerBudget, ReplayBudget
 from service.api.status import to_status
 from service.api.validation import RequestLimits
 from service.config import Config
@@ -26,7 +25,7 @@ from service.errors import (
     RuntimeNotFound,
     Unsupported,
 )
-from service.runtimes.base import Batch, Outlet
+from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.runtimes.local import LocalRuntime
@@ -34,11 +33,12 @@ from service.runtimes.remote import failures
 from service.runtimes.router import Router, Routing
 from service.runtimes.servicer import RunnerApi
 from tests.error_details import status_reason
+from tests.service.served import state_of
 
 
 @dataclass
 class FakeRuntime:
-    """Says its name for each sample, but for items that fail."""
+    """Puts its name as the text of each sample, except for items that fail."""
 
     name: str
     failures: Mapping[str, QuireError] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class FakeRuntime:
     def describe(self) -> runner_pb2.Runtime:
         return runner_pb2.Runtime(name=self.name, model_id=f"model of {self.name}", trouble=self.trouble)
 
-    async def execute(self, batch: Batch, outlet: Outlet) -> None:
+    async def execute(self, batch: Batch, sink: ChunkSink) -> None:
         self.asked.append([item.item_id for item in batch.items])
         self.batches.append(batch)
         if self.raises is not None:
@@ -67,7 +67,7 @@ class FakeRuntime:
                 else:
                     chunk.error.CopyFrom(to_status(error))
                     chunk.finish_reason = runner_pb2.FINISH_REASON_ERROR
-                outlet.put([chunk])
+                sink.put([chunk])
 
     async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
         for item in items:
@@ -100,21 +100,21 @@ async def executed(
     deadline_s: float | None = None,
     max_cost_usd: float | None = None,
 ) -> tuple[runner_pb2.ExecutionStarted, dict[tuple[str, int], runner_pb2.SampleChunk]]:
-    """What a reader gets."""
+    """The chunks that a reader gets."""
     request = runner_pb2.ExecuteRequest(items=wanted, runtime=runtime, max_cost_usd=max_cost_usd)
     samples = [(item.item_id, sample) for item in wanted for sample in range(max(1, item.n))]
-    execution = Execution("id", samples, 0.0, lambda _: None, AnswerBudget(1 << 40), KeptBudget(1 << 40))
+    execution = Execution("id", samples, 0.0, lambda _: None, AnswerBudget(1 << 40), ReplayBudget(1 << 40))
     batch = Batch("id", None, wanted, deadline_s=deadline_s)
-    execution.begin(lambda execution: router.execute(request, batch, execution))
+    execution.start(lambda execution: router.execute(request, batch, execution))
     reader = execution.attach({})
     found: dict[tuple[str, int], runner_pb2.SampleChunk] = {}
     while chunks := await execution.read(reader):
         found |= {(chunk.item_id, chunk.sample): chunk for chunk in chunks}
-    assert found.keys() == set(samples), "each sample ends, once"
+    assert found.keys() == set(samples), "each sample ends exactly once"
     return execution.started, found
 
 
-async def test_who_names_a_runtime_gets_it_and_no_other() -> None:
+async def test_a_request_that_names_a_runtime_gets_no_other() -> None:
     busy = FakeRuntime("b", failures={"x": NoWorker()})
     router = Router([FakeRuntime("a"), busy])
     started, found = await executed(router, *items("x"), runtime="b")
@@ -124,7 +124,7 @@ async def test_who_names_a_runtime_gets_it_and_no_other() -> None:
         router.named("c")
 
 
-async def test_what_one_has_no_room_for_goes_to_the_next() -> None:
+async def test_items_fall_back_to_the_next_runtime() -> None:
     first = FakeRuntime("a", failures={"x": NoWorker(), "bad": InvalidArgument("BAD", "f", "is bad")})
     second = FakeRuntime("b", failures={"y": Unsupported("no")})
     started, found = await executed(Router([first, second]), *items("x", "y", "bad", n=2))
@@ -135,11 +135,11 @@ async def test_what_one_has_no_room_for_goes_to_the_next() -> None:
         ("y", 0): ("a", ""),
         ("y", 1): ("a", ""),
     }
-    assert found["bad", 0].HasField("error"), "what is wrong with an item is so everywhere"
+    assert found["bad", 0].HasField("error"), "an invalid item does not fall back"
 
 
 @pytest.mark.parametrize("quota", ["max_in_flight", "max_per_s", "max_caches", "max_tokens"])
-async def test_who_is_beyond_his_quota_is_so_everywhere(quota: str) -> None:
+async def test_a_tenants_quota_applies_to_all_runtimes(quota: str) -> None:
     beyond = QuotaExceeded(quota, 1, 0.1)
     other = FakeRuntime("b")
     _, found = await executed(Router([FakeRuntime("a", failures={"x": beyond}), other]), *items("x", "y"))
@@ -149,28 +149,22 @@ async def test_who_is_beyond_his_quota_is_so_everywhere(quota: str) -> None:
 
 
 @pytest.mark.parametrize("code", [301, 307, 401, 403, 404, 405, 410, 429, 500, 503])
-async def test_what_is_wrong_with_a_providers_settings_is_not_so_elsewhere(code: int) -> None:
-    first = FakeRuntime("a", failures={"x": failures.refusal("a", code, b"", None)})
+async def test_an_error_in_a_providers_settings_permits_a_fallback(code: int) -> None:
+    first = FakeRuntime("a", failures={"x": failures.http_error("a", code, b"", None)})
     _, found = await executed(Router([first, FakeRuntime("b")]), *items("x"))
     assert found["x", 0].text == "b"
 
 
-async def test_what_a_provider_does_not_take_is_not_sent_elsewhere() -> None:
-    """It is the item that is wrong; or no other is to be asked whether it likes the contents more."""
-    filtered = failures.refusal("a", 400, b'{"error": {"code": "content_filter"}}', None)
+async def test_an_error_in_an_item_permits_no_fallback() -> None:
+    """The item is invalid, or its contents were filtered: another provider must not be tried."""
+    filtered = failures.http_error("a", 400, b'{"error": {"code": "content_filter"}}', None)
     first, second = (
-        FakeRuntime("a", failures={"x": failures.refusal("a", 400, b"", None), "y": filtered}),
+        FakeRuntime("a", failures={"x": failures.http_error("a", 400, b"", None), "y": filtered}),
         FakeRuntime("b"),
     )
     _, found = await executed(Router([first, second]), *items("x", "y"))
     assert [status_reason(found[name, 0].error) for name in "xy"] == ["BAD_REQUEST", "CONTENT_FILTERED"]
     assert not second.asked
-
-
-async def test_a_runtime_that_can_begin_nothing_leaves_all_to_the_next() -> None:
-    router = Router([FakeRuntime("a", raises=NoWorker()), FakeRuntime("b")])
-    started, found = await executed(router, *items("x", "y"))
-    assert started.runtime == "b" and {chunk.text for chunk in found.values()} == {"b"}
 
 
 NO_TEMPLATE, NO_ENTRY = Unsupported("no chat template"), ProviderFailure("UNAUTHORIZED", "no key")
@@ -193,7 +187,7 @@ def told(chunk: runner_pb2.SampleChunk) -> tuple[str, str, str]:
         ({"raises": NO_TEMPLATE}, {"raises": NO_ENTRY}, {"raises": NoWorker()}),
     ],
 )
-async def test_where_all_refuse_the_first_ones_reason_is_told(
+async def test_if_all_refuse_the_first_reason_is_reported(
     first: dict[str, Any], second: dict[str, Any], third: dict[str, Any]
 ) -> None:
     asked = [FakeRuntime("a", **first), FakeRuntime("b", **second), FakeRuntime("c", **third)]
@@ -203,8 +197,8 @@ async def test_where_all_refuse_the_first_ones_reason_is_told(
     assert [told(found["x", sample]) for sample in (0, 1)] == [expected] * 2
 
 
-async def test_only_what_all_refuse_is_told_of_the_first() -> None:
-    """Another failure is what became of the item."""
+async def test_another_failure_after_a_refusal_is_reported_itself() -> None:
+    """An error that is not a refusal is the item's result."""
     filtered = ProviderFailure("CONTENT_FILTERED", "no such contents")
     first = FakeRuntime("a", failures=dict.fromkeys("xyz", NO_TEMPLATE))
     second = FakeRuntime("b", failures={"x": filtered, "y": NO_ENTRY})
@@ -214,17 +208,17 @@ async def test_only_what_all_refuse_is_told_of_the_first() -> None:
     assert [(found[name, 0].text, found[name, 0].runtime) for name in "zw"] == [("b", "b"), ("a", "")]
 
 
-async def test_a_text_that_breaks_off_elsewhere_says_why_it_did() -> None:
+async def test_a_text_that_breaks_off_after_a_fallback_reports_that_error() -> None:
     class Breaking(FakeRuntime):
-        async def execute(self, batch: Batch, outlet: Outlet) -> None:
+        async def execute(self, batch: Batch, sink: ChunkSink) -> None:
             await asyncio.sleep(0)
             error = to_status(ProviderFailure("NETWORK_ERROR", "cut"))
             for item in batch.items:
                 half = runner_pb2.SampleChunk(item_id=item.item_id, text="half")
                 end = runner_pb2.SampleChunk(item_id=item.item_id, position=1, error=error)
                 end.finish_reason = runner_pb2.FINISH_REASON_ERROR
-                outlet.put([half])
-                outlet.put([end])
+                sink.put([half])
+                sink.put([end])
 
     _, found = await executed(Router([FakeRuntime("a", raises=NoWorker()), Breaking("b")]), *items("x"))
     assert told(found["x", 0])[1:] == ("NETWORK_ERROR", "")
@@ -248,13 +242,13 @@ async def test_policies(routing: Routing, runtimes: list[FakeRuntime], taken: st
     assert started.runtime == taken and started.reason
 
 
-async def test_a_full_runtime_refuses_where_it_is_to() -> None:
+async def test_a_full_runtime_rejects_if_configured() -> None:
     router = Router([FakeRuntime("a", wait_s=2), FakeRuntime("b")], Routing(when_full="reject"))
     _, found = await executed(router, *items("x"))
     assert status_reason(found["x", 0].error) == "BACKPRESSURE"
 
 
-async def test_a_full_runtime_is_waited_for_where_it_is_to() -> None:
+async def test_a_full_runtime_queues_if_configured() -> None:
     only = FakeRuntime("a", wait_s=2, failures={"y": NoWorker()})
     other = FakeRuntime("b")
     _, found = await executed(Router([only, other], Routing(when_full="queue")), *items("x", "y"))
@@ -265,10 +259,10 @@ async def test_a_full_runtime_is_waited_for_where_it_is_to() -> None:
     ("most_usd", "costs_usd", "taken"),
     [(2.5, (1.0, 0.5), "a"), (1.5, (1.0, 0.5), "b"), (0.5, (1.0, 0.5), ""), (9.0, (None, 4.0), "b")],
 )
-async def test_a_batch_goes_only_where_it_cannot_cost_too_much(
+async def test_a_batch_runs_only_where_its_cost_limit_holds(
     most_usd: float, costs_usd: tuple[float | None, float | None], taken: str
 ) -> None:
-    """Each of the two items costs so much."""
+    """The cost of each of the two items."""
     runtimes = [FakeRuntime(name, cost_usd=cost) for name, cost in zip("ab", costs_usd, strict=True)]
     started, found = await executed(Router(runtimes), *items("x", "y"), max_cost_usd=most_usd)
     if taken:
@@ -279,14 +273,14 @@ async def test_a_batch_goes_only_where_it_cannot_cost_too_much(
 
 
 async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
-    """What EstimateCost answers."""
+    """The response of EstimateCost."""
     state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
     api = RunnerApi(Executions(router, state), router, state, cast(Any, None))
     request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
     return (await api.EstimateCost(request, cast(Any, None))).estimates
 
 
-async def test_one_runtime_that_cannot_do_it_leaves_the_others_estimates() -> None:
+async def test_a_runtime_that_cannot_run_an_item_does_not_hide_other_estimates() -> None:
     router = Router([FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", cost_usd=2)])
     first, second = await estimated(router, *items("y", "x"))
     assert (first.runtime, status_reason(first.error)) == ("a", NO_TEMPLATE.reason)
@@ -296,7 +290,7 @@ async def test_one_runtime_that_cannot_do_it_leaves_the_others_estimates() -> No
 
 
 @pytest.mark.parametrize(("runtime", "reason"), [("", NO_TEMPLATE.reason), ("b", NO_ENTRY.reason)])
-async def test_what_nobody_who_is_asked_can_do_has_no_estimate(runtime: str, reason: str) -> None:
+async def test_an_item_that_no_runtime_can_run_has_no_estimate(runtime: str, reason: str) -> None:
     refusing = [FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", failures={"x": NO_ENTRY})]
     with pytest.raises(QuireError) as raised:
         await estimated(Router(refusing), *items("x"), runtime=runtime)
@@ -304,13 +298,10 @@ async def test_what_nobody_who_is_asked_can_do_has_no_estimate(runtime: str, rea
 
 
 async def test_where_no_worker_is_ready_another_runtime_comes_first() -> None:
-    state = ServerState(Config())
-    worker = SimpleNamespace(state=executor_pb2.WORKER_STATE_READY)
-    state.slots = cast(Any, [worker])
-    state.worker_became_ready(worker_pb2.WorkerReady(model=types_pb2.ModelDescription(model_id="m")))
+    state = state_of(Config(), worker_pb2.WorkerReady(model=types_pb2.ModelDescription(model_id="m")))
     local = LocalRuntime(cast(Any, None), state, *cast(Any, (None, None, None)))
     assert not local.describe().trouble
-    worker.state = executor_pb2.WORKER_STATE_DEAD
+    state.slots[0].state = executor_pb2.WORKER_STATE_DEAD
     assert local.describe().trouble == "no worker is ready" and local.describe().model_id == "m"
     started, _ = await executed(Router([local, FakeRuntime("other")]), *items("x"))
     assert started.runtime == "other"

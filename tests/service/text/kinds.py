@@ -1,4 +1,4 @@
-"""A small tokenizer of each kind in use: how they spell spaces, bytes and the insides of words."""
+"""A small tokenizer of each common kind: they differ in how they write spaces, bytes and parts of words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = ("a", "b", "ab", "ba", "12", "3", "the", "cat", "{", "}", '"', ":", ","
 
 
 def byte_level(*, is_split: bool = True) -> Tokenizer:
-    """As most models: any bytes. Not split: tokens may end one character and begin the next."""
+    """As most models: any bytes. `is_split` False: a token may end one character and begin the next."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=is_split)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,7 +30,7 @@ def byte_level(*, is_split: bool = True) -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and Gemma: characters, and bytes for those it has not; the first blank of a text goes."""
+    """As Llama 2 and Gemma: unknown characters become bytes; the first space of a text is stripped."""
     pieces = [
         "\u2581",
         *'abcdefgh{}":,0123456789-.',
@@ -60,7 +60,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As T5: pieces with a mark for the blank before them."""
+    """As T5: pieces with a mark for a space before them."""
     pieces = ["<unk>", "\u2581", *'abc{}":,0123456789', "\u2581a", "\u2581the", "ab", "\u4e16"]
     tokenizer = Tokenizer(models.Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -69,7 +69,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_pieces() -> Tokenizer:
-    """As BERT: words, and insides of words with a mark."""
+    """As BERT: words, and continuations of words with a mark."""
     words = ["[UNK]", *_WORDS, *(f"##{word}" for word in _WORDS), "don", "n't"]
     tokenizer = Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -78,28 +78,28 @@ def word_pieces() -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """Words, written with a blank between them."""
+    """Words, with a space between them."""
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(_WORDS)}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return _with_added(tokenizer)
 
 
 def adder() -> Tokenizer:
-    """The one of the shipped model: twelve characters."""
+    """The shipped model's tokenizer: twelve characters."""
     root = Path(__file__).resolve().parents[3]
     return Tokenizer.from_file(str(root / "workers" / "models" / "adder" / "tokenizer.json"))
 
 
-def ends_of_words() -> Tokenizer:
-    """As OpenAI's GPT: how a token is written depends on whether another comes. Not understood."""
+def end_of_word_suffix() -> Tokenizer:
+    """As the first GPT: the text of a token depends on whether another follows. Not supported."""
     parts = [(word, end) for end in ("", "</w>") for word in _WORDS]
     tokenizer = Tokenizer(models.BPE({f"{word}{end}": n for n, (word, end) in enumerate(parts)}, []))
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
     return tokenizer
 
 
-def sounds() -> Tokenizer:
-    """As of speech: a token that comes twice is written once. Not understood."""
+def ctc() -> Tokenizer:
+    """As speech models: a repeated token is written once. Not supported."""
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(_WORDS)}, unk_token="a"))
     tokenizer.decoder = decoders.CTC(pad_token="-", word_delimiter_token="|", cleanup=False)
     return tokenizer
@@ -117,7 +117,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def _with_added(tokenizer: Tokenizer) -> Tokenizer:
-    """With a token that ends texts and is none, and with one that is a text as it is."""
+    """Adds a special token, and one that is not special and has its own text."""
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return tokenizer

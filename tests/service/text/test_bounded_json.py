@@ -1,4 +1,4 @@
-"""JSON of callers is counted before it is parsed, and what is too much of it is never parsed."""
+"""The values of callers' JSON are counted before it is parsed, and too many are never parsed."""
 
 from __future__ import annotations
 
@@ -13,29 +13,25 @@ from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
 from service.runtimes.remote.dialects.base import parsed_json
-from service.text.bounded_json import MAX_BYTES, MAX_VALUES, check_chat, counting, estimated, parsed
+from service.text.bounded_json import MAX_BYTES, MAX_VALUES, check_chat, count_in_slices, parse, upper_bound
 
-# Each some 250 ms or more of Python's parser, and hundreds of MiB.
+# Repeated, each costs Python's parser 250 ms or more, and hundreds of MiB.
 HOSTILE = ["[],", "{},", '"",', '{"a":"b"},', "1,"]
 
 
-def counted(text: str, most: int = 1 << 40) -> int:
-    slices = counting(text.encode(), most)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            return int(end.value)
+def counted(text: str, limit: int = 1 << 40) -> int:
+    *_, count = count_in_slices(text.encode(), limit)
+    return count
 
 
-def weight(value: Any) -> int:
-    """What there is in a value, with the commas between it."""
+def expected_count(value: Any) -> int:
+    """What a value counts as: compound values by 8, and the commas."""
     if isinstance(value, str):
         return 8
     if isinstance(value, list):
-        return 8 + max(0, len(value) - 1) + sum(map(weight, value))
+        return 8 + max(0, len(value) - 1) + sum(map(expected_count, value))
     if isinstance(value, dict):
-        return 8 + max(0, len(value) - 1) + 8 * len(value) + sum(map(weight, value.values()))
+        return 8 + max(0, len(value) - 1) + 8 * len(value) + sum(map(expected_count, value.values()))
     return 0
 
 
@@ -47,21 +43,21 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.booleans(), st.sampled_from([None, 2]))
-def test_values_are_counted_without_being_made(value: Any, is_ascii: bool, indent: int | None) -> None:
+def test_values_are_counted_without_parsing(value: Any, is_ascii: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii, indent=indent)
-    assert counted(text) == weight(value) <= estimated(text.encode())
-    assert (counted(text, 7) > 7) == (weight(value) > 7)
+    assert counted(text) == expected_count(value) <= upper_bound(text.encode())
+    assert (counted(text, 7) > 7) == (expected_count(value) > 7)
 
 
 @given(st.text(st.sampled_from('",[{\\a')))
-def test_what_is_no_json_is_counted_to_its_end(text: str) -> None:
+def test_the_count_of_invalid_json_is_bounded(text: str) -> None:
     assert 0 <= counted(text) <= 8 * len(text)
-    assert counted(text) <= estimated(text.encode())
+    assert counted(text) <= upper_bound(text.encode())
 
 
-def test_long_texts_are_counted_in_slices() -> None:
+def test_long_strings_are_counted_in_slices() -> None:
     for text in ("a" * (1 << 22), "\\n" * (1 << 20), ",[{" * (1 << 20)):
-        slices = counting(json.dumps([text, 1, [text]]).encode(), 1 << 20)
+        slices = count_in_slices(json.dumps([text, 1, [text]]).encode(), 1 << 20)
         assert len(list(slices)) > 8
 
 
@@ -71,8 +67,8 @@ def tool_call(arguments: str, times: int = 1) -> runner_pb2.Chat:
 
 
 @pytest.fixture
-def unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is parsed fails the test."""
+def no_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing anything fails the test."""
 
     def fail(text: str, **_: object) -> None:
         raise AssertionError(f"{len(text)} characters are parsed")
@@ -80,32 +76,32 @@ def unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json, "loads", fail)
 
 
-@pytest.mark.usefixtures("unparsed")
+@pytest.mark.usefixtures("no_parsing")
 @pytest.mark.parametrize("hostile", HOSTILE)
-@pytest.mark.parametrize("parse", [parsed, parsed_json])
-def test_too_many_values_are_not_parsed(parse: Callable[[str, str, str], Any], hostile: str) -> None:
+@pytest.mark.parametrize("parse_field", [parse, parsed_json])
+def test_too_many_values_are_not_parsed(parse_field: Callable[[str, str, str], Any], hostile: str) -> None:
     with pytest.raises(InvalidArgument, match="too large") as caught:
-        parse("[" + hostile * (1 << 19) + "1]", "BAD_CHAT", "chat.tools_json")
+        parse_field("[" + hostile * (1 << 19) + "1]", "BAD_CHAT", "chat.tools_json")
     assert (caught.value.reason, caught.value.field) == ("BAD_CHAT", "chat.tools_json")
     with pytest.raises(InvalidArgument, match="too large"):
-        parse('"' + "a" * MAX_BYTES + '"', "BAD_CHAT", "chat.tools_json")
+        parse_field('"' + "a" * MAX_BYTES + '"', "BAD_CHAT", "chat.tools_json")
 
 
-def test_what_is_usual_is_parsed() -> None:
+def test_ordinary_json_is_parsed() -> None:
     tools = [{"type": "function", "function": {"name": f"f{n}", "x": ["[,{"] * 9}} for n in range(500)]
-    assert parsed(json.dumps(tools), "BAD_CHAT", "chat.tools_json") == tools
+    assert parse(json.dumps(tools), "BAD_CHAT", "chat.tools_json") == tools
     for wrong in ("{", "NaN", "[" * 10_000, "1" * 5000):
         with pytest.raises(InvalidArgument, match="is not JSON"):
-            parsed(wrong, "BAD_CHAT", "chat.tools_json")
+            parse(wrong, "BAD_CHAT", "chat.tools_json")
 
 
-@pytest.mark.usefixtures("unparsed")
+@pytest.mark.usefixtures("no_parsing")
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("chat", "field"),
     [
         (runner_pb2.Chat(tools_json="[" + "[]," * (1 << 19) + "1]"), "chat.tools_json"),
         (runner_pb2.Chat(tools_json='"' + "a" * MAX_BYTES + '"'), "chat.tools_json"),
-        # No single one is too large.
+        # Each part alone is within the limits.
         (
             tool_call("[" + "[]," * (1 << 10) + "1]", 64),
             "chat.messages[0].tool_calls[28].arguments_json",
@@ -116,11 +112,11 @@ def test_what_is_usual_is_parsed() -> None:
     ],
     ids=range(6),
 )
-async def test_all_json_of_a_chat_is_bounded_together(asked: runner_pb2.Chat, field: str) -> None:
+async def test_all_json_of_a_chat_is_limited_together(chat: runner_pb2.Chat, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        await check_chat(asked)
+        await check_chat(chat)
     assert (caught.value.reason, caught.value.field) == ("BAD_CHAT", field)
 
 
-async def test_marks_in_the_arguments_of_calls_are_no_values() -> None:
+async def test_commas_and_brackets_in_strings_are_no_values() -> None:
     await check_chat(tool_call(json.dumps({"content": 'if (a[0], {"b"})\n' * 600}), 64))

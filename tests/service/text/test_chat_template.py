@@ -1,4 +1,4 @@
-"""Chat templates say what they say in transformers, and a hostile one only that it is refused."""
+"""Chat templates render as in transformers, and hostile ones are refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quire.v1 import types_pb2
 from transformers import PreTrainedTokenizerFast
 
 from service.text import chat_template, task_process
-from service.text.chat_template import TemplateError, render_chat
+from service.text.chat_template import TemplateError
 from service.text.template_process import render
-from tests.chat_templates import TEMPLATES, byte_tokenizer
+from tests.chat_templates import TEMPLATES, byte_tokenizer, render_chat
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ORACLE = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **SPECIAL)  # type: ignore[no-untyped-call]
@@ -56,23 +56,25 @@ def expected(source: str, messages: list[dict[str, str]]) -> str:
     return text
 
 
-def told(write: Callable[[], str]) -> tuple[bool, str]:
-    """Whether it succeeds, and the text or why not."""
+def outcome(write: Callable[[], str]) -> tuple[bool, str]:
+    """Whether it succeeds, and the text or the error."""
     try:
         return True, write()
     except jinja2.TemplateError as error:
         return False, str(error)
 
 
-def names(messages: list[dict[str, str]]) -> dict[str, Any]:
+def variables(messages: list[dict[str, str]]) -> dict[str, Any]:
     return {**SPECIAL, "messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=conversations())
-def test_a_template_says_what_it_says_in_transformers(name: str, messages: list[dict[str, str]]) -> None:
+def test_a_template_renders_as_in_transformers(name: str, messages: list[dict[str, str]]) -> None:
     source = TEMPLATES[name]
-    assert told(lambda: render(source, names(messages), PLENTY)) == told(lambda: expected(source, messages))
+    assert outcome(lambda: render(source, variables(messages), PLENTY)) == outcome(
+        lambda: expected(source, messages)
+    )
 
 
 def template(source: str) -> types_pb2.ChatTemplate:
@@ -80,7 +82,7 @@ def template(source: str) -> types_pb2.ChatTemplate:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_it_does_so_in_its_process(name: str) -> None:
+def test_a_process_renders_as_transformers(name: str) -> None:
     messages = [{"role": "system", "content": "Be \u20ac."}, {"role": "user", "content": "<b>\n{{ x }}"}]
     assert render_chat(template(TEMPLATES[name]), messages) == expected(TEMPLATES[name], messages)
 
@@ -89,7 +91,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("{{ raise_exception('no \x1b[31m such role') }}", r"failed: no \\x1b\[31m such role"),
         ("{{ messages[0]['content'].foo.bar }}", "failed: .*has no attribute 'foo'"),
@@ -97,16 +99,16 @@ USER = [{"role": "user", "content": "hi"}]
         ("\n{% frobnicate %}", "failed: line 2: Encountered unknown tag 'frobnicate'"),
         ("{% include 'x' %}", "failed: no loader for this environment"),
         ("{{ 1 // 0 }}", "failed: "),
-        (r"{{ '\ud800' }}", "failed: it wrote half a character"),
+        (r"{{ '\ud800' }}", "failed: it wrote an unpaired surrogate"),
     ],
 )
-def test_a_template_that_fails_is_told_in_a_line(source: str, said: str) -> None:
-    with pytest.raises(TemplateError, match=said) as caught:
+def test_an_error_of_a_template_is_one_printable_line(source: str, message: str) -> None:
+    with pytest.raises(TemplateError, match=message) as caught:
         render_chat(template(source), USER)
     assert str(caught.value).isprintable()
 
 
-# None of them may get at Python, at what is around it, or change what it was given.
+# None may access Python's internals or the process's environment, or change its variables.
 REACHING = [
     "{{ messages.__class__.__mro__[1].__subclasses__() }}",
     "{{ ''['__class__'] }}{{ ''['__class__'].__mro__ }}",
@@ -125,23 +127,23 @@ REACHING = [
 
 
 @pytest.mark.parametrize("source", REACHING)
-def test_a_template_reaches_nothing_but_its_names(source: str) -> None:
+def test_a_template_accesses_only_its_variables(source: str) -> None:
     try:
         text = render_chat(template(source), USER)
     except TemplateError as error:
         text = str(error)
-    # What a template may not see is nothing to it, or ends it.
+    # A forbidden value is undefined, or an error.
     assert text == "" or re.search("unsafe|undefined|no attribute|underscore", text)
 
 
-def test_the_process_has_none_of_the_callers_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_process_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_TOKEN", "secret")
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert "secret" not in task_process.environment().values()
     assert set(task_process.environment()) - set(os.environ) <= {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
 
 
-def test_the_process_runs_nothing_of_the_directory_it_is_started_in(
+def test_the_process_imports_nothing_from_its_current_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("json", "jinja2", "service"):
@@ -160,14 +162,14 @@ def test_the_process_runs_nothing_of_the_directory_it_is_started_in(
         "{% for a in range(99999) %}{% set x = ((messages | string) * 999) | sort %}{% endfor %}",
     ],
 )
-def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
-    with pytest.raises(TemplateError, match=r"computed for more than 0\.3 s"):
+    with pytest.raises(TemplateError, match=r"used more than 0\.3 s of CPU time"):
         render_chat(template(source), USER)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "wrote more than 1000000 characters"),
         ("{{ 'a' * 1000001 }}", "wrote more than 1000000 characters"),
@@ -179,21 +181,21 @@ def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch, so
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "failed|ended its process|crashed"),
     ],
 )
-def test_a_template_that_takes_too_much_is_refused(
-    monkeypatch: pytest.MonkeyPatch, source: str, said: str
+def test_a_template_that_exceeds_a_limit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
     monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1_000_000)
-    with pytest.raises(TemplateError, match=said) as caught:
+    with pytest.raises(TemplateError, match=message) as caught:
         render_chat(template(source), USER)
     assert len(str(caught.value)) < 400
 
 
-def test_what_just_fits_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_at_the_limit_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1_000_000)
     assert render_chat(template("{{ '\u20ac' * 1000000 }}"), USER) == "\u20ac" * 1_000_000
 
 
-def test_templates_for_other_uses_are_named() -> None:
+def test_a_model_without_a_default_template_lists_its_templates() -> None:
     others = types_pb2.ChatTemplate(sources={"tool_use": "x", "rag\n": "y"})
     with pytest.raises(TemplateError, match=r"named rag\\x0a, tool_use, and none for plain chat"):
         render_chat(others, USER)

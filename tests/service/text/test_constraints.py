@@ -1,4 +1,4 @@
-"""Masks have the tokens that can lead to a text as wanted, and no others; what cannot be kept is said."""
+"""Masks allow exactly the tokens that can lead to a matching text; other constraints are errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from tokenizers import Tokenizer
 from service.errors import Draining, InvalidArgument
 from service.text import constraints as module
 from service.text import grammar_engine
-from service.text.constraints import Constraints, GrammarMatcher
+from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import Detokenizer
 from service.text.grammar_engine import Grammar, SampleState, Vocabulary
-from service.text.matcher import Matcher
 from service.text.token_bytes import constrained_tokens
 from tests.service.text.kinds import END, KINDS
 
@@ -45,17 +44,17 @@ def end_of(name: str) -> int:
 
 @pytest.fixture(scope="module")
 def of_kind() -> Iterator[Callable[[str], Constraints]]:
-    """The constraints of a tokenizer; the model has some more tokens than that."""
+    """The constraints of a kind of tokenizer, for a model with some more tokens."""
 
     @functools.cache
     def made(name: str) -> Constraints:
         tokens, special_ids = constrained_tokens(kind(name))
         return Constraints(Vocabulary(tokens, special_ids), len(tokens) + 21)
 
-    made_ones: dict[str, Constraints] = {}
-    yield lambda name: made_ones.setdefault(name, made(name))
-    for one in made_ones.values():
-        one.close()
+    cached: dict[str, Constraints] = {}
+    yield lambda name: cached.setdefault(name, made(name))
+    for constraints in cached.values():
+        constraints.close()
 
 
 @pytest.fixture
@@ -67,15 +66,15 @@ async def constraints() -> AsyncIterator[Constraints]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Constraints]:
-    """The same, for tests that leave them as they were."""
+    """As `constraints`, for tests that do not change it."""
     constraints = Constraints(BYTES, 258)
     yield constraints
     constraints.close()
 
 
-def matcher(constraints: Constraints, kind: str, text: str, ends: frozenset[int]) -> GrammarMatcher:
-    """Without a trial."""
-    return GrammarMatcher(constraints, SampleState(Grammar(f"{kind} {text}", kind, text)), ends)
+def matcher(constraints: Constraints, kind: str, text: str, ends: frozenset[int]) -> Matcher:
+    """A matcher for a grammar that is not checked."""
+    return Matcher(constraints, SampleState(Grammar(f"{kind} {text}", kind, text)), ends)
 
 
 def allowed(matcher: Matcher) -> set[int]:
@@ -89,7 +88,7 @@ def take_text(matcher: Matcher, text: str) -> None:
         matcher.take(byte)
 
 
-# Regular expressions, against one that says of a text whether it may be continued.
+# Regular expressions, compared with a library that tells whether a text can be continued to a match.
 
 CHARACTERS = "ab1 \u00e9\u4e16"
 ATOMS = st.sampled_from([*CHARACTERS, ".", "[ab]", "[^a]", "[0-9]", "the", "\u4e16\u754c", "-"])
@@ -105,13 +104,13 @@ def extended(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 EXPRESSIONS = st.recursive(ATOMS, extended, max_leaves=8)
-# Ends of characters, to continue those that are not complete: of the ones above, and of any.
+# Last bytes of characters, to complete incomplete ones: those above, and any.
 TAILS = [character.encode()[index:] for character in "\u00e9\u4e16\u754c" for index in (1, 2)] + [
-    begin + b"\x80" * length for begin in (b"", b"\x90", b"\xa0") for length in (0, 1, 2, 3)
+    first + b"\x80" * length for first in (b"", b"\x90", b"\xa0") for length in (0, 1, 2, 3)
 ]
 
 
-def may_go_on(expression: str, text: bytes) -> bool:
+def can_continue(expression: str, text: bytes) -> bool:
     """Whether some continuation of the text matches."""
     try:
         return regex.fullmatch(expression, text.decode(), partial=True) is not None
@@ -131,7 +130,7 @@ def may_go_on(expression: str, text: bytes) -> bool:
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data(), expression=EXPRESSIONS)
 @settings(max_examples=15)
-def test_masks_are_what_the_expression_says(
+def test_masks_match_the_expression(
     of_kind: Callable[[str], Constraints], name: str, data: st.DataObject, expression: str
 ) -> None:
     constraints, end = of_kind(name), end_of(name)
@@ -141,7 +140,7 @@ def test_masks_are_what_the_expression_says(
     text = b""
     for _ in range(6):
         may_end = is_match(expression, text)
-        may_follow = {n for n, token in usable.items() if may_go_on(expression, text + token)}
+        may_follow = {n for n, token in usable.items() if can_continue(expression, text + token)}
         if not may_follow and not may_end:
             with pytest.raises(InvalidArgument, match="none of the model's tokens can follow"):
                 constrained.allowed()
@@ -169,7 +168,7 @@ def test_masks_are_as_long_as_the_models_vocabulary() -> None:
         try:
             constrained = matcher(constraints, "regex", "(.|\n)*", frozenset([256, 99_999]))
             assert len(constrained.allowed()) == math.ceil(vocab_size / 8)
-            # The first byte of a character may follow; none of those behind the tokens.
+            # The first byte of any character may follow, but no id above the tokens.
             follow = {*range(0x80), *range(0xC2, 0xF5), 256}
             assert allowed(constrained) == {token_id for token_id in follow if token_id < vocab_size}
         finally:
@@ -220,9 +219,9 @@ SCHEMAS: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "byte_level_across_words"])
-def test_whatever_is_drawn_is_json_as_described(of_kind: Callable[[str], Constraints], name: str) -> None:
+def test_sampled_json_matches_its_schema(of_kind: Callable[[str], Constraints], name: str) -> None:
     constraints, tokenizer, end = of_kind(name), kind(name), end_of(name)
-    begun = tokenizer.encode("a").ids
+    context = tokenizer.encode("a").ids
     for seed in range(24):
         rng = random.Random(seed)
         schema, is_valid = SCHEMAS[seed % len(SCHEMAS)]
@@ -235,36 +234,36 @@ def test_whatever_is_drawn_is_json_as_described(of_kind: Callable[[str], Constra
             ids.append(rng.choice(sorted(may_follow - {end})))
             constrained.take(ids[-1])
         else:
-            # Numbers and nested lists need not end.
+            # Numbers and nested lists may not end in time.
             continue
-        detokenizer = Detokenizer(tokenizer, begun)
+        detokenizer = Detokenizer(tokenizer, context)
         text = "".join([*map(detokenizer.push, ids), detokenizer.flush()])
         assert is_valid(json.loads(text)), text
 
 
-def test_blanks_between_the_parts_of_json_come_to_an_end(shared: Constraints) -> None:
-    blanks = {ord(" "), ord("\n"), ord("\t"), ord("\r")}
+def test_whitespace_in_json_is_limited(shared: Constraints) -> None:
+    spaces = {ord(" "), ord("\n"), ord("\t"), ord("\r")}
     constrained = matcher(shared, "json_schema", "{}", ENDS)
     take_text(constrained, ' {"a"')
     for _ in range(100):
-        may_follow = allowed(constrained) & blanks
+        may_follow = allowed(constrained) & spaces
         if not may_follow:
             break
         constrained.take(max(may_follow))
     else:
-        pytest.fail("they go on")
+        pytest.fail("whitespace is not limited")
     take_text(constrained, ":1}")
     assert allowed(constrained) == ENDS and constrained.is_complete
 
 
-# What callers meet.
+# The interface.
 
-# Beyond the stack of the library.
+# Overflows the stack of the library.
 DEEP = "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(4000)) + 'r4000: "a"'
 
 
-async def test_samples_of_an_item_do_not_know_each_other(shared: Constraints) -> None:
-    new = await shared.factory("regex", "[0-9]{2}x", ENDS)
+async def test_samples_of_an_item_are_independent(shared: Constraints) -> None:
+    new = await shared.matcher_factory("regex", "[0-9]{2}x", ENDS)
     one, other = new(), new()
     take_text(one, "12x")
     assert allowed(other) == set(b"0123456789")
@@ -272,9 +271,9 @@ async def test_samples_of_an_item_do_not_know_each_other(shared: Constraints) ->
     assert one.is_complete and not other.is_complete
 
 
-async def test_ends_are_allowed_where_the_text_may_end(shared: Constraints) -> None:
-    # A token that ends the sample is no part of its text, even if it has one.
-    new = await shared.factory("regex", "a+b?", frozenset([256, ord("b"), 5]))
+async def test_end_tokens_are_allowed_where_the_text_may_end(shared: Constraints) -> None:
+    # A token that ends the sample is not part of its text, even if it has a text.
+    new = await shared.matcher_factory("regex", "a+b?", frozenset([256, ord("b"), 5]))
     constrained = new()
     assert allowed(constrained) == {ord("a")}
     take_text(constrained, "a")
@@ -282,31 +281,31 @@ async def test_ends_are_allowed_where_the_text_may_end(shared: Constraints) -> N
     assert not constrained.is_complete
 
 
-async def test_without_an_end_token_it_is_complete_all_the_same(shared: Constraints) -> None:
-    constrained = (await shared.factory("regex", "ab", frozenset()))()
+async def test_a_sample_without_an_end_token_completes(shared: Constraints) -> None:
+    constrained = (await shared.matcher_factory("regex", "ab", frozenset()))()
     take_text(constrained, "ab")
     assert allowed(constrained) == set()
     assert constrained.is_complete
-    empty = (await shared.factory("regex", "", frozenset()))()
-    with pytest.raises(InvalidArgument, match="only the empty text is allowed"):
+    empty = (await shared.matcher_factory("regex", "", frozenset()))()
+    with pytest.raises(InvalidArgument, match="allows only the empty text"):
         empty.allowed()
 
 
-async def test_a_token_that_is_not_allowed_is_a_bug(shared: Constraints) -> None:
-    constrained = (await shared.factory("regex", "ab", ENDS))()
+async def test_a_token_that_the_mask_forbids_is_an_error(shared: Constraints) -> None:
+    constrained = (await shared.matcher_factory("regex", "ab", ENDS))()
     constrained.allowed()
     with pytest.raises(ValueError, match="does not allow token 98"):
         constrained.take(ord("b"))
     take_text(constrained, "ab")
-    # Tokens of a journal are taken without masks.
-    constrained = (await shared.factory("regex", "ab", ENDS))()
+    # Without a mask the token is checked later.
+    constrained = (await shared.matcher_factory("regex", "ab", ENDS))()
     constrained.take(ord("b"))
-    with pytest.raises(InvalidArgument, match="cannot be kept"):
+    with pytest.raises(InvalidArgument, match="cannot be applied"):
         constrained.allowed()
 
 
 async def test_grammars_may_name_special_tokens(shared: Constraints) -> None:
-    constrained = (await shared.factory("lark", 'start: "a" <call> "b"', ENDS))()
+    constrained = (await shared.matcher_factory("lark", 'start: "a" <call> "b"', ENDS))()
     take_text(constrained, "a")
     assert allowed(constrained) == {257}
     constrained.take(257)
@@ -316,21 +315,21 @@ async def test_grammars_may_name_special_tokens(shared: Constraints) -> None:
 
 @pytest.mark.parametrize("value", ["true", "{}", '{"x-guidance": {"whitespace_pattern": "z"}}'])
 async def test_a_schema_may_allow_anything(shared: Constraints, value: str) -> None:
-    constrained = (await shared.factory("json_schema", value, ENDS))()
+    constrained = (await shared.matcher_factory("json_schema", value, ENDS))()
     take_text(constrained, '{"a": [1, null]}')
     assert constrained.is_complete is False and allowed(constrained) == ENDS and constrained.is_complete
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "said"),
+    ("kind", "text", "message"),
     [
         ("regex", "(a", "unclosed group"),
         ("regex", "(?=a)b", "look-around.*not supported"),
         ("regex", r"(a)\1", "backreferences are not supported"),
         ("regex", "[^\\s\\S]", "none of the model's tokens can follow"),
         ("regex", "(" * 30_000 + ")" * 30_000, "nested"),
-        ("regex", "a" * 65_537, "at most 65536 bytes are taken, got 65537"),
-        ("regex", "\u00e9" * 40_000, "at most 65536 bytes are taken, got 80000"),
+        ("regex", "a" * 65_537, "at most 65536 bytes and has 65537"),
+        ("regex", "\u00e9" * 40_000, "at most 65536 bytes and has 80000"),
         ("json_schema", "{", "is not JSON"),
         ("json_schema", '{"items":' * 6000 + "{}" + "}" * 6000, "is not JSON"),
         ("json_schema", "[]", "is an object"),
@@ -346,15 +345,15 @@ async def test_a_schema_may_allow_anything(shared: Constraints, value: str) -> N
     ],
     ids=range(19),
 )  # fmt: skip
-async def test_what_cannot_be_used_is_told_in_a_line(
-    shared: Constraints, kind: str, text: str, said: str
+async def test_an_error_of_a_grammar_is_one_printable_line(
+    shared: Constraints, kind: str, text: str, message: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=said) as caught:
-        await shared.factory(kind, text, ENDS)
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        await shared.matcher_factory(kind, text, ENDS)
     assert (caught.value.reason, caught.value.field) == ("BAD_CONSTRAINT", f"constraint.{kind}")
     assert caught.value.message.isprintable() and len(caught.value.message) < 350
-    # Others go on.
-    take_text((await shared.factory("regex", "ab", ENDS))(), "ab")
+    # Other grammars are not affected.
+    take_text((await shared.matcher_factory("regex", "ab", ENDS))(), "ab")
 
 
 HUGE = [
@@ -364,38 +363,38 @@ HUGE = [
 
 
 @pytest.mark.parametrize(("kind", "text"), HUGE, ids=range(len(HUGE)))
-async def test_what_takes_too_long_is_refused_and_nobody_waits_for_it(
+async def test_a_slow_grammar_is_refused_and_delays_no_other_sample(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch, kind: str, text: str
 ) -> None:
     monkeypatch.setattr(grammar_engine, "MAX_CPU_S", 0.3)
-    new = await constraints.factory("regex", "[ab]*", ENDS)
-    hostile = asyncio.create_task(constraints.factory(kind, text, ENDS))
+    new = await constraints.matcher_factory("regex", "[ab]*", ENDS)
+    hostile = asyncio.create_task(constraints.matcher_factory(kind, text, ENDS))
     constrained = new()
     for _ in range(5):
         assert len(await asyncio.to_thread(allowed, constrained)) == 3
         constrained.take(ord("a"))
         await asyncio.sleep(0)
-    with pytest.raises(InvalidArgument, match=r"computed for more than 0\.3 s"):
+    with pytest.raises(InvalidArgument, match=r"used more than 0\.3 s of CPU time"):
         await hostile
-    # It is not tried again.
+    # The result is cached.
     began_s = time.process_time()
-    with pytest.raises(InvalidArgument, match=r"computed for more than 0\.3 s"):
-        await constraints.factory(kind, text, ENDS)
+    with pytest.raises(InvalidArgument, match=r"used more than 0\.3 s of CPU time"):
+        await constraints.matcher_factory(kind, text, ENDS)
     assert time.process_time() - began_s < 0.3
 
 
-class Trials:
-    """Trials of some constraints, each of which waits until it is let go on."""
+class Checks:
+    """Checks of grammars, each of which waits until `may_run` is set."""
 
     def __init__(self, constraints: Constraints, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
-        self.goes_on = threading.Event()
-        self._compile = constraints._trial.compile
-        monkeypatch.setattr(constraints._trial, "compile", self._wait)
+        self.may_run = threading.Event()
+        self._compile = constraints._check_engine.compile
+        monkeypatch.setattr(constraints._check_engine, "compile", self._wait)
 
     def _wait(self, grammar: Grammar) -> None:
         self.begun.append(grammar.text)
-        assert self.goes_on.wait(60)
+        assert self.may_run.wait(60)
         self._compile(grammar)
 
     async def until_begun(self, count: int) -> None:
@@ -403,84 +402,82 @@ class Trials:
             await asyncio.sleep(0.001)
 
 
-async def test_who_is_known_waits_for_no_trial(
+async def test_a_checked_grammar_does_not_wait_for_a_check(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await constraints.factory("regex", "[ab]*", ENDS)
+    await constraints.matcher_factory("regex", "[ab]*", ENDS)
     with pytest.raises(InvalidArgument):
-        await constraints.factory("regex", "(a", ENDS)
-    trials = Trials(constraints, monkeypatch)
-    hostile = asyncio.create_task(constraints.factory("regex", "slow", ENDS))
-    await trials.until_begun(1)
+        await constraints.matcher_factory("regex", "(a", ENDS)
+    checks = Checks(constraints, monkeypatch)
+    hostile = asyncio.create_task(constraints.matcher_factory("regex", "slow", ENDS))
+    await checks.until_begun(1)
     async with asyncio.timeout(60):
-        new = await constraints.factory("regex", "[ab]*", ENDS)
+        new = await constraints.matcher_factory("regex", "[ab]*", ENDS)
         assert allowed(new()) == {ord("a"), ord("b"), 256}
         with pytest.raises(InvalidArgument):
-            await constraints.factory("regex", "(a", ENDS)
+            await constraints.matcher_factory("regex", "(a", ENDS)
     assert not hostile.done()
-    trials.goes_on.set()
+    checks.may_run.set()
     await hostile
 
 
-async def test_a_trial_goes_on_without_those_who_wanted_it(
+async def test_a_check_that_has_begun_runs_to_its_end(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And keeps nobody else's thread meanwhile."""
-    trials = Trials(constraints, monkeypatch)
+    """And does not block the default executor."""
+    checks = Checks(constraints, monkeypatch)
 
     async def leave_soon(text: str) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.005):
-                await constraints.factory("regex", text, ENDS)
+                await constraints.matcher_factory("regex", text, ENDS)
 
     for number in range(40):
         await leave_soon(str(number))
-        await trials.until_begun(1)
+        await checks.until_begun(1)
     async with asyncio.timeout(60):
         await asyncio.to_thread(int)
-    # Of two who want the same, one stays, and has the trial that is under way.
-    stays = asyncio.create_task(constraints.factory("regex", "0", ENDS))
-    trials.goes_on.set()
+    # Of two callers with the same grammar one stays, and gets the result of the running check.
+    stays = asyncio.create_task(constraints.matcher_factory("regex", "0", ENDS))
+    checks.may_run.set()
     assert allowed((await stays)()) == {ord("0")}
-    await constraints.factory("regex", "0", ENDS)
-    await constraints.factory("regex", "last", ENDS)
-    assert trials.begun == ["0", "last"], "what had not begun was not wanted any more"
+    await constraints.matcher_factory("regex", "0", ENDS)
+    await constraints.matcher_factory("regex", "last", ENDS)
+    assert checks.begun == ["0", "last"], "checks that had not begun are cancelled"
 
 
-async def test_a_server_that_ends_tries_no_more(
-    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trials = Trials(constraints, monkeypatch)
+async def test_closing_cancels_checks(constraints: Constraints, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = Checks(constraints, monkeypatch)
     first, second = (
-        asyncio.create_task(constraints.factory("regex", text, ENDS)) for text in ("first", "second")
+        asyncio.create_task(constraints.matcher_factory("regex", text, ENDS)) for text in ("first", "second")
     )
-    await trials.until_begun(1)
+    await checks.until_begun(1)
     constraints.close()
     with pytest.raises(Draining):
         await second
     with pytest.raises(Draining):
-        await constraints.factory("regex", "third", ENDS)
-    trials.goes_on.set()
-    with pytest.raises(InvalidArgument, match="was ended"):
+        await constraints.matcher_factory("regex", "third", ENDS)
+    checks.may_run.set()
+    with pytest.raises(InvalidArgument, match="was stopped"):
         await first
-    assert constraints._trial._process is None
+    assert constraints._check_engine._process is None
 
 
-async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_engine, "MAX_CPU_S", 20)
     monkeypatch.setattr(grammar_engine, "MAX_MEMORY_BYTES", 120 << 20)
     constraints = Constraints(BYTES, 258)
     try:
         with pytest.raises(InvalidArgument, match="too much memory"):
-            await constraints.factory(*HUGE[0], ENDS)
-        take_text((await constraints.factory("regex", "ab", ENDS))(), "ab")
+            await constraints.matcher_factory(*HUGE[0], ENDS)
+        take_text((await constraints.matcher_factory("regex", "ab", ENDS))(), "ab")
     finally:
         constraints.close()
 
 
-async def test_one_that_explodes_later_ends_that_sample_alone(constraints: Constraints) -> None:
-    good = (await constraints.factory("regex", "[xy]*", ENDS))()
-    hostile = (await constraints.factory("regex", "x" + "y?" * 1500 + "y" * 1500, ENDS))()
+async def test_a_grammar_that_grows_later_fails_only_its_sample(constraints: Constraints) -> None:
+    good = (await constraints.matcher_factory("regex", "[xy]*", ENDS))()
+    hostile = (await constraints.matcher_factory("regex", "x" + "y?" * 1500 + "y" * 1500, ENDS))()
     take_text(good, "x")
     take_text(hostile, "x")
     with pytest.raises(InvalidArgument, match="too many expressions") as caught:
@@ -489,12 +486,12 @@ async def test_one_that_explodes_later_ends_that_sample_alone(constraints: Const
     take_text(good, "yyx")
 
 
-async def test_samples_survive_the_process_that_knew_them(constraints: Constraints) -> None:
-    new = await constraints.factory("regex", "[0-9]{4}x", ENDS)
+async def test_samples_survive_a_crash_of_the_process(constraints: Constraints) -> None:
+    new = await constraints.matcher_factory("regex", "[0-9]{4}x", ENDS)
     samples = [new() for _ in range(3)]
     for count, sample in enumerate(samples):
         take_text(sample, "1234"[:count])
-    process = constraints._masks._process
+    process = constraints._mask_engine._process
     assert process is not None and process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     for count, sample in enumerate(samples):
@@ -505,35 +502,35 @@ async def test_samples_survive_the_process_that_knew_them(constraints: Constrain
 async def test_more_samples_and_grammars_than_are_kept(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
-    # More than the process keeps, of either.
+    monkeypatch.setattr(module, "MAX_CACHED", 3)
+    # More samples and grammars than the process keeps.
     samples = []
     for number in range(70):
-        new = await constraints.factory("regex", f"{number:04}x", ENDS)
+        new = await constraints.matcher_factory("regex", f"{number:04}x", ENDS)
         samples += [(f"{number:04}x", new()) for _ in range(16)]
     for text, sample in samples:
         take_text(sample, text[:2])
     for text, sample in samples[::50]:
         take_text(sample, text[2:])
         assert allowed(sample) == ENDS
-    assert len(constraints._tried) == 3
-    assert constraints._tried_bytes == sum(len(grammar.text) for grammar in constraints._tried)
+    assert len(constraints._results) == 3
+    assert constraints._results_bytes == sum(len(grammar.text) for grammar in constraints._results)
 
 
-async def test_processes_end_when_nobody_wants_them_and_begin_again(
+async def test_idle_processes_end_and_restart(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.05)
-    new = await constraints.factory("regex", "ab", ENDS)
+    new = await constraints.matcher_factory("regex", "ab", ENDS)
     constrained = new()
     take_text(constrained, "a")
-    while constraints._masks._process is not None or constraints._trial._process is not None:
+    while constraints._mask_engine._process is not None or constraints._check_engine._process is not None:
         await asyncio.sleep(0.01)
     take_text(constrained, "b")
 
 
-async def test_masks_of_many_samples_are_made_in_threads(shared: Constraints) -> None:
-    new = await shared.factory("regex", "[0-9]*", ENDS)
+async def test_masks_of_many_samples_are_computed_in_threads(shared: Constraints) -> None:
+    new = await shared.matcher_factory("regex", "[0-9]*", ENDS)
 
     def walk(seed: int) -> str:
         rng, sample, text = random.Random(seed), new(), ""

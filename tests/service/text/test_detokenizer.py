@@ -1,4 +1,4 @@
-"""Text token by token: never half a character, and nothing lost."""
+"""Text token by token: no incomplete characters, and nothing lost."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SPECIAL = 256
 
 
 class ByteTokens:
-    """One token for each byte; one special token without a text."""
+    """One token for each byte, and a special token."""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(token for token in ids if token != SPECIAL).decode("utf-8", errors="replace")
 
 
 class WordTokens:
-    """Words, the first of which is written without the space before it."""
+    """Words, with a space before all but the first."""
 
     words = ("a", "b", "c")
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return " ".join(self.words[token] for token in ids)
 
 
@@ -37,26 +37,26 @@ def pieces(text: bytes, context: bytes = b"") -> list[str]:
     return [*(detokenizer.push(byte) for byte in text), detokenizer.flush()]
 
 
-def test_a_character_is_shown_when_it_is_complete() -> None:
+def test_a_character_is_returned_when_it_is_complete() -> None:
     assert pieces("aé€😀".encode()) == ["a", "", "é", "", "", "€", "", "", "", "😀", ""]
 
 
-def test_what_never_becomes_complete_is_shown_at_the_end() -> None:
+def test_an_incomplete_character_is_returned_at_the_end() -> None:
     assert pieces("é".encode()[:1]) == ["", "\ufffd"]
     assert pieces(b"\xc3A") == ["", "\ufffdA", ""]
 
 
-def test_a_character_that_the_prompt_began() -> None:
+def test_a_character_that_begins_in_the_prompt() -> None:
     begun, ended = "é".encode()[:1], "é".encode()[1:]
     assert pieces(ended + b"b", context=b"a" + begun) == ["é", "b", ""]
 
 
-def test_the_prompt_decides_about_the_space() -> None:
+def test_the_space_depends_on_the_prompt() -> None:
     assert Detokenizer(WordTokens()).push(1) == "b"
     assert Detokenizer(WordTokens(), [0]).push(1) == " b"
 
 
-def test_special_tokens_show_nothing() -> None:
+def test_special_tokens_have_no_text() -> None:
     detokenizer = Detokenizer(ByteTokens())
     assert [detokenizer.push(token) for token in (65, SPECIAL, 66, SPECIAL)] == ["A", "", "B", ""]
 
@@ -65,14 +65,14 @@ def test_special_tokens_show_nothing() -> None:
     st.text(alphabet=st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])),
     st.text(max_size=4),
 )
-def test_nothing_is_lost_and_no_half_character_shown(text: str, context: str) -> None:
+def test_nothing_is_lost_and_no_incomplete_character_returned(text: str, context: str) -> None:
     context = context.replace("\ufffd", "").encode("utf-8", errors="ignore").decode()
-    shown = pieces(text.encode(), context.encode())
-    assert "".join(shown) == text
-    assert all("\ufffd" not in piece for piece in shown)
+    returned = pieces(text.encode(), context.encode())
+    assert "".join(returned) == text
+    assert all("\ufffd" not in piece for piece in returned)
 
 
-def told(tokenizer: Tokenizer, ids: Sequence[int], context: Sequence[int]) -> list[str]:
+def decoded_pieces(tokenizer: Tokenizer, ids: Sequence[int], context: Sequence[int]) -> list[str]:
     detokenizer = Detokenizer(tokenizer, context)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
@@ -94,76 +94,78 @@ kind = functools.cache(lambda name: KINDS[name]())
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_level_across_words", "byte_fallback"])
 @given(text=CHARACTERS, prompt=CHARACTERS, ends=st.integers(0, 20))
-def test_a_text_comes_as_if_decoded_as_a_whole(name: str, text: str, prompt: str, ends: int) -> None:
+def test_the_text_is_that_of_one_decode(name: str, text: str, prompt: str, ends: int) -> None:
     tokenizer: Tokenizer = kind(name)
-    # Special tokens say nothing, and change nothing for those behind them.
+    # Special tokens have no text, and do not change the text of later tokens.
     context = [*tokenizer.encode("a" + prompt).ids, *([end_of(tokenizer)] * ends)]
     ids = tokenizer.encode(text).ids
-    shown = told(tokenizer, ids, context)
-    assert "".join(shown) == tokenizer.decode(context + ids).removeprefix(tokenizer.decode(context))
-    assert not any("\ufffd" in piece for piece in shown)
+    returned = decoded_pieces(tokenizer, ids, context)
+    assert "".join(returned) == tokenizer.decode(context + ids).removeprefix(tokenizer.decode(context))
+    assert not any("\ufffd" in piece for piece in returned)
 
 
 @pytest.mark.parametrize("name", ["metaspace", "word_pieces", "words", "adder"])
 @given(data=st.data())
-def test_any_tokens_of_words_come_as_if_decoded_as_a_whole(name: str, data: st.DataObject) -> None:
+def test_the_text_of_any_word_tokens_is_that_of_one_decode(name: str, data: st.DataObject) -> None:
     tokenizer: Tokenizer = kind(name)
     some = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40)
     context, ids = data.draw(some), data.draw(some)
-    assert "".join(told(tokenizer, ids, context)) == tokenizer.decode(context + ids).removeprefix(
+    assert "".join(decoded_pieces(tokenizer, ids, context)) == tokenizer.decode(context + ids).removeprefix(
         tokenizer.decode(context)
     )
 
 
-def test_characters_of_bytes_one_after_another() -> None:
-    # Found with a window of eight tokens, which then begins within a character.
+def test_successive_characters_of_byte_tokens() -> None:
+    # The context is eight tokens: here that begins within a character.
     tokenizer: Tokenizer = kind("byte_fallback")
     text = "\u4e16\u754c" * 10
     ids = tokenizer.encode(text).ids[1:]
-    assert [piece for piece in told(tokenizer, ids, tokenizer.encode("a").ids) if piece] == list(text)
+    assert [piece for piece in decoded_pieces(tokenizer, ids, tokenizer.encode("a").ids) if piece] == list(
+        text
+    )
 
 
-def test_after_characters_of_bytes_in_the_prompt() -> None:
+def test_characters_of_byte_tokens_in_the_prompt() -> None:
     tokenizer: Tokenizer = kind("byte_fallback")
     ids = tokenizer.encode("\u4e16" * 8).ids[1:]
-    assert "".join(told(tokenizer, ids[10:], ids[:10])) == "\u4e16" * 5
+    assert "".join(decoded_pieces(tokenizer, ids[10:], ids[:10])) == "\u4e16" * 5
 
 
-def test_what_does_not_fit_takes_nothing_else_along() -> None:
+def test_an_invalid_byte_does_not_replace_complete_characters() -> None:
     tokenizer: Tokenizer = kind("byte_fallback")
     good, bad = tokenizer.encode("\u4e16").ids[1:], (tokenizer.token_to_id("<0xE2>") or 0)
     ids = [*good, bad, *good, tokenizer.token_to_id("b") or 0]
-    assert "".join(told(tokenizer, ids, [])).startswith("\u4e16\ufffd")
+    assert "".join(decoded_pieces(tokenizer, ids, [])).startswith("\u4e16\ufffd")
 
 
-class Counting:
-    """How many tokens are decoded, and how many at most at once."""
+class CountingDecoder:
+    """Counts the tokens that are decoded."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.total = 0
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         self.total += len(ids)
         return self.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("which", ["<0xE2>", "\u00e2", END, "a", "\u2581"])
-def test_a_token_costs_the_same_however_long_the_text(name: str, which: str) -> None:
-    # Bytes that never become a character, special tokens, letters, blanks.
+def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_text(name: str, which: str) -> None:
+    # Invalid bytes, special tokens, letters, spaces.
     tokenizer: Tokenizer = kind(name)
     token_id = tokenizer.token_to_id(which) or 0
-    counting = Counting(tokenizer)
+    counting = CountingDecoder(tokenizer)
     detokenizer = Detokenizer(counting, [0] * 1000)
     for _ in range(1000):
         detokenizer.push(token_id)
     assert counting.total < 60 * 1000
 
 
-def test_bytes_that_are_no_characters_are_shown_while_more_of_them_come() -> None:
+def test_invalid_bytes_are_not_held_back() -> None:
     tokenizer: Tokenizer = kind("byte_fallback")
     bad = tokenizer.token_to_id("<0xE2>") or 0
-    shown = told(tokenizer, [bad] * 100, [])
-    assert "".join(shown) == "\ufffd" * 100
-    assert len("".join(shown[:50])) >= 40
+    returned = decoded_pieces(tokenizer, [bad] * 100, [])
+    assert "".join(returned) == "\ufffd" * 100
+    assert len("".join(returned[:50])) >= 40

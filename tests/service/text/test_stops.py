@@ -1,4 +1,4 @@
-"""Stop texts: what is shown is the text up to the one that ends first, however it comes in pieces."""
+"""Stop texts: the text is sent up to the one that ends first, however it is split into pieces."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=4)
 
 
 def cut(text: str, cuts: Sequence[int]) -> list[str]:
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [text[begin:end] for begin, end in itertools.pairwise(places)]
+    positions = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[begin:end] for begin, end in itertools.pairwise(positions)]
 
 
-def plainly(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """The text up to the stop that ends first, the longest of those that end there, and that one."""
+def reference(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text before the stop text that ends first (the longest if several end there), and the stop text."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -31,38 +31,38 @@ def plainly(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 @given(TEXTS, STOPS, st.lists(st.integers(0, 40), max_size=10))
 def test_a_text_ends_where_its_first_stop_begins(text: str, stops: list[str], cuts: list[int]) -> None:
-    watch = StopTexts(stops).watch()
-    pushed, shown = "", ""
+    matcher = StopTexts(stops).new_matcher()
+    pushed, sent = "", ""
     for piece in cut(text, cuts):
-        if watch.found:
+        if matcher.found:
             break
         pushed += piece
-        shown += watch.push(piece)
-        if not watch.found:
-            # No more is held back than what may turn out to be a stop.
-            assert pushed.startswith(shown)
-            assert len(pushed) - len(shown) <= max([len(stop) - 1 for stop in stops], default=0)
-            assert not pushed[len(shown) :] or any(stop.startswith(pushed[len(shown) :]) for stop in stops)
-    if not watch.found:
-        shown += watch.flush()
-    assert (shown, watch.found) == plainly(text, stops)
+        sent += matcher.push(piece)
+        if not matcher.found:
+            # Only text that may be the beginning of a stop text is held back.
+            assert pushed.startswith(sent)
+            assert len(pushed) - len(sent) <= max([len(stop) - 1 for stop in stops], default=0)
+            assert not pushed[len(sent) :] or any(stop.startswith(pushed[len(sent) :]) for stop in stops)
+    if not matcher.found:
+        sent += matcher.flush()
+    assert (sent, matcher.found) == reference(text, stops)
 
 
 @given(TEXTS, STOPS)
-def test_samples_of_an_item_do_not_know_each_other(text: str, stops: list[str]) -> None:
+def test_samples_of_an_item_are_independent(text: str, stops: list[str]) -> None:
     prepared = StopTexts(stops)
-    other = prepared.watch()
+    other = prepared.new_matcher()
     other.push("abab"[: len(text)])
-    watch = prepared.watch()
-    shown = watch.push(text)
-    assert (shown + ("" if watch.found else watch.flush()), watch.found) == plainly(text, stops)
+    matcher = prepared.new_matcher()
+    sent = matcher.push(text)
+    assert (sent + ("" if matcher.found else matcher.flush()), matcher.found) == reference(text, stops)
 
 
-def test_a_character_costs_the_same_however_the_stops_are_made() -> None:
-    # A search that begins anew at each place would compare 256 characters for each one here.
-    watch = StopTexts(["a" * 255 + "b"] * 16).watch()
+def test_the_cost_of_a_character_does_not_depend_on_the_stop_texts() -> None:
+    # A search that restarts at each position would compare 256 characters for each one here.
+    matcher = StopTexts(["a" * 255 + "b"] * 16).new_matcher()
     text = "a" * 20_000
-    shown = "".join(watch.push(text[index : index + 100]) for index in range(0, len(text), 100))
-    assert len(shown) == len(text) - 255
-    assert watch.push("b") == ""
-    assert watch.found == "a" * 255 + "b"
+    sent = "".join(matcher.push(text[index : index + 100]) for index in range(0, len(text), 100))
+    assert len(sent) == len(text) - 255
+    assert matcher.push("b") == ""
+    assert matcher.found == "a" * 255 + "b"

@@ -1,4 +1,4 @@
-"""A process that is not trusted: it answers, or it is gone and said to be."""
+"""A sandboxed process returns a result, or it is ended and the error says why."""
 
 from __future__ import annotations
 
@@ -15,139 +15,141 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from service.text.task_process import Bounds, TaskFailed, TaskProcess
+from service.text.task_process import ProcessLimits, TaskFailed, TaskProcess
 
-MODULE = "tests.service.text.unruly"
-BOUNDS = Bounds(max_cpu_s=0.3, max_memory_bytes=256 << 20, max_answer_bytes=1 << 20, patience_s=20)
+MODULE = "tests.service.text.hostile_process"
+LIMITS = ProcessLimits(max_cpu_s=0.3, max_memory_bytes=256 << 20, max_result_bytes=1 << 20, timeout_s=20)
 
 
 @pytest.fixture
 def process() -> Iterator[TaskProcess]:
-    process = TaskProcess(MODULE, BOUNDS)
+    process = TaskProcess(MODULE, LIMITS)
     yield process
-    process.end()
+    process.close()
 
 
 def is_gone(pid: int | None) -> bool:
     return pid is not None and not psutil.pid_exists(pid)
 
 
-def test_it_answers_task_after_task(process: TaskProcess) -> None:
+def test_it_runs_successive_tasks(process: TaskProcess) -> None:
     large = os.urandom(1 << 20)[: (1 << 20) - 10]
-    assert process.ask(b"say a") == b"a"
+    assert process.run(b"echo a") == b"a"
     pid = process.pid
-    assert process.ask(b"say " + large) == large
-    assert process.ask(b"say ") == b""
+    assert process.run(b"echo " + large) == large
+    assert process.run(b"echo ") == b""
     assert (process.pid, process.num_tasks) == (pid, 3)
 
 
-def test_what_it_writes_elsewhere_is_no_answer(process: TaskProcess) -> None:
-    assert process.ask(b"shout") == b"done"
-    assert process.ask(b"say a") == b"a"
+def test_standard_output_is_not_read_as_a_result(process: TaskProcess) -> None:
+    assert process.run(b"print") == b"done"
+    assert process.run(b"echo a") == b"a"
 
 
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("task", "message"),
     [
-        (b"loop", "computed for more than 0.3 s"),
+        (b"loop", "used more than 0.3 s of CPU time"),
         (b"crash", "crashed its process"),
-        (b"write 2000000", "wrote too much"),
+        (b"write 2000000", "wrote too large a result"),
     ],
 )
-def test_what_a_task_does_itself_ends_it(process: TaskProcess, task: bytes, said: str) -> None:
-    process.ask(b"say a")
-    with pytest.raises(TaskFailed, match=said) as caught:
-        process.ask(task)
-    assert caught.value.is_own_doing
+def test_a_misbehaving_task_ends_the_process(process: TaskProcess, task: bytes, message: str) -> None:
+    process.run(b"echo a")
+    with pytest.raises(TaskFailed, match=message) as caught:
+        process.run(task)
+    assert caught.value.is_task_fault
     assert is_gone(process.pid)
     with pytest.raises(TaskFailed):
-        process.ask(b"say a")
+        process.run(b"echo a")
 
 
-def test_time_is_counted_for_each_task(process: TaskProcess) -> None:
-    # Half a second in all.
+def test_cpu_time_is_limited_per_task(process: TaskProcess) -> None:
+    # Half a second in total.
     for _ in range(25):
-        process.ask(b"say " + bytes(1_000_000))
-    assert process.ask(b"say a") == b"a"
+        process.run(b"echo " + bytes(1_000_000))
+    assert process.run(b"echo a") == b"a"
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
-def test_it_may_be_earlier_tasks_that_left_no_room(process: TaskProcess, num_before: int) -> None:
+def test_lack_of_memory_may_be_due_to_earlier_tasks(process: TaskProcess, num_before: int) -> None:
     for _ in range(num_before):
-        process.ask(b"say a")
+        process.run(b"echo a")
     with pytest.raises(TaskFailed, match="needs too much memory") as caught:
-        process.ask(b"abort")
-    assert caught.value.is_own_doing == (num_before == 0)
+        process.run(b"abort")
+    assert caught.value.is_task_fault == (num_before == 0)
 
 
-def test_it_holds_no_more_than_its_bound(process: TaskProcess) -> None:
-    assert process.ask(b"swell 1000000") == b"1000000"
-    # A MemoryError, which this module does not catch.
+def test_memory_is_limited(process: TaskProcess) -> None:
+    assert process.run(b"allocate 1000000") == b"1000000"
+    # An uncaught MemoryError.
     with pytest.raises(TaskFailed, match="status 1"):
-        process.ask(b"swell 300000000")
+        process.run(b"allocate 300000000")
 
 
-def test_it_writes_no_files(process: TaskProcess, tmp_path: pytest.TempPathFactory) -> None:
+def test_it_cannot_write_files(process: TaskProcess, tmp_path: pytest.TempPathFactory) -> None:
     with pytest.raises(TaskFailed):
-        process.ask(f"file {tmp_path}/x".encode())
+        process.run(f"file {tmp_path}/x".encode())
 
 
-def test_patience_ends_for_one_that_does_nothing() -> None:
-    process = TaskProcess(MODULE, replace(BOUNDS, patience_s=0.5))
+def test_a_hanging_task_times_out() -> None:
+    process = TaskProcess(MODULE, replace(LIMITS, timeout_s=0.5))
     with pytest.raises(TaskFailed, match="took too long"):
-        process.ask(b"sleep")
+        process.run(b"sleep")
     assert is_gone(process.pid)
 
 
-def test_it_has_nothing_of_ours(process: TaskProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_inherits_no_descriptors_and_no_secrets(
+    process: TaskProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUIRE_TOKEN", "planted")
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.set_inheritable(True)
-        links = process.ask(b"descriptors").decode().split("\n")
+        links = process.run(b"descriptors").decode().split("\n")
     assert sorted(link.partition(":")[0] for link in links) == ["/dev/null"] * 3 + ["pipe"] * 2
-    assert b"planted" not in process.ask(b"environment")
+    assert b"planted" not in process.run(b"environment")
 
 
-def test_signals_to_the_group_leave_it(process: TaskProcess) -> None:
-    process.ask(b"say a")
+def test_it_ignores_signals_to_the_process_group(process: TaskProcess) -> None:
+    process.run(b"echo a")
     assert process.pid is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, number)
-    assert process.ask(b"say a") == b"a"
+    assert process.run(b"echo a") == b"a"
 
 
-def test_killing_it_ends_the_task_under_way(process: TaskProcess) -> None:
-    process.ask(b"say a")
+def test_killing_it_fails_the_running_task(process: TaskProcess) -> None:
+    process.run(b"echo a")
     killer = threading.Timer(0.05, process.kill)
     killer.start()
     with pytest.raises(TaskFailed):
-        process.ask(b"sleep")
+        process.run(b"sleep")
     killer.join()
     assert is_gone(process.pid)
 
 
-def test_one_that_was_killed_before_it_began_never_begins(process: TaskProcess) -> None:
+def test_one_that_was_killed_before_its_start_never_starts(process: TaskProcess) -> None:
     process.kill()
-    with pytest.raises(TaskFailed, match="was ended"):
-        process.ask(b"say a")
+    with pytest.raises(TaskFailed, match="was stopped"):
+        process.run(b"echo a")
     assert process.pid is None
 
 
-def test_it_ends_with_who_forgets_it() -> None:
-    process = TaskProcess(MODULE, BOUNDS)
-    process.ask(b"say a")
+def test_it_ends_with_its_owner() -> None:
+    process = TaskProcess(MODULE, LIMITS)
+    process.run(b"echo a")
     pid = process.pid
     del process
     assert is_gone(pid)
 
 
-def test_it_ends_with_who_started_it() -> None:
+def test_it_ends_with_its_parent_process() -> None:
     program = (
         "import sys, time\n"
         "from service.text.task_process import *\n"
-        f"process = TaskProcess({MODULE!r}, Bounds(1, 1 << 30, 100))\n"
-        "process.ask(b'say a')\n"
+        f"process = TaskProcess({MODULE!r}, ProcessLimits(1, 1 << 30, 100))\n"
+        "process.run(b'echo a')\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(100)\n"
     )

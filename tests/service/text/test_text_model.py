@@ -1,4 +1,4 @@
-"""Text of the model that is served: its templates and constraints, and what is said where it has none."""
+"""The served model's tokenizer, templates and constraints, and errors where it has none."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from service.errors import Draining, InvalidArgument, NoTokenizer, SequenceTooLo
 from service.text import bounded_encoder, tokenizer_bounds
 from service.text.text_model import TextModel
 from tests.chat_templates import QWEN
-from tests.service.text.kinds import byte_level, sounds
+from tests.service.text.kinds import byte_level, ctc
 
 REGEX = runner_pb2.Constraint(regex="[0-9]+")
 
 
-class Served:
-    """What workers say of their model; another one may be served later."""
+class ServedModel:
+    """A text model, with the worker's answer that it reads; `serve` replaces the model."""
 
     def __init__(self) -> None:
         self.tenant = ContextVar("tenant", default="")
@@ -39,8 +39,8 @@ class Served:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    served = Served()
+async def served() -> AsyncIterator[ServedModel]:
+    served = ServedModel()
     yield served
     served.text.close()
 
@@ -50,7 +50,7 @@ def chat(content: str, **more: str) -> runner_pb2.Chat:
     return runner_pb2.Chat(messages=[message], **more)
 
 
-async def test_messages_are_written_by_the_template(served: Served) -> None:
+async def test_the_template_formats_messages(served: ServedModel) -> None:
     tokenizer = byte_level()
     for content in ("hi", "\u4e16"):
         ids = await served.text.encode_chat(chat(content))
@@ -60,7 +60,7 @@ async def test_messages_are_written_by_the_template(served: Served) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     ids = await served.text.encode_chat(chat("hi", tools_json=json.dumps(tools)))
     assert json.dumps(tools[0]) in tokenizer.decode(ids)
-    served.serve(byte_level(), "{{ tools[0].function.name }}")  # which fails without tools
+    served.serve(byte_level(), "{{ tools[0].function.name }}")  # fails without tools
     assert tokenizer.decode(await served.text.encode_chat(chat("hi", tools_json=json.dumps(tools)))) == "f"
 
 
@@ -71,7 +71,7 @@ CALLS = runner_pb2.ChatMessage(
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason", "field"),
+    ("bad_chat", "reason", "field"),
     [
         (runner_pb2.Chat(), "EMPTY_PROMPT", "chat.messages"),
         (chat("hi", template="absent"), "BAD_CHAT", "chat"),
@@ -91,33 +91,33 @@ CALLS = runner_pb2.ChatMessage(
     ],
     ids=range(7),
 )
-async def test_a_bad_chat_is_the_callers(
-    served: Served, asked: runner_pb2.Chat, reason: str, field: str
+async def test_a_bad_chat_is_an_invalid_argument(
+    served: ServedModel, bad_chat: runner_pb2.Chat, reason: str, field: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        await served.text.encode_chat(asked)
+        await served.text.encode_chat(bad_chat)
     assert (caught.value.reason, caught.value.field) == (reason, field)
 
 
-async def test_without_a_template_or_tokenizer(served: Served) -> None:
+async def test_without_a_template_or_tokenizer(served: ServedModel) -> None:
     served.serve(byte_level(), template="")
     with pytest.raises(InvalidArgument) as caught:
         await served.text.encode_chat(chat("hi"))
     assert caught.value.reason == "NO_CHAT_TEMPLATE"
     served.serve(None)
-    for asked in (served.text.encode("a"), served.text.constraint(REGEX, frozenset(), 300)):
+    for call in (served.text.encode("a"), served.text.constraint(REGEX, frozenset(), 300)):
         with pytest.raises(NoTokenizer):
-            await asked
+            await call
 
 
-async def test_long_texts_are_encoded_beside_and_too_long_ones_not_at_all(served: Served) -> None:
+async def test_long_texts_are_encoded_and_too_long_ones_refused(served: ServedModel) -> None:
     text = "a long text " * 1000
     assert list(await served.text.encode(text)) == byte_level().encode(text).ids
     with pytest.raises(SequenceTooLong):
         await served.text.encode(text, max_tokens=100)
 
 
-async def refused(served: Served, text: str) -> InvalidArgument:
+async def refused(served: ServedModel, text: str) -> InvalidArgument:
     with pytest.raises(InvalidArgument) as caught:
         await served.text.encode(text)
     assert (caught.value.reason, caught.value.field) == ("BAD_TEXT", "text")
@@ -125,7 +125,7 @@ async def refused(served: Served, text: str) -> InvalidArgument:
 
 
 def hostile(split: str = "") -> Tokenizer:
-    """Makes 10^12 characters of one, and splits by an expression if there is one."""
+    """Splits by an expression, or replaces each a by 10^12 characters."""
     tokenizer = byte_level()
     if split:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(split), "isolated")
@@ -134,29 +134,29 @@ def hostile(split: str = "") -> Tokenizer:
     return tokenizer
 
 
-async def test_a_tokenizer_that_makes_much_of_little_is_ended(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+async def test_encoding_that_needs_too_much_memory_is_ended(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 29)
     served.serve(hostile())
     assert "too much memory" in (await refused(served, "aaa")).message
-    # And is there for the next text.
+    # The next text works.
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
 
-async def test_a_tokenizer_that_takes_long_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_encoding_is_ended(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
     served.serve(hostile("(a+)+c"))
-    assert "computed for more than" in (await refused(served, ("a" * 20 + "b") * 10_000)).message
+    assert "used more than" in (await refused(served, ("a" * 20 + "b") * 10_000)).message
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
 
-async def test_a_tokenizer_that_takes_too_much_memory_to_load_is_not_used(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+async def test_a_tokenizer_that_needs_too_much_memory_to_load_is_not_used(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 28)
     tokenizer = byte_level()
-    # Which is normalized when the tokenizer is loaded.
+    # Added tokens are normalized when the tokenizer is loaded.
     tokenizer.add_tokens(["aaa"])
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 3000)] * 2)
     served.serve(tokenizer)
@@ -164,18 +164,18 @@ async def test_a_tokenizer_that_takes_too_much_memory_to_load_is_not_used(
         await served.text.encode("b")
 
 
-def test_a_text_takes_one_thread_of_a_bounded_process() -> None:
-    # A thread for each core of a large machine would take up the address space that a long text needs.
+def test_encoding_uses_one_thread_of_the_process() -> None:
+    # A thread for each core of a large machine would use up the address space that a long text needs.
     process = bounded_encoder.new_process(bounded_encoder.MAX_CPU_S)
     try:
-        process.ask(byte_level().to_str().encode())
-        process.ask(b"-" + b"a long text " * 1000)
+        process.run(byte_level().to_str().encode())
+        process.run(b"-" + b"a long text " * 1000)
         assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
     finally:
-        process.end()
+        process.close()
 
 
-async def test_who_leaves_ends_the_encoding_of_its_text(served: Served) -> None:
+async def test_a_cancelled_call_ends_its_encoding(served: ServedModel) -> None:
     served.serve(hostile("(a+)+c"))
     await served.text.encode("b")
     leaving = asyncio.create_task(served.text.encode(("a" * 20 + "b") * 10_000))
@@ -186,8 +186,8 @@ async def test_who_leaves_ends_the_encoding_of_its_text(served: Served) -> None:
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
 
-async def test_many_long_texts_of_a_tenant_are_one_in_the_turns_of_others(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+async def test_tenants_take_turns_however_many_texts_one_sends(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.5)
     served.serve(hostile("(a+)+c"))
@@ -205,7 +205,7 @@ async def test_many_long_texts_of_a_tenant_are_one_in_the_turns_of_others(
     assert ended == ["first", "second", "first", "first"]
 
 
-async def test_the_end_of_the_server_is_no_fault_of_the_text(served: Served) -> None:
+async def test_closing_fails_a_running_encoding_with_draining(served: ServedModel) -> None:
     served.serve(hostile("(a+)+c"))
     await served.text.encode("b")
     encoding = asyncio.create_task(served.text.encode(("a" * 20 + "b") * 10_000))
@@ -219,10 +219,10 @@ PANICS = "(a+)+$|(x+x+)+y"
 
 
 @pytest.mark.parametrize("where", ["process", "event loop", "thread"])
-async def test_a_panic_is_due_to_its_text(
-    served: Served, monkeypatch: pytest.MonkeyPatch, where: str
+async def test_a_panic_is_a_bad_text(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Also outside a process: ordinary expressions panic at texts of ten million characters."""
+    """Also in the gateway's own process: ordinary expressions panic on texts of ten million characters."""
     if where != "process":
         monkeypatch.setattr(tokenizer_bounds, "_EXPRESSIONS", {PANICS})
     served.serve(hostile(PANICS))
@@ -230,7 +230,7 @@ async def test_a_panic_is_due_to_its_text(
     assert list(await served.text.encode("b")) == byte_level().encode("b").ids
 
 
-async def test_a_decoder_that_makes_much_of_little_is_not_used(served: Served) -> None:
+async def test_a_decoder_that_expands_tokens_is_not_used(served: ServedModel) -> None:
     tokenizer = byte_level()
     tokenizer.decoder = decoders.Sequence([decoders.Replace("a", "a" * 1000)] * 4)
     served.serve(tokenizer)
@@ -239,24 +239,24 @@ async def test_a_decoder_that_makes_much_of_little_is_not_used(served: Served) -
         await served.text.encode("a")
 
 
-async def test_a_tokenizer_that_cannot_be_constrained_is_unsupported(served: Served) -> None:
-    served.serve(sounds())
+async def test_a_tokenizer_that_cannot_be_constrained_is_unsupported(served: ServedModel) -> None:
+    served.serve(ctc())
     for _ in range(2):
-        with pytest.raises(Unsupported, match="each stand for a text"):
+        with pytest.raises(Unsupported, match="same text everywhere"):
             await served.text.constraint(REGEX, frozenset(), 300)
 
 
 @pytest.mark.parametrize(
-    "asked", [runner_pb2.Constraint(), runner_pb2.Constraint(mask=types_pb2.TokenMask())]
+    "constraint", [runner_pb2.Constraint(), runner_pb2.Constraint(mask=types_pb2.TokenMask())]
 )
 async def test_a_constraint_without_a_grammar_is_refused(
-    served: Served, asked: runner_pb2.Constraint
+    served: ServedModel, constraint: runner_pb2.Constraint
 ) -> None:
     with pytest.raises(InvalidArgument, match="is needed"):
-        await served.text.constraint(asked, frozenset(), 300)
+        await served.text.constraint(constraint, frozenset(), 300)
 
 
-async def test_constraints_are_those_of_the_model_that_is_served(served: Served) -> None:
+async def test_constraints_belong_to_the_served_model(served: ServedModel) -> None:
     for size in (400, 500):
         new = await served.text.constraint(REGEX, frozenset([399]), size)
         mask = new().allowed()

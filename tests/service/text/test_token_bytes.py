@@ -1,4 +1,4 @@
-"""What a token adds to a text is read off the decoder, or the tokenizer is refused."""
+"""The bytes of tokens are those that the decoder writes, or the tokenizer is refused."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tokenizers import Tokenizer, models
 from service.errors import Unsupported
 from service.text.detokenizer import Detokenizer
 from service.text.token_bytes import constrained_tokens, token_bytes
-from tests.service.text.kinds import END, KINDS, ends_of_words, sounds
+from tests.service.text.kinds import END, KINDS, ctc, end_of_word_suffix
 
 kind = functools.cache(lambda name: KINDS[name]())
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_bytes_of_tokens_are_the_text_that_callers_see(name: str) -> None:
+def test_the_bytes_of_tokens_are_the_text_of_the_detokenizer(name: str) -> None:
     tokenizer: Tokenizer = kind(name)
     tokens = token_bytes(tokenizer)
     assert len(tokens) == tokenizer.get_vocab_size()
-    shown = [token_id for token_id, token in enumerate(tokens) if token]
-    # All but special tokens, with the byte-level ones parts of characters too.
-    assert len(shown) > 0.8 * len(tokens)
-    begun = [next(token_id for token_id in shown if tokens[token_id].strip().isalnum())]
+    with_text = [token_id for token_id, token in enumerate(tokens) if token]
+    # All but special tokens; with byte-level tokenizers also parts of characters.
+    assert len(with_text) > 0.8 * len(tokens)
+    context = [next(token_id for token_id in with_text if tokens[token_id].strip().isalnum())]
     rng = random.Random(1)
     for _ in range(200):
-        ids = rng.choices(shown, k=rng.randint(1, 8))
+        ids = rng.choices(with_text, k=rng.randint(1, 8))
         text = b"".join(tokens[token_id] for token_id in ids)
         try:
             whole = text.decode()
         except UnicodeDecodeError:
             continue
-        detokenizer = Detokenizer(tokenizer, begun)
+        detokenizer = Detokenizer(tokenizer, context)
         assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == whole
 
 
@@ -48,7 +48,7 @@ def test_special_tokens_have_names_and_no_text(name: str) -> None:
     assert name == "adder" or tokens[tokenizer.token_to_id(END) or 0] == END.encode()
 
 
-def test_bytes_are_those_that_the_tokenizer_spells() -> None:
+def test_byte_tokens_have_their_bytes() -> None:
     for name in ("byte_level", "byte_fallback"):
         assert set(token_bytes(kind(name))) > {bytes([byte]) for byte in range(256)}
     tokenizer: Tokenizer = kind("byte_fallback")
@@ -57,7 +57,7 @@ def test_bytes_are_those_that_the_tokenizer_spells() -> None:
     assert tokens[tokenizer.token_to_id("\u2581the") or 0] == b" the"
 
 
-@pytest.mark.parametrize("make", [ends_of_words, sounds, lambda: Tokenizer(models.WordLevel({}, "a"))])
-def test_tokens_that_mean_no_text_of_their_own_are_refused(make: Callable[[], Tokenizer]) -> None:
-    with pytest.raises(Unsupported, match="each stand for a text"):
+@pytest.mark.parametrize("make", [end_of_word_suffix, ctc, lambda: Tokenizer(models.WordLevel({}, "a"))])
+def test_tokens_without_the_same_text_everywhere_are_refused(make: Callable[[], Tokenizer]) -> None:
+    with pytest.raises(Unsupported, match="same text everywhere"):
         token_bytes(make())

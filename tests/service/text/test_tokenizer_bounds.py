@@ -1,4 +1,4 @@
-"""Which tokenizers are used in the gateway's own process: those of well-known models, and no unknown ones."""
+"""Which tokenizers run in the gateway's own process: those of well-known models, and no unknown ones."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from service.text.tokenizer_bounds import QWEN_2, decodes_in_bounds, encodes_in_
 from tests.service.text.kinds import byte_fallback, byte_level, metaspace
 
 SHIPPED = Path(__file__).parents[3] / "workers" / "models" / "adder" / "tokenizer.json"
-BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# As they stand in the files of these models.
+# As in the files of these models.
 SPLITS = {
     "qwen2": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + BLANKS,
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + SPACES,
     ),
     "llama3": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + BLANKS,
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + SPACES,
     ),
     "qwen3.5": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
-        r"|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + BLANKS,
+        r"|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + SPACES,
     ),
     "gpt-oss": (
         rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
         rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + BLANKS,
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + SPACES,
     ),
     "mistral": (
         rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + BLANKS,
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + SPACES,
     ),
     "deepseek": (
         r"\p{N}{1,3}",
@@ -86,18 +86,18 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_may_take_long_needs_one(name: str) -> None:
+def test_an_unknown_part_needs_a_process(name: str) -> None:
     assert not encodes_in_bounds(UNKNOWN[name])
 
 
-def test_what_fills_or_cuts_texts_needs_one() -> None:
+def test_padding_and_truncation_need_a_process() -> None:
     padding, truncating = byte_level(), byte_level()
     padding.enable_padding(length=1 << 40)
     truncating.enable_truncation(1000, stride=999)
     assert not encodes_in_bounds(padding) and not encodes_in_bounds(truncating)
 
 
-def test_a_long_token_is_not_decoded() -> None:
+def test_a_vocabulary_with_a_long_token_is_not_used() -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens(["a" * 5000])
     assert not decodes_in_bounds(tokenizer)

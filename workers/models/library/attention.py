@@ -1,14 +1,14 @@
-"""The attention of the transformers library's models, answered over our pages.
+"""Paged attention for models of the transformers library.
 
-The library calls a registered function for the attention of every layer. Who answers is the step that the
-model carries at the time, in its config, which no other model shares. There are two kinds. An `AskingStep`
-runs one token and notes what each layer calls with: from that comes the shape of the pages. A `PagedStep`
-runs a batch.
+The library calls a registered function for the attention of every layer. It passes each call to the handler
+in the model's config, which belongs to this model alone. There are two handlers. `AttentionProbe` runs one
+token and records the shapes and arguments of each layer's call, which give the layout of the pages.
+`PagedAttention` runs a batch over pages.
 
-What a call asks for and we do not know is refused while asking, by name: nothing is ignored.
+The probe refuses unknown arguments by name. None is ignored silently.
 
 Dimension letters: T tokens of the batch; H query heads; K key-value heads; D width of a query and key; E
-width of a value; M positions of the longest text.
+width of a value; M positions of the longest sequence.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
 from workers.models.library.page_writes import PageWrites
 
-# Names of the library's attention implementations that are ours. While asking, masks are made as well.
-ASKING = "quire_asking"
+# The names under which the library knows these implementations. Only with PROBE does it also build masks.
+PROBE = "quire_probe"
 PAGED = "quire_paged"
-# Where a config carries the step.
-STEP = "_quire_step"
+# The attribute of a config that has the handler.
+HANDLER_ATTRIBUTE = "_quire_attention"
 
-# Keyword arguments of attention that say nothing of what is to be computed here: dropout is of training, the
-# positions are in keys and queries already, the rest is about what the library returns or keeps.
-# `sliding_window` and `is_causal` repeat what the mask says, by which the library's own code goes.
+# Keyword arguments of attention without effect here: dropout is for training, keys and queries are rotated
+# already, and the others control what the library returns or keeps. `sliding_window` and `is_causal` repeat
+# the mask, which decides in the library too.
 _WITHOUT_EFFECT = frozenset(
     [
         "dropout",
@@ -54,22 +54,23 @@ _WITHOUT_EFFECT = frozenset(
     ]
 )
 
-# While asking, a mask is this number plus the window that it makes; so what a model does with it shows.
-_MASK_MARK = 1 << 48
+# During the probe a mask is a single number: this code plus its window. So any change by the model is
+# noticed.
+_MASK_CODE = 1 << 48
 _NO_WINDOW = (1 << 47) - 1
-_ODD_MASK = (1 << 47) - 2
-# Rows of a mask that are looked at, and the most positions.
-_MASK_ROWS = 64
-_MASK_POSITIONS = 1 << 17
+_UNKNOWN_MASK = (1 << 47) - 2
+# The number of rows of a mask that are checked, and the most positions.
+_CHECKED_MASK_ROWS = 64
+_CHECKED_MASK_POSITIONS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What a layer's attention is called with, whatever the batch.
+    """The properties of a layer's attention that are the same for each batch.
 
     Attributes:
         kv: The shape of its keys and values.
-        sliding_window: Positions that a token sees, its own included; None: all of them.
+        sliding_window: The number of positions that a token attends to, its own included; None: all.
     """
 
     kv: LayerKv
@@ -81,12 +82,12 @@ class AttentionCall:
     """One call of the library.
 
     Attributes:
-        module: Whose attention it is.
+        module: The attention layer.
         query: [1, H, T, D].
         key: [1, K, T, D].
         value: [1, K, T, E].
-        mask: What the model gives as a mask.
-        arguments: All else, by name.
+        mask: The mask that the model passes.
+        arguments: The other arguments, by name.
     """
 
     module: torch.nn.Module
@@ -97,27 +98,21 @@ class AttentionCall:
     arguments: dict[str, Any]
 
 
-class Step(Protocol):
-    """Who answers the attention of a forward."""
+class AttentionHandler(Protocol):
+    """Computes the attention of all layers of a forward."""
 
-    def attend(
-        self,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        """[1, T, H, E] of a call."""
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The result of a call, [1, T, H, E]."""
 
 
 @dataclass(slots=True)
-class AskingStep:
-    """Notes the calls of a forward of one token, which attends to itself alone."""
+class AttentionProbe:
+    """Records the calls of a forward of one token, which attends to itself only."""
 
     calls: list[LayerCall] = field(default_factory=list)
 
-    def attend(
-        self,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        """See `Step`. Raises ModelError for what is not understood."""
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `AttentionHandler`. Raises ModelError for a call that is not supported."""
         query, key, value, arguments = call.query, call.key, call.value, call.arguments
         layer = f"attention of layer {len(self.calls)} ({type(call.module).__name__})"
         for name in sorted(arguments.keys() - _WITHOUT_EFFECT - {"scaling", "softcap", "s_aux"}):
@@ -125,24 +120,26 @@ class AskingStep:
                 raise ModelError(f"{layer} is called with {name}, which is not supported")
         heads, tokens, width = query.shape[1:]
         if query.shape[0] != 1 or key.shape[:3] != value.shape[:3] or key.shape[2] != tokens:
-            raise ModelError(f"{layer} has keys of other tokens than its queries, which is not supported")
+            raise ModelError(f"{layer} has keys of different tokens than its queries, which is not supported")
         if key.shape[3] != width or heads % key.shape[1]:
-            raise ModelError(f"{layer} has {list(query.shape)} queries for {list(key.shape)} keys")
+            raise ModelError(
+                f"{layer} has queries {list(query.shape)} that do not fit its keys {list(key.shape)}"
+            )
         kv = LayerKv(key.shape[1], width, value.shape[3])
-        self.calls.append(LayerCall(kv, _window_of(layer, call.mask)))
-        # What the token itself attends to is its own value, or a part of it beside a sink: of no matter here.
+        self.calls.append(LayerCall(kv, _window_from_mask(layer, call.mask)))
+        # The token attends to its own value. A sink would scale it, which does not matter for the probe.
         return value.repeat_interleave(heads // key.shape[1], dim=1).transpose(1, 2)
 
 
 @dataclass(slots=True)
-class PagedStep:
-    """Attends a batch over pages, and writes its keys and values there. One forward each.
+class PagedAttention:
+    """Computes the attention of one forward of a batch over pages, and writes its keys and values there.
 
     Attributes:
         inputs: The batch.
         kv: The pages of `layers`.
-        layers: What was noted of each call, in their order.
-        done: Calls so far.
+        layers: The recorded call of each layer, in order.
+        done: The number of calls so far.
     """
 
     inputs: ForwardInputs
@@ -154,11 +151,8 @@ class PagedStep:
     def __post_init__(self) -> None:
         self._writes = PageWrites(self.inputs.slots)
 
-    def attend(
-        self,
-        call: AttentionCall,
-    ) -> torch.Tensor:
-        """See `Step`. Mutates the pages."""
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `AttentionHandler`. Mutates the pages."""
         index, self.done = self.done, self.done + 1
         k_pages, v_pages = self.kv.layer(index)
         dtype = k_pages.dtype
@@ -172,7 +166,7 @@ class PagedStep:
             self.inputs.attention,
             scale=queries.shape[-1] ** -0.5 if scale is None else scale,
             sliding_window=self.layers[index].sliding_window,
-            **_extras(call.arguments),
+            **_softcap_and_sinks(call.arguments),
         )  # [T, H, E]
         return attended.to(call.query.dtype)[None]
 
@@ -182,17 +176,17 @@ def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor[0].transpose(0, 1).to(dtype).contiguous()
 
 
-def _extras(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What few models ask of attention, where they do: the cap of scores and the sinks [H]."""
-    extras = {}
+def _softcap_and_sinks(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that only few models pass: the cap of scores, and the sinks [H]."""
+    options = {}
     if arguments.get("softcap") is not None:
-        extras["softcap"] = float(arguments["softcap"])
+        options["softcap"] = float(arguments["softcap"])
     if arguments.get("s_aux") is not None:
-        extras["sinks"] = arguments["s_aux"].float().flatten().contiguous()
-    return extras
+        options["sinks"] = arguments["s_aux"].float().flatten().contiguous()
+    return options
 
 
-def _attention(
+def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -200,58 +194,62 @@ def _attention(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What is registered."""
-    step: Step = getattr(module.config, STEP)
-    return step.attend(AttentionCall(module, query, key, value, attention_mask, arguments)), None
+    """The function that the library calls for each layer."""
+    handler: AttentionHandler = getattr(module.config, HANDLER_ATTRIBUTE)
+    return handler.attend(AttentionCall(module, query, key, value, attention_mask, arguments)), None
 
 
-def _window_of(layer: str, mask: torch.Tensor | None) -> int | None:
-    """The window of a mask that `_marked_mask` made. Raises ModelError for any other."""
+def _window_from_mask(layer: str, mask: torch.Tensor | None) -> int | None:
+    """The window of a mask from `_encoded_mask`. Raises ModelError for any other mask."""
     if mask is None:
         raise ModelError(f"{layer} is called without a mask, which is not supported")
-    mark = int(mask.flatten()[0]) if mask.dtype == torch.int64 and mask.numel() == 1 else 0
-    window = mark - _MASK_MARK
+    code = int(mask.flatten()[0]) if mask.dtype == torch.int64 and mask.numel() == 1 else 0
+    window = code - _MASK_CODE
     if window < 0:
-        raise ModelError(f"{layer} has a mask of the model's own making, which is not supported")
-    if window == _ODD_MASK:
-        raise ModelError(f"{layer} has a mask that is neither causal nor a sliding window")
+        raise ModelError(f"{layer} has a mask that the model builds itself, which is not supported")
+    if window == _UNKNOWN_MASK:
+        raise ModelError(
+            f"{layer} has a mask that is neither causal nor a sliding window, which is not supported"
+        )
     return None if window == _NO_WINDOW else window
 
 
-def _marked_mask(
+def _encoded_mask(
     *, mask_function: Callable[..., Any], config: Any, device: Any = "cpu", **_: Any
 ) -> torch.Tensor:
-    """In the place of a mask: which window `mask_function` makes, looked at as far as the model reaches.
+    """The window of `mask_function` as one number [1, 1, 1, 1], instead of a mask.
 
-    The function says of positions which of them see which; so a mask that differs only in long texts is seen.
+    The function is checked at positions up to the model's limit, so that a mask that differs only in long
+    sequences is noticed.
     """
     text = config.get_text_config(decoder=True)
-    longest = getattr(text, "max_position_embeddings", None) or _MASK_POSITIONS
-    length = min(longest, _MASK_POSITIONS)  # M
+    longest = getattr(text, "max_position_embeddings", None) or _CHECKED_MASK_POSITIONS
+    length = min(longest, _CHECKED_MASK_POSITIONS)  # M
     keys = torch.arange(length, device=device)  # [M]
-    last = _seen(mask_function, length - 1, keys)
+    last = _visible_keys(mask_function, length - 1, keys)
     window = int(last.sum())
     found = _NO_WINDOW if window == length else window
-    step = max(1, length // _MASK_ROWS)
+    step = max(1, length // _CHECKED_MASK_ROWS)
     for query in {*range(0, length, step), *range(min(length, 8)), length - 2, length - 1} - {-1}:
         expected = (keys <= query) & (keys > query - window)
-        if not torch.equal(_seen(mask_function, query, keys), expected):
-            found = _ODD_MASK
-    # The last position sees all before it, or the window is larger than what was looked at.
+        if not torch.equal(_visible_keys(mask_function, query, keys), expected):
+            found = _UNKNOWN_MASK
+    # Beyond the checked positions: the last one must attend to all, else the window is larger than was
+    # checked.
     for first in range(0, longest, length) if found == _NO_WINDOW and longest > length else ():
-        if not _seen(mask_function, longest - 1, (keys + first).clamp(max=longest - 1)).all():
-            found = _ODD_MASK
-    return torch.full((1, 1, 1, 1), _MASK_MARK + found, dtype=torch.int64, device=device)
+        if not _visible_keys(mask_function, longest - 1, (keys + first).clamp(max=longest - 1)).all():
+            found = _UNKNOWN_MASK
+    return torch.full((1, 1, 1, 1), _MASK_CODE + found, dtype=torch.int64, device=device)
 
 
-def _seen(mask_function: Callable[..., Any], query: int, keys: torch.Tensor) -> torch.Tensor:
-    """Which keys [M] a query sees, as [M] bool."""
+def _visible_keys(mask_function: Callable[..., Any], query: int, keys: torch.Tensor) -> torch.Tensor:
+    """Which of the positions `keys` [M] a query attends to, as [M] bool."""
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)
     seen = mask_function(zero, zero, zero + query, keys)
     return torch.as_tensor(seen, device=keys.device).expand(len(keys)).bool()
 
 
-# Both names have the same attention. Without a mask function of the name, the library makes no masks.
-AttentionInterface.register(ASKING, _attention)
-AttentionInterface.register(PAGED, _attention)
-AttentionMaskInterface.register(ASKING, _marked_mask)
+# Both names have the same function. PAGED has no mask function, so the library builds no masks.
+AttentionInterface.register(PROBE, _attend)
+AttentionInterface.register(PAGED, _attend)
+AttentionMaskInterface.register(PROBE, _encoded_mask)

@@ -1,4 +1,4 @@
-"""Exceptions of the transformers library as ModelErrors; and the library made to keep silent."""
+"""Turns exceptions of the transformers library into ModelErrors, and silences its logs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import transformers
 
 from workers.models.errors import ModelError
 
-_MOST_SHOWN = 300
+_MAX_CHARACTERS = 300
 
 
 @contextmanager
 def library_errors(doing: str) -> Iterator[None]:
-    """Turn what the library raises into one line, and keep its warnings and progress bars from our log.
+    """Turn exceptions into ModelErrors of one line, and suppress the library's warnings and progress bars.
 
     Args:
-        doing: What is tried, for the message: "build the model".
+        doing: The action, for the message: "build the model".
 
     Raises:
-        ModelError: For any exception but our own, and those of memory, of depth and of a lost device.
+        ModelError: For any exception except ModelError, MemoryError, RecursionError and errors of a device,
+            which pass.
     """
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -34,14 +35,14 @@ def library_errors(doing: str) -> Iterator[None]:
     except (ModelError, MemoryError, RecursionError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
-        said = _one_line(str(error))
+        message = _one_line(str(error))
         raise ModelError(
-            f"the transformers library cannot {doing}: {type(error).__name__}: {said}"
+            f"the transformers library cannot {doing}: {type(error).__name__}: {message}"
         ) from error
 
 
 def _one_line(text: str) -> str:
-    """The beginning of a text, whose first line often names a setting only, and a later one what is wrong."""
+    """The beginning of a text with its lines joined: often only a later line says what is wrong."""
     joined = " ".join(text.split())
-    shown = joined if len(joined) <= _MOST_SHOWN else f"{joined[:_MOST_SHOWN]}..."
+    shown = joined if len(joined) <= _MAX_CHARACTERS else f"{joined[:_MAX_CHARACTERS]}..."
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)

@@ -1,7 +1,6 @@
-"""The tensors of a checkpoint, as the transformers library reads them: when it places each, and no sooner.
+"""The tensors of a checkpoint for the transformers library, each read only when the library places it.
 
-To the library they look like slices of the safetensors library. Behind them are files whose headers were
-checked.
+They have the interface of slices of the safetensors library, and read files whose headers were checked.
 """
 
 from __future__ import annotations
@@ -14,31 +13,32 @@ from typing import Any
 import torch
 
 from workers.models import checkpoint
-from workers.models.checkpoint import Entry
+from workers.models.checkpoint import TensorEntry
 from workers.models.errors import ModelError
-from workers.models.library.freed_memory import FreedMemory
+from workers.models.library.heap_trimmer import HeapTrimmer
 
-# In some checkpoints, and computed by the library: rotations; and causal masks, of four dimensions.
+# Some checkpoints have tensors that the library computes: rotary frequencies, and causal masks of 4
+# dimensions.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias")
 _MASKS = (".attn.bias", ".attention.bias")
-_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+_SEQUENTIAL_ENV = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def tensors_to_read(
-    entries: Mapping[str, Entry], total_bytes: int, progress: Callable[[int, int], None] | None
+    entries: Mapping[str, TensorEntry], total_bytes: int, progress: Callable[[int, int], None] | None
 ) -> dict[str, FileTensor]:
-    """Those that are to be read, by name.
+    """The tensors that the library does not compute itself, by name.
 
     Args:
-        entries: All of the checkpoint.
-        total_bytes: Of them.
-        progress: Told (done_bytes, total_bytes) of what was read, but not of the end.
+        entries: All tensors of the checkpoint.
+        total_bytes: Their size.
+        progress: Called with (done_bytes, total_bytes) after each read, except for the end.
     """
-    done_bytes, freed = 0, FreedMemory()
+    done_bytes, trimmer = 0, HeapTrimmer()
 
     def done(nbytes: int) -> None:
         nonlocal done_bytes
-        freed.add(nbytes)
+        trimmer.add(nbytes)
         done_bytes += nbytes
         if progress is not None and done_bytes < total_bytes:
             progress(done_bytes, total_bytes)
@@ -49,12 +49,12 @@ def tensors_to_read(
 class FileTensor:
     """A tensor of a checkpoint, read when the library slices it."""
 
-    def __init__(self, entry: Entry, done: Callable[[int], None]) -> None:
+    def __init__(self, entry: TensorEntry, done: Callable[[int], None]) -> None:
         self._entry = entry
         self._done = done
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """A part of the tensor, of memory of its own. Raises ModelError if it cannot be read."""
+        """Read the tensor; returns a part of it as a new tensor. Raises ModelError if it cannot be read."""
         entry = self._entry
         if entry.dtype not in checkpoint.DTYPES:
             known = ", ".join(checkpoint.DTYPES)
@@ -63,30 +63,29 @@ class FileTensor:
         for first, part in checkpoint.read_parts(entry):
             (whole[first : first + len(part)] if entry.shape else whole).copy_(part)
             self._done(part.nbytes)
-            del part  # it maps the file
         return whole[index]
 
     def get_shape(self) -> list[int]:
-        """As of a slice of safetensors."""
+        """As in a slice of safetensors."""
         return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        """As of a slice of safetensors."""
+        """As in a slice of safetensors."""
         return self._entry.dtype
 
 
 @contextmanager
-def one_by_one() -> Iterator[None]:
-    """The library reads a tensor when it places it, rather than all of them ahead: weights are held once."""
-    before = os.environ.get(_ONE_BY_ONE)
-    os.environ[_ONE_BY_ONE] = "1"
+def sequential_reads() -> Iterator[None]:
+    """Make the library read each tensor only when it places it, so that weights are in memory once."""
+    before = os.environ.get(_SEQUENTIAL_ENV)
+    os.environ[_SEQUENTIAL_ENV] = "1"
     try:
         yield
     finally:
-        del os.environ[_ONE_BY_ONE]
+        del os.environ[_SEQUENTIAL_ENV]
         if before is not None:
-            os.environ[_ONE_BY_ONE] = before
+            os.environ[_SEQUENTIAL_ENV] = before
 
 
-def _is_computed(name: str, entry: Entry) -> bool:
+def _is_computed(name: str, entry: TensorEntry) -> bool:
     return name.endswith(_COMPUTED) or (name.endswith(_MASKS) and len(entry.shape) == 4)

@@ -1,11 +1,10 @@
-"""A model of the transformers library that runs text by text, on keys and values gathered from our pages.
+"""A model of the transformers library that runs one sequence at a time, on KV gathered from pages.
 
-For those whose attention is code of their own (bloom, falcon, mpt, gptj), which knows no pages: it is
-given the library's cache interface, behind which the pages lie. What they compute is theirs entirely. A
-step is as many forwards as it has texts, so callers do not share it, and each copies the keys and values
-of its text.
+It is for models with attention code of their own (bloom, falcon, mpt, gptj), which does not support pages.
+That code gets a cache of the library's interface, whose layers copy keys and values from the pages. A step
+runs one forward for each of its sequences, so sequences do not share a batch.
 
-Dimension letters: T tokens of an item; C positions of its text; K key-value heads; D width of a head; R
+Dimension letters: T tokens of an item; C positions of its sequence; K key-value heads; D width of a head; R
 wanted rows; V vocabulary.
 """
 
@@ -20,17 +19,17 @@ from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
+from workers.models.hidden_states import HiddenStateCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.library.library_model import EAGER, LibraryModel
 from workers.models.library.page_writes import PageWrites
-from workers.models.taps import Taps
 
 Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""New keys and values [1, K, T, D] to those of the whole text [1, K, C, D]."""
+"""Takes new keys and values [1, K, T, D], and returns those of the whole sequence [1, K, C, D]."""
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """A layer of the library's cache that keeps nothing itself."""
+    """A layer of the library's cache that stores nothing itself."""
 
     def __init__(self, length: int, extend: Extend) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,20 +50,20 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class GatheredModel(LibraryModel):
-    """A model that keeps nothing but keys and values, through the library's cache."""
+    """A model that stores only keys and values, in the library's cache."""
 
-    # Its attention is code of its own, which knows texts only.
+    # The model's own attention code does not support token trees.
     takes_trees = False
 
     def __init__(self, module: PreTrainedModel) -> None:
-        """Take over a loaded model, and see what its layers keep, with a forward of one token.
+        """Take ownership of a loaded model, and run one token to find the shapes of its keys and values.
 
         Raises:
-            ModelError: It does not keep keys and values of every layer.
+            ModelError: A layer does not store keys and values in the cache.
         """
         super().__init__(module)
-        self._call_attention(EAGER)
-        self._layers = self._ask()
+        self._set_attention(EAGER)
+        self._layers = self._probe()
 
     @property
     def layers(self) -> tuple[LayerKv, ...]:
@@ -72,13 +71,17 @@ class GatheredModel(LibraryModel):
         return self._layers
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv: KvTensors, taps: Taps | None = None) -> torch.Tensor:
+    def forward(
+        self, inputs: ForwardInputs, kv: KvTensors, capture: HiddenStateCapture | None = None
+    ) -> torch.Tensor:
         """See `LibraryModel`."""
         wanted = inputs.wanted_rows.tolist()
         starts = list(accumulate(inputs.attention.query_lens, initial=0))
         found: dict[int, torch.Tensor] = {}
-        # By layer, [1, C] of each wanted row, in the order of the batch.
-        states: dict[int, list[torch.Tensor]] = {layer: [] for layer in (() if taps is None else taps.rows)}
+        # By layer: the hidden states of each item's wanted rows, in the order of the batch.
+        states: dict[int, list[torch.Tensor]] = {
+            layer: [] for layer in (() if capture is None else capture.rows)
+        }
         for item, (begin, end) in enumerate(pairwise(starts)):
             rows = [row for row in wanted if begin <= row < end]
             if end > begin:
@@ -86,9 +89,9 @@ class GatheredModel(LibraryModel):
                 found |= dict(zip(rows, logits, strict=True))
                 for layer, of_layer in left.items():
                     states[layer].append(of_layer)
-        if taps is not None:
+        if capture is not None:
             for layer, rows_of_layer in states.items():
-                taps.tap_last(layer, torch.cat(rows_of_layer))
+                capture.capture_last(layer, torch.cat(rows_of_layer))
         if not wanted:
             vocab_size = self.module.config.get_text_config(decoder=True).vocab_size
             return torch.empty((0, vocab_size), dtype=self.dtype, device=self.device)
@@ -104,9 +107,11 @@ class GatheredModel(LibraryModel):
         rows: list[int],
         layers: tuple[int, ...],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """The logits [len(rows), V] of rows of an item, which is rows `begin` to `end` of the batch.
+        """Run one item, which is the rows `begin` to `end` of the batch.
 
-        Beside them the hidden states of these rows, [len(rows), C] for each of `layers`.
+        Returns:
+            The logits [len(rows), V] of `rows`, and by layer of `layers` the hidden states of these rows,
+            [len(rows), hidden width].
         """
         length = inputs.attention.context_lens_host[item]  # C
         pages = inputs.attention.page_tables[item, : -(-length // kv.page_size)]
@@ -118,8 +123,8 @@ class GatheredModel(LibraryModel):
             def extend(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 keys, values = (new[0].transpose(0, 1).to(kv.dtype).contiguous() for new in (key, value))
                 writes.write(keys, values, k_pages, v_pages)
-                whole = (held.index_select(0, pages).flatten(0, 1)[:length] for held in (k_pages, v_pages))
-                all_keys, all_values = (text.transpose(0, 1)[None] for text in whole)  # [1, K, C, D]
+                gathered = (half.index_select(0, pages).flatten(0, 1)[:length] for half in (k_pages, v_pages))
+                all_keys, all_values = (half.transpose(0, 1)[None] for half in gathered)  # [1, K, C, D]
                 return all_keys.to(key.dtype), all_values.to(value.dtype)
 
             return extend
@@ -141,15 +146,15 @@ class GatheredModel(LibraryModel):
         return logits if self._takes_rows else logits.index_select(0, index), states
 
     @torch.inference_mode()
-    def _ask(self) -> tuple[LayerKv, ...]:
-        """The shapes that a forward of one token keeps. Raises ModelError."""
+    def _probe(self) -> tuple[LayerKv, ...]:
+        """The shapes of the keys and values that a forward of one token stores. Raises ModelError."""
         count = self.module.config.get_text_config(decoder=True).num_hidden_layers
         seen: dict[int, LayerKv] = {}
 
         def note(index: int) -> Extend:
             def extend(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 if index in seen or key.dim() != 4 or key.shape[:3] != value.shape[:3]:
-                    raise ModelError(f"layer {index} of {self.name} keeps what is not keys and values")
+                    raise ModelError(f"layer {index} of {self.name} stores more than keys and values")
                 seen[index] = LayerKv(key.shape[1], key.shape[3], value.shape[3])
                 return key, value
 
@@ -159,9 +164,9 @@ class GatheredModel(LibraryModel):
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         self.module(input_ids=token, past_key_values=cache, use_cache=True)
         ignored = Cache([_Layer(0, lambda key, value: (key, value)) for _ in range(count)])
-        self.has_hidden_states = self._hands_out_hidden_states(
+        self.has_hidden_states = self._outputs_hidden_states(
             input_ids=token, past_key_values=ignored, use_cache=True
         )
         if len(seen) != count:
-            raise ModelError(f"{self.name} keeps keys and values of {len(seen)} layers of {count}")
+            raise ModelError(f"{self.name} stores keys and values for {len(seen)} of {count} layers")
         return tuple(seen[index] for index in range(count))

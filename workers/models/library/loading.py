@@ -1,12 +1,13 @@
-"""Loads a Hugging Face directory into the transformers library's model of it, over our pages.
+"""Loads a Hugging Face directory into a model of the transformers library, which runs over our pages.
 
-The library builds the model and says which tensor goes where, which for many families is more than a name
-(experts are stacked, projections fused). It reads through us: tensors are handed to it one by one as it asks,
-from files whose headers were checked, so that the weights are in memory once, and one tensor twice.
+The library builds the model and places each tensor, which for many families is more than a name (experts are
+stacked, projections fused). It reads the tensors one by one through `file_tensors`, from files whose headers
+were checked. So the weights are in memory once, and one tensor twice.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,27 +21,31 @@ from transformers.initialization import no_init_weights
 
 from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
-from workers.models.checkpoint import AUTO, Entry
+from workers.models.checkpoint import AUTO, TensorEntry
 from workers.models.errors import ModelError
 from workers.models.library.errors import library_errors
-from workers.models.library.file_tensors import one_by_one, tensors_to_read
+from workers.models.library.file_tensors import sequential_reads, tensors_to_read
+from workers.models.library.gathered_model import GatheredModel
 from workers.models.library.library_model import LibraryModel, build
-from workers.models.library.over_pages import over_pages
 from workers.models.library.packed_linear import pack_linears
+from workers.models.library.packed_model import PackedModel
 from workers.models.library.settings import LibrarySettings, read_settings
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-# The library splits a tensor of a file into a few parameters at most.
-_PARAMETERS_PER_TENSOR, _MORE_PARAMETERS = 8, 256
+# The library splits a tensor of a file into at most a few parameters.
+_PARAMETERS_PER_TENSOR, _EXTRA_PARAMETERS = 8, 256
 _NAMES_SHOWN = 3
-# Less is a checkpoint in which tensors are missing: loading says which.
-_MORE_NUMBERS = 2
+# The most weights of the model, relative to those in the files. Below this, loading names the missing
+# tensors.
+_MAX_WEIGHTS_RATIO = 2
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryConfig:
-    """What there is to say of a model. Fields are those of `ModelConfig`; heads, those of the first layer."""
+    """The config of a loaded model. Fields are as in `ModelConfig`; those of heads are of the first layer."""
 
     model_type: str
     vocab_size: int
@@ -56,7 +61,7 @@ class LibraryConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadedLibraryModel:
-    """A model that is ready to run. See `weights.LoadedModel`, whose fields these are."""
+    """A model that is ready to run. Fields are as in `weights.LoadedModel`."""
 
     model: LibraryModel
     config: LibraryConfig
@@ -67,16 +72,16 @@ class LoadedLibraryModel:
 
 @dataclass(frozen=True, slots=True)
 class LibraryPlan:
-    """A directory that was looked at, of which nothing is in memory yet.
+    """A directory that passed all checks before its weights are read.
 
     Attributes:
-        weight_bytes: What the model takes, with what it computes from its config.
-        num_parameters: Weights; tied ones count once.
+        weight_bytes: The bytes of the weights, and of the buffers that the model computes from its config.
+        num_parameters: The number of weights; tied ones count once.
     """
 
     directory: Path
     settings: LibrarySettings
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     dtype: torch.dtype
     device: torch.device
     weight_bytes: int
@@ -86,24 +91,24 @@ class LibraryPlan:
 def plan_library_model(
     directory: Path | str, dtype: torch.dtype | str = AUTO, device: torch.device | str = "cpu"
 ) -> LibraryPlan:
-    """Look at config.json and the headers of the safetensors of a directory.
+    """Check config.json and the headers of the safetensors of a directory.
 
     Args:
         directory: A Hugging Face model directory.
-        dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the one the config names, else
-            that of the first tensor in the files.
-        device: Where the model is to go; by way of the machine's memory.
+        dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
+            names, else that of the first tensor in the files.
+        device: The device of the model. The weights are loaded into the host's memory first.
 
     Raises:
-        ModelError: The config cannot be served, or asks for more than the files hold; the message names the
-            file and the setting.
+        ModelError: The config cannot be served, or asks for more weights than the files have; the message
+            names the file and the setting.
         KvSizingError: The weights do not fit into memory.
     """
     directory, device = Path(directory), torch.device(device)
     settings = read_settings(directory)
     entries = checkpoint.read_entries(directory)
     chosen = _choose_dtype(dtype, settings, entries)
-    weight_bytes, num_parameters = _measure(directory, settings, entries, chosen)
+    weight_bytes, num_parameters = _model_size(directory, settings, entries, chosen)
     check_weights_fit(str(directory), weight_bytes, available_bytes())
     if device.type == "cuda":
         check_weights_fit(str(directory), weight_bytes, torch.cuda.mem_get_info(device)[0])
@@ -111,32 +116,54 @@ def plan_library_model(
 
 
 def load_library_model(plan: LibraryPlan, progress: Progress | None = None) -> LoadedLibraryModel:
-    """Load the weights of a plan. Nothing is fetched, and no code of the directory is run.
+    """Load the weights of a plan. Does not use the network, and runs no code of the directory.
 
     Args:
-        plan: What to load.
-        progress: Told (done_bytes, total_bytes) of the tensors read; the last call has both equal.
+        plan: The result of `plan_library_model`.
+        progress: Called with (done_bytes, total_bytes) of the tensors read. In the last call both are equal.
 
     Raises:
-        ModelError: The tensors are not those of the model, or it cannot run over pages; the message names the
-            tensors, or what is in the way.
+        ModelError: The tensors do not fit the model, or it cannot run over pages; the message names the
+            tensors, or the reason.
     """
     module = _load(plan.directory, plan.settings, plan.entries, plan.dtype, progress)
     _check_finite(plan.directory, module)
     with library_errors("run the model"):
         module.to(device=plan.device)  # type: ignore[call-arg]  # the library wraps a method as a function
         pack_linears(module)
-        model = over_pages(module)
+        model = make_library_model(module)
     return LoadedLibraryModel(
         model=model,
-        config=_describe(plan.settings, model),
+        config=_config_of(plan.settings, model),
         fingerprint=checkpoint.fingerprint(plan.entries, plan.settings.digest),
         num_parameters=plan.num_parameters,
         weight_bytes=plan.weight_bytes,
     )
 
 
-def _describe(settings: LibrarySettings, model: LibraryModel) -> LibraryConfig:
+def make_library_model(module: PreTrainedModel) -> LibraryModel:
+    """Make a loaded model run over pages: a whole batch at once if possible, else one sequence at a time.
+
+    Takes ownership of `module`.
+
+    Raises:
+        ModelError: Neither is possible. The message has both reasons.
+    """
+    try:
+        with library_errors("run a batch of the model"):
+            return PackedModel(module)
+    except ModelError as error:
+        why_not_packed = str(error)
+    try:
+        with library_errors("run a sequence of the model on a cache"):
+            model = GatheredModel(module)
+    except ModelError as error:
+        raise ModelError(f"the model cannot run over pages: {why_not_packed}; and {error}") from None
+    _log.info("each sequence of a step runs by itself, which is slow: %s", why_not_packed)
+    return model
+
+
+def _config_of(settings: LibrarySettings, model: LibraryModel) -> LibraryConfig:
     text, first = settings.config.get_text_config(decoder=True), model.layers[0]
     return LibraryConfig(
         model_type=settings.config.model_type,
@@ -153,7 +180,7 @@ def _describe(settings: LibrarySettings, model: LibraryModel) -> LibraryConfig:
 
 
 def _choose_dtype(
-    dtype: torch.dtype | str, settings: LibrarySettings, entries: Mapping[str, Entry]
+    dtype: torch.dtype | str, settings: LibrarySettings, entries: Mapping[str, TensorEntry]
 ) -> torch.dtype:
     """The dtype to load in. Raises ModelError."""
     named = settings.config.get_text_config(decoder=True).dtype or settings.config.dtype
@@ -161,23 +188,23 @@ def _choose_dtype(
     return checkpoint.choose_dtype(dtype, str(named).removeprefix("torch.") if named else None, stored)
 
 
-def _measure(
-    directory: Path, settings: LibrarySettings, entries: Mapping[str, Entry], dtype: torch.dtype
+def _model_size(
+    directory: Path, settings: LibrarySettings, entries: Mapping[str, TensorEntry], dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Bytes that the model takes, with all it computes from its config, and how many weights there are.
+    """The bytes of the model's weights and buffers, and the number of its weights.
 
-    Builds it without memory. Raises ModelError if it needs more than the files hold.
+    Builds the model on the device "meta". Raises ModelError if it needs far more weights than the files have.
     """
     stored = sum(math.prod(entry.shape) for entry in entries.values())
-    most = _PARAMETERS_PER_TENSOR * len(entries) + _MORE_PARAMETERS
-    seen = 0
+    max_parameters = _PARAMETERS_PER_TENSOR * len(entries) + _EXTRA_PARAMETERS
+    registered = 0
 
     def count(*_: object) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > most:
+        nonlocal registered
+        registered += 1
+        if registered > max_parameters:
             raise ModelError(
-                f"{directory}: the config asks for more than {most} parameters, the files hold"
+                f"{directory}: the config asks for more than {max_parameters} parameters, but the files have"
                 f" {len(entries)} tensors"
             )
 
@@ -188,24 +215,24 @@ def _measure(
             module.tie_weights()
     finally:
         hook.remove()
-    numbers = sum(parameter.numel() for parameter in module.parameters())
-    if numbers > _MORE_NUMBERS * stored:
-        raise ModelError(f"{directory}: the config asks for {numbers} numbers, the files hold {stored}")
+    weights = sum(parameter.numel() for parameter in module.parameters())
+    if weights > _MAX_WEIGHTS_RATIO * stored:
+        raise ModelError(f"{directory}: the config asks for {weights} weights, but the files have {stored}")
     buffers = sum(buffer.nbytes for buffer in module.buffers())
-    return sum(parameter.nbytes for parameter in module.parameters()) + buffers, numbers
+    return sum(parameter.nbytes for parameter in module.parameters()) + buffers, weights
 
 
 def _load(
     directory: Path,
     settings: LibrarySettings,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TensorEntry],
     dtype: torch.dtype,
     progress: Progress | None,
 ) -> PreTrainedModel:
-    """The model with its weights, in the machine's memory. Raises ModelError for tensors that do not fit."""
+    """The model with its weights, in the host's memory. Raises ModelError for tensors that do not fit."""
     total_bytes = sum(entry.nbytes for entry in entries.values())
     tensors = tensors_to_read(entries, total_bytes, progress)
-    with library_errors("load the weights"), one_by_one():
+    with library_errors("load the weights"), sequential_reads():
         load: Any = settings.model_class.from_pretrained
         module, info = load(
             None,
@@ -224,12 +251,12 @@ def _load(
 
 
 def _check_loaded(directory: Path, settings: LibrarySettings, info: Mapping[str, Any]) -> None:
-    """Raises ModelError unless each tensor of the files has a parameter, and each parameter a tensor."""
+    """Raises ModelError unless tensors of the files and parameters of the model correspond."""
     model = f"this {settings.config.model_type} model"
     if info["mismatched_keys"]:
         name, found, asked = min(info["mismatched_keys"], key=str)
         raise ModelError(
-            f"{directory}: tensor {name} has shape {list(found)}, the config asks for {list(asked)}"
+            f"{directory}: tensor {name} has shape {list(found)}, but the config asks for {list(asked)}"
         )
     if info["missing_keys"]:
         raise ModelError(f"{directory}: tensor {_names(info['missing_keys'])} is missing")
@@ -240,16 +267,16 @@ def _check_loaded(directory: Path, settings: LibrarySettings, info: Mapping[str,
 
 
 def _check_tied(directory: Path, module: PreTrainedModel) -> None:
-    """Raises ModelError for tensors that differ, where the config says that they are one.
+    """Raises ModelError if the config ties two tensors, and those of the files differ.
 
-    The library takes each as it is, against the config, and no longer counts them among those that are tied.
+    The library would load both, contrary to the config, and remove them from `all_tied_weights_keys`.
     """
     wanted: Mapping[str, str] = module.get_expanded_tied_weights_keys(all_submodels=True)
     for name, other in wanted.items():
         if name not in module.all_tied_weights_keys:
             raise ModelError(
-                f"{directory}: tensor {name} differs from {other}, and tie_word_embeddings says that they are"
-                " one"
+                f"{directory}: tensor {name} differs from {other}, but tie_word_embeddings says that they are"
+                " the same"
             )
 
 

@@ -1,8 +1,8 @@
-"""Projections of a library's model whose weights are laid out for the matrix library: see `kernels.linear`.
+"""Projections of a library's model with weights packed for the matrix library: see `kernels.linear`.
 
-A decode reads every weight once, so this is most of its time. The packed weight replaces the plain one, layer
-by layer, and nothing but our product can read it. Code of the library that reads the weight of a layer
-itself, rather than calling the layer, gets a plain one: that layer is an ordinary one from then on.
+A decode reads every weight once, so projections are most of its time. The packed weight replaces the plain
+one, layer by layer, and only `kernels.linear` can read it. If the library's code reads the weight of a layer
+instead of calling the layer, the weight is unpacked and the layer becomes an ordinary one for good.
 
 Dimension letters: I inputs; O outputs.
 """
@@ -18,21 +18,21 @@ from torch import nn
 from torch.nn import functional
 
 from kernels.linear import can_pack, linear, pack_weight
-from workers.models.library.freed_memory import FreedMemory
+from workers.models.library.heap_trimmer import HeapTrimmer
 
-# The packed layout consists of blocks of so many outputs: a router of eight experts would grow eightfold.
-_LEAST_SIZE = 64
+# The packed layout has blocks of 64 outputs: the router of eight experts would grow eightfold.
+_MIN_SIZE = 64
 
 
 class PackedLinear(nn.Linear):
-    """A layer of the library that was taken over; `pack_linears` makes them."""
+    """A linear layer with a packed weight; made by `pack_linears`."""
 
     _packed: torch.Tensor
-    _multiplies_plainly: bool
+    _use_plain_product: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the library's name
         """[..., I] -> [..., O]."""
-        if self._multiplies_plainly or input.dtype is not self._packed.dtype:
+        if self._use_plain_product or input.dtype is not self._packed.dtype:
             return functional.linear(input, self._packed.to_dense(), self.bias)
         if not input.numel():
             return input.new_empty(*input.shape[:-1], self.out_features)
@@ -42,9 +42,9 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]  # an attribute of ordinary layers
-        """[O, I], plain and held from now on, in the place of the packed one."""
+        """[O, I]. Unpacks the weight, and turns the layer into an ordinary one."""
         plain = self._packed.to_dense()
-        del self._packed, self._multiplies_plainly
+        del self._packed, self._use_plain_product
         self.__class__ = nn.Linear  # type: ignore[assignment]
         self.register_parameter("weight", nn.Parameter(plain, requires_grad=False))
         return plain
@@ -52,38 +52,38 @@ class PackedLinear(nn.Linear):
 
 @torch.inference_mode()
 def pack_linears(module: nn.Module) -> None:
-    """Take over the projections of a model that gain from it: those in bfloat16 on the CPU.
+    """Pack the projections that are faster packed: those in bfloat16 on the CPU.
 
-    Mutates `module`: weights are packed one after the other, so that all are in memory once, and one twice.
-    Weights that are also used otherwise, such as tied embeddings, stay as they are.
+    Mutates `module`. Weights are packed one by one, so that only one is in memory twice. Weights with another
+    use, such as tied embeddings, are not packed.
     """
     uses = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
-    freed = FreedMemory()
+    trimmer = HeapTrimmer()
     for part in module.modules():
-        # Classes that derive from it may do something else with the weight.
-        if type(part) is nn.Linear and uses[id(part.weight)] == 1 and _gains(part):
-            freed.add(part.weight.nbytes)
+        # Subclasses may use the weight in another way.
+        if type(part) is nn.Linear and uses[id(part.weight)] == 1 and _is_worth_packing(part):
+            trimmer.add(part.weight.nbytes)
             _pack(part)
 
 
 @contextmanager
 def plain_products(module: nn.Module) -> Iterator[None]:
-    """Let packed layers unpack their weight in each call, for a while, and multiply as the library does."""
+    """Inside the block, packed layers unpack their weight in each call, and multiply as the library does."""
     layers = [part for part in module.modules() if isinstance(part, PackedLinear)]
     for layer in layers:
-        layer._multiplies_plainly = True  # noqa: SLF001
+        layer._use_plain_product = True  # noqa: SLF001
     try:
         yield
     finally:
         for layer in layers:
-            layer._multiplies_plainly = False  # noqa: SLF001
+            layer._use_plain_product = False  # noqa: SLF001
 
 
-def _gains(layer: nn.Linear) -> bool:
-    """Whether the packed weight is faster, of the same size, and multiplies the same rows."""
+def _is_worth_packing(layer: nn.Linear) -> bool:
+    """Whether the packed weight is faster, of about the same size, and used for all inputs."""
     return (
         can_pack(layer.weight)
-        and min(layer.in_features, layer.out_features) >= _LEAST_SIZE
+        and min(layer.in_features, layer.out_features) >= _MIN_SIZE
         and all(parameter.dtype == layer.weight.dtype for parameter in layer.parameters())
     )
 
@@ -93,4 +93,4 @@ def _pack(layer: nn.Linear) -> None:
     del layer.weight
     layer.__class__ = PackedLinear
     assert isinstance(layer, PackedLinear)
-    layer._packed, layer._multiplies_plainly = packed, False  # noqa: SLF001
+    layer._packed, layer._use_plain_product = packed, False  # noqa: SLF001

@@ -1,9 +1,9 @@
-"""Writes the keys and values of a step's tokens to their slots, for all layers of a forward.
+"""Writes the keys and values of a forward's tokens to their slots, layer by layer.
 
-Unlike `kernels.kv_write` it looks at the slots once rather than in every layer, which on a GPU waits for the
-device, and takes values of another width than keys.
+Unlike `kernels.kv_write` it checks the slots once per forward and not in every layer, since each check waits
+for a GPU. It also supports values of another width than keys.
 
-Dimension letters: T tokens; P pages; S tokens a page; K key-value heads; D width of a key; E of a value.
+Dimension letters: T tokens; P pages; S tokens per page; K key-value heads; D width of a key; E of a value.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 
 class PageWrites:
-    """Where the tokens of one forward go."""
+    """Writes to the slots of one forward's tokens."""
 
     def __init__(self, slots: torch.Tensor) -> None:
-        """`slots`: [T] int, page * S + offset; negative for a padded token, which is not written."""
+        """`slots`: [T] int, page * S + offset; negative for a padding token, which is not written."""
         used = slots >= 0  # [T]
         self._rows = None if bool(used.all()) else used.nonzero()[:, 0]
         self._slots = (slots if self._rows is None else slots[self._rows]).long()
@@ -25,7 +25,7 @@ class PageWrites:
     ) -> None:
         """Write a layer's keys [T, K, D] and values [T, K, E].
 
-        Mutates `k_pages` [P, S, K, D] and `v_pages` [P, S, K, E]: the slots named, nothing else.
+        Mutates only these slots of `k_pages` [P, S, K, D] and `v_pages` [P, S, K, E].
 
         Raises:
             IndexError, RuntimeError: A slot is beyond the last page (on the CPU), or the dtypes differ.

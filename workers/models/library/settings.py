@@ -1,7 +1,7 @@
-"""The config.json of a model that the transformers library is to run: its class, and sizes that make sense.
+"""Reads and checks the config.json of a model that the transformers library runs, before the model is built.
 
-The library takes a config as it is. What would make it build something absurd, or a model that pages
-cannot serve, is refused here, before anything is built. Code that a directory brings is never looked at.
+The library itself accepts any config. Oversized numbers, and models that paged KV does not support, are
+refused here. Code in the directory is never read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import (
 
 from workers.models.config_keys import QUANTIZATION, QUANTIZED
 from workers.models.errors import ModelError
-from workers.models.files import is_there, parse_object, read_whole
+from workers.models.files import errors_naming, exists, parse_object, read_file
 from workers.models.library.errors import library_errors
 from workers.models.values import token_ids
 
@@ -32,38 +32,38 @@ _CONFIG_FILE = "config.json"
 _GENERATION_CONFIG_FILE = "generation_config.json"
 _MAX_FILE_BYTES = 1 << 20
 
-# Several times what the largest models have; of layers and heads, of widths, of positions where these are no
-# more than a bound, and of anything else. What positions make large is measured before it is built.
-_MOST_LAYERS, _MOST_WIDTH, _MOST_POSITIONS, _MOST_OF_ANY = 1 << 12, 1 << 20, 1 << 27, 1 << 24
-# Rotary bases are large numbers and make nothing large.
+# Several times the sizes of the largest models: layers and heads, widths, positions that are only a limit,
+# and any other integer. `loading` checks the size of tables of positions before they are built.
+_MAX_LAYERS, _MAX_WIDTH, _MAX_POSITIONS, _MAX_INTEGER = 1 << 12, 1 << 20, 1 << 27, 1 << 24
+# Numbers under these names are not sizes. Rotary bases, for example, are large.
 _NOT_SIZES = ("theta", "token_id", "_base", "seed")
 
-# Layers that keep nothing but keys and values of tokens. Others keep a state that pages do not hold.
+# The layers that store only keys and values of tokens. Others have a state that pages cannot store.
 _PAGED_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "moe"}
 )
 
-# Under these names a config says how long its texts may be; some with ALiBi, which has no bound, do not.
+# The names of the longest sequence. Some models with ALiBi, which has no limit, have none of them.
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length")
-_LENGTH_UNSAID = 2048
+_DEFAULT_LENGTH = 2048
 
-# How many experts there are, and how many of them a token goes through.
+# The names of the number of experts, and of the number of experts for each token.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class LibrarySettings:
-    """What a directory says of its model.
+    """The settings of a model.
 
     Attributes:
-        config: As the library has it.
-        model_class: The library's class for it, with a head for the next token.
-        vocab_size: Tokens.
-        max_position_embeddings: The longest text that is served.
+        config: The config object of the library.
+        model_class: The library's class of the causal language model.
+        vocab_size: The number of tokens in the vocabulary.
+        max_position_embeddings: The longest sequence that is served.
         eos_token_ids: Tokens that end a text.
-        bos_token_id: The token that starts one; None where the model names none.
-        digest: Of config.json, whatever its spacing and order.
+        bos_token_id: The token that starts a text; None if the model names none.
+        digest: The content of config.json, with sorted keys and normalised spacing.
     """
 
     config: PreTrainedConfig
@@ -76,21 +76,16 @@ class LibrarySettings:
 
 
 def read_settings(directory: Path) -> LibrarySettings:
-    """Read config.json, and generation_config.json where there is one.
+    """Read config.json and, if it exists, generation_config.json.
 
     Raises:
-        ModelError: The file, or what the model is, cannot be served.
+        ModelError: A file is invalid, or the model is not supported.
     """
     file = directory / _CONFIG_FILE
-    settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
-    try:
-        # A config may have any value under any name, and what reads it raises whatever comes of that.
-        with library_errors("read the config"):
-            return _parse(directory, settings)
-    except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None
-    except RecursionError:
-        raise ModelError(f"{file}: is nested too deeply") from None
+    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    # A config may have any value under any name, and the library may raise any exception for it.
+    with errors_naming(file), library_errors("read the config"):
+        return _parse(directory, settings)
 
 
 def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
@@ -105,7 +100,7 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
     digest = json.dumps(settings, sort_keys=True)
     settings = {
         name: value
-        for name, value in _without_absurd(settings, CONFIG_MAPPING[model_type]).items()
+        for name, value in _drop_oversized(settings, CONFIG_MAPPING[model_type]).items()
         if name != QUANTIZATION and not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
     }
     config = CONFIG_MAPPING[model_type].from_dict(_with_plain_dtypes(settings))
@@ -114,10 +109,10 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
         raise ModelError(f"text_config: must be an object, got {text!r}")
     if config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False):
         raise ModelError(
-            f"model_type: {model_type} is an encoder with a decoder, and only decoders are served"
+            f"model_type: {model_type} is an encoder with a decoder, but only decoders are supported"
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"model_type: {model_type} is not a language model that continues a text")
+        raise ModelError(f"model_type: {model_type} is not a causal language model")
     model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     _check_causal(config, text)
     _check_layers(model_type, text, model_class)
@@ -131,37 +126,40 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
         config=config,
         model_class=model_class,
         vocab_size=vocab_size,
-        max_position_embeddings=_longest(text),
+        max_position_embeddings=_max_seq_len(text),
         eos_token_ids=_generation_eos(directory, vocab_size) or eos,
         bos_token_id=next(iter(bos), None),
         digest=digest,
     )
 
 
-def _without_absurd(settings: Mapping[str, object], config_class: type[Any]) -> dict[str, object]:
-    """The settings that the library may see: all but absurd numbers under names that it does not know.
+def _drop_oversized(settings: Mapping[str, object], config_class: type[Any]) -> dict[str, object]:
+    """The settings without oversized integers under names that the library does not know.
 
-    Such are how many tokens a training saw, or what a tokenizer takes for no limit (10^30).
+    Examples are the number of training tokens, and 10^30 as the limit of a tokenizer without one.
 
     Raises:
-        ModelError: A number under a name that it knows, with which something absurd would be built; or one
-            that no float holds.
+        ModelError: An integer is oversized, and the library knows its name or no float can represent it.
     """
     kept: dict[str, object] = {}
     parts: Mapping[str, type[Any]] = getattr(config_class, "sub_configs", {})
     for name, value in settings.items():
-        absurd = next((found for found in _integers(name, value) if abs(found[1]) > _most(found[0])), None)
-        if absurd is None:
+        oversized = next(
+            (found for found in _integers(name, value) if abs(found[1]) > _max_value(found[0])), None
+        )
+        if oversized is None:
             kept[name] = value
         elif name in parts and isinstance(value, Mapping):
-            kept[name] = _without_absurd(value, parts[name])
-        elif _knows(config_class, name) or abs(absurd[1]) > sys.float_info.max:
-            raise ModelError(f"{absurd[0]}: must be at most {_most(absurd[0])}, got {absurd[1]}")
+            kept[name] = _drop_oversized(value, parts[name])
+        elif _has_field(config_class, name) or abs(oversized[1]) > sys.float_info.max:
+            raise ModelError(
+                f"{oversized[0]}: must be at most {_max_value(oversized[0])}, got {oversized[1]}"
+            )
     return kept
 
 
 def _with_plain_dtypes(settings: Mapping[str, object]) -> dict[str, object]:
-    """The settings with dtypes as the library spells them: some configs have them as torch prints them."""
+    """The settings with dtypes in the library's spelling: some configs have "torch.float32"."""
     plain: dict[str, object] = {}
     for name, value in settings.items():
         plain[name] = _with_plain_dtypes(value) if isinstance(value, Mapping) else value
@@ -170,19 +168,19 @@ def _with_plain_dtypes(settings: Mapping[str, object]) -> dict[str, object]:
     return plain
 
 
-def _most(name: str) -> float:
-    """The largest number that makes sense under a name."""
+def _max_value(name: str) -> float:
+    """The largest integer that is allowed under a name."""
     if any(part in name for part in _NOT_SIZES):
         return math.inf
     if "layer" in name or "head" in name:
-        return _MOST_LAYERS
+        return _MAX_LAYERS
     if "hidden" in name or "intermediate" in name or "label" in name:
-        return _MOST_WIDTH
-    return _MOST_POSITIONS if "position_embeddings" in name else _MOST_OF_ANY
+        return _MAX_WIDTH
+    return _MAX_POSITIONS if "position_embeddings" in name else _MAX_INTEGER
 
 
 def _integers(name: str, value: object) -> Iterator[tuple[str, int]]:
-    """The integers in a setting and what is nested in it, with the name of the nearest key."""
+    """The integers in a setting, nested ones included, each with its nearest key."""
     pending = [(name, value)]
     while pending:
         name, value = pending.pop()
@@ -194,27 +192,28 @@ def _integers(name: str, value: object) -> Iterator[tuple[str, int]]:
             yield name, value
 
 
-def _knows(config_class: type[Any], name: str) -> bool:
-    """Whether a config has a field of this name. One that does not say is taken to know all."""
+def _has_field(config_class: type[Any], name: str) -> bool:
+    """Whether a config has a field of this name. A class without declared fields has any name."""
     known = {field.name for field in fields(config_class)} if is_dataclass(config_class) else {name}
     return name in known or name in config_class.attribute_map
 
 
 def _check_causal(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
-    """Raises ModelError for a model whose tokens see those that follow."""
-    # Decoders too have an `is_decoder` that nobody sets; but no head that fills gaps.
+    """Raises ModelError for a model whose tokens attend to later ones."""
+    # Configs of decoders may also have `is_decoder` at its default of false, but no masked-language-model
+    # class.
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(text, "is_decoder", None) is False:
         raise ModelError(
-            f"is_decoder: false makes this {config.model_type} an encoder, and only decoders are served"
+            f"is_decoder: false makes this {config.model_type} an encoder, but only decoders are supported"
         )
     if getattr(text, "is_causal", None) is False:
-        raise ModelError("is_causal: must be true: only decoders are served")
+        raise ModelError("is_causal: must be true, since only decoders are supported")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        raise ModelError("use_bidirectional_attention: must be false: only decoders are served")
+        raise ModelError("use_bidirectional_attention: must be false, since only decoders are supported")
 
 
 def _check_experts(text: PreTrainedConfig) -> None:
-    """Raises ModelError for experts of which a token goes through none."""
+    """Raises ModelError for a model with experts that chooses none for a token."""
     if not any(getattr(text, name, None) for name in _EXPERTS):
         return
     for name in _EXPERTS_PER_TOKEN:
@@ -224,30 +223,32 @@ def _check_experts(text: PreTrainedConfig) -> None:
 
 
 def _check_layers(model_type: str, text: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
-    """Raises ModelError for layers that keep more than keys and values."""
+    """Raises ModelError for layers that store more than keys and values."""
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _PAGED_LAYERS:
-            raise ModelError(f"layer_types: {kind!r} keeps what pages do not hold, and is not supported")
+            raise ModelError(
+                f"layer_types: {kind!r} has a state that pages cannot store, and is not supported"
+            )
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(
-            f"model_type: {model_type} keeps a state that pages do not hold, and is not supported"
+            f"model_type: {model_type} has a state that pages cannot store, and is not supported"
         )
 
 
-def _longest(text: PreTrainedConfig) -> int:
-    """The longest text: of a rotation that changes when a text grows beyond a length, that length.
+def _max_seq_len(text: PreTrainedConfig) -> int:
+    """The longest sequence that can be served. Raises ModelError.
 
-    Raises ModelError.
+    With longrope, which rotates all keys differently beyond the original length, that length is the limit.
     """
-    said = {name: length for name in _LENGTHS if type(length := getattr(text, name, None)) is int}
-    name, longest = next(iter(said.items()), ("", _LENGTH_UNSAID))
+    found = {name: length for name in _LENGTHS if type(length := getattr(text, name, None)) is int}
+    name, longest = next(iter(found.items()), ("", _DEFAULT_LENGTH))
     if longest < 2:
         raise ModelError(f"{name}: must be at least 2, got {longest}")
     parameters = getattr(text, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):
         if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
             original = rope.get("original_max_position_embeddings")
-            # Keys that lie in pages were rotated as those of a short text.
+            # Keys in pages were rotated as in a short sequence.
             longest = min(longest, original) if isinstance(original, int) else longest
     return longest
 
@@ -255,10 +256,8 @@ def _longest(text: PreTrainedConfig) -> int:
 def _generation_eos(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """The end tokens of generation_config.json, which replace those of config.json. Raises ModelError."""
     file = directory / _GENERATION_CONFIG_FILE
-    if not is_there(file):
+    if not exists(file):
         return ()
-    settings = parse_object(read_whole(file, _MAX_FILE_BYTES), file)
-    try:
+    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    with errors_naming(file):
         return token_ids(settings, "eos_token_id", vocab_size)
-    except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """For operators. Where callers have tokens or certificates it needs the role `administer`; where they have none
-    it is there only if nobody but this machine can connect.
+    """Operator calls. If the server requires tokens or certificates, the caller needs the role `administer`. If it
+    requires neither, the service is available only if the server listens on this machine only.
     """
 
     def __init__(self, channel):
@@ -54,29 +54,29 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """For operators. Where callers have tokens or certificates it needs the role `administer`; where they have none
-    it is there only if nobody but this machine can connect.
+    """Operator calls. If the server requires tokens or certificates, the caller needs the role `administer`. If it
+    requires neither, the service is available only if the server listens on this machine only.
     """
 
     def Warmup(self, request, context):
-        """Returns when workers can serve: for scripts that start a server and then use it. Until the server's port is open
-        there is nobody to answer: try again until it connects.
+        """Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
+        the server opens its port: retry until one connects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Replaces workers, one after another, by new processes. Calls go on: what a worker computes it finishes, and
-        its caches are computed again elsewhere when they are next used. Returns when the new ones are ready. With one worker
-        calls wait until the new one has loaded the model, or end with NO_WORKER at their deadlines.
+        """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
+        recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
+        calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Shutdown(self, request, context):
-        """Ends the server in an orderly way, as SIGTERM does; with `leave_workers` as SIGUSR2 does. Returns at once.
+        """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,8 +109,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """For operators. Where callers have tokens or certificates it needs the role `administer`; where they have none
-    it is there only if nobody but this machine can connect.
+    """Operator calls. If the server requires tokens or certificates, the caller needs the role `administer`. If it
+    requires neither, the service is available only if the server listens on this machine only.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """For operators. Where callers have tokens or certificates it needs the role `administer`; where they have none
-    it is there only if nobody but this machine can connect.
+    """Operator calls. If the server requires tokens or certificates, the caller needs the role `administer`. If it
+    requires neither, the service is available only if the server listens on this machine only.
     """
 
     @_typing.overload
@@ -36,39 +36,39 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     Warmup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.WarmupResponse]
-    """Returns when workers can serve: for scripts that start a server and then use it. Until the server's port is open
-    there is nobody to answer: try again until it connects.
+    """Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
+    the server opens its port: retry until one connects.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
-    """Replaces workers, one after another, by new processes. Calls go on: what a worker computes it finishes, and
-    its caches are computed again elsewhere when they are next used. Returns when the new ones are ready. With one worker
-    calls wait until the new one has loaded the model, or end with NO_WORKER at their deadlines.
+    """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
+    recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
+    calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
     """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]
-    """Ends the server in an orderly way, as SIGTERM does; with `leave_workers` as SIGUSR2 does. Returns at once."""
+    """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """For operators. Where callers have tokens or certificates it needs the role `administer`; where they have none
-    it is there only if nobody but this machine can connect.
+    """Operator calls. If the server requires tokens or certificates, the caller needs the role `administer`. If it
+    requires neither, the service is available only if the server listens on this machine only.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Warmup: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.WarmupResponse]  # type: ignore[assignment]
-    """Returns when workers can serve: for scripts that start a server and then use it. Until the server's port is open
-    there is nobody to answer: try again until it connects.
+    """Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
+    the server opens its port: retry until one connects.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
-    """Replaces workers, one after another, by new processes. Calls go on: what a worker computes it finishes, and
-    its caches are computed again elsewhere when they are next used. Returns when the new ones are ready. With one worker
-    calls wait until the new one has loaded the model, or end with NO_WORKER at their deadlines.
+    """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
+    recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
+    calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]  # type: ignore[assignment]
-    """Ends the server in an orderly way, as SIGTERM does; with `leave_workers` as SIGUSR2 does. Returns at once."""
+    """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """For operators. Where callers have tokens or certificates it needs the role `administer`; where they have none
-    it is there only if nobody but this machine can connect.
+    """Operator calls. If the server requires tokens or certificates, the caller needs the role `administer`. If it
+    requires neither, the service is available only if the server listens on this machine only.
     """
 
     @_abc_1.abstractmethod
@@ -77,8 +77,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WarmupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.WarmupResponse, _abc.Awaitable[_admin_pb2.WarmupResponse]]:
-        """Returns when workers can serve: for scripts that start a server and then use it. Until the server's port is open
-        there is nobody to answer: try again until it connects.
+        """Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
+        the server opens its port: retry until one connects.
         """
 
     @_abc_1.abstractmethod
@@ -87,9 +87,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
-        """Replaces workers, one after another, by new processes. Calls go on: what a worker computes it finishes, and
-        its caches are computed again elsewhere when they are next used. Returns when the new ones are ready. With one worker
-        calls wait until the new one has loaded the model, or end with NO_WORKER at their deadlines.
+        """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
+        recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
+        calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
         """
 
     @_abc_1.abstractmethod
@@ -98,6 +98,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ShutdownRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ShutdownResponse, _abc.Awaitable[_admin_pb2.ShutdownResponse]]:
-        """Ends the server in an orderly way, as SIGTERM does; with `leave_workers` as SIGUSR2 does. Returns at once."""
+        """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

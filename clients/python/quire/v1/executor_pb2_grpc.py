@@ -26,13 +26,14 @@ if _version_not_supported:
 
 
 class ModelExecutorServiceStub:
-    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
-    service owns the weights and the KV.
+    """Runs a language model one forward at a time. The caller runs the decoding loop and holds cache ids. The service
+    holds the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
-    append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
-    set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them.
+
+    An *append* is a call that adds tokens to a cache. If it fails or is cancelled, the cache does not change. An
+    append with `position` is fenced and safe to retry: it is applied only at that length, and a repeat of the last
+    append returns that append's response. Prefill, ForkCache and ForkCaches are safe to retry with `request_id`.
     """
 
     def __init__(self, channel):
@@ -144,95 +145,96 @@ class ModelExecutorServiceStub:
 
 
 class ModelExecutorServiceServicer:
-    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
-    service owns the weights and the KV.
+    """Runs a language model one forward at a time. The caller runs the decoding loop and holds cache ids. The service
+    holds the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
-    append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
-    set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them.
+
+    An *append* is a call that adds tokens to a cache. If it fails or is cancelled, the cache does not change. An
+    append with `position` is fenced and safe to retry: it is applied only at that length, and a repeat of the last
+    append returns that append's response. Prefill, ForkCache and ForkCaches are safe to retry with `request_id`.
     """
 
     def Prefill(self, request, context):
-        """Appends tokens to a new or an existing cache and says what follows the last of them.
+        """Appends tokens to a new or an existing cache and predicts the token after the last of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BatchPrefill(self, request, context):
-        """Several Prefills in one call, run together. Items fail on their own.
+        """Several Prefills in one call, batched. Each item fails separately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request, context):
-        """Appends one token and says what follows it.
+        """Appends one token and predicts the next one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BatchDecode(self, request, context):
-        """One Decode for each of several caches, run together. Items fail on their own.
+        """One Decode for each of several caches, batched. Each item fails separately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForwardVerify(self, request, context):
-        """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
-        be a tree of continuations, of which one path is kept.
+        """Appends n + 1 tokens (the last accepted token and n draft tokens) in one forward and predicts the next token
+        after each. The drafts may form a tree, of which one path is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnifiedForward(self, request, context):
-        """A mixed batch: decodes, prefills and chunks of prefills in one forward. Items fail on their own.
+        """A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Forward(self, request, context):
-        """Scores tokens: what follows each of them. Keeps no cache.
+        """Scores tokens: the log-probability of each, and the prediction after each. Keeps no cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BatchForward(self, request, context):
-        """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own.
+        """Several Forwards in one call, batched. Common prefixes are computed once. Each item fails separately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkCache(self, request, context):
-        """Makes copies of a cache that share its pages, and releases others, as beam search does.
+        """Copies a cache. The copies share its pages. Can release other caches in the same call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkCaches(self, request, context):
-        """Copies several caches and releases others, all of it or nothing: a step of a beam search.
+        """Copies several caches and releases others atomically, as a step of a beam search does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TruncateKV(self, request, context):
-        """Shortens a cache and frees its pages.
+        """Truncates a cache and frees its pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseCache(self, request, context):
-        """Forgets a cache. Releasing an unknown id is not an error.
+        """Releases a cache. Releasing an unknown id is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -246,49 +248,49 @@ class ModelExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RenewCache(self, request, context):
-        """Puts off a cache's expiry.
+        """Extends a cache's lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """The same calls, many at a time on one stream: the fast lane for per-token loops.
+        """Multiplexes many calls on one stream. The cheapest way to run per-token loops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Describes the model.
+        """Returns a description of the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCapabilities(self, request, context):
-        """Says what this server and its executor can do, and the limits it enforces.
+        """Returns the capabilities of this server and its executor, and the limits that it enforces.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Says how the gateway and its workers are.
+        """Returns the state of the gateway and its workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCacheMetrics(self, request, context):
-        """Says how the KV pages are used.
+        """Returns the usage of the KV pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoraMetrics(self, request, context):
-        """Says how LoRA adapters are used.
+        """Returns the usage of LoRA adapters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -406,13 +408,14 @@ def add_ModelExecutorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelExecutorService:
-    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
-    service owns the weights and the KV.
+    """Runs a language model one forward at a time. The caller runs the decoding loop and holds cache ids. The service
+    holds the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
-    append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
-    set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them.
+
+    An *append* is a call that adds tokens to a cache. If it fails or is cancelled, the cache does not change. An
+    append with `position` is fenced and safe to retry: it is applied only at that length, and a repeat of the last
+    append returns that append's response. Prefill, ForkCache and ForkCaches are safe to retry with `request_id`.
     """
 
     @staticmethod

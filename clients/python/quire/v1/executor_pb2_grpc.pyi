@@ -27,13 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ModelExecutorServiceStub:
-    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
-    service owns the weights and the KV.
+    """Runs a language model one forward at a time. The caller runs the decoding loop and holds cache ids. The service
+    holds the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
-    append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
-    set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them.
+
+    An *append* is a call that adds tokens to a cache. If it fails or is cancelled, the cache does not change. An
+    append with `position` is fenced and safe to retry: it is applied only at that length, and a repeat of the last
+    append returns that append's response. Prefill, ForkCache and ForkCaches are safe to retry with `request_id`.
     """
 
     @_typing.overload
@@ -41,111 +42,113 @@ class ModelExecutorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelExecutorServiceAsyncStub: ...
     Prefill: _grpc.UnaryUnaryMultiCallable[_executor_pb2.PrefillRequest, _executor_pb2.PrefillResponse]
-    """Appends tokens to a new or an existing cache and says what follows the last of them."""
+    """Appends tokens to a new or an existing cache and predicts the token after the last of them."""
     BatchPrefill: _grpc.UnaryUnaryMultiCallable[_executor_pb2.BatchPrefillRequest, _executor_pb2.BatchPrefillResponse]
-    """Several Prefills in one call, run together. Items fail on their own."""
+    """Several Prefills in one call, batched. Each item fails separately."""
     Decode: _grpc.UnaryUnaryMultiCallable[_executor_pb2.DecodeRequest, _executor_pb2.DecodeResponse]
-    """Appends one token and says what follows it."""
+    """Appends one token and predicts the next one."""
     BatchDecode: _grpc.UnaryUnaryMultiCallable[_executor_pb2.BatchDecodeRequest, _executor_pb2.BatchDecodeResponse]
-    """One Decode for each of several caches, run together. Items fail on their own."""
+    """One Decode for each of several caches, batched. Each item fails separately."""
     ForwardVerify: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForwardVerifyRequest, _executor_pb2.ForwardVerifyResponse]
-    """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
-    be a tree of continuations, of which one path is kept.
+    """Appends n + 1 tokens (the last accepted token and n draft tokens) in one forward and predicts the next token
+    after each. The drafts may form a tree, of which one path is kept.
     """
     UnifiedForward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.UnifiedForwardRequest, _executor_pb2.UnifiedForwardResponse]
-    """A mixed batch: decodes, prefills and chunks of prefills in one forward. Items fail on their own."""
+    """A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately."""
     Forward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]
-    """Scores tokens: what follows each of them. Keeps no cache."""
+    """Scores tokens: the log-probability of each, and the prediction after each. Keeps no cache."""
     BatchForward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.BatchForwardRequest, _executor_pb2.BatchForwardResponse]
-    """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own."""
+    """Several Forwards in one call, batched. Common prefixes are computed once. Each item fails separately."""
     ForkCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]
-    """Makes copies of a cache that share its pages, and releases others, as beam search does."""
+    """Copies a cache. The copies share its pages. Can release other caches in the same call."""
     ForkCaches: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForkCachesRequest, _executor_pb2.ForkCachesResponse]
-    """Copies several caches and releases others, all of it or nothing: a step of a beam search."""
+    """Copies several caches and releases others atomically, as a step of a beam search does."""
     TruncateKV: _grpc.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]
-    """Shortens a cache and frees its pages."""
+    """Truncates a cache and frees its pages."""
     ReleaseCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ReleaseCacheRequest, _executor_pb2.ReleaseCacheResponse]
-    """Forgets a cache. Releasing an unknown id is not an error."""
+    """Releases a cache. Releasing an unknown id is not an error."""
     ListCaches: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ListCachesRequest, _executor_pb2.ListCachesResponse]
     """Lists the caches, oldest first."""
     RenewCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.RenewCacheRequest, _executor_pb2.RenewCacheResponse]
-    """Puts off a cache's expiry."""
+    """Extends a cache's lease."""
     Session: _grpc.StreamStreamMultiCallable[_executor_pb2.SessionRequest, _executor_pb2.SessionResponse]
-    """The same calls, many at a time on one stream: the fast lane for per-token loops."""
+    """Multiplexes many calls on one stream. The cheapest way to run per-token loops."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetModelInfoRequest, _executor_pb2.GetModelInfoResponse]
-    """Describes the model."""
+    """Returns a description of the model."""
     GetCapabilities: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetCapabilitiesRequest, _executor_pb2.GetCapabilitiesResponse]
-    """Says what this server and its executor can do, and the limits it enforces."""
+    """Returns the capabilities of this server and its executor, and the limits that it enforces."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetStatusRequest, _executor_pb2.GetStatusResponse]
-    """Says how the gateway and its workers are."""
+    """Returns the state of the gateway and its workers."""
     GetCacheMetrics: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetCacheMetricsRequest, _executor_pb2.GetCacheMetricsResponse]
-    """Says how the KV pages are used."""
+    """Returns the usage of the KV pages."""
     GetLoraMetrics: _grpc.UnaryUnaryMultiCallable[_executor_pb2.GetLoraMetricsRequest, _executor_pb2.GetLoraMetricsResponse]
-    """Says how LoRA adapters are used."""
+    """Returns the usage of LoRA adapters."""
 
 @_typing.type_check_only
 class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
-    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
-    service owns the weights and the KV.
+    """Runs a language model one forward at a time. The caller runs the decoding loop and holds cache ids. The service
+    holds the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
-    append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
-    set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them.
+
+    An *append* is a call that adds tokens to a cache. If it fails or is cancelled, the cache does not change. An
+    append with `position` is fenced and safe to retry: it is applied only at that length, and a repeat of the last
+    append returns that append's response. Prefill, ForkCache and ForkCaches are safe to retry with `request_id`.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryUnaryMultiCallable[_executor_pb2.PrefillRequest, _executor_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Appends tokens to a new or an existing cache and says what follows the last of them."""
+    """Appends tokens to a new or an existing cache and predicts the token after the last of them."""
     BatchPrefill: _aio.UnaryUnaryMultiCallable[_executor_pb2.BatchPrefillRequest, _executor_pb2.BatchPrefillResponse]  # type: ignore[assignment]
-    """Several Prefills in one call, run together. Items fail on their own."""
+    """Several Prefills in one call, batched. Each item fails separately."""
     Decode: _aio.UnaryUnaryMultiCallable[_executor_pb2.DecodeRequest, _executor_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Appends one token and says what follows it."""
+    """Appends one token and predicts the next one."""
     BatchDecode: _aio.UnaryUnaryMultiCallable[_executor_pb2.BatchDecodeRequest, _executor_pb2.BatchDecodeResponse]  # type: ignore[assignment]
-    """One Decode for each of several caches, run together. Items fail on their own."""
+    """One Decode for each of several caches, batched. Each item fails separately."""
     ForwardVerify: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForwardVerifyRequest, _executor_pb2.ForwardVerifyResponse]  # type: ignore[assignment]
-    """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
-    be a tree of continuations, of which one path is kept.
+    """Appends n + 1 tokens (the last accepted token and n draft tokens) in one forward and predicts the next token
+    after each. The drafts may form a tree, of which one path is kept.
     """
     UnifiedForward: _aio.UnaryUnaryMultiCallable[_executor_pb2.UnifiedForwardRequest, _executor_pb2.UnifiedForwardResponse]  # type: ignore[assignment]
-    """A mixed batch: decodes, prefills and chunks of prefills in one forward. Items fail on their own."""
+    """A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately."""
     Forward: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]  # type: ignore[assignment]
-    """Scores tokens: what follows each of them. Keeps no cache."""
+    """Scores tokens: the log-probability of each, and the prediction after each. Keeps no cache."""
     BatchForward: _aio.UnaryUnaryMultiCallable[_executor_pb2.BatchForwardRequest, _executor_pb2.BatchForwardResponse]  # type: ignore[assignment]
-    """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own."""
+    """Several Forwards in one call, batched. Common prefixes are computed once. Each item fails separately."""
     ForkCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]  # type: ignore[assignment]
-    """Makes copies of a cache that share its pages, and releases others, as beam search does."""
+    """Copies a cache. The copies share its pages. Can release other caches in the same call."""
     ForkCaches: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForkCachesRequest, _executor_pb2.ForkCachesResponse]  # type: ignore[assignment]
-    """Copies several caches and releases others, all of it or nothing: a step of a beam search."""
+    """Copies several caches and releases others atomically, as a step of a beam search does."""
     TruncateKV: _aio.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]  # type: ignore[assignment]
-    """Shortens a cache and frees its pages."""
+    """Truncates a cache and frees its pages."""
     ReleaseCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.ReleaseCacheRequest, _executor_pb2.ReleaseCacheResponse]  # type: ignore[assignment]
-    """Forgets a cache. Releasing an unknown id is not an error."""
+    """Releases a cache. Releasing an unknown id is not an error."""
     ListCaches: _aio.UnaryUnaryMultiCallable[_executor_pb2.ListCachesRequest, _executor_pb2.ListCachesResponse]  # type: ignore[assignment]
     """Lists the caches, oldest first."""
     RenewCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.RenewCacheRequest, _executor_pb2.RenewCacheResponse]  # type: ignore[assignment]
-    """Puts off a cache's expiry."""
+    """Extends a cache's lease."""
     Session: _aio.StreamStreamMultiCallable[_executor_pb2.SessionRequest, _executor_pb2.SessionResponse]  # type: ignore[assignment]
-    """The same calls, many at a time on one stream: the fast lane for per-token loops."""
+    """Multiplexes many calls on one stream. The cheapest way to run per-token loops."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetModelInfoRequest, _executor_pb2.GetModelInfoResponse]  # type: ignore[assignment]
-    """Describes the model."""
+    """Returns a description of the model."""
     GetCapabilities: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetCapabilitiesRequest, _executor_pb2.GetCapabilitiesResponse]  # type: ignore[assignment]
-    """Says what this server and its executor can do, and the limits it enforces."""
+    """Returns the capabilities of this server and its executor, and the limits that it enforces."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetStatusRequest, _executor_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Says how the gateway and its workers are."""
+    """Returns the state of the gateway and its workers."""
     GetCacheMetrics: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetCacheMetricsRequest, _executor_pb2.GetCacheMetricsResponse]  # type: ignore[assignment]
-    """Says how the KV pages are used."""
+    """Returns the usage of the KV pages."""
     GetLoraMetrics: _aio.UnaryUnaryMultiCallable[_executor_pb2.GetLoraMetricsRequest, _executor_pb2.GetLoraMetricsResponse]  # type: ignore[assignment]
-    """Says how LoRA adapters are used."""
+    """Returns the usage of LoRA adapters."""
 
 class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
-    service owns the weights and the KV.
+    """Runs a language model one forward at a time. The caller runs the decoding loop and holds cache ids. The service
+    holds the weights and the KV.
 
-    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
-    append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
-    set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
-    one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
+    Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them.
+
+    An *append* is a call that adds tokens to a cache. If it fails or is cancelled, the cache does not change. An
+    append with `position` is fenced and safe to retry: it is applied only at that length, and a repeat of the last
+    append returns that append's response. Prefill, ForkCache and ForkCaches are safe to retry with `request_id`.
     """
 
     @_abc_1.abstractmethod
@@ -154,7 +157,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.PrefillResponse, _abc.Awaitable[_executor_pb2.PrefillResponse]]:
-        """Appends tokens to a new or an existing cache and says what follows the last of them."""
+        """Appends tokens to a new or an existing cache and predicts the token after the last of them."""
 
     @_abc_1.abstractmethod
     def BatchPrefill(
@@ -162,7 +165,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.BatchPrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.BatchPrefillResponse, _abc.Awaitable[_executor_pb2.BatchPrefillResponse]]:
-        """Several Prefills in one call, run together. Items fail on their own."""
+        """Several Prefills in one call, batched. Each item fails separately."""
 
     @_abc_1.abstractmethod
     def Decode(
@@ -170,7 +173,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.DecodeResponse, _abc.Awaitable[_executor_pb2.DecodeResponse]]:
-        """Appends one token and says what follows it."""
+        """Appends one token and predicts the next one."""
 
     @_abc_1.abstractmethod
     def BatchDecode(
@@ -178,7 +181,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.BatchDecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.BatchDecodeResponse, _abc.Awaitable[_executor_pb2.BatchDecodeResponse]]:
-        """One Decode for each of several caches, run together. Items fail on their own."""
+        """One Decode for each of several caches, batched. Each item fails separately."""
 
     @_abc_1.abstractmethod
     def ForwardVerify(
@@ -186,8 +189,8 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.ForwardVerifyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ForwardVerifyResponse, _abc.Awaitable[_executor_pb2.ForwardVerifyResponse]]:
-        """Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
-        be a tree of continuations, of which one path is kept.
+        """Appends n + 1 tokens (the last accepted token and n draft tokens) in one forward and predicts the next token
+        after each. The drafts may form a tree, of which one path is kept.
         """
 
     @_abc_1.abstractmethod
@@ -196,7 +199,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.UnifiedForwardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.UnifiedForwardResponse, _abc.Awaitable[_executor_pb2.UnifiedForwardResponse]]:
-        """A mixed batch: decodes, prefills and chunks of prefills in one forward. Items fail on their own."""
+        """A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately."""
 
     @_abc_1.abstractmethod
     def Forward(
@@ -204,7 +207,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.ForwardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ForwardResponse, _abc.Awaitable[_executor_pb2.ForwardResponse]]:
-        """Scores tokens: what follows each of them. Keeps no cache."""
+        """Scores tokens: the log-probability of each, and the prediction after each. Keeps no cache."""
 
     @_abc_1.abstractmethod
     def BatchForward(
@@ -212,7 +215,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.BatchForwardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.BatchForwardResponse, _abc.Awaitable[_executor_pb2.BatchForwardResponse]]:
-        """Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own."""
+        """Several Forwards in one call, batched. Common prefixes are computed once. Each item fails separately."""
 
     @_abc_1.abstractmethod
     def ForkCache(
@@ -220,7 +223,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.ForkCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ForkCacheResponse, _abc.Awaitable[_executor_pb2.ForkCacheResponse]]:
-        """Makes copies of a cache that share its pages, and releases others, as beam search does."""
+        """Copies a cache. The copies share its pages. Can release other caches in the same call."""
 
     @_abc_1.abstractmethod
     def ForkCaches(
@@ -228,7 +231,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.ForkCachesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ForkCachesResponse, _abc.Awaitable[_executor_pb2.ForkCachesResponse]]:
-        """Copies several caches and releases others, all of it or nothing: a step of a beam search."""
+        """Copies several caches and releases others atomically, as a step of a beam search does."""
 
     @_abc_1.abstractmethod
     def TruncateKV(
@@ -236,7 +239,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.TruncateKVRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.TruncateKVResponse, _abc.Awaitable[_executor_pb2.TruncateKVResponse]]:
-        """Shortens a cache and frees its pages."""
+        """Truncates a cache and frees its pages."""
 
     @_abc_1.abstractmethod
     def ReleaseCache(
@@ -244,7 +247,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.ReleaseCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ReleaseCacheResponse, _abc.Awaitable[_executor_pb2.ReleaseCacheResponse]]:
-        """Forgets a cache. Releasing an unknown id is not an error."""
+        """Releases a cache. Releasing an unknown id is not an error."""
 
     @_abc_1.abstractmethod
     def ListCaches(
@@ -260,7 +263,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.RenewCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.RenewCacheResponse, _abc.Awaitable[_executor_pb2.RenewCacheResponse]]:
-        """Puts off a cache's expiry."""
+        """Extends a cache's lease."""
 
     @_abc_1.abstractmethod
     def Session(
@@ -268,7 +271,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_executor_pb2.SessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_executor_pb2.SessionResponse], _abc.AsyncIterator[_executor_pb2.SessionResponse]]:
-        """The same calls, many at a time on one stream: the fast lane for per-token loops."""
+        """Multiplexes many calls on one stream. The cheapest way to run per-token loops."""
 
     @_abc_1.abstractmethod
     def GetModelInfo(
@@ -276,7 +279,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.GetModelInfoResponse, _abc.Awaitable[_executor_pb2.GetModelInfoResponse]]:
-        """Describes the model."""
+        """Returns a description of the model."""
 
     @_abc_1.abstractmethod
     def GetCapabilities(
@@ -284,7 +287,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.GetCapabilitiesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.GetCapabilitiesResponse, _abc.Awaitable[_executor_pb2.GetCapabilitiesResponse]]:
-        """Says what this server and its executor can do, and the limits it enforces."""
+        """Returns the capabilities of this server and its executor, and the limits that it enforces."""
 
     @_abc_1.abstractmethod
     def GetStatus(
@@ -292,7 +295,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.GetStatusResponse, _abc.Awaitable[_executor_pb2.GetStatusResponse]]:
-        """Says how the gateway and its workers are."""
+        """Returns the state of the gateway and its workers."""
 
     @_abc_1.abstractmethod
     def GetCacheMetrics(
@@ -300,7 +303,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.GetCacheMetricsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.GetCacheMetricsResponse, _abc.Awaitable[_executor_pb2.GetCacheMetricsResponse]]:
-        """Says how the KV pages are used."""
+        """Returns the usage of the KV pages."""
 
     @_abc_1.abstractmethod
     def GetLoraMetrics(
@@ -308,6 +311,6 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.GetLoraMetricsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.GetLoraMetricsResponse, _abc.Awaitable[_executor_pb2.GetLoraMetricsResponse]]:
-        """Says how LoRA adapters are used."""
+        """Returns the usage of LoRA adapters."""
 
 def add_ModelExecutorServiceServicer_to_server(servicer: ModelExecutorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

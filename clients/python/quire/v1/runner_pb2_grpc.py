@@ -26,11 +26,11 @@ if _version_not_supported:
 
 
 class ModelRunnerServiceStub:
-    """Runs whole texts: a batch goes in, and what is generated comes out as a stream. Whoever wants to drive each token
-    uses ModelExecutorService.
+    """Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
+    each token, use ModelExecutorService.
 
-    A *runtime* is what runs them: this server's own workers, or a provider over HTTP. The server's configuration names
-    them.
+    A *runtime* runs a batch: this server's own workers, or a provider over HTTP. The server's configuration names the
+    runtimes.
     """
 
     def __init__(self, channel):
@@ -77,62 +77,63 @@ class ModelRunnerServiceStub:
 
 
 class ModelRunnerServiceServicer:
-    """Runs whole texts: a batch goes in, and what is generated comes out as a stream. Whoever wants to drive each token
-    uses ModelExecutorService.
+    """Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
+    each token, use ModelExecutorService.
 
-    A *runtime* is what runs them: this server's own workers, or a provider over HTTP. The server's configuration names
-    them.
+    A *runtime* runs a batch: this server's own workers, or a provider over HTTP. The server's configuration names the
+    runtimes.
     """
 
     def Execute(self, request, context):
-        """Generates for all items of a batch. What comes is sent as it comes, of all items mixed. An item's failure ends
-        that item alone. A call that is cancelled, or whose client goes, ends all its items within a step and leaves
-        nothing behind, unless it was asked to be kept (`keep`).
+        """Generates for all items of a batch. Chunks are sent as they are generated, with the items interleaved. A failed
+        item does not affect the others. If the call is cancelled or its client disconnects, all its items are stopped
+        within one step and nothing is kept, unless the request has `keep`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelExecution(self, request, context):
-        """Ends an execution that was asked to be kept: what runs of it, and what is held of it. Who reads it is sent the end of
-        its samples, as CANCELLED. Safe to repeat.
+        """Stops a kept execution and deletes its buffered results. Its readers receive the end of its samples, as
+        CANCELLED. Safe to retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRuntimes(self, request, context):
-        """The runtimes that the caller may use, in the order of the configuration; its own first.
+        """The runtimes that the caller may use, in the order of the configuration, the server's own first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRuntime(self, request, context):
-        """Describes a runtime, and how it is.
+        """Describes a runtime and its state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EstimateCost(self, request, context):
-        """What a batch would cost at most. Nothing is sent to a provider.
+        """The maximum cost of a batch. Nothing is sent to a provider.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadWeights(self, request, context):
-        """Serves another model from now on. The one before serves until the other has proved itself. Needs the role
-        `administer` where callers have tokens. A provider's runtime has nothing to load, and says so at once.
+        """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
+        Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
+        returns immediately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RebuildSession(self, request, context):
-        """Makes a runtime's processes, device contexts and connections anew, under its callers, who keep their cache ids.
-        Needs the role `administer` where callers have tokens.
+        """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
+        Requires the role `administer` if the server requires tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,11 +186,11 @@ def add_ModelRunnerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelRunnerService:
-    """Runs whole texts: a batch goes in, and what is generated comes out as a stream. Whoever wants to drive each token
-    uses ModelExecutorService.
+    """Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
+    each token, use ModelExecutorService.
 
-    A *runtime* is what runs them: this server's own workers, or a provider over HTTP. The server's configuration names
-    them.
+    A *runtime* runs a batch: this server's own workers, or a provider over HTTP. The server's configuration names the
+    runtimes.
     """
 
     @staticmethod

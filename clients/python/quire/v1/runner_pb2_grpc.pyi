@@ -27,11 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ModelRunnerServiceStub:
-    """Runs whole texts: a batch goes in, and what is generated comes out as a stream. Whoever wants to drive each token
-    uses ModelExecutorService.
+    """Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
+    each token, use ModelExecutorService.
 
-    A *runtime* is what runs them: this server's own workers, or a provider over HTTP. The server's configuration names
-    them.
+    A *runtime* runs a batch: this server's own workers, or a provider over HTTP. The server's configuration names the
+    runtimes.
     """
 
     @_typing.overload
@@ -39,69 +39,71 @@ class ModelRunnerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelRunnerServiceAsyncStub: ...
     Execute: _grpc.UnaryStreamMultiCallable[_runner_pb2.ExecuteRequest, _runner_pb2.ExecuteResponse]
-    """Generates for all items of a batch. What comes is sent as it comes, of all items mixed. An item's failure ends
-    that item alone. A call that is cancelled, or whose client goes, ends all its items within a step and leaves
-    nothing behind, unless it was asked to be kept (`keep`).
+    """Generates for all items of a batch. Chunks are sent as they are generated, with the items interleaved. A failed
+    item does not affect the others. If the call is cancelled or its client disconnects, all its items are stopped
+    within one step and nothing is kept, unless the request has `keep`.
     """
     CancelExecution: _grpc.UnaryUnaryMultiCallable[_runner_pb2.CancelExecutionRequest, _runner_pb2.CancelExecutionResponse]
-    """Ends an execution that was asked to be kept: what runs of it, and what is held of it. Who reads it is sent the end of
-    its samples, as CANCELLED. Safe to repeat.
+    """Stops a kept execution and deletes its buffered results. Its readers receive the end of its samples, as
+    CANCELLED. Safe to retry.
     """
     ListRuntimes: _grpc.UnaryUnaryMultiCallable[_runner_pb2.ListRuntimesRequest, _runner_pb2.ListRuntimesResponse]
-    """The runtimes that the caller may use, in the order of the configuration; its own first."""
+    """The runtimes that the caller may use, in the order of the configuration, the server's own first."""
     GetRuntime: _grpc.UnaryUnaryMultiCallable[_runner_pb2.GetRuntimeRequest, _runner_pb2.GetRuntimeResponse]
-    """Describes a runtime, and how it is."""
+    """Describes a runtime and its state."""
     EstimateCost: _grpc.UnaryUnaryMultiCallable[_runner_pb2.EstimateCostRequest, _runner_pb2.EstimateCostResponse]
-    """What a batch would cost at most. Nothing is sent to a provider."""
+    """The maximum cost of a batch. Nothing is sent to a provider."""
     LoadWeights: _grpc.UnaryStreamMultiCallable[_runner_pb2.LoadWeightsRequest, _runner_pb2.LoadWeightsResponse]
-    """Serves another model from now on. The one before serves until the other has proved itself. Needs the role
-    `administer` where callers have tokens. A provider's runtime has nothing to load, and says so at once.
+    """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
+    Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
+    returns immediately.
     """
     RebuildSession: _grpc.UnaryUnaryMultiCallable[_runner_pb2.RebuildSessionRequest, _runner_pb2.RebuildSessionResponse]
-    """Makes a runtime's processes, device contexts and connections anew, under its callers, who keep their cache ids.
-    Needs the role `administer` where callers have tokens.
+    """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
+    Requires the role `administer` if the server requires tokens.
     """
 
 @_typing.type_check_only
 class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
-    """Runs whole texts: a batch goes in, and what is generated comes out as a stream. Whoever wants to drive each token
-    uses ModelExecutorService.
+    """Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
+    each token, use ModelExecutorService.
 
-    A *runtime* is what runs them: this server's own workers, or a provider over HTTP. The server's configuration names
-    them.
+    A *runtime* runs a batch: this server's own workers, or a provider over HTTP. The server's configuration names the
+    runtimes.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Execute: _aio.UnaryStreamMultiCallable[_runner_pb2.ExecuteRequest, _runner_pb2.ExecuteResponse]  # type: ignore[assignment]
-    """Generates for all items of a batch. What comes is sent as it comes, of all items mixed. An item's failure ends
-    that item alone. A call that is cancelled, or whose client goes, ends all its items within a step and leaves
-    nothing behind, unless it was asked to be kept (`keep`).
+    """Generates for all items of a batch. Chunks are sent as they are generated, with the items interleaved. A failed
+    item does not affect the others. If the call is cancelled or its client disconnects, all its items are stopped
+    within one step and nothing is kept, unless the request has `keep`.
     """
     CancelExecution: _aio.UnaryUnaryMultiCallable[_runner_pb2.CancelExecutionRequest, _runner_pb2.CancelExecutionResponse]  # type: ignore[assignment]
-    """Ends an execution that was asked to be kept: what runs of it, and what is held of it. Who reads it is sent the end of
-    its samples, as CANCELLED. Safe to repeat.
+    """Stops a kept execution and deletes its buffered results. Its readers receive the end of its samples, as
+    CANCELLED. Safe to retry.
     """
     ListRuntimes: _aio.UnaryUnaryMultiCallable[_runner_pb2.ListRuntimesRequest, _runner_pb2.ListRuntimesResponse]  # type: ignore[assignment]
-    """The runtimes that the caller may use, in the order of the configuration; its own first."""
+    """The runtimes that the caller may use, in the order of the configuration, the server's own first."""
     GetRuntime: _aio.UnaryUnaryMultiCallable[_runner_pb2.GetRuntimeRequest, _runner_pb2.GetRuntimeResponse]  # type: ignore[assignment]
-    """Describes a runtime, and how it is."""
+    """Describes a runtime and its state."""
     EstimateCost: _aio.UnaryUnaryMultiCallable[_runner_pb2.EstimateCostRequest, _runner_pb2.EstimateCostResponse]  # type: ignore[assignment]
-    """What a batch would cost at most. Nothing is sent to a provider."""
+    """The maximum cost of a batch. Nothing is sent to a provider."""
     LoadWeights: _aio.UnaryStreamMultiCallable[_runner_pb2.LoadWeightsRequest, _runner_pb2.LoadWeightsResponse]  # type: ignore[assignment]
-    """Serves another model from now on. The one before serves until the other has proved itself. Needs the role
-    `administer` where callers have tokens. A provider's runtime has nothing to load, and says so at once.
+    """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
+    Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
+    returns immediately.
     """
     RebuildSession: _aio.UnaryUnaryMultiCallable[_runner_pb2.RebuildSessionRequest, _runner_pb2.RebuildSessionResponse]  # type: ignore[assignment]
-    """Makes a runtime's processes, device contexts and connections anew, under its callers, who keep their cache ids.
-    Needs the role `administer` where callers have tokens.
+    """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
+    Requires the role `administer` if the server requires tokens.
     """
 
 class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Runs whole texts: a batch goes in, and what is generated comes out as a stream. Whoever wants to drive each token
-    uses ModelExecutorService.
+    """Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
+    each token, use ModelExecutorService.
 
-    A *runtime* is what runs them: this server's own workers, or a provider over HTTP. The server's configuration names
-    them.
+    A *runtime* runs a batch: this server's own workers, or a provider over HTTP. The server's configuration names the
+    runtimes.
     """
 
     @_abc_1.abstractmethod
@@ -110,9 +112,9 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.ExecuteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_runner_pb2.ExecuteResponse], _abc.AsyncIterator[_runner_pb2.ExecuteResponse]]:
-        """Generates for all items of a batch. What comes is sent as it comes, of all items mixed. An item's failure ends
-        that item alone. A call that is cancelled, or whose client goes, ends all its items within a step and leaves
-        nothing behind, unless it was asked to be kept (`keep`).
+        """Generates for all items of a batch. Chunks are sent as they are generated, with the items interleaved. A failed
+        item does not affect the others. If the call is cancelled or its client disconnects, all its items are stopped
+        within one step and nothing is kept, unless the request has `keep`.
         """
 
     @_abc_1.abstractmethod
@@ -121,8 +123,8 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.CancelExecutionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runner_pb2.CancelExecutionResponse, _abc.Awaitable[_runner_pb2.CancelExecutionResponse]]:
-        """Ends an execution that was asked to be kept: what runs of it, and what is held of it. Who reads it is sent the end of
-        its samples, as CANCELLED. Safe to repeat.
+        """Stops a kept execution and deletes its buffered results. Its readers receive the end of its samples, as
+        CANCELLED. Safe to retry.
         """
 
     @_abc_1.abstractmethod
@@ -131,7 +133,7 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.ListRuntimesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runner_pb2.ListRuntimesResponse, _abc.Awaitable[_runner_pb2.ListRuntimesResponse]]:
-        """The runtimes that the caller may use, in the order of the configuration; its own first."""
+        """The runtimes that the caller may use, in the order of the configuration, the server's own first."""
 
     @_abc_1.abstractmethod
     def GetRuntime(
@@ -139,7 +141,7 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.GetRuntimeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runner_pb2.GetRuntimeResponse, _abc.Awaitable[_runner_pb2.GetRuntimeResponse]]:
-        """Describes a runtime, and how it is."""
+        """Describes a runtime and its state."""
 
     @_abc_1.abstractmethod
     def EstimateCost(
@@ -147,7 +149,7 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.EstimateCostRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runner_pb2.EstimateCostResponse, _abc.Awaitable[_runner_pb2.EstimateCostResponse]]:
-        """What a batch would cost at most. Nothing is sent to a provider."""
+        """The maximum cost of a batch. Nothing is sent to a provider."""
 
     @_abc_1.abstractmethod
     def LoadWeights(
@@ -155,8 +157,9 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.LoadWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_runner_pb2.LoadWeightsResponse], _abc.AsyncIterator[_runner_pb2.LoadWeightsResponse]]:
-        """Serves another model from now on. The one before serves until the other has proved itself. Needs the role
-        `administer` where callers have tokens. A provider's runtime has nothing to load, and says so at once.
+        """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
+        Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
+        returns immediately.
         """
 
     @_abc_1.abstractmethod
@@ -165,8 +168,8 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.RebuildSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runner_pb2.RebuildSessionResponse, _abc.Awaitable[_runner_pb2.RebuildSessionResponse]]:
-        """Makes a runtime's processes, device contexts and connections anew, under its callers, who keep their cache ids.
-        Needs the role `administer` where callers have tokens.
+        """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
+        Requires the role `administer` if the server requires tokens.
         """
 
 def add_ModelRunnerServiceServicer_to_server(servicer: ModelRunnerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

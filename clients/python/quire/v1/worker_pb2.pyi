@@ -106,14 +106,32 @@ class WorkerCommand(_message.Message):
     adopt: AdoptCommand
     def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ...) -> None: ...
 
+class ForwardOptions(_message.Message):
+    __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SCORED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_SEEDS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    scored: int
+    output: _types_pb2.OutputOptions
+    verify_rows: _containers.RepeatedCompositeFieldContainer[_types_pb2.VerifyRow]
+    sample_seeds: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    accept: _types_pb2.VerifyAccept
+    def __init__(self, rows: _Optional[int] = ..., scored: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., verify_rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., sample_seeds: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ...) -> None: ...
+
 class ForwardCommand(_message.Message):
-    __slots__ = ("sequence", "position", "token_ids", "rows", "output", "accept", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt", "priority", "run_ahead", "scored", "verify_rows", "parents", "sample_seeds")
+    __slots__ = ("sequence", "position", "token_ids", "options", "default_seed", "keep_all", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt", "priority", "prelaunch")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SEED_FIELD_NUMBER: _ClassVar[int]
+    KEEP_ALL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     EPHEMERAL_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
@@ -121,17 +139,13 @@ class ForwardCommand(_message.Message):
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
-    SCORED_FIELD_NUMBER: _ClassVar[int]
-    VERIFY_ROWS_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLE_SEEDS_FIELD_NUMBER: _ClassVar[int]
+    PRELAUNCH_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    rows: int
-    output: _types_pb2.OutputOptions
-    accept: _types_pb2.VerifyAccept
+    options: bytes
+    default_seed: int
+    keep_all: bool
     prompt_len: int
     ephemeral: bool
     timeout_ns: int
@@ -139,12 +153,8 @@ class ForwardCommand(_message.Message):
     caller: int
     salt: bytes
     priority: _types_pb2.Priority
-    run_ahead: bool
-    scored: int
-    verify_rows: _containers.RepeatedCompositeFieldContainer[_types_pb2.VerifyRow]
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    sample_seeds: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ..., salt: _Optional[bytes] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., run_ahead: _Optional[bool] = ..., scored: _Optional[int] = ..., verify_rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., parents: _Optional[_Iterable[int]] = ..., sample_seeds: _Optional[_Iterable[int]] = ...) -> None: ...
+    prelaunch: bool
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., options: _Optional[bytes] = ..., default_seed: _Optional[int] = ..., keep_all: _Optional[bool] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ..., salt: _Optional[bytes] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., prelaunch: _Optional[bool] = ...) -> None: ...
 
 class ForkCommand(_message.Message):
     __slots__ = ("sequence", "children")

@@ -26,15 +26,15 @@ if _version_not_supported:
 
 
 class WorkerServiceStub:
-    """Internal: between the gateway and its workers. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public API.
 
-    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
-    together and its cost is shared.
+    A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
+    stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
-    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
-    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
-    and waits for another one for `orphan_grace_s`, then it ends.
+    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
+    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
+    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
+    sequences and waits `orphan_grace_s` for another stream; then it exits.
     """
 
     def __init__(self, channel):
@@ -51,15 +51,15 @@ class WorkerServiceStub:
 
 
 class WorkerServiceServicer:
-    """Internal: between the gateway and its workers. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public API.
 
-    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
-    together and its cost is shared.
+    A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
+    stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
-    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
-    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
-    and waits for another one for `orphan_grace_s`, then it ends.
+    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
+    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
+    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
+    sequences and waits `orphan_grace_s` for another stream; then it exits.
     """
 
     def Connect(self, request_iterator, context):
@@ -85,15 +85,15 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService:
-    """Internal: between the gateway and its workers. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public API.
 
-    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
-    together and its cost is shared.
+    A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
+    stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
-    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
-    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
-    and waits for another one for `orphan_grace_s`, then it ends.
+    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
+    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
+    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
+    sequences and waits `orphan_grace_s` for another stream; then it exits.
     """
 
     @staticmethod

@@ -27,15 +27,15 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """Internal: between the gateway and its workers. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public API.
 
-    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
-    together and its cost is shared.
+    A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
+    stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
-    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
-    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
-    and waits for another one for `orphan_grace_s`, then it ends.
+    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
+    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
+    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
+    sequences and waits `orphan_grace_s` for another stream; then it exits.
     """
 
     @_typing.overload
@@ -46,30 +46,30 @@ class WorkerServiceStub:
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """Internal: between the gateway and its workers. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public API.
 
-    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
-    together and its cost is shared.
+    A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
+    stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
-    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
-    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
-    and waits for another one for `orphan_grace_s`, then it ends.
+    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
+    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
+    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
+    sequences and waits `orphan_grace_s` for another stream; then it exits.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_worker_pb2.ConnectRequest, _worker_pb2.ConnectResponse]  # type: ignore[assignment]
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Internal: between the gateway and its workers. Not part of the public contract.
+    """Internal: between the gateway and its workers. Not part of the public API.
 
-    One stream at a time. Both sides drain their queue into one message, so a batch that is sent together arrives
-    together and its cost is shared.
+    A worker serves one stream at a time. Both sides send all queued commands or events as one message, so that a batch
+    stays together and shares the cost of a message.
 
-    The metadata `quire-worker-secret` has to be the secret that the worker was started with; else the answer is
-    UNAUTHENTICATED, and nothing else happens. A second stream takes over: the first one ends, what it had queued or
-    running is rolled back, and none of its results is sent any more. A worker whose stream ends keeps its sequences
-    and waits for another one for `orphan_grace_s`, then it ends.
+    The metadata `quire-worker-secret` must be the secret with which the worker was started; otherwise the stream fails
+    with UNAUTHENTICATED and has no effect. A second stream replaces the first: the first one ends, its queued and
+    running operations are rolled back, and none of their results is sent. When its stream ends, a worker keeps its
+    sequences and waits `orphan_grace_s` for another stream; then it exits.
     """
 
     @_abc_1.abstractmethod

@@ -1,14 +1,15 @@
-"""What a dialect is: how items are asked for, and what answers mean.
+"""The interface of a dialect: how it writes requests and reads responses.
 
-Answers are read like anything from outside: whatever has another type than the dialect says is malformed.
+Responses are untrusted: a field with an unexpected type makes the response malformed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from quire.v1 import runner_pb2
 
@@ -18,6 +19,7 @@ from service.runtimes.remote.failures import malformed
 from service.runtimes.remote.sse import ServerEvent
 from service.text import bounded_json
 
+_T = TypeVar("_T")
 _MAX_UINT32 = (1 << 32) - 1
 _ROLES = {
     runner_pb2.CHAT_ROLE_SYSTEM: "system",
@@ -28,8 +30,8 @@ _ROLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class ToolPiece:
-    """More of a sample's call of a tool: the `index`-th. What is said in pieces may be cut in a character."""
+class ToolCallDelta:
+    """More of a sample's tool call with this index. Strings may be split inside a surrogate pair."""
 
     index: int
     id: str = ""
@@ -44,58 +46,55 @@ class Delta:
     sample: int = 0
     text: str = ""
     logprobs: Sequence[float] = ()
-    tool_calls: Sequence[ToolPiece] = ()
-    # Its end, where that is known.
+    tool_calls: Sequence[ToolCallDelta] = ()
+    # Why it ended, if it has.
     finish: runner_pb2.FinishReason = runner_pb2.FINISH_REASON_UNSPECIFIED
     stop: str = ""
 
 
-# What an event says: more of samples, or what the request has used, of which the last word counts.
-Said: TypeAlias = Delta | runner_pb2.Usage
+# A part of an event: more of a sample, or the usage of the request. The last usage counts.
+StreamUpdate: TypeAlias = Delta | runner_pb2.Usage
 
 
-class Reader(Protocol):
-    """Reads the events of one answer, in their order."""
+class ResponseReader(ABC):
+    """Reads the events of one response, in order."""
 
-    @property
-    def is_done(self) -> bool:
-        """The answer says that nothing more comes."""
+    def __init__(self, runtime: str) -> None:
+        """`runtime`: its name, for the log."""
+        self._runtime = runtime
+        # Whether the event that ends the stream has come.
+        self.is_done = False
 
-    def read(self, event: ServerEvent) -> Sequence[Said]:
-        """What an event says. Raises ProviderFailure."""
+    @abstractmethod
+    def read(self, event: ServerEvent) -> Sequence[StreamUpdate]:
+        """The updates of an event. Raises ProviderFailure."""
 
 
-class Dialect(Protocol):
-    """A way to speak with providers. Has no state of its own."""
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A provider's API."""
 
     kind: runner_pb2.RuntimeKind
-    # Behind the provider's base_url.
+    # Appended to the provider's base_url.
     path: str
     # Whether one request can ask for several samples.
     takes_n: bool
-
-    def headers(self, secret: str) -> Mapping[str, str]:
-        """Those that show the credentials (empty: there are none), and others of the dialect."""
-
-    def body(
-        self, item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig
-    ) -> Mapping[str, object]:
-        """What is asked for so many samples of a checked item.
-
-        Raises ProviderFailure for what the dialect cannot do, InvalidArgument.
-        """
-
-    def reader(self, runtime: str) -> Reader:
-        """For a new answer."""
+    # The headers of a request with these credentials (empty: none).
+    headers: Callable[[str], Mapping[str, str]]
+    # The body of a request for a number of samples of a checked item. Raises InvalidArgument, and
+    # ProviderFailure for features that the dialect lacks.
+    body: Callable[[runner_pb2.ExecuteItem, int, ProviderConfig], Mapping[str, object]]
+    # A reader for a new response. The argument is the runtime's name.
+    reader: Callable[[str], ResponseReader]
 
 
 def unsupported(field: str) -> NoReturn:
-    """Raises: the dialect cannot do what this field of the item asks for."""
+    """Raises ProviderFailure: the dialect lacks the feature of this field of the item."""
     raise ProviderFailure("UNSUPPORTED", f"{field}: this runtime's provider cannot do it", field=field)
 
 
 def chat_role(message: runner_pb2.ChatMessage, index: int) -> str:
-    """A message's role by its usual name. Raises InvalidArgument."""
+    """A message's role as providers spell it. Raises InvalidArgument."""
     role = _ROLES.get(message.role)
     if role is None:
         raise InvalidArgument("BAD_CHAT", f"chat.messages[{index}].role", "a role is needed")
@@ -111,10 +110,10 @@ def tools_of(chat: runner_pb2.Chat) -> list[Any]:
 
 
 def parsed_json(text: str, reason: str, field: str) -> Any:
-    """JSON that a caller sent, which can be sent on. Raises InvalidArgument."""
-    value = bounded_json.parsed(text, reason, field)
+    """Parses JSON from a caller, to be sent to the provider. Raises InvalidArgument."""
+    value = bounded_json.parse(text, reason, field)
     try:
-        # Numbers that are too large, and halves of characters, can be read and not written.
+        # Infinite numbers and unpaired surrogates can be parsed but not written.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         raise InvalidArgument(reason, field, "is not JSON") from None
@@ -122,9 +121,9 @@ def parsed_json(text: str, reason: str, field: str) -> Any:
 
 
 class Fields:
-    """An object of an answer. What is missing or null is empty.
+    """A JSON object of a response. A missing or null field reads as empty.
 
-    What has another type raises ProviderFailure.
+    A field of another type raises ProviderFailure.
     """
 
     def __init__(self, value: object) -> None:
@@ -134,7 +133,7 @@ class Fields:
 
     @classmethod
     def of_event(cls, event: ServerEvent) -> Fields:
-        """The data of an event."""
+        """Parses the data of an event."""
         try:
             return cls(json.loads(event.data))
         except (ValueError, RecursionError):
@@ -142,52 +141,48 @@ class Fields:
         raise malformed()
 
     def has(self, name: str) -> bool:
-        """Whether there is anything."""
+        """Whether a field is present and not null."""
         return self._values.get(name) is not None
 
     def value(self, name: str) -> object:
-        """Of whatever type."""
+        """A field of any type."""
         return self._values.get(name)
 
     def text(self, name: str) -> str:
         """A string."""
-        value = self._values.get(name)
-        if value is None:
-            return ""
-        if not isinstance(value, str):
-            raise malformed()
-        return value
+        return self._get(name, str, "")
 
     def count(self, name: str) -> int:
-        """A number of things, or an index."""
-        value = self._values.get(name)
-        if value is None:
-            return 0
-        if type(value) is not int or not 0 <= value <= _MAX_UINT32:
+        """A count or an index."""
+        value = self._get(name, int, 0)
+        if isinstance(value, bool) or not 0 <= value <= _MAX_UINT32:
             raise malformed()
         return value
 
     def fields(self, name: str) -> Fields:
-        """Another object."""
+        """A nested object."""
         value = self._values.get(name)
         return Fields({} if value is None else value)
 
     def items(self, name: str) -> list[object]:
         """A list."""
-        value = self._values.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise malformed()
-        return value
+        return self._get(name, list, [])
 
     def objects(self, name: str) -> list[Fields]:
         """A list of objects."""
         return [Fields(value) for value in self.items(name)]
 
+    def _get(self, name: str, kind: type[_T], nothing: _T) -> _T:
+        value = self._values.get(name)
+        if value is None:
+            return nothing
+        if not isinstance(value, kind):
+            raise malformed()
+        return value
+
 
 def logprob(value: object) -> float:
-    """A log-probability. Null, as some send for the first token of a text, is 0."""
+    """A log-probability. Null is 0: some providers send it for the first token of a text."""
     if value is None:
         return 0.0
     if type(value) not in (int, float):

@@ -1,19 +1,32 @@
-"""What OpenAI's two dialects have in common."""
+"""POST /chat/completions and /completions: OpenAI and compatible providers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
 from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.dialects.base import Delta, Fields, Said, unsupported
-from service.runtimes.remote.failures import broken_off
+from service.runtimes.remote.dialects.base import (
+    Delta,
+    Dialect,
+    Fields,
+    ResponseReader,
+    StreamUpdate,
+    ToolCallDelta,
+    chat_role,
+    logprob,
+    parsed_json,
+    tools_of,
+    unsupported,
+)
+from service.runtimes.remote.failures import stream_error
 from service.runtimes.remote.sse import ServerEvent
 
-# More are looked for here only.
+# OpenAI's limit. The gateway itself looks for all stop texts.
 MAX_STOPS = 4
 _MAX_BIAS = 100.0
 _FINISHES = {
@@ -25,12 +38,11 @@ _FINISHES = {
 }
 
 
-def headers(secret: str) -> Mapping[str, str]:
-    """See `Dialect`."""
+def _headers(secret: str) -> Mapping[str, str]:
     return {"authorization": f"Bearer {secret}"} if secret else {}
 
 
-def common_fields(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> dict[str, object]:
+def _common_fields(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> dict[str, object]:
     """The fields of a request that both dialects have."""
     body: dict[str, object] = {
         "model": config.model,
@@ -63,7 +75,7 @@ def _bias(bias: float) -> float:
 
 
 def _extensions(item: runner_pb2.ExecuteItem, config: ProviderConfig) -> dict[str, object]:
-    """What some providers take beyond OpenAI's own fields. What changes nothing is left out."""
+    """Fields that only some providers have. Values that change nothing are left out."""
     sampling = item.sampling
     wanted: dict[str, object] = {}
     if sampling.top_k:
@@ -81,43 +93,157 @@ def _extensions(item: runner_pb2.ExecuteItem, config: ProviderConfig) -> dict[st
     return {field.removeprefix("sampling."): value for field, value in wanted.items()}
 
 
-class OpenAIReader:
-    """Reads an answer of either; a dialect says what is in a choice."""
+def _chat_body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
+    if item.HasField("tokens"):
+        unsupported("tokens")
+    body = _common_fields(item, samples, config)
+    body["messages"] = _messages(item)
+    body[config.max_tokens_field] = item.max_tokens or config.max_output_tokens
+    tools = tools_of(item.chat)
+    if tools:
+        body["tools"] = tools
+    if item.logprobs:
+        body["logprobs"] = True
+    if item.constraint.HasField("json_schema"):
+        schema = parsed_json(item.constraint.json_schema, "BAD_CONSTRAINT", "constraint.json_schema")
+        named = {"name": "answer", "schema": schema, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": named}
+    return body
 
-    def __init__(self, runtime: str) -> None:
-        self._runtime = runtime
-        self.is_done = False
 
-    def read(self, event: ServerEvent) -> Sequence[Said]:
-        """See `Reader`."""
+def _messages(item: runner_pb2.ExecuteItem) -> list[dict[str, Any]]:
+    if item.HasField("text"):
+        return [{"role": "user", "content": item.text}]
+    messages = []
+    for index, message in enumerate(item.chat.messages):
+        written: dict[str, Any] = {"role": chat_role(message, index), "content": message.content}
+        if message.tool_calls:
+            written["content"] = message.content or None
+            written["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments_json},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id:
+            written["tool_call_id"] = message.tool_call_id
+        messages.append(written)
+    return messages
+
+
+def _completions_body(
+    item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig
+) -> Mapping[str, object]:
+    """Continues a prompt without a chat template."""
+    if item.HasField("chat"):
+        unsupported("chat")
+    if item.constraint.HasField("json_schema"):
+        unsupported("constraint.json_schema")
+    body = _common_fields(item, samples, config)
+    body["prompt"] = list(item.tokens.token_ids) if item.HasField("tokens") else item.text
+    body["max_tokens"] = item.max_tokens or config.max_output_tokens
+    if item.logprobs:
+        # 0 alternatives: only those of the chosen tokens.
+        body["logprobs"] = 0
+    return body
+
+
+class _OpenAIReader(ResponseReader):
+    """Reads a response of either API. A subclass reads a choice."""
+
+    def read(self, event: ServerEvent) -> Sequence[StreamUpdate]:
         if event.data == "[DONE]":
             self.is_done = True
             return ()
-        said = Fields.of_event(event)
-        if said.has("error"):
-            raise broken_off(self._runtime, {"error": said.value("error")})
-        deltas: list[Said] = [self.delta(choice) for choice in said.objects("choices")]
-        if said.has("usage"):
-            deltas.append(_usage(said.fields("usage")))
+        data = Fields.of_event(event)
+        if data.has("error"):
+            raise stream_error(self._runtime, {"error": data.value("error")})
+        deltas: list[StreamUpdate] = [self._delta(choice) for choice in data.objects("choices")]
+        if data.has("usage"):
+            deltas.append(_usage(data.fields("usage")))
         return deltas
 
-    def delta(self, choice: Fields) -> Delta:
-        """What one choice of an event says."""
+    def _delta(self, choice: Fields) -> Delta:
+        """The update of one choice of an event."""
         raise NotImplementedError
 
 
-def finish_of(choice: Fields) -> runner_pb2.FinishReason:
-    """Why a choice ended, if it has. A reason that is not known is an end like any."""
+class _ChatReader(_OpenAIReader):
+    def __init__(self, runtime: str) -> None:
+        super().__init__(runtime)
+        # Samples with a refusal.
+        self._refusals: set[int] = set()
+
+    def _delta(self, choice: Fields) -> Delta:
+        sample, data = choice.count("index"), choice.fields("delta")
+        if data.text("refusal"):
+            self._refusals.add(sample)
+        finish = _finish(choice)
+        if finish and sample in self._refusals:
+            finish = runner_pb2.FINISH_REASON_CONTENT_FILTER
+        return Delta(
+            sample=sample,
+            text=data.text("content"),
+            logprobs=[
+                logprob(token.value("logprob")) for token in choice.fields("logprobs").objects("content")
+            ],
+            tool_calls=[_tool_call(call) for call in data.objects("tool_calls")],
+            finish=finish,
+        )
+
+
+def _tool_call(call: Fields) -> ToolCallDelta:
+    function = call.fields("function")
+    return ToolCallDelta(
+        index=call.count("index"),
+        id=call.text("id"),
+        name=function.text("name"),
+        arguments_json=function.text("arguments"),
+    )
+
+
+class _CompletionsReader(_OpenAIReader):
+    def _delta(self, choice: Fields) -> Delta:
+        return Delta(
+            sample=choice.count("index"),
+            text=choice.text("text"),
+            logprobs=[logprob(value) for value in choice.fields("logprobs").items("token_logprobs")],
+            finish=_finish(choice),
+        )
+
+
+def _finish(choice: Fields) -> runner_pb2.FinishReason:
+    """Why a choice ended, if it has. An unknown reason counts as STOP."""
     reason = choice.text("finish_reason")
     if not reason:
         return runner_pb2.FINISH_REASON_UNSPECIFIED
     return _FINISHES.get(reason, runner_pb2.FINISH_REASON_STOP)
 
 
-def _usage(said: Fields) -> runner_pb2.Usage:
+def _usage(data: Fields) -> runner_pb2.Usage:
     return runner_pb2.Usage(
-        input_tokens=said.count("prompt_tokens"),
-        output_tokens=said.count("completion_tokens"),
-        reasoning_tokens=said.fields("completion_tokens_details").count("reasoning_tokens"),
-        cached_tokens=said.fields("prompt_tokens_details").count("cached_tokens"),
+        input_tokens=data.count("prompt_tokens"),
+        output_tokens=data.count("completion_tokens"),
+        reasoning_tokens=data.fields("completion_tokens_details").count("reasoning_tokens"),
+        cached_tokens=data.fields("prompt_tokens_details").count("cached_tokens"),
     )
+
+
+CHAT = Dialect(
+    kind=runner_pb2.RUNTIME_KIND_OPENAI_CHAT,
+    path="/chat/completions",
+    takes_n=True,
+    headers=_headers,
+    body=_chat_body,
+    reader=_ChatReader,
+)
+COMPLETIONS = Dialect(
+    kind=runner_pb2.RUNTIME_KIND_OPENAI_COMPLETIONS,
+    path="/completions",
+    takes_n=True,
+    headers=_headers,
+    body=_completions_body,
+    reader=_CompletionsReader,
+)

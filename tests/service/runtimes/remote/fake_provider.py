@@ -1,4 +1,4 @@
-"""A provider that misbehaves on demand: HTTP over real sockets, each reply written as a test says."""
+"""A fake provider over real HTTP sockets. A test scripts each reply, including faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.runtimes.remote.runtime import RemoteRuntime
 from service.runtimes.remote.spending import Spending
 from tests.error_details import status_reason
 
-# Writes an answer; returns whether the connection stays open for another.
+# Writes a response; returns whether the connection stays open for another.
 Reply = Callable[[asyncio.StreamWriter], Awaitable[bool]]
 EVENT_STREAM = (
     "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
@@ -30,7 +30,7 @@ EVENT_STREAM = (
 
 @dataclass
 class Asked:
-    """A request as it came."""
+    """A received request."""
 
     target: str
     headers: dict[str, str]
@@ -38,7 +38,7 @@ class Asked:
 
 
 class FakeProvider:
-    """Answers each request with the next reply of the script, and the last one for ever."""
+    """Answers each request with the next reply of the script, then repeats the last one."""
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
@@ -47,7 +47,7 @@ class FakeProvider:
         self.connections = 0
         self.open = 0
         self.port = 0
-        # Set when a client went before its answer was complete.
+        # Set when a client disconnected before its response was complete.
         self.left = asyncio.Event()
 
     @property
@@ -123,7 +123,7 @@ def raw(*pieces: bytes, pause_s: float = 0.0, stays: bool = False) -> Reply:
 
 
 def stalled(*pieces: bytes) -> Reply:
-    """Writes bytes, and then nothing more, for ever."""
+    """Writes bytes, then hangs."""
 
     async def reply(writer: asyncio.StreamWriter) -> bool:
         for piece in pieces:
@@ -135,7 +135,7 @@ def stalled(*pieces: bytes) -> Reply:
 
 
 def status(code: int, body: object = None, headers: str = "") -> Reply:
-    """A whole answer with another status."""
+    """A complete response with another status."""
     text = (body if isinstance(body, str) else json.dumps(body)).encode()
     head = f"HTTP/1.1 {code} X\r\nContent-Length: {len(text)}\r\nConnection: close\r\n{headers}\r\n"
     return raw(head.encode() + text)
@@ -163,21 +163,21 @@ USAGE = {
 
 
 def stream(*events: object, done: bool = True) -> Reply:
-    """A whole answer of OpenAI's dialects."""
+    """A complete response of OpenAI's dialects."""
     pieces = [event(said) for said in events] + ([event("[DONE]")] if done else [])
     return raw(EVENT_STREAM.encode() + b"".join(pieces))
 
 
 def said(*texts: str) -> Reply:
-    """A good answer of the chat dialect."""
+    """A successful response of the chat dialect."""
     return stream(*(delta(text) for text in texts), delta(finish="stop"), USAGE)
 
 
-# The other side.
+# The client side.
 
 
 class Collected:
-    """An Outlet that keeps everything."""
+    """A ChunkSink that keeps all chunks."""
 
     def __init__(self) -> None:
         self.chunks: list[runner_pb2.SampleChunk] = []
@@ -190,11 +190,11 @@ class Collected:
         self.chunks += chunks
         self.first.set()
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         self.waited += 1
         await self.has_room.wait()
 
-    def on_release(self, let_go: Callable[[], None]) -> None:
+    def on_release(self, callback: Callable[[], None]) -> None:
         pass
 
     def of(self, item_id: str = "a", sample: int = 0) -> list[runner_pb2.SampleChunk]:
@@ -204,7 +204,7 @@ class Collected:
         return "".join(chunk.text for chunk in self.of(item_id, sample))
 
     def last(self, item_id: str = "a", sample: int = 0) -> runner_pb2.SampleChunk:
-        """The end of a sample, of which there has to be one."""
+        """The last chunk of a sample, which must have ended."""
         chunks = self.of(item_id, sample)
         assert [bool(chunk.finish_reason) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert [chunk.position for chunk in chunks] == list(range(len(chunks)))
@@ -213,7 +213,7 @@ class Collected:
 
 @dataclass
 class VirtualTime:
-    """Sleeping takes no time, and moves the clock."""
+    """A clock that `sleep` advances without waiting."""
 
     now_s: float = 1000.0
     slept: list[float] = field(default_factory=list)
@@ -224,7 +224,7 @@ class VirtualTime:
         await asyncio.sleep(0)
 
     def clock(self) -> Clock:
-        # The longest of what chance may draw.
+        # Always the largest random number.
         return Clock(
             now_s=lambda: self.now_s,
             wall_s=lambda: 999_999_000.0 + self.now_s,
@@ -249,10 +249,10 @@ async def run(
     tenant: Tenant | None = None,
 ) -> Collected:
     """Runs a batch to its end."""
-    outlet = Collected()
+    sink = Collected()
     batch = Batch(key="k", tenant=tenant, items=items, deadline_s=deadline_s)
-    await runtime.execute(batch, outlet)
-    return outlet
+    await runtime.execute(batch, sink)
+    return sink
 
 
 @asynccontextmanager
@@ -267,7 +267,7 @@ async def remote(
 
 
 def reason(chunk: runner_pb2.SampleChunk) -> str:
-    """Why a sample failed; empty: it did not."""
+    """The reason why a sample failed; empty: it did not."""
     if chunk.finish_reason != runner_pb2.FINISH_REASON_ERROR:
         return ""
     return status_reason(chunk.error)

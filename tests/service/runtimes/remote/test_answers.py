@@ -1,4 +1,4 @@
-"""What providers say becomes chunks: texts, tool calls, ends and usage, in all dialects."""
+"""Responses become chunks: text, tool calls, finish reasons and usage, in all dialects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def provider() -> AsyncIterator[FakeProvider]:
         yield made
 
 
-async def test_texts_come_as_they_come_with_the_usage_at_the_end(provider: FakeProvider) -> None:
+async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider) -> None:
     provider.script.append(said("Hel", "lo"))
 
     async with remote(config(provider, prices=PRICES)) as runtime:
@@ -67,7 +67,7 @@ async def test_texts_come_as_they_come_with_the_usage_at_the_end(provider: FakeP
     assert math.isclose(usage.cost_usd, (4 * 2 + 3 * 1 + 5 * 10) / 1e6)
 
 
-async def test_what_costs_an_unknown_price_has_no_cost(provider: FakeProvider) -> None:
+async def test_without_a_price_no_cost_is_reported(provider: FakeProvider) -> None:
     provider.script.append(said("x"))
 
     async with remote(config(provider)) as runtime:
@@ -79,7 +79,7 @@ async def test_what_costs_an_unknown_price_has_no_cost(provider: FakeProvider) -
     assert not estimate.HasField("max_cost_usd")
 
 
-async def test_a_provider_without_usage_tells_none(provider: FakeProvider) -> None:
+async def test_without_usage_from_the_provider_none_is_reported(provider: FakeProvider) -> None:
     provider.script.append(stream(delta("x"), delta(finish="length")))
 
     async with remote(config(provider)) as runtime:
@@ -88,7 +88,7 @@ async def test_a_provider_without_usage_tells_none(provider: FakeProvider) -> No
     assert last.finish_reason == LENGTH and not last.HasField("usage")
 
 
-async def test_samples_of_one_request_are_told_apart(provider: FakeProvider) -> None:
+async def test_samples_of_one_request_are_separated(provider: FakeProvider) -> None:
     events = [delta("a", 0), delta("b", 1), delta("A", 0, "stop"), delta("B", 1, "length"), USAGE]
     provider.script.append(stream(*events))
 
@@ -98,11 +98,11 @@ async def test_samples_of_one_request_are_told_apart(provider: FakeProvider) -> 
     assert provider.asked[0].body["n"] == 2
     assert (out.text(sample=0), out.text(sample=1)) == ("aA", "bB")
     assert (out.last(sample=0).finish_reason, out.last(sample=1).finish_reason) == (STOP, LENGTH)
-    # What the provider counted together is told once.
+    # The provider's count for the whole request is reported once.
     assert [out.last(sample=i).usage.output_tokens for i in (0, 1)] == [5, 0]
 
 
-async def test_tool_calls_come_in_pieces(provider: FakeProvider) -> None:
+async def test_tool_calls_are_streamed(provider: FakeProvider) -> None:
     first = {"index": 0, "id": "c1", "function": {"name": "look", "arguments": ""}}
     more = {"index": 0, "function": {"arguments": '{"a":1}'}}
     provider.script.append(
@@ -133,7 +133,7 @@ async def test_logprobs_and_refusals(provider: FakeProvider) -> None:
     assert (out.text(), out.last().finish_reason) == ("x", FILTERED)
 
 
-async def test_halves_of_a_character_are_joined(provider: FakeProvider) -> None:
+async def test_surrogate_pairs_are_joined(provider: FakeProvider) -> None:
     whole = json.dumps(delta("\N{GRINNING FACE}"))
     high, low = whole.replace("\\ude00", ""), whole.replace("\\ud83d", "")
     alone = json.dumps(delta("\ude00"))
@@ -146,8 +146,8 @@ async def test_halves_of_a_character_are_joined(provider: FakeProvider) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
-async def test_halves_of_a_character_are_joined_in_tool_calls(provider: FakeProvider, dialect: str) -> None:
-    """Also where two calls are written at once; a half that stands alone is replaced, in names as well."""
+async def test_surrogate_pairs_are_joined_in_tool_calls(provider: FakeProvider, dialect: str) -> None:
+    """Also for two interleaved calls. Unpaired surrogates are replaced, also in names."""
     pieces = [(0, '"\ud83d'), (1, "\ud83d"), (0, "\ude00"), (0, '"'), (1, "x")]
     if dialect == "openai-chat":
         calls = [{"index": i, "id": f"\ude00{i}", "function": {"name": "\ud83d"}} for i in (0, 1)]
@@ -165,7 +165,7 @@ async def test_halves_of_a_character_are_joined_in_tool_calls(provider: FakeProv
             events.append({"type": "content_block_delta", "index": index, "delta": said})
         end = {"stop_reason": "tool_use", "stop_sequence": "\ud83d"}
         events += [{"type": "message_delta", "delta": end}, {"type": "message_stop"}]
-    # As JSON has them, escaped: a lone half cannot be written otherwise.
+    # Escaped as in JSON: an unpaired surrogate cannot be encoded otherwise.
     provider.script.append(stream(*events))
 
     async with remote(config(provider, dialect=dialect)) as runtime:
@@ -179,7 +179,7 @@ async def test_halves_of_a_character_are_joined_in_tool_calls(provider: FakeProv
     assert texts == ['"\N{GRINNING FACE}"', f"{bad}x"]
 
 
-async def test_stop_texts_beyond_the_providers_cut_the_stream_here(provider: FakeProvider) -> None:
+async def test_stop_texts_beyond_the_providers_limit_end_the_stream_here(provider: FakeProvider) -> None:
     stops = ["1", "2", "3", "4", "END"]
     provider.script.append(stream(delta("one E"), delta("ND two"), delta("three"), delta(finish="stop")))
 
@@ -191,7 +191,7 @@ async def test_stop_texts_beyond_the_providers_cut_the_stream_here(provider: Fak
     assert (out.last().finish_reason, out.last().stop) == (STOP, "END")
 
 
-async def test_a_beginning_of_a_stop_text_is_shown_when_it_was_none(provider: FakeProvider) -> None:
+async def test_a_partial_stop_text_is_put_out_at_the_end(provider: FakeProvider) -> None:
     provider.script.append(stream(delta("a E"), delta(finish="length")))
 
     async with remote(config(provider)) as runtime:
@@ -248,7 +248,7 @@ async def test_anthropics_messages(provider: FakeProvider, monkeypatch: pytest.M
     async with remote(made) as runtime:
         out = await run(runtime, item(n=2))
 
-    # It has no samples: each is a request of its own.
+    # The API has no `n`: each sample is a request of its own.
     assert len(provider.asked) == 2
     asked = provider.asked[0]
     assert asked.target == "/v1/messages"
@@ -264,7 +264,7 @@ async def test_anthropics_messages(provider: FakeProvider, monkeypatch: pytest.M
 
 
 async def test_samples_share_their_prompt(provider: FakeProvider) -> None:
-    """However many requests there are: those that wait for their turn take no copy of it."""
+    """Queued requests hold no copy of the prompt, however many there are."""
     provider.script.append(stalled())
     made = config(provider, dialect="anthropic-messages", max_concurrent=1)
 
@@ -281,26 +281,26 @@ async def test_samples_share_their_prompt(provider: FakeProvider) -> None:
         running.cancel()
         await asyncio.wait([running])
 
-    # The provider of this test has some copies as well.
+    # The fake provider holds some copies, too.
     assert peak_bytes < 30 << 20
 
 
-async def test_a_thousand_requests_leave_turns_to_others(provider: FakeProvider) -> None:
+async def test_a_thousand_requests_yield_to_the_event_loop(provider: FakeProvider) -> None:
     provider.script.append(said("x"))
     batch = Batch("k", Tenant(), [item("x" * 20_000, item_id=str(n)) for n in range(1000)])
-    outlet = Collected()
+    sink = Collected()
 
     async with remote(config(provider, max_concurrent=1, max_waiting=1)) as runtime:
-        running = asyncio.create_task(runtime.execute(batch, outlet))
+        running = asyncio.create_task(runtime.execute(batch, sink))
         turns = 0
-        # But for one that runs and one that waits, all are refused at once.
-        while len(outlet.chunks) < 990:
+        # All are refused at once, except one that runs and one that waits.
+        while len(sink.chunks) < 990:
             turns += 1
             await asyncio.sleep(0)
         running.cancel()
         await asyncio.wait([running])
 
-    # Making so many takes several slices on any machine.
+    # Creating so many takes several time slices on any machine.
     assert turns > 5
 
 
@@ -316,7 +316,7 @@ async def test_the_most_tokens_of_all_samples_can_be_estimated(provider: FakePro
     assert {reason(out.last(sample=sample)) for sample in range(128)} == {"BUDGET_EXCEEDED"}
 
 
-async def test_connections_are_used_again(provider: FakeProvider) -> None:
+async def test_connections_are_reused(provider: FakeProvider) -> None:
     body = b"".join([event(delta("x", finish="stop")), event("[DONE]")])
     head = EVENT_STREAM.replace("Connection: close", "Transfer-Encoding: chunked").encode()
     whole = head + f"{len(body):x}\r\n".encode() + body + b"\r\n"
@@ -329,33 +329,17 @@ async def test_connections_are_used_again(provider: FakeProvider) -> None:
     assert (len(provider.asked), provider.connections) == (3, 1)
 
 
-async def test_a_slow_reader_holds_the_provider_back(provider: FakeProvider) -> None:
-    provider.script.append(said("x"))
-    async with remote(config(provider)) as runtime:
-        outlet = Collected()
-        outlet.is_full = True
-        running = asyncio.create_task(runtime.execute(Batch("k", Tenant(), [item()]), outlet))
-        while not outlet.waited:
-            await asyncio.sleep(0.001)
-        assert not outlet.chunks
-        outlet.is_full = False
-        outlet.has_room.set()
-        await running
-
-    assert outlet.text() == "x"
-
-
-def test_what_is_complete_does_not_fail_any_more() -> None:
+def test_a_complete_sample_cannot_fail_later() -> None:
     out = Collected()
     samples = Samples(item(), [0], None, out)
     samples.take(Delta(text="x", finish=STOP))
     samples.end()
-    samples.fail(to_status(DeadlinePassed()))
+    samples.end(to_status(DeadlinePassed()))
 
     assert out.last().finish_reason == STOP
 
 
-async def test_items_fail_alone(provider: FakeProvider) -> None:
+async def test_an_item_fails_without_the_others(provider: FakeProvider) -> None:
     provider.script.append(said("x"))
 
     async with remote(config(provider)) as runtime:
@@ -365,7 +349,7 @@ async def test_items_fail_alone(provider: FakeProvider) -> None:
     assert out.text("good") == "x"
 
 
-async def test_what_is_known_of_a_runtime(provider: FakeProvider) -> None:
+async def test_describing_a_runtime(provider: FakeProvider) -> None:
     made = config(provider, provider="somebody", prices=PRICES, requests_per_minute=60, tokens_per_minute=1e4)
     provider.script.append(said("x"))
 
@@ -381,7 +365,7 @@ async def test_what_is_known_of_a_runtime(provider: FakeProvider) -> None:
     assert (before.trouble, before.breaker) == ("", runner_pb2.BREAKER_STATE_CLOSED)
     assert (before.prices.output_usd, before.prices.cached_input_usd) == (10.0, 1.0)
     assert (before.rate_limits.requests_left, before.rate_limits.tokens_left) == (60, 1e4)
-    # What the provider counted, not what was expected.
+    # As counted by the provider, not as expected.
     assert (after.rate_limits.requests_left, after.rate_limits.tokens_left) == (59, 1e4 - 12)
     assert (after.rate_limits.running, after.executions) == (0, 0)
     assert [answer.phase for answer in loads] == [runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED]

@@ -1,4 +1,4 @@
-"""Credentials are read anew when they are refused, and are never seen by anybody but the provider."""
+"""Credentials are read again when they are refused, and only the provider ever sees them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
 from service.runtimes.base import Batch
 from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.credentials import Secret, read
+from service.runtimes.remote.sessions import Secret, read_secret
 from tests.certificates import Authority
 from tests.service.runtimes.remote.fake_provider import (
     EVENT_STREAM,
@@ -68,16 +68,7 @@ def write(key: Path, text: str | None) -> None:
         key.write_text(text)
 
 
-async def test_they_go_into_the_header(provider: FakeProvider, key: Path) -> None:
-    provider.script.append(GOOD)
-
-    async with remote(config(provider, api_key_file=str(key))) as runtime:
-        await run(runtime, item())
-
-    assert provider.asked[0].headers["authorization"] == f"Bearer {SECRET}"
-
-
-async def test_refused_ones_are_read_anew_once_for_all(
+async def test_refused_credentials_are_read_again_once_for_all_calls(
     provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients: list[httpx2.AsyncClient] = []
@@ -105,7 +96,7 @@ async def test_refused_ones_are_read_anew_once_for_all(
     assert len(clients) == 2
 
 
-async def test_those_that_stay_refused_are_tried_twice(provider: FakeProvider, key: Path) -> None:
+async def test_credentials_that_stay_refused_are_tried_twice(provider: FakeProvider, key: Path) -> None:
     provider.script.append(status(401))
     virtual = VirtualTime()
 
@@ -115,7 +106,7 @@ async def test_those_that_stay_refused_are_tried_twice(provider: FakeProvider, k
     assert reason(out.last()) == "UNAUTHORIZED" and len(provider.asked) == 2 and virtual.slept == []
 
 
-async def test_a_rebuilt_session_leaves_running_calls_alone(provider: FakeProvider, key: Path) -> None:
+async def test_rebuilding_a_session_does_not_disturb_running_calls(provider: FakeProvider, key: Path) -> None:
     go_on = asyncio.Event()
 
     async def slow(writer: asyncio.StreamWriter) -> bool:
@@ -125,10 +116,10 @@ async def test_a_rebuilt_session_leaves_running_calls_alone(provider: FakeProvid
         return False
 
     provider.script += [slow, GOOD]
-    outlet = Collected()
+    sink = Collected()
     async with remote(config(provider, api_key_file=str(key))) as runtime:
-        running = asyncio.create_task(runtime.execute(Batch("k", Tenant(), [item()]), outlet))
-        await outlet.first.wait()
+        running = asyncio.create_task(runtime.execute(Batch("k", Tenant(), [item()]), sink))
+        await sink.first.wait()
         old = runtime._provider.sessions._current
         assert old is not None
         write(key, OTHER)
@@ -139,12 +130,12 @@ async def test_a_rebuilt_session_leaves_running_calls_alone(provider: FakeProvid
         await running
         assert (was_closed_before, old.client.is_closed) == (False, True)
 
-    assert (outlet.text(), again.text()) == ("old", "good")
+    assert (sink.text(), again.text()) == ("old", "good")
     assert provider.asked[1].headers["authorization"] == f"Bearer {OTHER}"
 
 
 @pytest.mark.parametrize("text", ["", "two words", "line\nbreak", "k\u00e9y", "\x7f", None])
-async def test_what_cannot_be_a_key_is_not_sent(provider: FakeProvider, key: Path, text: str | None) -> None:
+async def test_an_invalid_key_is_not_sent(provider: FakeProvider, key: Path, text: str | None) -> None:
     write(key, text)
 
     async with remote(config(provider, api_key_file=str(key))) as runtime:
@@ -161,7 +152,7 @@ async def test_what_cannot_be_a_key_is_not_sent(provider: FakeProvider, key: Pat
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
-async def test_they_are_for_those_who_prove_who_they_are(
+async def test_credentials_are_only_sent_over_verified_tls(
     key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
 ) -> None:
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
@@ -179,7 +170,7 @@ async def test_they_are_for_those_who_prove_who_they_are(
     assert len(provider.asked) == is_trusted
 
 
-async def test_they_do_not_follow_a_redirect(provider: FakeProvider, key: Path) -> None:
+async def test_redirects_are_not_followed(provider: FakeProvider, key: Path) -> None:
     async with fake_provider() as elsewhere:
         elsewhere.script.append(GOOD)
         provider.script.append(status(308, headers=f"Location: {elsewhere.url}\r\n"))
@@ -190,7 +181,7 @@ async def test_they_do_not_follow_a_redirect(provider: FakeProvider, key: Path) 
 
 
 def _leaks() -> Iterator[tuple[str, Reply]]:
-    """Answers of a provider that repeats the credentials wherever it can."""
+    """Responses of a provider that repeats the credentials wherever it can."""
     echo = {"error": {"message": SECRET, "type": SECRET, "code": SECRET}}
     yield "a status", status(500, echo, f"X-Echo: {SECRET}\r\nSet-Cookie: k={SECRET}\r\n")
     yield "a refusal", status(401, echo)
@@ -211,14 +202,14 @@ LEAKS = dict(_leaks())
 
 
 @pytest.mark.parametrize("name", LEAKS)
-async def test_nothing_shows_them(
+async def test_credentials_appear_nowhere(
     provider: FakeProvider,
     key: Path,
     name: str,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Not even to who logs everything, and whatever the provider does with them."""
+    """Not in a log with all levels, whatever the provider does with them."""
     provider.script.append(LEAKS[name])
     shown: list[object] = []
 
@@ -244,18 +235,18 @@ async def test_nothing_shows_them(
     assert "planted" not in said_anywhere
 
 
-async def test_failures_are_chained_to_nothing_that_holds_them(
+async def test_failures_chain_no_exception_with_credentials(
     provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider.script.append(raw(b"nonsense\r\n\r\n"))
     seen: list[BaseException] = []
-    plain = ProviderFailure.untraced
+    plain = ProviderFailure.without_traceback
 
-    def untraced(self: ProviderFailure) -> ProviderFailure:
+    def without_traceback(self: ProviderFailure) -> ProviderFailure:
         seen.append(self)
         return plain(self)
 
-    monkeypatch.setattr(ProviderFailure, "untraced", untraced)
+    monkeypatch.setattr(ProviderFailure, "without_traceback", without_traceback)
     async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
         await run(runtime, item())
     gc.collect()
@@ -264,7 +255,7 @@ async def test_failures_are_chained_to_nothing_that_holds_them(
     assert [(e.__context__, e.__cause__, e.__traceback__) for e in seen] == [(None, None, None)] * len(seen)
 
 
-async def test_a_bug_of_ours_shows_nothing(
+async def test_an_unexpected_exception_reveals_no_credentials(
     provider: FakeProvider,
     key: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -284,9 +275,9 @@ async def test_a_bug_of_ours_shows_nothing(
     assert "ZeroDivisionError" in logged and "planted" not in logged
 
 
-async def test_without_a_place_for_them_none_are_sent(provider: FakeProvider) -> None:
+async def test_without_configured_credentials_none_are_sent(provider: FakeProvider) -> None:
     provider.script.append(GOOD)
-    assert await read(config(provider)) is None
+    assert await read_secret(config(provider)) is None
 
     async with remote(config(provider)) as runtime:
         await run(runtime, item())
@@ -320,8 +311,8 @@ def test_settings_that_cannot_be_used(changes: dict[str, object]) -> None:
     assert next(iter(changes)) in str(raised.value) or changes == {"model": ""}
 
 
-async def test_a_runtime_that_is_replaced_finishes_what_it_has_and_leaves_no_connection() -> None:
-    """One request is under way by then, and one waits for its turn."""
+async def test_a_replaced_runtime_finishes_its_calls_and_closes_its_connections() -> None:
+    """One request is running at that time, and one is queued."""
     goes_on = asyncio.Event()
 
     async def reply(writer: asyncio.StreamWriter) -> bool:
@@ -333,13 +324,13 @@ async def test_a_runtime_that_is_replaced_finishes_what_it_has_and_leaves_no_con
     async with fake_provider() as provider:
         provider.script.append(reply)
         async with remote(config(provider, max_concurrent=1)) as runtime:
-            outlet = Collected()
+            sink = Collected()
             batch = Batch(key="k", tenant=None, items=[item(), item(item_id="b")])
-            running = asyncio.create_task(runtime.execute(batch, outlet))
-            await outlet.first.wait()
+            running = asyncio.create_task(runtime.execute(batch, sink))
+            await sink.first.wait()
             await runtime.close()
             goes_on.set()
             await running
-            assert [outlet.text("a"), outlet.text("b")] == ["good", "good"]
+            assert [sink.text("a"), sink.text("b")] == ["good", "good"]
             while provider.open:
                 await asyncio.sleep(0)

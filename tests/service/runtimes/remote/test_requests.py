@@ -1,4 +1,4 @@
-"""What is asked of providers for an item, and what of it no provider of a dialect can be asked."""
+"""The request bodies for an item, and the fields that a dialect does not support."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 from quire.v1 import runner_pb2, types_pb2
 
 from service.errors import InvalidArgument, ProviderFailure, QuireError
-from service.runtimes.remote import checks
 from service.runtimes.remote.config import DIALECTS as NAMES
 from service.runtimes.remote.config import ProviderConfig
-from service.runtimes.remote.runtime import DIALECTS
+from service.runtimes.remote.runtime import DIALECTS, check
 
 CHAT = runner_pb2.Chat(
     messages=[
@@ -34,7 +33,7 @@ SCHEMA = '{"type": "object"}'
 
 def body(dialect: str, item: runner_pb2.ExecuteItem, samples: int = 1, **settings: Any) -> dict[str, Any]:
     made = ProviderConfig(name="x", dialect=dialect, base_url="https://a.example", model="m", **settings)
-    asyncio.run(checks.check(item))
+    asyncio.run(check(item))
     return dict(DIALECTS[dialect].body(item, samples, made))
 
 
@@ -51,9 +50,9 @@ def test_every_dialect_of_the_configuration_is_there() -> None:
     assert tuple(DIALECTS) == NAMES
 
 
-def test_a_text_is_one_message_of_a_chat() -> None:
+def test_a_text_becomes_one_chat_message() -> None:
     message = {"role": "user", "content": "Hi"}
-    # Without sampling it is greedy, and never without a bound.
+    # Without sampling it is greedy. There is always a token limit.
     assert body("openai-chat", asked()) == {
         "model": "m",
         "stream": True,
@@ -149,7 +148,7 @@ UNSUPPORTED: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("dialect", "field", "fields"), UNSUPPORTED, ids=[f"{d}-{f}" for d, f, _ in UNSUPPORTED]
 )
-def test_what_a_dialect_cannot_do_is_said(dialect: str, field: str, fields: dict[str, Any]) -> None:
+def test_unsupported_fields_are_refused(dialect: str, field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ProviderFailure) as raised:
         body(dialect, asked(**fields))
     assert (raised.value.reason, raised.value.metadata) == ("UNSUPPORTED", {"field": field})
@@ -175,7 +174,9 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("reason", "field", "fields"), BAD, ids=[f"{r}-{f}" for r, f, _ in BAD])
-def test_bad_items_are_refused_here(reason: str, field: str, fields: dict[str, Any]) -> None:
+def test_invalid_items_are_refused_before_they_are_sent(
+    reason: str, field: str, fields: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidArgument) as raised:
         body("openai-chat", asked(**fields))
     assert (raised.value.reason, raised.value.field) == (reason, field)
@@ -183,4 +184,4 @@ def test_bad_items_are_refused_here(reason: str, field: str, fields: dict[str, A
 
 def test_an_item_without_a_prompt() -> None:
     with pytest.raises(QuireError, match="a prompt is needed"):
-        asyncio.run(checks.check(runner_pb2.ExecuteItem(item_id="a")))
+        asyncio.run(check(runner_pb2.ExecuteItem(item_id="a")))

@@ -10,21 +10,21 @@ export const protobufPackage = "quire.v1";
 export const protobufFileName = "quire/v1/admin.proto";
 
 export interface WarmupRequest {
-  /** Wait for so many workers. 0: for all. */
+  /** How many workers to wait for. 0: all. */
   workers: number;
 }
 
 export interface WarmupResponse {
-  /** How many are ready. */
+  /** How many workers are ready. */
   workersReady: number;
 }
 
 export interface DrainRequest {
-  /** Which worker, as GetStatus names it. Empty: all of them, one after another. */
+  /** The worker to restart, as GetStatus names it. Empty: all workers, one after another. */
   workerId: string;
   /**
-   * How long a worker may go on with what it computes, before that is computed again elsewhere. Unset: as long
-   * as calls in flight get when the server stops.
+   * How long a worker may take to finish its running operations before they are recomputed on another worker. Unset:
+   * the grace period that a stopping server gives to running calls.
    */
   grace: Duration | undefined;
 }
@@ -35,13 +35,13 @@ export interface DrainResponse {
 
 export interface ReplacedWorker {
   workerId: string;
-  /** Of the process before and the one that took its place. */
+  /** The process ids of the old process and of its replacement. */
   oldPid: number;
   newPid: number;
 }
 
 export interface ShutdownRequest {
-  /** Leave the workers to the next server on the same data directory, which then need not load the model. */
+  /** Leave the workers running for the next server on the same data directory, which then does not reload the model. */
   leaveWorkers: boolean;
 }
 
@@ -460,8 +460,8 @@ export const ShutdownResponse: MessageFns<ShutdownResponse> = {
 };
 
 /**
- * For operators. Where callers have tokens or certificates it needs the role `administer`; where they have none
- * it is there only if nobody but this machine can connect.
+ * Operator calls. If the server requires tokens or certificates, the caller needs the role `administer`. If it
+ * requires neither, the service is available only if the server listens on this machine only.
  */
 export type AdminServiceDefinition = typeof AdminServiceDefinition;
 export const AdminServiceDefinition = {
@@ -469,8 +469,8 @@ export const AdminServiceDefinition = {
   fullName: "quire.v1.AdminService",
   methods: {
     /**
-     * Returns when workers can serve: for scripts that start a server and then use it. Until the server's port is open
-     * there is nobody to answer: try again until it connects.
+     * Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
+     * the server opens its port: retry until one connects.
      */
     warmup: {
       name: "Warmup",
@@ -481,9 +481,9 @@ export const AdminServiceDefinition = {
       options: {},
     },
     /**
-     * Replaces workers, one after another, by new processes. Calls go on: what a worker computes it finishes, and
-     * its caches are computed again elsewhere when they are next used. Returns when the new ones are ready. With one worker
-     * calls wait until the new one has loaded the model, or end with NO_WORKER at their deadlines.
+     * Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
+     * recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
+     * calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
      */
     drain: {
       name: "Drain",
@@ -493,7 +493,7 @@ export const AdminServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Ends the server in an orderly way, as SIGTERM does; with `leave_workers` as SIGUSR2 does. Returns at once. */
+    /** Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately. */
     shutdown: {
       name: "Shutdown",
       requestType: ShutdownRequest as typeof ShutdownRequest,

@@ -33,7 +33,7 @@ export enum ServerState {
   /** SERVER_STATE_STARTING - No worker is ready yet. */
   SERVER_STATE_STARTING = 1,
   SERVER_STATE_SERVING = 2,
-  /** SERVER_STATE_DRAINING - Calls in flight are finished, new ones refused. */
+  /** SERVER_STATE_DRAINING - Running calls are finished, new ones are refused. */
   SERVER_STATE_DRAINING = 3,
   UNRECOGNIZED = -1,
 }
@@ -41,21 +41,21 @@ export enum ServerState {
 /** State of one worker process. */
 export enum WorkerState {
   WORKER_STATE_UNSPECIFIED = 0,
-  /** WORKER_STATE_STARTING - Loading, or not yet through its first forward. */
+  /** WORKER_STATE_STARTING - Loading the model, or running its first forward. */
   WORKER_STATE_STARTING = 1,
   WORKER_STATE_READY = 2,
   WORKER_STATE_DRAINING = 3,
-  /** WORKER_STATE_DEAD - Gone. A new one is being started. */
+  /** WORKER_STATE_DEAD - Ended. A replacement is being started. */
   WORKER_STATE_DEAD = 4,
   UNRECOGNIZED = -1,
 }
 
 export interface PrefillRequest {
-  /** Empty: a new cache. Else the cache to extend. */
+  /** The cache to extend. Empty: a new cache. */
   cacheId: string;
   /** The tokens to append. At least one. */
   tokenIds: number[];
-  /** The length the caller believes the cache has. */
+  /** The length that the caller expects the cache to have. */
   position?: number | undefined;
   output:
     | OutputOptions
@@ -63,34 +63,36 @@ export interface PrefillRequest {
   /** The LoRA adapter of a new cache. Empty: the base model. */
   adapterId: string;
   /**
-   * How long the cache lives without being used. Unset: the server's default. A longer one than the server's
-   * maximum is cut to it.
+   * How long the cache is kept without use. Unset: the server's default. A value above the server's maximum is
+   * reduced to it.
    */
   lease:
     | Duration
     | undefined;
   /**
-   * For a new cache, a key that is unique to this request: a repeat with the same key and tokens gets the
-   * first one's cache and answer instead of a second cache, until another append follows on it. Also written to
-   * the logs. At most 128 characters, of printable ASCII.
+   * For a new cache, an idempotency key. A repeat with the same key and tokens returns the first request's cache and
+   * response instead of making a second cache, until another append follows. Also written to the logs. At most 128
+   * printable ASCII characters.
    */
   requestId: string;
   /**
-   * For a new cache: it shares prefixes only with caches of the same tenant and the same salt, so that
-   * `reused_tokens` and timing tell those of another salt nothing. At most 128 characters.
+   * For a new cache: prefixes are shared only between caches of the same tenant and the same salt, so that
+   * `reused_tokens` and timing reveal nothing about prompts with another salt. At most 128 characters.
    */
   cacheSalt: string;
   priority: Priority;
   /**
-   * Score the tokens from this index of `token_ids` on: say how likely each was behind those before it. 0 is as 1: of the
-   * first token there is no row. Unset: none is scored. The scored tokens are computed even where their KV is there.
+   * Score the tokens from this index of `token_ids` on: return the log-probability of each, given the tokens before
+   * it. 0 is treated as 1, because the first token has no prediction. Unset: none is scored. The scored tokens are
+   * computed even if their KV is cached.
    */
   scoreFrom?:
     | number
     | undefined;
   /**
-   * Draw one more token for each of these seeds from the row behind the last token, with `output.sampling` as it is but
-   * for the seed: what children of a fork would draw there. Without a temperature all are the same. At most 1024.
+   * Draw one extra token per seed from the prediction after the last token, with `output.sampling` except for its
+   * seed. These are the tokens that forks of the cache with these seeds would draw there. Without a temperature all
+   * are equal. At most 1024.
    */
   sampleSeeds: bigint[];
 }
@@ -100,25 +102,25 @@ export interface PrefillResponse {
   output:
     | StepOutput
     | undefined;
-  /** Tokens whose KV was found in pages computed before. */
+  /** Tokens whose KV was reused from the prefix cache. */
   reusedTokens: number;
   timing:
     | StepTiming
     | undefined;
-  /** Tokens whose KV was not there any more and was computed again for this call. */
+  /** Tokens whose KV was lost or evicted and was recomputed for this call. */
   replayedTokens: number;
   /**
-   * With score_from. token_logprobs[i] is the log-probability of token_ids[max(score_from, 1) + i] behind those before
-   * it, under the model's own distribution; token_is_argmax[i]: no other token was more likely.
+   * Set with score_from. token_logprobs[i] is the log-probability of token_ids[max(score_from, 1) + i] given the
+   * tokens before it, under the model's own distribution. token_is_argmax[i]: no other token was more likely.
    */
   tokenLogprobs: number[];
   tokenIsArgmax: boolean[];
-  /** In the order of sample_seeds. None is appended yet: fork the cache and decode them. */
+  /** In the order of sample_seeds. They are not appended: to continue them, fork the cache and decode them. */
   samples: SampledToken[];
 }
 
 export interface BatchPrefillRequest {
-  /** An existing cache may occur once. */
+  /** An existing cache may occur at most once. */
   items: PrefillRequest[];
 }
 
@@ -137,7 +139,7 @@ export interface DecodeRequest {
   tokenId?:
     | number
     | undefined;
-  /** The length the caller believes the cache has. */
+  /** The length that the caller expects the cache to have. */
   position?: number | undefined;
   output: OutputOptions | undefined;
   priority: Priority;
@@ -149,12 +151,12 @@ export interface DecodeResponse {
   timing:
     | StepTiming
     | undefined;
-  /** Tokens whose KV was not there any more and was computed again for this call. */
+  /** Tokens whose KV was lost or evicted and was recomputed for this call. */
   replayedTokens: number;
 }
 
 export interface BatchDecodeRequest {
-  /** A cache may occur once. */
+  /** A cache may occur at most once. */
   items: DecodeRequest[];
 }
 
@@ -169,25 +171,26 @@ export interface BatchDecodeResult {
 
 export interface ForwardVerifyRequest {
   cacheId: string;
-  /** The last accepted token, which is not yet in the cache, and the drafts after it. */
+  /** The last accepted token, which is not yet in the cache, and the draft tokens after it. */
   tokenIds: number[];
-  /** The length the caller believes the cache has. */
+  /** The length that the caller expects the cache to have. */
   position?: number | undefined;
   output:
     | OutputOptions
     | undefined;
-  /** Truncates the cache to the drafts that are accepted. */
+  /** Which drafts are accepted. The cache is truncated to these. */
   accept: VerifyAccept;
   priority: Priority;
-  /** Also say how likely each token after the first was behind those before it. */
+  /** Also return the log-probability of each token after the first, given the tokens before it. */
   score: boolean;
-  /** Empty, or one for each token, about what follows it. At most 64. */
+  /** Empty, or one for each token, which applies to the prediction after it. At most 64. */
   rows: VerifyRow[];
   /**
-   * Empty: the tokens follow each other. Else they are a tree, of at most 64 tokens: parents[i] is the index in
-   * token_ids, at most i, of the token that token_ids[i + 1] follows. Each token sees the cache and the path to itself,
-   * and has the position of its depth, and so the draw, that it would have alone. Needs an `accept` that keeps a path: a
-   * cache is a sequence. All tokens, also those that are not kept, have to fit into the cache.
+   * Empty: the tokens are a sequence. Otherwise they are a tree of at most 64 tokens: parents[i] is the index in
+   * token_ids, at most i, of the parent of token_ids[i + 1]. Each token attends to the cache and to its path from the
+   * root. Its position is its depth, and its draw is the one that it would have in a sequence. Requires an `accept`
+   * that keeps one path, because a cache is a sequence. All tokens, also those that are not kept, must fit into the
+   * cache.
    */
   parents: number[];
 }
@@ -196,50 +199,50 @@ export interface ForwardVerifyResponse {
   kvCache:
     | KvCacheHandle
     | undefined;
-  /** One for each token: what follows it. */
+  /** One prediction for each token: the token after it. */
   outputs: StepOutput[];
   /**
-   * Drafts kept. The cache now holds 1 + accepted more tokens; outputs[accepted] says what follows them, of a tree
-   * outputs[accepted_path[accepted]].
+   * The number of accepted drafts. The cache is now 1 + accepted tokens longer. outputs[accepted] predicts the next
+   * token; with a tree, outputs[accepted_path[accepted]] does.
    */
   accepted: number;
   timing:
     | StepTiming
     | undefined;
-  /** Tokens whose KV was not there any more and was computed again for this call. */
+  /** Tokens whose KV was lost or evicted and was recomputed for this call. */
   replayedTokens: number;
   /**
-   * With `score`. Of token_ids[i + 1]: its log-probability under the model's own distribution, and whether no other token
-   * was more likely.
+   * Set with `score`, for token_ids[i + 1]: its log-probability under the model's own distribution, and whether no
+   * other token was more likely.
    */
   tokenLogprobs: number[];
   tokenIsArgmax: boolean[];
   /**
-   * With `parents`: the indexes of the tokens that were kept, from 0 on, ascending: 1 + accepted of them. Where siblings
-   * are the same token, it is the first of them.
+   * Set with `parents`: the 1 + accepted indexes of the kept tokens, ascending from 0. If siblings are the same
+   * token, the first one is kept.
    */
   acceptedPath: number[];
 }
 
 export interface UnifiedForwardRequest {
-  /** An existing cache may occur once. */
+  /** An existing cache may occur at most once. */
   items: UnifiedForwardItem[];
 }
 
 /**
- * Appending one token with an output to an existing cache counts as a Decode, anything else as a Prefill. A new cache
- * that is made here cannot be retried safely: Prefill makes one that can.
+ * An item that appends one token with an output to an existing cache counts as a Decode, all others as Prefills. An
+ * item for a new cache is not safe to retry; use Prefill for that.
  */
 export interface UnifiedForwardItem {
-  /** Empty: a new cache. */
+  /** The cache to extend. Empty: a new cache. */
   cacheId: string;
   /** The tokens to append. At least one. */
   tokenIds: number[];
-  /** The length the caller believes the cache has. */
+  /** The length that the caller expects the cache to have. */
   position?:
     | number
     | undefined;
-  /** False: a chunk of a longer prompt, without an output. Unset: true. */
+  /** False: this is a chunk of a longer prompt, without an output. Unset: true. */
   isFinalChunk?: boolean | undefined;
   output: OutputOptions | undefined;
   priority: Priority;
@@ -262,12 +265,12 @@ export interface UnifiedForwardItemResponse {
   output:
     | StepOutput
     | undefined;
-  /** Tokens whose KV was found in pages computed before. */
+  /** Tokens whose KV was reused from the prefix cache. */
   reusedTokens: number;
   timing:
     | StepTiming
     | undefined;
-  /** Tokens whose KV was not there any more and was computed again for this call. */
+  /** Tokens whose KV was lost or evicted and was recomputed for this call. */
   replayedTokens: number;
 }
 
@@ -277,25 +280,25 @@ export interface ForwardRequest {
   output: OutputOptions | undefined;
   priority: Priority;
   /**
-   * The first index of `token_ids` that is scored; what is before is context, which is not computed where its KV is
-   * there, and has no outputs. 0 is as 1: of the first token there is no row.
+   * The first index of `token_ids` that is scored. The tokens before it are context: they have no outputs, and are
+   * not computed if their KV is cached. 0 is treated as 1, because the first token has no prediction.
    */
   scoreFrom: number;
-  /** As PrefillRequest has it: the context shares KV only with caches of the same tenant and the same salt. */
+  /** As in PrefillRequest: the context shares KV only with caches of the same tenant and the same salt. */
   cacheSalt: string;
 }
 
 export interface ForwardResponse {
-  /** What follows each token from index max(score_from, 1) - 1 on: one more than are scored. */
+  /** The prediction after each token from index max(score_from, 1) - 1 on: one more than there are scored tokens. */
   outputs: StepOutput[];
   /**
-   * token_logprobs[i] is the log-probability of token_ids[max(score_from, 1) + i] behind those before it, under the
-   * model's own distribution; token_is_argmax[i]: no other token was more likely.
+   * token_logprobs[i] is the log-probability of token_ids[max(score_from, 1) + i] given the tokens before it, under
+   * the model's own distribution. token_is_argmax[i]: no other token was more likely.
    */
   tokenLogprobs: number[];
   timing: StepTiming | undefined;
   tokenIsArgmax: boolean[];
-  /** Tokens whose KV was found in pages computed before. */
+  /** Tokens whose KV was reused from the prefix cache. */
   reusedTokens: number;
 }
 
@@ -314,17 +317,18 @@ export interface BatchForwardResult {
 
 export interface ForkCacheRequest {
   cacheId: string;
-  /** How many copies to make. 0 to 1024. */
+  /** The number of copies. 0 to 1024. */
   count: number;
   /**
-   * Caches to release in the same call, after the copies are made. May name cache_id itself. They are released at
-   * once: what runs or waits on them ends with CACHE_NOT_FOUND. At most 4096; one that is not there is passed over.
+   * Caches to release in the same call, after the copies are made. May contain cache_id. They are released
+   * immediately: operations that run or wait on them fail with CACHE_NOT_FOUND. At most 4096. Unknown ids are
+   * ignored.
    */
   release: string[];
   /**
-   * A key that is unique to this request: a repeat with the same key gets the copies that the first one made, also
-   * when that released cache_id, until one of them is released. Also written to the logs. At most 128 characters, of
-   * printable ASCII.
+   * An idempotency key. A repeat with the same key returns the copies that the first request made, also if that
+   * request released cache_id, until one of them is released. Also written to the logs. At most 128 printable ASCII
+   * characters.
    */
   requestId: string;
 }
@@ -334,23 +338,26 @@ export interface ForkCacheResponse {
 }
 
 /**
- * Everything happens, or nothing does: one cache that is not there, or not as long as was believed, and no copy is made
- * and no cache is released. It waits for what was asked before of any of the caches that it copies.
+ * Atomic: if one cache does not exist or does not have the expected length, no copy is made and no cache is released.
+ * The call waits for the earlier operations on each cache that it copies.
  */
 export interface ForkCachesRequest {
-  /** At least one, if only with a count of 0; as many as a batch has items, each cache once. At most 1024 copies in all. */
+  /**
+   * At least one, possibly with a count of 0. At most as many as a batch may have items, each cache at most once. At
+   * most 1024 copies in total.
+   */
   forks: ForkSource[];
-  /** As ForkCacheRequest has it. May name caches that are copied. */
+  /** As in ForkCacheRequest. May contain the caches that are copied. */
   release: string[];
-  /** As ForkCacheRequest has it: a repeat has the same caches and counts, in the same order. */
+  /** As in ForkCacheRequest. A repeat has the same caches and counts, in the same order. */
   requestId: string;
 }
 
 export interface ForkSource {
   cacheId: string;
-  /** How many copies to make. May be 0. */
+  /** The number of copies. May be 0. */
   count: number;
-  /** The length the caller believes the cache has. */
+  /** The length that the caller expects the cache to have. */
   position?: number | undefined;
 }
 
@@ -365,11 +372,11 @@ export interface ForkedCaches {
 
 export interface TruncateKVRequest {
   cacheId: string;
-  /** The length to keep. At most the cache's length. Unset: BAD_FIELD. */
+  /** The new length. At most the cache's length. Unset: BAD_FIELD. */
   newLen?:
     | number
     | undefined;
-  /** The length the caller believes the cache has. A cache that is `new_len` long already is left as it is. */
+  /** The length that the caller expects the cache to have. A cache whose length is already `new_len` does not change. */
   position?: number | undefined;
 }
 
@@ -377,34 +384,34 @@ export interface TruncateKVResponse {
   kvCache: KvCacheHandle | undefined;
 }
 
-/** A release waits for what was asked of the cache before it, and is carried out even if its caller goes. */
+/** A release waits for the earlier operations on the cache, and is carried out even if the call is cancelled. */
 export interface ReleaseCacheRequest {
   cacheId: string;
 }
 
 export interface ReleaseCacheResponse {
-  /** False: the id was not known (never existed, expired, or released before). */
+  /** False: the id is unknown (it never existed, expired, or was released before). */
   released: boolean;
 }
 
 export interface ListCachesRequest {
-  /** At most this many. 0: 100. More than 1000 is cut to 1000. */
+  /** The maximum number of caches to return. 0: 100. Values above 1000 are reduced to 1000. */
   pageSize: number;
-  /** next_page_token of the page before. Empty: the first page. */
+  /** The next_page_token of the previous page. Empty: the first page. */
   pageToken: string;
 }
 
 export interface ListCachesResponse {
   kvCaches: KvCacheHandle[];
-  /** Empty: this was the last page. */
+  /** Empty: this is the last page. */
   nextPageToken: string;
 }
 
 export interface RenewCacheRequest {
   cacheId: string;
   /**
-   * How long the cache lives from now without being used. Unset: its lease starts anew. A longer one than the
-   * server's maximum is cut to it.
+   * How long the cache is kept from now on without use. Unset: its lease restarts. A value above the server's maximum
+   * is reduced to it.
    */
   lease: Duration | undefined;
 }
@@ -414,18 +421,18 @@ export interface RenewCacheResponse {
 }
 
 /**
- * Several calls sent together. Calls of one message start together; no call waits for another's answer, except
- * that those on one cache, of every kind, take effect in the order they were sent.
+ * Several calls sent together. The calls of one message start together. A call does not wait for the response to
+ * another one, except that calls of any kind on the same cache take effect in the order in which they were sent.
  *
- * The server stops reading while too many calls are unanswered, or their answers unread. A caller that does not
- * read its answers for too long has its stream ended with RESOURCE_EXHAUSTED, SLOW_CONSUMER.
+ * The server stops reading while too many calls are unanswered or too many responses are unread. If the caller does
+ * not read its responses for too long, the server ends the stream with RESOURCE_EXHAUSTED, SLOW_CONSUMER.
  */
 export interface SessionRequest {
   calls: SessionCall[];
 }
 
 export interface SessionCall {
-  /** Chosen by the caller. Using one again before it is answered ends the stream. */
+  /** Chosen by the caller. Reusing the tag of an unanswered call ends the stream. */
   tag: bigint;
   call:
     | { $case: "prefill"; value: PrefillRequest }
@@ -443,19 +450,20 @@ export interface SessionCall {
     | { $case: "forkCaches"; value: ForkCachesRequest }
     | undefined;
   /**
-   * A deadline of the call's appends, from when it is read, beside the stream's: what cannot be done in time is
-   * refused, and what has not begun by then is dropped. What has begun is answered, also late. Unset: none.
+   * A timeout for the call's appends, counted from when the server reads the call, in addition to the stream's
+   * deadline. An append that cannot finish in time is refused, and one that has not started by then is dropped. One
+   * that has started is answered, even if late. Unset: none.
    */
   timeout: Duration | undefined;
 }
 
-/** Answers, in the order in which they became known. */
+/** Results, in the order in which the calls finished. */
 export interface SessionResponse {
   results: SessionResult[];
 }
 
 export interface SessionResult {
-  /** The call's. Each call is answered once. */
+  /** The tag of the call. Each call has exactly one result. */
   tag: bigint;
   result:
     | { $case: "error"; value: Status }
@@ -476,9 +484,9 @@ export interface SessionResult {
 }
 
 export interface GetModelInfoRequest {
-  /** Also return tokenizer.json, where the model has one. */
+  /** Also return tokenizer.json, if the model has one. */
   includeTokenizer: boolean;
-  /** Also return the chat template, where the model has one. */
+  /** Also return the chat template, if the model has one. */
   includeChatTemplate: boolean;
 }
 
@@ -486,24 +494,24 @@ export interface GetModelInfoResponse {
   model:
     | ModelDescription
     | undefined;
-  /** Contents of tokenizer.json. Empty where it was not asked for, or the model has none. */
+  /** The contents of tokenizer.json. Empty if it was not requested or the model has none. */
   tokenizerJson: Buffer;
-  /** Unset where it was not asked for, or the model has none. */
+  /** Unset if it was not requested or the model has none. */
   chatTemplate:
     | ChatTemplate
     | undefined;
   /**
-   * How the model's makers draw from it, by its generation_config.json; unset: they do not say. Never applied by the
-   * server: a caller who wants it sends it as OutputOptions.sampling. Tokens that end a text are in `model`.
+   * The sampling settings that the model's authors recommend, from its generation_config.json. Unset: there are none.
+   * The server never applies them: to use them, send them as OutputOptions.sampling. End tokens are in `model`.
    */
   samplingDefaults:
     | SamplingParams
     | undefined;
-  /** Where workers compute it, as torch names it, such as "cpu" or "cuda:0": ExecutorCapabilities.device of the first one. */
+  /** The device of the first worker, as torch names it, such as "cpu" or "cuda:0"; see ExecutorCapabilities.device. */
   device: string;
   /**
-   * As ChatTemplate has them, also of a model without a template: the tokenizer's own, of which bos_token may be another
-   * than ModelDescription.bos_token_id, which is the config's.
+   * As in ChatTemplate, but also set for a model without a template. These are the tokenizer's: bos_token may differ
+   * from ModelDescription.bos_token_id, which is the model config's.
    */
   specialTokens: { [key: string]: string };
 }
@@ -518,13 +526,16 @@ export interface GetCapabilitiesRequest {
 
 export interface GetCapabilitiesResponse {
   version: string;
-  /** What the workers' executor can do. */
+  /** The capabilities of the workers' executor. */
   executor: ExecutorCapabilities | undefined;
   limits: GatewayLimits | undefined;
   maxTopLogprobs: number;
 }
 
-/** What is refused beyond. Fields are named as the settings of `quire serve`; the reason of the refusal is beside each. */
+/**
+ * Requests beyond these limits are refused. Fields are named like the settings of `quire serve`. Each comment names
+ * the reason of the refusal.
+ */
 export interface GatewayLimits {
   /** Bytes of a request, and of a response: OUTPUT_TOO_LARGE. */
   maxRequestBytes: bigint;
@@ -532,26 +543,26 @@ export interface GatewayLimits {
   /** Calls in one message of a Session, and items in one batch: TOO_MANY_CALLS, TOO_MANY_ITEMS. */
   maxCallsPerMessage: number;
   maxItemsPerCall: number;
-  /** Calls of one Session that may be unanswered before it is not read further. */
+  /** Unanswered calls of one Session beyond which the server stops reading it. */
   maxSessionCalls: number;
   /** Operations that wait or run, of all callers: QUEUE_FULL. */
   maxQueuedOperations: number;
-  /** Caches, and bytes that remember their tokens, of all callers: CACHE_LIMIT, JOURNAL_FULL. */
+  /** Caches, and bytes of their token journal, of all callers: CACHE_LIMIT, JOURNAL_FULL. */
   maxCaches: number;
   maxJournalBytes: bigint;
-  /** Bytes of answers that are being computed or not yet read, of all callers: ANSWERS_FULL. */
+  /** Bytes of responses that are being computed or are unread, of all callers: ANSWERS_FULL. */
   maxUnreadBytes: bigint;
-  /** How long a call may wait for its turn, whatever its deadline: OVERLOADED. */
+  /** How long a call may be queued, whatever its deadline: OVERLOADED. */
   maxWaitS: number;
-  /** Bytes of requests that are slow to arrive, of all callers, each counted as max_request_bytes: ARRIVING_FULL. */
+  /** Bytes of requests that arrive slowly, of all callers; each counts as max_request_bytes: ARRIVING_FULL. */
   maxArrivingBytes: bigint;
-  /** Streams of requests open at once, of all callers: SESSION_LIMIT. */
+  /** Open request streams, of all callers: SESSION_LIMIT. */
   maxSessions: number;
-  /** Connections: the newest ones beyond are hung up on. */
+  /** Open connections. Beyond this limit the newest connections are closed. */
   maxConnections: number;
-  /** How long a request of a unary call may take to arrive: MESSAGE_TIMEOUT. */
+  /** How long the request of a unary call may take to arrive: MESSAGE_TIMEOUT. */
   messageTimeoutS: number;
-  /** Executions under way or being read, of all callers: QUEUE_FULL. As many that have ended may be kept. */
+  /** Executions that run or are being read, of all callers: QUEUE_FULL. As many finished executions may be kept. */
   maxExecutions: number;
 }
 
@@ -562,29 +573,32 @@ export interface GetStatusResponse {
   state: ServerState;
   workers: WorkerStatus[];
   uptimeMs: bigint;
-  /** Caches known to the gateway, those whose KV is on no worker included. */
+  /** All caches, including those whose KV is on no worker. */
   caches: number;
-  /** Operations waiting or running. */
+  /** Operations that wait or run. */
   operationsInFlight: number;
   /** Resident memory of the gateway process. */
   memoryBytes: bigint;
   version: string;
-  /** Asyncio tasks of the gateway: a constant number of its own, and those of the calls in flight. */
+  /** Asyncio tasks of the gateway: a constant number of its own, and those of running calls. */
   tasks: number;
-  /** The longest that the gateway was kept from everybody else since its start, by its own work or by a pause. */
+  /** The longest time since the start for which the gateway's event loop was blocked or the process paused. */
   longestStallMs: bigint;
-  /** Of GatewayLimits.max_journal_bytes and max_unread_bytes, what is in use; executions that are kept have bounds apart. */
+  /**
+   * The parts of GatewayLimits.max_journal_bytes and max_unread_bytes in use. Kept executions have limits of their
+   * own.
+   */
   journalBytes: bigint;
   unreadBytes: bigint;
   /** Calls whose request has not arrived completely. */
   arrivingRequests: number;
   /**
-   * Of GatewayLimits.max_sessions and max_connections, what is in use. Connections are counted once a second, and 0
-   * where the gateway cannot see them.
+   * The parts of GatewayLimits.max_sessions and max_connections in use. Connections are counted once a second; 0 if
+   * the gateway cannot count them.
    */
   sessions: number;
   connections: number;
-  /** Calls that were refused since the start, by reason. Calls on a Session count, items of batches do not. */
+  /** Refused calls since the start, by reason. Calls on a Session count, items of batches do not. */
   refusals: { [key: string]: bigint };
 }
 
@@ -596,34 +610,37 @@ export interface GetStatusResponse_RefusalsEntry {
 export interface WorkerStatus {
   workerId: string;
   pid: number;
-  /** Incarnation: grows each time the worker is restarted. All workers share the numbers, so none is used twice. */
+  /**
+   * The incarnation: it increases each time the worker is restarted. All workers share one counter, so numbers are
+   * unique.
+   */
   epoch: bigint;
   state: WorkerState;
   /** 0 to 1 while STARTING. */
   loadProgress: number;
-  /** Unset before the worker is ready. */
+  /** Unset until the worker is ready. */
   executor: ExecutorCapabilities | undefined;
   pool: PoolUsage | undefined;
   counts:
     | StepCounts
     | undefined;
-  /** Operations waiting or running. */
+  /** Operations that wait or run. */
   operationsInFlight: number;
   /** Resident memory of the process. */
   memoryBytes: bigint;
-  /** What the process holds of the device's memory, now and at most so far. 0 on the CPU. */
+  /** Device memory of the process: now, and its peak. 0 on the CPU. */
   deviceMemoryBytes: bigint;
   deviceMemoryPeakBytes: bigint;
-  /** How long the running step has taken. 0: no step runs. */
+  /** How long the current step has been running. 0: no step is running. */
   stepAgeNs: bigint;
-  /** Silent for a moment: it gets no new sequences while another worker is there. */
+  /** The worker has not responded recently. It gets no new sequences while another worker is available. */
   suspect: boolean;
-  /** Why nobody is ready here, if so. */
+  /** Why the worker is not ready. Empty if it is. */
   trouble: string;
 }
 
 export interface GetCacheMetricsRequest {
-  /** Also check the invariants of every pool, which walks its pages between two steps. */
+  /** Also check the invariants of every pool. The check visits all pages between two steps. */
   checkIntegrity: boolean;
 }
 
@@ -636,7 +653,7 @@ export interface WorkerCacheMetrics {
   pool:
     | PoolUsage
     | undefined;
-  /** Whether the pool's invariants hold. Set if check_integrity was asked for. */
+  /** Whether the pool's invariants hold. Set if check_integrity was requested. */
   poolIntact?: boolean | undefined;
 }
 
@@ -649,7 +666,7 @@ export interface GetLoraMetricsResponse {
 
 export interface WorkerLoraMetrics {
   workerId: string;
-  /** Empty where the executor has no LoRA support. */
+  /** Empty if the executor has no LoRA support. */
   adapters: LoraAdapterMetrics[];
 }
 
@@ -6208,20 +6225,21 @@ export const WorkerLoraMetrics: MessageFns<WorkerLoraMetrics> = {
 };
 
 /**
- * Runs a language model one forward at a time. The caller owns the decoding loop and holds cache ids; the
- * service owns the weights and the KV.
+ * Runs a language model one forward at a time. The caller runs the decoding loop and holds cache ids. The service
+ * holds the weights and the KV.
  *
- * Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them. An
- * append (every call that adds tokens is one) that fails or is cancelled leaves its cache as it was. With `position`
- * set it is fenced and safe to retry: it is applied at that length only, and one that repeats the last one gets that
- * one's answer. Prefill, ForkCache and ForkCaches are safe to retry with `request_id` set.
+ * Every failure carries google.rpc.ErrorInfo with domain "quire" and a stable reason; docs/errors.md lists them.
+ *
+ * An *append* is a call that adds tokens to a cache. If it fails or is cancelled, the cache does not change. An
+ * append with `position` is fenced and safe to retry: it is applied only at that length, and a repeat of the last
+ * append returns that append's response. Prefill, ForkCache and ForkCaches are safe to retry with `request_id`.
  */
 export type ModelExecutorServiceDefinition = typeof ModelExecutorServiceDefinition;
 export const ModelExecutorServiceDefinition = {
   name: "ModelExecutorService",
   fullName: "quire.v1.ModelExecutorService",
   methods: {
-    /** Appends tokens to a new or an existing cache and says what follows the last of them. */
+    /** Appends tokens to a new or an existing cache and predicts the token after the last of them. */
     prefill: {
       name: "Prefill",
       requestType: PrefillRequest as typeof PrefillRequest,
@@ -6230,7 +6248,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Several Prefills in one call, run together. Items fail on their own. */
+    /** Several Prefills in one call, batched. Each item fails separately. */
     batchPrefill: {
       name: "BatchPrefill",
       requestType: BatchPrefillRequest as typeof BatchPrefillRequest,
@@ -6239,7 +6257,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Appends one token and says what follows it. */
+    /** Appends one token and predicts the next one. */
     decode: {
       name: "Decode",
       requestType: DecodeRequest as typeof DecodeRequest,
@@ -6248,7 +6266,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** One Decode for each of several caches, run together. Items fail on their own. */
+    /** One Decode for each of several caches, batched. Each item fails separately. */
     batchDecode: {
       name: "BatchDecode",
       requestType: BatchDecodeRequest as typeof BatchDecodeRequest,
@@ -6258,8 +6276,8 @@ export const ModelExecutorServiceDefinition = {
       options: {},
     },
     /**
-     * Appends n + 1 tokens (the last accepted one and n drafts) in one forward and says what follows each. Drafts may
-     * be a tree of continuations, of which one path is kept.
+     * Appends n + 1 tokens (the last accepted token and n draft tokens) in one forward and predicts the next token
+     * after each. The drafts may form a tree, of which one path is kept.
      */
     forwardVerify: {
       name: "ForwardVerify",
@@ -6269,7 +6287,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** A mixed batch: decodes, prefills and chunks of prefills in one forward. Items fail on their own. */
+    /** A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately. */
     unifiedForward: {
       name: "UnifiedForward",
       requestType: UnifiedForwardRequest as typeof UnifiedForwardRequest,
@@ -6278,7 +6296,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Scores tokens: what follows each of them. Keeps no cache. */
+    /** Scores tokens: the log-probability of each, and the prediction after each. Keeps no cache. */
     forward: {
       name: "Forward",
       requestType: ForwardRequest as typeof ForwardRequest,
@@ -6287,7 +6305,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Several Forwards in one call, run together: what they begin with in common is computed once. Items fail on their own. */
+    /** Several Forwards in one call, batched. Common prefixes are computed once. Each item fails separately. */
     batchForward: {
       name: "BatchForward",
       requestType: BatchForwardRequest as typeof BatchForwardRequest,
@@ -6296,7 +6314,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Makes copies of a cache that share its pages, and releases others, as beam search does. */
+    /** Copies a cache. The copies share its pages. Can release other caches in the same call. */
     forkCache: {
       name: "ForkCache",
       requestType: ForkCacheRequest as typeof ForkCacheRequest,
@@ -6305,7 +6323,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Copies several caches and releases others, all of it or nothing: a step of a beam search. */
+    /** Copies several caches and releases others atomically, as a step of a beam search does. */
     forkCaches: {
       name: "ForkCaches",
       requestType: ForkCachesRequest as typeof ForkCachesRequest,
@@ -6314,7 +6332,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Shortens a cache and frees its pages. */
+    /** Truncates a cache and frees its pages. */
     truncateKV: {
       name: "TruncateKV",
       requestType: TruncateKVRequest as typeof TruncateKVRequest,
@@ -6323,7 +6341,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Forgets a cache. Releasing an unknown id is not an error. */
+    /** Releases a cache. Releasing an unknown id is not an error. */
     releaseCache: {
       name: "ReleaseCache",
       requestType: ReleaseCacheRequest as typeof ReleaseCacheRequest,
@@ -6341,7 +6359,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Puts off a cache's expiry. */
+    /** Extends a cache's lease. */
     renewCache: {
       name: "RenewCache",
       requestType: RenewCacheRequest as typeof RenewCacheRequest,
@@ -6350,7 +6368,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** The same calls, many at a time on one stream: the fast lane for per-token loops. */
+    /** Multiplexes many calls on one stream. The cheapest way to run per-token loops. */
     session: {
       name: "Session",
       requestType: SessionRequest as typeof SessionRequest,
@@ -6359,7 +6377,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: true,
       options: {},
     },
-    /** Describes the model. */
+    /** Returns a description of the model. */
     getModelInfo: {
       name: "GetModelInfo",
       requestType: GetModelInfoRequest as typeof GetModelInfoRequest,
@@ -6368,7 +6386,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Says what this server and its executor can do, and the limits it enforces. */
+    /** Returns the capabilities of this server and its executor, and the limits that it enforces. */
     getCapabilities: {
       name: "GetCapabilities",
       requestType: GetCapabilitiesRequest as typeof GetCapabilitiesRequest,
@@ -6377,7 +6395,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Says how the gateway and its workers are. */
+    /** Returns the state of the gateway and its workers. */
     getStatus: {
       name: "GetStatus",
       requestType: GetStatusRequest as typeof GetStatusRequest,
@@ -6386,7 +6404,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Says how the KV pages are used. */
+    /** Returns the usage of the KV pages. */
     getCacheMetrics: {
       name: "GetCacheMetrics",
       requestType: GetCacheMetricsRequest as typeof GetCacheMetricsRequest,
@@ -6395,7 +6413,7 @@ export const ModelExecutorServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Says how LoRA adapters are used. */
+    /** Returns the usage of LoRA adapters. */
     getLoraMetrics: {
       name: "GetLoraMetrics",
       requestType: GetLoraMetricsRequest as typeof GetLoraMetricsRequest,

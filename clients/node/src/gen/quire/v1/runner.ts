@@ -11,15 +11,15 @@ export const protobufPackage = "quire.v1";
 
 export const protobufFileName = "quire/v1/runner.proto";
 
-/** How a runtime is chosen for a batch that names none. */
+/** How a runtime is chosen for a request that does not name one. */
 export enum RoutingPolicy {
-  /** ROUTING_POLICY_UNSPECIFIED - As the configuration says; where it says nothing, as ORDER. */
+  /** ROUTING_POLICY_UNSPECIFIED - The configured policy, or ORDER if none is configured. */
   ROUTING_POLICY_UNSPECIFIED = 0,
-  /** ROUTING_POLICY_ORDER - The first in the configuration's order that is able and well. */
+  /** ROUTING_POLICY_ORDER - The first runtime in the configuration's order that can run the batch and is available. */
   ROUTING_POLICY_ORDER = 1,
-  /** ROUTING_POLICY_LOCAL_FIRST - The server's own workers, unless more waits for them than the configuration allows. */
+  /** ROUTING_POLICY_LOCAL_FIRST - The server's own workers, unless their queue is longer than the configured limit. */
   ROUTING_POLICY_LOCAL_FIRST = 2,
-  /** ROUTING_POLICY_CHEAPEST - The one with the lowest known price that can be expected to meet the deadline. */
+  /** ROUTING_POLICY_CHEAPEST - The runtime with the lowest known price that is expected to meet the deadline. */
   ROUTING_POLICY_CHEAPEST = 3,
   UNRECOGNIZED = -1,
 }
@@ -34,17 +34,17 @@ export enum ChatRole {
 }
 
 export enum FinishReason {
-  /** FINISH_REASON_UNSPECIFIED - It goes on. */
+  /** FINISH_REASON_UNSPECIFIED - The sample is not finished. */
   FINISH_REASON_UNSPECIFIED = 0,
-  /** FINISH_REASON_STOP - An end token, a stop text or token, or the end of what the constraint allows. */
+  /** FINISH_REASON_STOP - An end token, a stop text, a stop token, or the constraint allows no continuation. */
   FINISH_REASON_STOP = 1,
-  /** FINISH_REASON_LENGTH - max_tokens, or no more room in the sequence. */
+  /** FINISH_REASON_LENGTH - max_tokens was reached, or the sequence is full. */
   FINISH_REASON_LENGTH = 2,
-  /** FINISH_REASON_CONTENT_FILTER - The provider withholds the rest. */
+  /** FINISH_REASON_CONTENT_FILTER - The provider's content filter stopped the output. */
   FINISH_REASON_CONTENT_FILTER = 3,
   /** FINISH_REASON_TOOL_CALLS - The model calls tools. */
   FINISH_REASON_TOOL_CALLS = 4,
-  /** FINISH_REASON_ERROR - See `error`. What came before stands. */
+  /** FINISH_REASON_ERROR - See `error`. The earlier chunks remain valid. */
   FINISH_REASON_ERROR = 5,
   FINISH_REASON_CANCELLED = 6,
   UNRECOGNIZED = -1,
@@ -74,9 +74,9 @@ export enum RuntimeKind {
 export enum BreakerState {
   BREAKER_STATE_UNSPECIFIED = 0,
   BREAKER_STATE_CLOSED = 1,
-  /** BREAKER_STATE_OPEN - Nothing is sent until a while has passed. */
+  /** BREAKER_STATE_OPEN - Requests are refused until a timeout has passed. */
   BREAKER_STATE_OPEN = 2,
-  /** BREAKER_STATE_HALF_OPEN - One request is tried. */
+  /** BREAKER_STATE_HALF_OPEN - One trial request is sent. */
   BREAKER_STATE_HALF_OPEN = 3,
   UNRECOGNIZED = -1,
 }
@@ -84,12 +84,12 @@ export enum BreakerState {
 export enum LoadWeightsPhase {
   LOAD_WEIGHTS_PHASE_UNSPECIFIED = 0,
   LOAD_WEIGHTS_PHASE_LOADING = 1,
-  /** LOAD_WEIGHTS_PHASE_CHECKING - The model is compared with its plain forward, and runs once. */
+  /** LOAD_WEIGHTS_PHASE_CHECKING - The model's outputs are compared with those of its reference forward, and one forward runs. */
   LOAD_WEIGHTS_PHASE_CHECKING = 2,
-  /** LOAD_WEIGHTS_PHASE_DRAINING - Callers may finish with the weights before. */
+  /** LOAD_WEIGHTS_PHASE_DRAINING - Callers may still use caches of the previous weights. */
   LOAD_WEIGHTS_PHASE_DRAINING = 3,
   LOAD_WEIGHTS_PHASE_SERVING = 4,
-  /** LOAD_WEIGHTS_PHASE_NOT_NEEDED - Nothing has to be loaded. */
+  /** LOAD_WEIGHTS_PHASE_NOT_NEEDED - The runtime has nothing to load. */
   LOAD_WEIGHTS_PHASE_NOT_NEEDED = 5,
   UNRECOGNIZED = -1,
 }
@@ -99,8 +99,8 @@ export enum RebuildCause {
   REBUILD_CAUSE_CUDA_CONTEXT_POISONED = 1,
   REBUILD_CAUSE_REMOTE_AUTH_FAILURE = 2,
   /**
-   * REBUILD_CAUSE_REMOTE_CONFIG_CHANGE - The file of runtimes is read again. Providers whose settings have changed are made anew, and so is the one that is
-   * named; workers are not. A file that cannot be used changes nothing.
+   * REBUILD_CAUSE_REMOTE_CONFIG_CHANGE - The runtimes file is read again. Connections are rebuilt for providers whose settings have changed and for the
+   * named runtime; workers are not restarted. An invalid file changes nothing.
    */
   REBUILD_CAUSE_REMOTE_CONFIG_CHANGE = 3,
   REBUILD_CAUSE_MANUAL = 4,
@@ -109,76 +109,85 @@ export enum RebuildCause {
 
 export interface ExecuteRequest {
   /**
-   * A key that is unique to this request: the same request with the same key is the same execution, which goes on where
-   * its client was (`resume_after`). Empty: a key is made. At most 128 characters, of printable ASCII.
+   * An idempotency key. The same request with the same key is the same execution, which continues where the client
+   * stopped reading (`resume_after`). Empty: the server makes one. At most 128 printable ASCII characters.
    */
   requestId: string;
-  /** A name of the configuration. Empty: `policy` chooses. */
+  /** The name of a runtime in the configuration. Empty: `policy` chooses one. */
   runtime: string;
   policy: RoutingPolicy;
   /** At least one. */
   items: ExecuteItem[];
   /**
-   * How much of a repeated request the client has already. Samples that are not named are sent from their beginning.
-   * What follows is told exactly, or the call, or the sample, fails with EXECUTION_LOST: a runtime that would write
-   * another text is not asked.
+   * For a repeated request: the chunks that the client has already received. Samples that are not listed are sent
+   * from their beginning. The rest is sent exactly as it was generated. If that is impossible, the call or the sample
+   * fails with EXECUTION_LOST: it is never sent to a runtime that would generate another text.
    */
   resumeAfter: SampleProgress[];
   /**
-   * With a request_id: how long the execution goes on without its client, and its end is kept for it. Unset: it ends
-   * with its client. A longer one than the server's maximum is cut to it. One that has ended may end before, if there
-   * are too many.
+   * With a request_id: how long the execution continues without a client, and how long its results are kept. Unset:
+   * it ends when the client disconnects. A value above the server's maximum is reduced to it. If there are too many
+   * finished executions, some are deleted earlier.
    */
   keep:
     | Duration
     | undefined;
-  /** What all items may cost together. One that could go beyond is refused before anything is spent. Unset: no bound. */
+  /**
+   * The maximum cost of all items together. A batch that could exceed it is refused before anything is spent. Unset:
+   * no limit.
+   */
   maxCostUsd?: number | undefined;
   priority: Priority;
 }
 
-/** One prompt, and what to make of it. */
+/** One prompt, and the settings of its generation. */
 export interface ExecuteItem {
-  /** Names the item in answers. Unique in its batch. At most 128 characters. */
+  /** Identifies the item in responses. Unique in its batch. At most 128 characters. */
   itemId: string;
   prompt:
     | { $case: "tokens"; value: TokenPrompt }
     | //
-    /** Continued as it is. */
+    /** A text to continue, without a chat template. */
     { $case: "text"; value: string }
     | //
-    /** Written as the model's chat template says. */
+    /** Rendered with the model's chat template. */
     { $case: "chat"; value: Chat }
     | undefined;
   /** Unset: greedy. */
   sampling:
     | SamplingParams
     | undefined;
-  /** Tokens to generate at most. 0: as many as the sequence has room for. */
+  /** The maximum number of tokens to generate. 0: as many as fit into the sequence. */
   maxTokens: number;
-  /** Texts that end the sample where they begin; they are no part of its text. At most 16, of at most 256 characters. */
+  /** Stop texts. A sample ends before the first of them that it generates. At most 16, each of at most 256 characters. */
   stop: string[];
-  /** Tokens that end the sample, beside those of the model. At most 64. */
+  /** Stop tokens, in addition to the model's end tokens. At most 64. */
   stopTokenIds: number[];
-  /** Go on behind the model's own end tokens. */
+  /** Continue after the model's end tokens. */
   ignoreEos: boolean;
-  /** Send the log-probability of each token, under the model's own distribution. */
+  /** Return the log-probability of each token, under the model's own distribution. */
   logprobs: boolean;
-  /** And those of the most likely ones. */
+  /** Also return the log-probabilities of this many most likely tokens. */
   topLogprobs: number;
-  /** Samples of the same prompt, which is computed once. 0: 1. Sample i draws with the seed `sampling.seed + i`. */
+  /**
+   * The number of samples of the prompt, which is prefilled once. 0: 1. Sample i draws with the seed `sampling.seed +
+   * i`.
+   */
   n: number;
-  /** What the text must be like. Unset: anything. */
+  /** Constrains the text. Unset: no constraint. */
   constraint:
     | Constraint
     | undefined;
-  /** Send no text, only tokens. */
+  /** Return only tokens, no text. */
   tokensOnly: boolean;
-  /** How long the item may take; what is not done by then ends with DEADLINE_PASSED. Unset: as long as the call. */
+  /**
+   * A timeout for the item, which ends with DEADLINE_PASSED if it is not finished by then. Unset: the call's
+   * deadline.
+   */
   timeout:
     | Duration
     | undefined;
-  /** What the item may cost. Unset: no bound. */
+  /** The maximum cost of the item. Unset: no limit. */
   maxCostUsd?: number | undefined;
 }
 
@@ -189,12 +198,12 @@ export interface TokenPrompt {
 
 export interface Chat {
   messages: ChatMessage[];
-  /** One of the model's templates by its name. Empty: "default". */
+  /** The name of one of the model's chat templates. Empty: "default". */
   template: string;
   /**
-   * Tools that the model may call, as JSON: a list of {"type": "function", "function": {...}}, as the OpenAI API has it.
-   * At most 2 MiB and 262,144 values (a text, list or object counts as 8), with all `arguments_json` of the messages.
-   * Refused where the model's chat template does not write them.
+   * Tools that the model may call, as a JSON list of {"type": "function", "function": {...}}, as in the OpenAI API.
+   * At most 2 MiB and 262,144 values (a string, list or object counts as 8), together with all `arguments_json` of
+   * the messages. Refused if the model's chat template does not render tools.
    */
   toolsJson: string;
 }
@@ -202,101 +211,101 @@ export interface Chat {
 export interface ChatMessage {
   role: ChatRole;
   content: string;
-  /** Of an assistant's message: the tools it called. */
+  /** In an assistant's message: its tool calls. */
   toolCalls: ToolCall[];
-  /** Of a tool's message: which call it answers. */
+  /** In a tool's message: the id of the call that it answers. */
   toolCallId: string;
 }
 
-/** A call of a tool. In a stream its parts come one after another: id and name first, then `arguments_json` in pieces. */
+/** A tool call. A stream sends it in parts: first the id and the name, then `arguments_json` in pieces. */
 export interface ToolCall {
-  /** Which of the sample's calls. */
+  /** The index of the call in the sample. */
   index: number;
   id: string;
   name: string;
-  /** Of a message that is sent: bounded with the chat's `tools_json`, see there. */
+  /** In a request, limited together with the chat's `tools_json`. */
   argumentsJson: string;
 }
 
-/** What a text must be like. Only tokens that can lead there are chosen. */
+/** A constraint on the generated text. Only tokens that can lead to an allowed text are sampled. */
 export interface Constraint {
   kind:
     | //
     /**
-     * A JSON value that this JSON Schema describes. At most 64 KiB for the server's own workers; for a provider 2 MiB
-     * and 262,144 values, counted as those of Chat.tools_json.
+     * The text is JSON that is valid under this JSON Schema. At most 64 KiB for the server's own workers. For a
+     * provider at most 2 MiB and 262,144 values, counted as in Chat.tools_json.
      */
     { $case: "jsonSchema"; value: string }
     | //
-    /** A text that this regular expression matches as a whole. */
+    /** The whole text matches this regular expression. */
     { $case: "regex"; value: string }
     | //
-    /** A text of this grammar, in the form of Lark that llguidance reads. */
+    /** The text conforms to this grammar, in the Lark format that llguidance reads. */
     { $case: "lark"; value: string }
     | //
-    /** One of these tokens at each step. */
+    /** Each token is one of these. */
     { $case: "mask"; value: TokenMask }
     | undefined;
 }
 
-/** Where a client is in a sample. */
+/** How much of a sample the client has received. */
 export interface SampleProgress {
   itemId: string;
   sample: number;
-  /** As `position` of the next chunk that it has not seen. */
+  /** The `position` of the next chunk that the client has not received. */
   position: number;
 }
 
 export interface ExecuteResponse {
   /**
-   * In the first message, which is sent as soon as the execution is accepted. With the first chunks again, if the runtime
-   * was not known by then, or another one has taken it.
+   * Set in the first message, which is sent as soon as the execution is accepted. Set again with the first chunks if
+   * the runtime was not known at that time or has changed.
    */
   started: ExecutionStarted | undefined;
   chunks: SampleChunk[];
 }
 
-/** Which runtime was taken. */
+/** The accepted execution and the chosen runtime. */
 export interface ExecutionStarted {
-  /** With which the execution can be resumed. */
+  /** The key to resume the execution with. */
   requestId: string;
-  /** Empty: none was chosen yet. */
+  /** Empty: no runtime is chosen yet. */
   runtime: string;
   transportKind: TransportKind;
-  /** For people. */
+  /** Human-readable. */
   reason: string;
   modelId: string;
-  /** Of the weights, as ModelDescription has it. Empty: not known. */
+  /** ModelDescription.fingerprint. Empty: not known. */
   fingerprint: string;
-  /** This repeats a request that was known already. */
+  /** The request repeats a known one. */
   resumed: boolean;
 }
 
-/** What has come of one sample. The last one has a finish_reason. */
+/** The next part of one sample. The last chunk of a sample has a finish_reason. */
 export interface SampleChunk {
   itemId: string;
   sample: number;
-  /** How much of the sample came before: tokens, or chunks where the runtime does not tell tokens. */
+  /** The length of the sample before this chunk: in tokens, or in chunks if the runtime does not report tokens. */
   position: number;
-  /** Empty where the runtime does not tell tokens. */
+  /** Empty if the runtime does not report tokens. */
   tokenIds: number[];
-  /** Whole characters. What may turn out to be the beginning of a stop text is held back until that is decided. */
+  /** Whole characters only. A possible beginning of a stop text is held back until it is known whether it is one. */
   text: string;
-  /** One for each token, if asked for. Tokens that a restarted server has from its journal have none. */
+  /** One for each token, if requested. Missing for tokens that a restarted server has read from its journal. */
   logprobs: TokenLogprob[];
   toolCalls: ToolCall[];
   finishReason: FinishReason;
-  /** The stop text that ended it. */
+  /** The stop text that ended the sample. */
   stop: string;
-  /** Why it failed: finish_reason is ERROR. */
+  /** The failure, if finish_reason is ERROR. */
   error:
     | Status
     | undefined;
-  /** In the last chunk. */
+  /** Set in the last chunk. */
   usage:
     | Usage
     | undefined;
-  /** Where another runtime than ExecutionStarted's took the item, which that one could not begin. */
+  /** The runtime of this item, if the runtime in ExecutionStarted could not start it and another one runs it. */
   runtime: string;
 }
 
@@ -308,32 +317,32 @@ export interface TokenLogprob {
 export interface Usage {
   inputTokens: number;
   outputTokens: number;
-  /** Of the output, those that the provider does not show. */
+  /** The output tokens that the provider does not return. */
   reasoningTokens: number;
-  /** Of the input, those that were found computed. */
+  /** The input tokens whose KV was cached. */
   cachedTokens: number;
   /** Unset: the price is not known. */
   costUsd?: number | undefined;
 }
 
-/** What a provider allows, and what of it is left. Unset: no bound. */
+/** A provider's rate limits and the remaining budget. Unset: no limit. */
 export interface RateLimits {
   requestsPerMinute?: number | undefined;
   tokensPerMinute?: number | undefined;
   maxConcurrent?:
     | number
     | undefined;
-  /** May be negative for a while: what came back was more than what was expected. */
+  /** Can be negative for a short time, if more tokens were used than estimated. */
   requestsLeft?: number | undefined;
   tokensLeft?: number | undefined;
   running: number;
 }
 
-/** US dollars for a million tokens. */
+/** US dollars per million tokens. */
 export interface TokenPrices {
   inputUsd: number;
   outputUsd: number;
-  /** Unset: as input. */
+  /** Unset: the same as input_usd. */
   cachedInputUsd?: number | undefined;
 }
 
@@ -341,14 +350,14 @@ export interface Runtime {
   name: string;
   runtimeKind: RuntimeKind;
   transportKind: TransportKind;
-  /** As the configuration names it, such as "openai". Empty: local. */
+  /** The provider's name in the configuration, such as "openai". Empty: local. */
   provider: string;
   modelId: string;
-  /** Of the weights, as ModelDescription has it. Empty: not known. */
+  /** ModelDescription.fingerprint. Empty: not known. */
   fingerprint: string;
   /**
-   * Computing holds the interpreter lock of this server's process. Always false, and so of no use: workers are processes
-   * of their own, and providers are elsewhere.
+   * Whether computing holds the GIL of the gateway's process. Always false, because workers are separate processes
+   * and providers are remote.
    *
    * @deprecated
    */
@@ -356,15 +365,15 @@ export interface Runtime {
   rateLimits:
     | RateLimits
     | undefined;
-  /** Of a provider. */
+  /** The state of a provider's circuit breaker. */
   breaker: BreakerState;
   /** Unset: not known. */
   prices:
     | TokenPrices
     | undefined;
-  /** Why it cannot be used now. Empty: it can. */
+  /** Why the runtime is unavailable. Empty: it is available. */
   trouble: string;
-  /** Executions under way. */
+  /** Running executions. */
   executions: number;
 }
 
@@ -373,7 +382,10 @@ export interface CancelExecutionRequest {
 }
 
 export interface CancelExecutionResponse {
-  /** False: there is none, or the server was started again and nobody has asked for it since. Its time runs out then. */
+  /**
+   * False: no such execution is known. After a restart the server does not know an execution until a client resumes
+   * it; one that is not resumed expires.
+   */
   cancelled: boolean;
 }
 
@@ -394,7 +406,7 @@ export interface GetRuntimeResponse {
 }
 
 export interface EstimateCostRequest {
-  /** Empty: of all. */
+  /** Empty: all runtimes. */
   runtime: string;
   items: ExecuteItem[];
 }
@@ -403,7 +415,7 @@ export interface EstimateCostResponse {
   estimates: CostEstimate[];
 }
 
-/** What a batch costs with a runtime at most. */
+/** The maximum cost of a batch on one runtime. */
 export interface CostEstimate {
   runtime: string;
   inputTokens: bigint;
@@ -412,12 +424,12 @@ export interface CostEstimate {
   maxCostUsd?:
     | number
     | undefined;
-  /** The tokens were counted with the model's tokenizer; false: from the length of the text. */
+  /** True: the tokens were counted with the model's tokenizer. False: they were estimated from the length of the text. */
   isCounted: boolean;
   /**
-   * Why the runtime cannot run the batch as it is: of the first item that it cannot run. Nothing else is set then, but
-   * its name. A call that asks for one runtime fails with it, and so does one that asks for all if none can, with that of
-   * the first.
+   * Why the runtime cannot run the batch: the error of the first item that it cannot run. Then only the runtime's
+   * name is set beside it. EstimateCost for one runtime fails with this error. For all runtimes it fails only if none
+   * can run the batch, with the error of the first one.
    */
   error: Status | undefined;
 }
@@ -425,29 +437,35 @@ export interface CostEstimate {
 export interface LoadWeightsRequest {
   /** Empty: the server's own. */
   runtime: string;
-  /** A directory of the server's machine, or a model's name on the hub, as `quire serve --model` takes it. */
+  /**
+   * A directory on the server's machine, or a model's name on the Hugging Face hub, as `quire serve --model` takes
+   * it.
+   */
   source: string;
-  /** How long caches of the weights before may be used on, before they end with WEIGHTS_CHANGED. Unset: not at all. */
+  /**
+   * How long caches of the previous weights stay usable before calls on them fail with WEIGHTS_CHANGED. Unset: not at
+   * all.
+   */
   drain: Duration | undefined;
 }
 
 export interface LoadWeightsResponse {
   phase: LoadWeightsPhase;
-  /** Of the phase, from 0 to 1. */
+  /** Progress of the phase, from 0 to 1. */
   progress: number;
-  /** In the last message: what is served now. */
+  /** In the last message: the model that is served now. */
   modelId: string;
   fingerprint: string;
 }
 
 export interface RebuildSessionRequest {
-  /** Empty: the server's own; with REBUILD_CAUSE_REMOTE_CONFIG_CHANGE: only those whose settings have changed. */
+  /** Empty: the server's own. With REBUILD_CAUSE_REMOTE_CONFIG_CHANGE: only the runtimes whose settings have changed. */
   runtime: string;
   cause: RebuildCause;
 }
 
 export interface RebuildSessionResponse {
-  /** What was made anew: processes, or connections with the credentials as they are now. */
+  /** The number of restarted processes, or of connections rebuilt with the current credentials. */
   rebuilt: number;
 }
 
@@ -3270,11 +3288,11 @@ export const RebuildSessionResponse: MessageFns<RebuildSessionResponse> = {
 };
 
 /**
- * Runs whole texts: a batch goes in, and what is generated comes out as a stream. Whoever wants to drive each token
- * uses ModelExecutorService.
+ * Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
+ * each token, use ModelExecutorService.
  *
- * A *runtime* is what runs them: this server's own workers, or a provider over HTTP. The server's configuration names
- * them.
+ * A *runtime* runs a batch: this server's own workers, or a provider over HTTP. The server's configuration names the
+ * runtimes.
  */
 export type ModelRunnerServiceDefinition = typeof ModelRunnerServiceDefinition;
 export const ModelRunnerServiceDefinition = {
@@ -3282,9 +3300,9 @@ export const ModelRunnerServiceDefinition = {
   fullName: "quire.v1.ModelRunnerService",
   methods: {
     /**
-     * Generates for all items of a batch. What comes is sent as it comes, of all items mixed. An item's failure ends
-     * that item alone. A call that is cancelled, or whose client goes, ends all its items within a step and leaves
-     * nothing behind, unless it was asked to be kept (`keep`).
+     * Generates for all items of a batch. Chunks are sent as they are generated, with the items interleaved. A failed
+     * item does not affect the others. If the call is cancelled or its client disconnects, all its items are stopped
+     * within one step and nothing is kept, unless the request has `keep`.
      */
     execute: {
       name: "Execute",
@@ -3295,8 +3313,8 @@ export const ModelRunnerServiceDefinition = {
       options: {},
     },
     /**
-     * Ends an execution that was asked to be kept: what runs of it, and what is held of it. Who reads it is sent the end of
-     * its samples, as CANCELLED. Safe to repeat.
+     * Stops a kept execution and deletes its buffered results. Its readers receive the end of its samples, as
+     * CANCELLED. Safe to retry.
      */
     cancelExecution: {
       name: "CancelExecution",
@@ -3306,7 +3324,7 @@ export const ModelRunnerServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** The runtimes that the caller may use, in the order of the configuration; its own first. */
+    /** The runtimes that the caller may use, in the order of the configuration, the server's own first. */
     listRuntimes: {
       name: "ListRuntimes",
       requestType: ListRuntimesRequest as typeof ListRuntimesRequest,
@@ -3315,7 +3333,7 @@ export const ModelRunnerServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** Describes a runtime, and how it is. */
+    /** Describes a runtime and its state. */
     getRuntime: {
       name: "GetRuntime",
       requestType: GetRuntimeRequest as typeof GetRuntimeRequest,
@@ -3324,7 +3342,7 @@ export const ModelRunnerServiceDefinition = {
       responseStream: false,
       options: {},
     },
-    /** What a batch would cost at most. Nothing is sent to a provider. */
+    /** The maximum cost of a batch. Nothing is sent to a provider. */
     estimateCost: {
       name: "EstimateCost",
       requestType: EstimateCostRequest as typeof EstimateCostRequest,
@@ -3334,8 +3352,9 @@ export const ModelRunnerServiceDefinition = {
       options: {},
     },
     /**
-     * Serves another model from now on. The one before serves until the other has proved itself. Needs the role
-     * `administer` where callers have tokens. A provider's runtime has nothing to load, and says so at once.
+     * Loads another model and then serves it. The current model is served until the new one has passed its self-check.
+     * Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
+     * returns immediately.
      */
     loadWeights: {
       name: "LoadWeights",
@@ -3346,8 +3365,8 @@ export const ModelRunnerServiceDefinition = {
       options: {},
     },
     /**
-     * Makes a runtime's processes, device contexts and connections anew, under its callers, who keep their cache ids.
-     * Needs the role `administer` where callers have tokens.
+     * Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
+     * Requires the role `administer` if the server requires tokens.
      */
     rebuildSession: {
       name: "RebuildSession",

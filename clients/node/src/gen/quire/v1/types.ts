@@ -20,17 +20,16 @@ export enum LogitsFormat {
 }
 
 /**
- * Who goes first, and is refused last, where there is more to do than time. Turns still go by cost: who asks for
- * much at a high priority has no more of them in the long run, and nobody waits for more than some 128 steps
- * because of others' priorities.
+ * Scheduling priority under load. Callers still take turns by cost: a caller with many high-priority requests gets no
+ * larger share in the long run, and the priorities of others delay a request by at most about 128 steps.
  */
 export enum Priority {
   /** PRIORITY_UNSPECIFIED - Normal. */
   PRIORITY_UNSPECIFIED = 0,
-  /** PRIORITY_LOW - Batch work: goes behind what others are waiting for, and is the first to be refused. */
+  /** PRIORITY_LOW - Batch work: scheduled after waiting requests, and refused first. */
   PRIORITY_LOW = 1,
   PRIORITY_NORMAL = 2,
-  /** PRIORITY_HIGH - Somebody is waiting for it: goes ahead, and is the last to be refused. */
+  /** PRIORITY_HIGH - Interactive work: scheduled first, and refused last. */
   PRIORITY_HIGH = 3,
   UNRECOGNIZED = -1,
 }
@@ -46,47 +45,47 @@ export enum DataType {
 
 /** Which of the drafted tokens ForwardVerify keeps. */
 export enum VerifyAccept {
-  /** VERIFY_ACCEPT_UNSPECIFIED - All tokens are kept. The caller truncates. */
+  /** VERIFY_ACCEPT_UNSPECIFIED - All tokens are kept. The caller truncates the cache. */
   VERIFY_ACCEPT_UNSPECIFIED = 0,
-  /** VERIFY_ACCEPT_GREEDY - Drafts are kept while each equals the most likely token before it. */
+  /** VERIFY_ACCEPT_GREEDY - Drafts are kept while each is the most likely token at its position. */
   VERIFY_ACCEPT_GREEDY = 1,
   /**
-   * VERIFY_ACCEPT_SAMPLED - Drafts are kept while each equals the token that `output.sampling` draws at its position, which
-   * gives the very tokens that one Decode after another would have drawn with the same seed.
+   * VERIFY_ACCEPT_SAMPLED - Drafts are kept while each equals the token that `output.sampling` draws at its position. The result is identical
+   * to that of one Decode after another with the same seed.
    */
   VERIFY_ACCEPT_SAMPLED = 2,
   /**
-   * VERIFY_ACCEPT_SPECULATIVE - Drafts are kept or replaced such that every token is distributed as the model's own draws, whatever drew the drafts:
-   * with the probability that the model gives each over that in `rows[i].draft`. The first that is not kept has a token
-   * in its place: outputs[accepted].token_id, as ever.
+   * VERIFY_ACCEPT_SPECULATIVE - Rejection sampling: drafts are kept or replaced such that every token is distributed as the model's own draws,
+   * whatever drew the drafts. A draft is kept with the ratio of the model's probability to that in `rows[i].draft`,
+   * at most 1. The token that replaces the first rejected draft is outputs[accepted].token_id.
    */
   VERIFY_ACCEPT_SPECULATIVE = 3,
   UNRECOGNIZED = -1,
 }
 
 /**
- * Names a sequence of token ids that the service remembers, and where its KV lies now. The sequence outlives workers:
- * KV that is gone is computed again from its tokens when it is next needed.
+ * Identifies a sequence of token ids that the service stores, and the current location of its KV. The sequence
+ * outlives workers: lost KV is recomputed from the tokens when it is next needed.
  */
 export interface KvCacheHandle {
   /** Opaque and unguessable. Valid until released or expired. */
   cacheId: string;
-  /** Tokens in the sequence. Pass it back as `position` to fence the next append. */
+  /** The number of tokens in the sequence. Pass it as `position` to fence the next append. */
   seqLen: number;
   /**
-   * A number of this cache that grows whenever its KV is placed anew: its worker died, or gave its pages to others.
-   * Informative.
+   * Increases whenever the cache's KV is placed again, because its worker died or evicted its pages. For information
+   * only.
    */
   epoch: bigint;
-  /** The worker that holds the KV, or some of it. Empty: none does just now. Informative: callers never route. */
+  /** The worker that holds the KV or a part of it. Empty: none at the moment. For information only: the server routes. */
   workerId: string;
-  /** When the cache is released unless it is used or renewed before. Unset: never. */
+  /** When the cache expires unless it is used or renewed before. Unset: never. */
   expireTime: Timestamp | undefined;
 }
 
-/** What to compute and return for each wanted row of an append. A token is always chosen. */
+/** What to compute and return for each output row of an append. A token is always chosen. */
 export interface OutputOptions {
-  /** Return whole rows of logits: the model's own, before any sampling setting. */
+  /** Return full rows of logits: the model's own, before any sampling setting. */
   logits: LogitsFormat;
   /** Return the N most likely tokens with their log-probabilities. At most min(1024, vocab_size). */
   topLogprobs: number;
@@ -103,54 +102,54 @@ export interface OutputOptions {
   /** Return the log-probability of the chosen token (implied by top_logprobs > 0). */
   logprob: boolean;
   /**
-   * Return the log-probability of the chosen token under the distribution it was drawn from: after mask, penalties,
-   * temperature and cuts. 0 where nothing is drawn.
+   * Return the log-probability of the chosen token under the distribution from which it was drawn: after mask,
+   * penalties, temperature, top_k, top_p and min_p. 0 for a greedy choice.
    */
   sampledLogprob: boolean;
   /**
-   * Return hidden states of the row's token: what heads, rewards, drafts and embeddings are computed from. Unset: none.
-   * Where ExecutorCapabilities.supports_hidden_states says so; else UNSUPPORTED_BY_EXECUTOR.
+   * Return hidden states at the row's token, the inputs of heads, reward models, draft models and embeddings. Unset:
+   * none. Requires ExecutorCapabilities.supports_hidden_states; otherwise UNSUPPORTED_BY_EXECUTOR.
    */
   hidden: HiddenStates | undefined;
 }
 
-/** Which hidden states of a row are returned, and how they are written. */
+/** Which hidden states of a row to return, and in which format. */
 export interface HiddenStates {
   /**
-   * By their index in what the transformers library calls `hidden_states` (output_hidden_states=True), of which there are
-   * num_layers + 1: 0 is the embedding that the first layer reads, i is what layer i (the first is 1) leaves, and
-   * num_layers is the last one, after the final norm: what the logits are computed from. Empty: the last. At most 8.
+   * Indexes into the `hidden_states` of the transformers library (output_hidden_states=True), which has num_layers +
+   * 1 entries: 0 is the embedding that the first layer reads; i is the output of layer i, counted from 1; num_layers
+   * is the last one, after the final norm, from which the logits are computed. Empty: the last one. At most 8.
    */
   layers: number[];
-  /** Unset: DATA_TYPE_F32. The model computes in its own, ModelDescription.dtype. */
+  /** Unset: DATA_TYPE_F32. The model computes in ModelDescription.dtype. */
   dtype: DataType;
 }
 
-/** What another model drew a token from: for speculative decoding that loses nothing. */
+/** The distribution from which a draft model drew a token, for lossless speculative decoding. */
 export interface DraftProbabilities {
-  /** Tokens and their probabilities, which together are 1; the drawn one is among them. At most 4096. */
+  /** Tokens and their probabilities, which sum to 1. Includes the drawn token. At most 4096. */
   tokenIds: number[];
   probabilities: number[];
-  /** In place of both: the probability of each token of the vocabulary, float32, little-endian. */
+  /** Instead of both: the probabilities of all tokens of the vocabulary, float32, little-endian. */
   dense: Buffer;
 }
 
-/** How one position of a ForwardVerify differs from the others. */
+/** Settings of a single position of a ForwardVerify. */
 export interface VerifyRow {
-  /** Which tokens may follow. Unset: as output.mask says. */
+  /** Which tokens may follow. Unset: the tokens that output.mask allows. */
   mask:
     | TokenMask
     | undefined;
   /**
-   * What the next token of the request was drawn from. Not with the last one, which nothing follows. In a tree: what all
-   * that follow this token were drawn from, each on its own, so that the same one may come twice; and not with a token
-   * that none follows. They are tried in their order.
+   * The distribution from which the request's next token was drawn. Not allowed for the last token. In a tree: the
+   * distribution from which each child of this token was drawn independently, so that children may be equal; not
+   * allowed for a token without children. Children are tried in their order.
    */
   draft: DraftProbabilities | undefined;
 }
 
 /**
- * How a token is chosen from a row of logits. Applied in this order: mask and logit_bias, penalties,
+ * How a token is chosen from a row of logits. The steps are applied in this order: mask and logit_bias, penalties,
  * temperature, top_k, top_p, min_p, draw. An unset field has no effect.
  */
 export interface SamplingParams {
@@ -162,7 +161,7 @@ export interface SamplingParams {
   topK?:
     | number
     | undefined;
-  /** Keep the smallest set of tokens whose probabilities reach p. In (0, 1]. */
+  /** Keep the smallest set of most likely tokens whose probabilities sum to at least p. In (0, 1]. */
   topP?:
     | number
     | undefined;
@@ -170,7 +169,7 @@ export interface SamplingParams {
   minP?:
     | number
     | undefined;
-  /** Divides positive and multiplies negative logits of tokens seen anywhere in the sequence. In (0, 10]. */
+  /** Divides positive and multiplies negative logits of tokens that occur anywhere in the sequence. In (0, 10]. */
   repetitionPenalty?:
     | number
     | undefined;
@@ -184,13 +183,13 @@ export interface SamplingParams {
     | undefined;
   /** Added to the logits of these tokens. Finite, or -infinity to forbid a token. At most 1024 entries. */
   logitBias: { [key: number]: number };
-  /** The draw is a pure function of (seed, position). Unset: one seed is drawn for each cache, and kept with it. */
+  /** The draw is a pure function of (seed, position). Unset: each cache has a random seed, which does not change. */
   seed?:
     | bigint
     | undefined;
   /**
-   * The position of the first token that frequency_penalty and presence_penalty count. Unset: that behind the last
-   * Prefill, which extending a cache moves.
+   * The position of the first token that frequency_penalty and presence_penalty count. Unset: the first position
+   * after the last Prefill, including a Prefill that extends the cache.
    */
   penaltyFrom?: number | undefined;
 }
@@ -200,23 +199,23 @@ export interface SamplingParams_LogitBiasEntry {
   value: number;
 }
 
-/** The set of tokens that may be chosen. Every kind says the same of the same set: the smallest one is the best. */
+/** The set of tokens that may be chosen. All kinds are equivalent: use the smallest one for the set. */
 export interface TokenMask {
   kind:
     | //
     /**
-     * One bit for each token id, least significant bit first: ceil(vocab_size / 8) bytes, or as many as fill words of 32
-     * bits. 1: allowed. Bits beyond the vocabulary mean nothing.
+     * One bit per token id, least significant bit first, 1: allowed. ceil(vocab_size / 8) bytes, or padded to a
+     * multiple of 32 bits. Bits beyond the vocabulary are ignored.
      */
     { $case: "packed"; value: Buffer }
     | //
     /** The allowed ids. At least one. */
     { $case: "allowed"; value: TokenIds }
     | //
-    /** `packed`, compressed: a zlib stream (RFC 1950), complete and with nothing behind it. */
+    /** `packed`, compressed as one complete zlib stream (RFC 1950) without trailing bytes. */
     { $case: "deflated"; value: Buffer }
     | //
-    /** The ids that are not allowed; all others are. Without ids every token is allowed. */
+    /** The ids that are not allowed; all others are. Empty: every token is allowed. */
     { $case: "forbidden"; value: TokenIds }
     | undefined;
 }
@@ -225,15 +224,15 @@ export interface TokenIds {
   ids: number[];
 }
 
-/** What a forward says about the token that follows one position. */
+/** The prediction of the token after one position. */
 export interface StepOutput {
-  /** The chosen token. Not yet appended: the caller decides. */
+  /** The chosen token. It is not appended to the cache. */
   tokenId: number;
-  /** Log-probability of token_id under the model's own distribution. Set if asked for. */
+  /** Log-probability of token_id under the model's own distribution. Set if requested. */
   logprob?:
     | number
     | undefined;
-  /** The most likely tokens, best first. */
+  /** The most likely tokens, in descending order. */
   top:
     | TopLogprobs
     | undefined;
@@ -243,18 +242,18 @@ export interface StepOutput {
   logits:
     | Tensor
     | undefined;
-  /** As OutputOptions.sampled_logprob. Set if asked for. */
+  /** See OutputOptions.sampled_logprob. Set if requested. */
   sampledLogprob?:
     | number
     | undefined;
-  /** As OutputOptions.hidden, in the order of its layers, each of shape [hidden_size]. */
+  /** See OutputOptions.hidden. In the order of its layers, each of shape [hidden_size]. */
   hidden: Tensor[];
 }
 
-/** One more token that was drawn from a row, beside that of its StepOutput. */
+/** An extra token that was drawn from a row, in addition to that of its StepOutput. */
 export interface SampledToken {
   tokenId: number;
-  /** As StepOutput has them. Set if `output` asks for them. */
+  /** As in StepOutput. Set if `output` requests them. */
   logprob?: number | undefined;
   sampledLogprob?: number | undefined;
 }
@@ -268,29 +267,32 @@ export interface TopLogprobs {
 export interface Tensor {
   dtype: DataType;
   shape: number[];
-  /** Little-endian elements, shape's product times the element size. */
+  /** Little-endian elements. Its length is the product of the shape times the element size. */
   data: Buffer;
 }
 
-/** Where the time of a call went. The parts need not add up: a step is shared with other callers. */
+/** Where the time of a call was spent. The parts of several calls overlap, because calls share steps. */
 export interface StepTiming {
   /** From arrival at the worker to the start of the first step that ran the call. */
   queueNs: bigint;
   /** From the start of the first step to the end of the last step that ran the call. */
   computeNs: bigint;
-  /** Steps (forwards) the call took part in. */
+  /** The number of steps (forwards) that the call took part in. */
   steps: number;
-  /** Items of all callers in the last of these steps. */
+  /** The number of items of all callers in the last of these steps. */
   batchItems: number;
 }
 
-/** The model that is served. */
+/** The served model. */
 export interface ModelDescription {
   modelId: string;
   /** Hugging Face's model_type, or "paged-attention". */
   architecture: string;
   vocabSize: number;
-  /** The model's context, in tokens. What a pool has room for may be less: ExecutorCapabilities.kv_capacity_tokens. */
+  /**
+   * The model's maximum context, in tokens. The KV pool may limit it further:
+   * ExecutorCapabilities.kv_capacity_tokens.
+   */
   maxSeqLen: number;
   numLayers: number;
   hiddenSize: number;
@@ -307,31 +309,31 @@ export interface ModelDescription {
     | number
     | undefined;
   /**
-   * Tells models apart: 32 hexadecimal digits, of the config and of the weights in their files. Empty for an
-   * executor without weights.
+   * Identifies the model: 32 hexadecimal digits, a hash of the config and of the weight files. Empty for an executor
+   * without weights.
    */
   fingerprint: string;
-  /** Whose code computes it: "native", or "transformers" for that library's over Quire's pages. */
+  /** "native": Quire's own code. "transformers": the transformers library's code with Quire's KV pages. */
   backend: string;
   /**
-   * Of the weights, as far as their directory says: what the front matter of its README.md names (such as "apache-2.0",
-   * or a name and a link), or the name of a licence file. At most 256 characters of printable ASCII. Empty: it does not
-   * say.
+   * The licence of the weights, as their directory states it: what the front matter of its README.md names (such as
+   * "apache-2.0", or a name and a link), or the name of a licence file. At most 256 printable ASCII characters.
+   * Empty: not stated.
    */
   license: string;
 }
 
 /**
- * How messages are written as a prompt of the model. The server renders nothing: the caller does, and bounds it, since
- * a template is a program of whoever made the model.
+ * How messages are rendered as a prompt of the model. This service renders nothing. A caller that renders a template
+ * has to limit its time and memory, because a template is a program of the model's author.
  */
 export interface ChatTemplate {
   /**
-   * Templates in Jinja, with the names that the transformers library gives them: messages, add_generation_prompt, tools,
-   * documents. By name; "default" is the one for those who name none.
+   * Jinja templates by name. The default template is "default". They use the variables of the transformers library:
+   * messages, add_generation_prompt, tools, documents.
    */
   sources: { [key: string]: string };
-  /** What the tokenizer calls its special tokens, such as bos_token and eos_token, which are names in templates too. */
+  /** The tokenizer's special tokens by name, such as bos_token and eos_token. Templates use the same names. */
   specialTokens: { [key: string]: string };
 }
 
@@ -352,17 +354,18 @@ export interface ExecutorCapabilities {
   /** "eager" or "cuda_graph". */
   runner: string;
   /**
-   * Names of the active kernel implementations. "torch" and "triton" are those libraries. "onednn-packed": products
-   * with bfloat16 weights are oneDNN's. "cpu-packed-products": but those of up to 8 rows, and mixtures of experts, are
-   * compiled ones; they need AVX512-BF16, and weights as oneDNN lays them out there. "cpu-avx512bf16", "cpu-avx512" or
-   * "cpu-avx2": everything else that there are compiled kernels for, by the instruction set; "cpu-not-compiled": torch.
+   * Names of the active kernel implementations. "torch" and "triton": those libraries. "onednn-packed": oneDNN
+   * computes products with bfloat16 weights. "cpu-packed-products": compiled kernels compute such products of up to 8
+   * rows, and mixtures of experts; they need AVX512-BF16 and oneDNN's layout of weights for it. "cpu-avx512bf16",
+   * "cpu-avx512" or "cpu-avx2": compiled kernels for this instruction set compute the other operations that have
+   * them. "cpu-not-compiled": torch computes these.
    */
   kernels: string[];
   /** As torch names it, such as "cpu" or "cuda:0". */
   device: string;
   /**
-   * Decodes and prefills share one forward. False for a model that runs one text at a time: a step is then as many
-   * forwards as it has texts.
+   * Decodes and prefills share one forward. False for a model that runs one sequence at a time: a step then takes as
+   * many forwards as it has sequences.
    */
   supportsNativeUnifiedDecode: boolean;
   supportsVerify: boolean;
@@ -373,45 +376,45 @@ export interface ExecutorCapabilities {
   pageSizeTokens: number;
   bytesPerPage: bigint;
   /**
-   * The most tokens that one sequence can have: min(pages_total * page_size_tokens, max_seq_len), of PoolUsage
-   * and ModelDescription.
+   * The maximum length of a sequence in tokens: min(PoolUsage.pages_total * page_size_tokens,
+   * ModelDescription.max_seq_len).
    */
   kvCapacityTokens: number;
   maxLoraAdapters: number;
-  /** Tokens that one step takes at most; longer calls are run in chunks. */
+  /** The maximum number of tokens in one step. Longer requests run in chunks. */
   maxBatchTokens: number;
   maxBatchItems: number;
-  /** ForwardVerify takes trees of drafts. */
+  /** ForwardVerify accepts trees of drafts. */
   supportsTokenTrees: boolean;
-  /** Whether OutputOptions.hidden can be answered. */
+  /** OutputOptions.hidden is supported. */
   supportsHiddenStates: boolean;
 }
 
-/** How the pages of a KV pool are used. The last four count up from the start of the worker. */
+/** Usage of the pages of a KV pool. The last four fields count from the start of the worker. */
 export interface PoolUsage {
   /** Sequences whose KV the pool holds. */
   sequences: number;
-  /** Tokens in these sequences; shared pages count once for each sequence. */
+  /** Tokens in these sequences. A shared page counts once per sequence. */
   tokens: bigint;
   pagesTotal: number;
-  /** Empty pages. */
+  /** Pages without content. */
   pagesFree: number;
-  /** Pages of released sequences, kept for reuse and given up when space is needed. */
+  /** Pages of released sequences, kept for reuse and evicted when space is needed. */
   pagesCached: number;
   /** Pages in use by at least one sequence. */
   pagesReferenced: number;
-  /** Prompt tokens found in pages computed before, and all prompt tokens of the operations that looked. */
+  /** Prompt tokens found in cached pages, and all prompt tokens that were looked up. */
   prefixHitTokens: bigint;
   prefixQueryTokens: bigint;
-  /** Cached pages given up for new ones. */
+  /** Cached pages that were evicted. */
   evictedPages: bigint;
-  /** Pages copied because a shared one was written. */
+  /** Pages that were copied on write. */
   copiedPages: bigint;
 }
 
 /**
- * What a worker has run since it started. `*_ns` is the time from the
- * beginning of an operation to its answer, summed over those of that kind.
+ * What a worker has run since it started. `*_ns` is the sum, over the operations of that kind, of the time from the
+ * beginning of an operation to its result.
  */
 export interface StepCounts {
   prefillOperations: bigint;
@@ -425,11 +428,11 @@ export interface StepCounts {
   /** Steps (forwards), and the tokens in them. */
   steps: bigint;
   stepTokens: bigint;
-  /** Items that shared the steps: batch_items / steps is the mean batch size. */
+  /** Items in these steps: batch_items / steps is the mean batch size. */
   batchItems: bigint;
 }
 
-/** How one LoRA adapter is used. */
+/** Usage of one LoRA adapter. */
 export interface LoraAdapterMetrics {
   adapterId: string;
   rank: number;

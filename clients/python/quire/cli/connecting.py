@@ -1,0 +1,85 @@
+"""The commands' connection to a server: a client without retries, and messages for its errors."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from quire import Client, QuireError, Tls
+from quire.cli.terminal import CommandFailed, WrongUsage
+from quire.errors import from_rpc_error
+
+# The timeout of calls that a running server answers immediately.
+CONTROL_TIMEOUT_S = 10.0
+NO_WORKER = "NO_WORKER"
+# How long to wait for a worker to load, and the polling interval.
+WORKER_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 0.5
+# Live displays hide the cursor.
+_SHOW_CURSOR = "\x1b[?25h"
+_Client = TypeVar("_Client")
+
+
+def connection(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `new_client` for the server that the options name."""
+    tls = Tls(ca=options.ca, cert=options.cert or None, key=options.key or None) if options.ca else False
+    # The user gives both the token and the target.
+    return {"target": options.target, "tls": tls, "token": options.token, "token_in_plain_view": True}
+
+
+def new_client(kind: Callable[..., _Client], connection: Mapping[str, Any], **settings: Any) -> _Client:
+    """A client without retries. Raises WrongUsage, and OSError for an unreadable file."""
+    try:
+        return kind(**connection, retries=False, **settings)
+    except ValueError as error:
+        raise WrongUsage(str(error)) from None
+
+
+@contextlib.contextmanager
+def connected(options: argparse.Namespace, interrupted: int = 1) -> Iterator[Client]:
+    """A client of the server that the options name. Connects when first used.
+
+    Within the block, Ctrl-C ends the process with the exit status `interrupted`. A KeyboardInterrupt could be
+    raised while gRPC starts a call. That call would never end, and both `close` and the interpreter's exit
+    would hang: https://github.com/grpc/grpc/issues/19973.
+
+    Converts the client's exceptions to CommandFailed. Raises OSError for an unreadable file.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: _end_process(interrupted))
+    try:
+        client = new_client(Client, connection(options), timeout_s=CONTROL_TIMEOUT_S)
+        with converting_failures(), client:
+            yield client
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_process(status: int) -> NoReturn:
+    """Flushes the output and exits. The server cancels the calls when the connection closes."""
+    # The streams may be in use by the interrupted code, or be closed.
+    with contextlib.suppress(RuntimeError, OSError):
+        sys.stdout.flush()
+    with contextlib.suppress(RuntimeError, OSError):
+        if sys.stderr.isatty():
+            print(_SHOW_CURSOR, file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def converting_failures() -> Iterator[None]:
+    """Converts failed calls to CommandFailed with `CODE REASON message`, without empty parts."""
+    try:
+        yield
+    except (QuireError, grpc.RpcError) as failed:
+        error = failed if isinstance(failed, QuireError) else from_rpc_error(failed)
+        lines = [" ".join(part for part in (error.code.name, error.reason, error.message) if part)]
+        # Without a reason the error is from gRPC, not from a server.
+        if error.code == grpc.StatusCode.UNAVAILABLE and not error.reason:
+            lines.append("is a server running there? --target names another one")
+        raise CommandFailed(*lines) from error

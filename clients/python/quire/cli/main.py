@@ -1,0 +1,131 @@
+"""The command `quire`: generate | status | load | caches, and the commands of an installed server.
+
+A package adds a command by an entry point of the group `quire.commands`: a function that takes argparse's
+subparsers and adds a parser with the entry point's name. The parser's default `run` is the function that runs
+the command, as "module:function". `quire-llm-server` adds serve, state and token.
+
+Exit status: 0 success, 1 failure, 2 invalid usage. Each command imports its dependencies when it runs, so
+that it does not load those of the others. This module imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+
+from quire.cli import options
+from quire.cli.load.options import add_load
+from quire.cli.terminal import CommandFailed, tell
+
+_ENTRY_POINTS = "quire.commands"
+_CLIENT_COMMANDS = {
+    "status": options.add_status,
+    "generate": options.add_generate,
+    "load": add_load,
+    "caches": options.add_caches,
+}
+_SERVER_COMMANDS = ("serve", "state", "token")
+# The order in the help. Other commands come last.
+_ORDER = ("serve", *_CLIENT_COMMANDS, "state", "token")
+_NO_EXTRA = "needs the extra `cli`; in a checkout of Quire: `pip install './clients/python[cli]'`"
+_NO_SERVER = (
+    "comes with the server (quire-llm-server); in a checkout of Quire: `pip install ./clients/python .`"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit status. argparse exits with 2 on invalid usage."""
+    parsed = _parsed(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(parsed)
+    except CommandFailed as error:
+        for line in error.args:
+            tell(line)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has closed the pipe. Prevent a second error when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None or parsed.command == "serve":
+            raise
+        print(f"quire: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    module, _, function = parsed.run.partition(":")
+    try:
+        status: int = getattr(importlib.import_module(module), function)(parsed)
+    except ImportError as error:
+        if parsed.command not in _CLIENT_COMMANDS:
+            raise
+        raise CommandFailed(f"{parsed.command} {_NO_EXTRA} ({error})") from error
+    return status
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only then, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"quire {metadata.version('quire-llm')}")
+        parser.exit()
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parses the arguments. Exits with 2 and the command's usage if an option is unknown."""
+    first = arguments[0] if arguments else ""
+    # For the client's commands, do not search the installed entry points, which takes time.
+    parser, commands = _parser([first] if first in _CLIENT_COMMANDS else _installed())
+    if first and (wrong := _unknown_command(first, list(commands))):
+        parser.error(wrong)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = commands[parsed.command]
+        name = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
+        close = difflib.get_close_matches(name, re.findall(r"--[\w-]+", command.format_usage()), n=1)
+        command.error(f"{name} is not known" + (f"; did you mean {close[0]}?" if close else ""))
+    return parsed
+
+
+def _unknown_command(first: str, commands: list[str]) -> str:
+    """The error of the first argument; empty if it is valid."""
+    is_flag = first.startswith("-")
+    known = ["-h", "--help", "--version"] if is_flag else commands
+    # argparse accepts abbreviated flags.
+    if first in known or (is_flag and any(flag.startswith(first) for flag in known)):
+        return ""
+    if first in _SERVER_COMMANDS:
+        return f"{first} {_NO_SERVER}"
+    close = difflib.get_close_matches(first, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}"
+    return f"{first} is {'not known' if is_flag else 'no command'}; {hint}"
+
+
+def _installed() -> list[str]:
+    """The names of all commands."""
+    names = {*_CLIENT_COMMANDS, *metadata.entry_points(group=_ENTRY_POINTS).names}
+    return sorted(names, key=lambda name: (*_ORDER, name).index(name))
+
+
+def _parser(names: Iterable[str]) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """A parser with these commands, and the subparser of each."""
+    parser = argparse.ArgumentParser(prog="quire", description="A token-level LLM executor behind gRPC.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(names))
+    for name in names:
+        if name in _CLIENT_COMMANDS:
+            _CLIENT_COMMANDS[name](commands)
+        else:
+            (entry_point,) = metadata.entry_points(group=_ENTRY_POINTS, name=name)
+            entry_point.load()(commands)
+    return parser, commands.choices

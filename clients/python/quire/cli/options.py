@@ -1,0 +1,148 @@
+"""The flags of `quire status`, `generate` and `caches`, and the flags of all client commands.
+
+Imports only the standard library, so that invalid flags are reported quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    # The return type of add_subparsers has no public name.
+    Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+_DEFAULT_PORT = 50051
+_DEFAULT_TARGET = f"127.0.0.1:{_DEFAULT_PORT}"
+# A host name, or an IPv6 address in brackets, without a port.
+_HOST_ALONE = re.compile(r"[^:/\[\]]+|\[[^/\[\]]+\]")
+_Value = TypeVar("_Value")
+
+
+def option_type(
+    convert: Callable[[str], _Value], allowed: str, accepts: Callable[[_Value], bool] = lambda _: True
+) -> Callable[[str], _Value]:
+    """A type for argparse. `allowed` describes the valid values in the error message."""
+
+    def parse(text: str) -> _Value:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is refused: must be {allowed}")
+        return value
+
+    return parse
+
+
+count = option_type(int, "a whole number from 1", lambda value: value >= 1)
+_number = option_type(float, "a number")
+_whole_number = option_type(int, "a whole number")
+_seconds = option_type(float, "a number of seconds above 0", lambda value: 0 < value < math.inf)
+_token_ids = option_type(
+    lambda text: [int(part) for part in text.split(",")],
+    "whole numbers of 32 bits with commas between them",
+    lambda ids: all(0 <= token_id < 1 << 32 for token_id in ids),
+)
+
+
+def flags(parser: argparse._ActionsContainer, title: str = "") -> Callable[..., None]:
+    """A function that adds a flag to `parser`, or with `title` to a new group of it.
+
+    Its arguments are the flag's name, type, metavar, help, default, and other arguments of argparse.
+    """
+    group = parser.add_argument_group(title) if title else parser
+
+    def flag(name: str, kind: Any, metavar: Any, help_text: str, default: Any = None, **more: Any) -> None:
+        group.add_argument(name, type=kind, metavar=metavar, help=help_text, default=default, **more)
+
+    return flag
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the connection."""
+    flag = flags(parser)
+    help_text = f"the server, also unix:/path (env QUIRE_TARGET; default {_DEFAULT_TARGET})"
+    flag("--target", _target, "HOST[:PORT]", help_text, os.environ.get("QUIRE_TARGET", _DEFAULT_TARGET))
+    for name, metavar, help_text in (
+        ("ca", "FILE", "use TLS, and trust these CAs for the server's certificate"),
+        ("cert", "FILE", "with --ca: the client certificate"),
+        ("key", "FILE", "with --ca: the private key of --cert"),
+        ("token", "TOKEN", "a bearer token; prefer the environment variable, which other users cannot see"),
+    ):
+        variable = f"QUIRE_{name.upper()}"
+        flag(f"--{name}", str, metavar, f"{help_text} (env {variable})", os.environ.get(variable, ""))
+
+
+def _target(text: str) -> str:
+    """Adds Quire's default port to a host without a port, because gRPC's default is 443."""
+    if text.startswith(("http://", "https://")):  # gRPC would resolve it as a name
+        raise argparse.ArgumentTypeError(f"{text!r} is refused: must be HOST:PORT, without http://")
+    return f"{text}:{_DEFAULT_PORT}" if _HOST_ALONE.fullmatch(text) else text
+
+
+def add_status(commands: Commands) -> None:
+    """Adds `quire status`."""
+    parser = commands.add_parser("status", help="show a server's workers")
+    parser.set_defaults(run="quire.cli.status:show_status")
+    add_target(parser)
+    flag, switch = flags(parser), parser.add_argument
+    watch = "repeat every SECONDS (default 1), and show rates"
+    flag("--watch", _seconds, "SECONDS", watch, nargs="?", const=1.0)
+    switch("--wide", action="store_true", help="show all columns, even if they do not fit")
+    json = "print GetStatus's response as one line of protobuf JSON, in which 64-bit numbers are strings"
+    switch("--json", action="store_true", help=json)
+
+
+def add_generate(commands: Commands) -> None:
+    """Adds `quire generate`."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Continues a prompt and streams the output. The default sampling settings are those"
+        " of the model's generation_config.json; flags override them.",
+    )
+    parser.set_defaults(run="quire.cli.generate:generate")
+    add_target(parser)
+    prompt = flags(parser.add_mutually_exclusive_group(required=True))
+    text = "a message to answer, or a text to continue (see --raw); - reads standard input"
+    prompt("prompt", str, "PROMPT", text, nargs="?")
+    prompt("--tokens", _token_ids, "1,2,3", "token ids to continue, instead of text")
+    flag = flags(parser)
+    flag("--max-tokens", count, "N", "generate at most N tokens (default 64)", 64)
+    form = parser.add_mutually_exclusive_group()
+    chat = "PROMPT is a message for the model's chat template (default if it has one)"
+    form.add_argument("--chat", action="store_true", help=chat)
+    form.add_argument("--raw", action="store_true", help="PROMPT is a text to continue, without a template")
+    flag("--system", str, "TEXT", "a system message before PROMPT")
+    # The names are those of the API.
+    own = "(default: the model's own)"
+    flag("--temperature", _number, "T", "0: greedy (default: the model's own, else 0)")
+    flag("--top-k", _whole_number, "K", f"sample from the K most likely tokens, 0: all {own}")
+    flag("--top-p", _number, "P", f"sample from the top probability mass P {own}")
+    flag("--min-p", _number, "P", f"drop tokens below P times the highest probability {own}")
+    flag("--repetition-penalty", _number, "R", f"above 1: earlier tokens are less likely {own}")
+    flag("--seed", _whole_number, "N", "the seed of the sampling, for repeatable results")
+    lines = "print a line for each token: id, log-probability, text"
+    parser.add_argument("--logprobs", action="store_true", help=lines)
+
+
+def add_caches(commands: Commands) -> None:
+    """Adds `quire caches`."""
+    parser = commands.add_parser("caches", help="list or release a server's caches")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|release")
+    listing = actions.add_parser("list", help="list the caches, oldest first")
+    listing.set_defaults(run="quire.cli.caches:list_caches")
+    add_target(listing)
+    release = actions.add_parser("release", help="release caches")
+    release.set_defaults(run="quire.cli.caches:release_caches")
+    add_target(release)
+    which = release.add_mutually_exclusive_group(required=True)
+    which.add_argument("cache_ids", nargs="*", default=[], metavar="CACHE_ID", help="the caches to release")
+    which.add_argument("--all", action="store_true", help="release all that `quire caches list` shows")
+    release.add_argument("--yes", action="store_true", help="with --all: confirm the release")

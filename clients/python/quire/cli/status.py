@@ -1,0 +1,216 @@
+"""`quire status`: a table of the workers, once or repeatedly with rates; or the whole response as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from google.protobuf import json_format
+from quire import Client
+from quire.cli.connecting import connected
+from quire.cli.terminal import escaped
+from quire.v1 import executor_pb2
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+# The width for output that is not a terminal, so that every column is shown.
+_UNLIMITED_WIDTH = 10_000
+
+
+def _enum_word(name: str) -> str:
+    """Converts `WORKER_STATE_READY` to `ready`."""
+    return name.rpartition("_STATE_")[2].lower()
+
+
+def _state(worker: executor_pb2.WorkerStatus) -> str:
+    state = _enum_word(executor_pb2.WorkerState.Name(worker.state))
+    if worker.state == executor_pb2.WORKER_STATE_STARTING:
+        state += f" {worker.load_progress:.0%}"
+    return state
+
+
+_COLUMNS: Mapping[str, Callable[[executor_pb2.WorkerStatus], object]] = {
+    "worker": lambda worker: worker.worker_id,
+    "pid": lambda worker: worker.pid,
+    "epoch": lambda worker: worker.epoch,
+    "device": lambda worker: worker.executor.device,
+    "runner": lambda worker: worker.executor.runner,
+    "state": _state,
+    "seqs": lambda worker: worker.pool.sequences,
+    "used": lambda worker: worker.pool.pages_referenced,
+    "free": lambda worker: worker.pool.pages_free,
+    "cached": lambda worker: worker.pool.pages_cached,
+    "pages": lambda worker: worker.pool.pages_total,
+    "running": lambda worker: worker.operations_in_flight,
+    "prefills": lambda worker: worker.counts.prefill_operations,
+    "decodes": lambda worker: worker.counts.decode_operations,
+    "prefill ms": lambda worker: _mean_ms(worker.counts.prefill_ns, worker.counts.prefill_operations),
+    "decode ms": lambda worker: _mean_ms(worker.counts.decode_ns, worker.counts.decode_operations),
+    "batch": lambda worker: _mean(worker.counts.batch_items, worker.counts.steps),
+    "memory": lambda worker: _bytes(worker.memory_bytes),
+}
+# Of two readings, with what they are the growth of.
+_RATES = {
+    "tokens/s": "step_tokens",
+    "prefills/s": "prefill_operations",
+    "decodes/s": "decode_operations",
+    "steps/s": "steps",
+}
+_TEXT_COLUMNS = frozenset({"worker", "device", "runner", "state"})
+# The most important columns, for narrow terminals. The others are less important.
+_FIRST_COLUMNS = (
+    "worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch",
+    "tokens/s", "decodes/s", "pid", "memory",
+)  # fmt: skip
+# The kernel name of a worker without compiled CPU kernels.
+NOT_COMPILED = "cpu-not-compiled"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A status of the server, and when it was read."""
+
+    status: executor_pb2.GetStatusResponse
+    taken_s: float  # time.monotonic()
+
+
+def show_status(options: argparse.Namespace) -> int:
+    """Prints the status of a server, every `options.watch` seconds if given. Returns the exit status."""
+    console = Console()
+    in_place = console.is_terminal and not (options.wide or options.json)
+    if not in_place:
+        console.width = _UNLIMITED_WIDTH
+    # Ctrl-C is the normal way to end --watch.
+    interrupted = 1 if options.watch is None else 0
+    with connected(options, interrupted) as client:
+        readings = _readings(client, options.watch)
+        if options.watch is not None and in_place:
+            with Live(render(*next(readings)), console=console, auto_refresh=False) as live:
+                for now, before in readings:
+                    live.update(render(now, before), refresh=True)
+        for now, before in readings:
+            if options.json:
+                print(_json(now.status), flush=True)
+            else:
+                console.print(render(now, before))
+    return 0
+
+
+def _readings(client: Client, interval_s: float | None) -> Iterator[tuple[Reading, Reading | None]]:
+    """Readings, each with the previous one. Without an interval only one. Raises QuireError."""
+    before = None
+    while True:
+        now = Reading(client.status(), time.monotonic())
+        yield now, before
+        if interval_s is None:
+            return
+        before = now
+        time.sleep(interval_s)
+
+
+def _json(status: executor_pb2.GetStatusResponse) -> str:
+    """The status as JSON in one line."""
+    return json_format.MessageToJson(
+        status, indent=None, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def render(now: Reading, before: Reading | None) -> RenderableType:
+    """The status as lines about the gateway and a table of workers, with rates since `before`."""
+    status = now.status
+    line = (
+        f"{_enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
+        f"  up {_duration(status.uptime_ms / 1000)}  {status.caches} caches"
+        f"  {status.operations_in_flight} operations in flight  {_bytes(status.memory_bytes)}"
+    )
+    limits = (
+        f"{status.connections} connections  {status.sessions} sessions"
+        f"  {_bytes(status.journal_bytes)} of tokens  {_bytes(status.unread_bytes)} of answers unread"
+        f"  longest stall {status.longest_stall_ms} ms  {sum(status.refusals.values())} refused"
+    )
+    if before is not None and (elapsed_s := now.taken_s - before.taken_s) > 0:
+        refused = sum(status.refusals.values()) - sum(before.status.refusals.values())
+        limits += f"  {refused / elapsed_s:.1f} refused/s"
+    earlier = {worker.worker_id: worker for worker in before.status.workers} if before else {}
+    rows = []
+    for worker in status.workers:
+        cells = [str(cell(worker)) for cell in _COLUMNS.values()]
+        if before is not None:
+            cells += _rate_cells(worker, earlier.get(worker.worker_id), now.taken_s - before.taken_s)
+        rows.append(cells)
+    table = _Workers([*_COLUMNS, *(_RATES if before is not None else ())], rows)
+    notes = []
+    # Workers of one machine usually have the same kernels.
+    for used in dict.fromkeys(tuple(w.executor.kernels) for w in status.workers if w.executor.kernels):
+        ids = ", ".join(w.worker_id for w in status.workers if tuple(w.executor.kernels) == used)
+        slow = "  slow, see the log" if NOT_COMPILED in used else ""
+        notes.append(Text(escaped(f"kernels of {ids}: {', '.join(used)}{slow}")))
+    return Group(Text(escaped(line)), Text(escaped(limits)), table, *notes)
+
+
+class _Workers:
+    """A table with as many complete columns as fit into the console."""
+
+    def __init__(self, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._names = names
+        # As Text, because rich interprets markup in strings.
+        self._rows = [[Text(escaped(cell)) for cell in row] for row in rows]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        shown, gap = self._fitting(options.max_width)
+        table = Table(box=None, header_style="bold", padding=(0, gap, 0, 0), pad_edge=False)
+        for name in (self._names[i] for i in shown):
+            table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", overflow="fold")
+        for row in self._rows:
+            table.add_row(*(row[i] for i in shown))
+        yield table
+
+    def _fitting(self, width: int) -> tuple[list[int], int]:
+        """The indexes of the columns that fit, in order, and the number of blanks between two of them."""
+        widths = [
+            max([len(name), *(row[i].cell_len for row in self._rows)]) for i, name in enumerate(self._names)
+        ]
+        first = [self._names.index(name) for name in _FIRST_COLUMNS if name in self._names]
+        by_rank = first + [i for i in range(len(self._names)) if i not in first]
+        gap = 2 if sum(widths[i] + 2 for i in first) - 2 <= width else 1
+        ends = itertools.accumulate(widths[i] + gap for i in by_rank)
+        count = sum(end - gap <= width for end in ends)
+        return sorted(by_rank[: max(1, count)]), gap
+
+
+def _rate_cells(
+    worker: executor_pb2.WorkerStatus, earlier: executor_pb2.WorkerStatus | None, elapsed_s: float
+) -> list[str]:
+    """Rates between two readings. "-" for a worker that was restarted, whose counters restarted at 0."""
+    if earlier is None or earlier.epoch != worker.epoch or elapsed_s <= 0:
+        return ["-"] * len(_RATES)
+    grown = (getattr(worker.counts, name) - getattr(earlier.counts, name) for name in _RATES.values())
+    return [f"{count / elapsed_s:.1f}" for count in grown]
+
+
+def _mean(total: int, count: int) -> str:
+    return f"{total / count:.1f}" if count else "-"
+
+
+def _mean_ms(total_ns: int, count: int) -> str:
+    return f"{total_ns / count / 1e6 if count else 0:.1f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m{rest:02}s" if hours else f"{minutes}m{rest:02}s"
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,287 @@
+"""Translates requests into appends, and results into answers.
+
+Requests are checked against the limits of the model and the server only. Each failure names its field.
+Answers are written in place, so that a batch copies nothing twice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from quire.v1 import executor_pb2, types_pb2, worker_pb2
+
+from service.api import validation
+from service.api.masks import bytes_in_worker
+from service.api.validation import RequestLimits
+from service.api.verify_rows import check_tree, check_verify_rows
+from service.caches.requests import Append, Appended, AppendKind, Handle, Priority
+from service.errors import InvalidArgument
+
+_OnCache: TypeAlias = (
+    executor_pb2.PrefillRequest
+    | executor_pb2.DecodeRequest
+    | executor_pb2.ForwardVerifyRequest
+    | executor_pb2.UnifiedForwardItem
+)
+_OneOutput: TypeAlias = (
+    executor_pb2.PrefillResponse | executor_pb2.DecodeResponse | executor_pb2.UnifiedForwardItemResponse
+)
+_Scored: TypeAlias = (
+    executor_pb2.PrefillResponse | executor_pb2.ForwardVerifyResponse | executor_pb2.ForwardResponse
+)
+
+# The largest answer, with its options, that a cache stores for a repeat of its last append.
+MAX_KEPT_BYTES = 1 << 14
+# Bytes of one logit in a worker.
+_LOGIT_BYTES = 4
+# One more sample from a row costs this fraction of a row. Workers count the same way.
+_SAMPLES_PER_ROW = 16
+# The largest Timestamp: the end of the year 9999.
+_MAX_TIMESTAMP_S = 253_402_300_799
+PRIORITIES = {
+    types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    types_pb2.PRIORITY_LOW: Priority.LOW,
+    types_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    types_pb2.PRIORITY_HIGH: Priority.HIGH,
+}
+
+
+# Requests.
+
+
+def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
+    """A Prefill. Raises InvalidArgument, and Unsupported for an adapter."""
+    limits = limits.of(request.cache_id)
+    validation.check_tokens(request.token_ids, limits)
+    validation.check_creation(request)
+    validation.check_sample_seeds(len(request.sample_seeds))
+    options = worker_pb2.ForwardOptions(rows=1, sample_seeds=request.sample_seeds)
+    if request.HasField("score_from"):
+        options.scored = validation.check_scored(request.score_from, len(request.token_ids))
+    return _append(
+        request,
+        limits,
+        timeout_s,
+        options,
+        kind=AppendKind.PREFILL,
+        token_ids=_packed(request.token_ids),
+        lease_s=validation.lease_seconds(request.lease) if request.HasField("lease") else None,
+        request_id=request.request_id,
+        cache_salt=request.cache_salt,
+    )
+
+
+def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
+    """A Decode. Raises InvalidArgument."""
+    # This runs for each token, so valid fields cause no function calls.
+    if limits.limits_of_cache is not None:
+        limits = limits.of(request.cache_id)
+    if not request.cache_id:
+        validation.check_cache_id(request.cache_id)
+    if not request.HasField("token_id"):
+        raise InvalidArgument("EMPTY_TOKENS", "token_id", "token_id is required")
+    if request.token_id >= limits.vocab_size:
+        text = f"token {request.token_id} is not below the vocabulary size {limits.vocab_size}"
+        raise InvalidArgument("TOKEN_OUT_OF_VOCAB", "token_id", text)
+    options = worker_pb2.ForwardOptions(rows=1)
+    return _append(request, limits, timeout_s, options, kind=AppendKind.DECODE, token_ids=(request.token_id,))
+
+
+def verify(
+    request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits, timeout_s: float | None
+) -> Append:
+    """A ForwardVerify: one output per token. Raises InvalidArgument."""
+    limits = limits.of(request.cache_id)
+    validation.check_cache_id(request.cache_id)
+    validation.check_tokens(request.token_ids, limits)
+    validation.check_accept(request)
+    check_tree(request)
+    check_verify_rows(request, limits)
+    options = worker_pb2.ForwardOptions(
+        rows=len(request.token_ids),
+        scored=len(request.token_ids) - 1 if request.score else 0,
+        verify_rows=request.rows,
+        parents=request.parents,
+        accept=request.accept,
+    )
+    token_ids = _packed(request.token_ids)
+    return _append(request, limits, timeout_s, options, kind=AppendKind.VERIFY, token_ids=token_ids)
+
+
+def unified_item(
+    item: executor_pb2.UnifiedForwardItem, limits: RequestLimits, timeout_s: float | None
+) -> Append:
+    """An item of a UnifiedForward: a decode, a prefill, or a chunk of one. Raises InvalidArgument."""
+    limits = limits.of(item.cache_id)
+    validation.check_tokens(item.token_ids, limits)
+    is_final = item.is_final_chunk or not item.HasField("is_final_chunk")
+    is_decode = bool(item.cache_id) and is_final and len(item.token_ids) == 1
+    kind = AppendKind.DECODE if is_decode else AppendKind.PREFILL
+    options = worker_pb2.ForwardOptions(rows=int(is_final))
+    return _append(item, limits, timeout_s, options, kind=kind, token_ids=_packed(item.token_ids))
+
+
+def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
+    """A Forward: outputs from one token on, without a cache. Raises InvalidArgument."""
+    validation.check_tokens(request.token_ids, limits)
+    validation.check_cache_salt(request.cache_salt)
+    scored = validation.check_scored(request.score_from, len(request.token_ids))
+    options = worker_pb2.ForwardOptions(rows=scored + 1, scored=scored)
+    return _append(
+        request,
+        limits,
+        timeout_s,
+        options,
+        kind=AppendKind.SCORE,
+        token_ids=_packed(request.token_ids),
+        cache_salt=request.cache_salt,
+    )
+
+
+def last_row(output: types_pb2.OutputOptions) -> bytes:
+    """Options of an append with one output, for its last token."""
+    return serialized(worker_pb2.ForwardOptions(rows=1, output=output))
+
+
+def serialized(options: worker_pb2.ForwardOptions) -> bytes:
+    """The options as they are sent to the worker. Equal options give equal bytes, because maps are sorted."""
+    return options.SerializeToString(deterministic=True)
+
+
+def _append(
+    request: _OnCache | executor_pb2.ForwardRequest,
+    limits: RequestLimits,
+    timeout_s: float | None,
+    options: worker_pb2.ForwardOptions,
+    **rest: Any,
+) -> Append:
+    """Fills the common fields. `options` have no output yet. `rest` are the fields of one kind of request."""
+    cache_id, position = "", None
+    if not isinstance(request, executor_pb2.ForwardRequest):
+        cache_id = request.cache_id
+        position = request.position if request.HasField("position") else None
+        if position and not cache_id:
+            raise InvalidArgument("BAD_POSITION", "position", "a new cache starts at position 0")
+    output, samples = None, len(options.sample_seeds)
+    if request.HasField("output"):
+        output = options.output
+        output.CopyFrom(request.output)
+    answer_bytes = validation.check_output(output, limits, options.rows, options.scored, samples)
+    priority = PRIORITIES.get(request.priority)
+    if priority is None:
+        raise InvalidArgument("BAD_PRIORITY", "priority", f"priority {request.priority} is not defined")
+    worker_bytes = 0
+    if output is not None or samples or options.verify_rows:
+        worker_bytes = _worker_bytes(options, limits)
+    packed = options.SerializeToString(deterministic=True)
+    return Append(
+        cache_id=cache_id,
+        position=position,
+        options=packed,
+        accept=options.accept,
+        parents=tuple(options.parents),
+        rows=max(options.rows, options.scored) + samples // _SAMPLES_PER_ROW,
+        timeout_s=timeout_s,
+        priority=priority,
+        answer_bytes=answer_bytes,
+        worker_bytes=worker_bytes,
+        has_logits=output is not None and (bool(output.logits) or output.HasField("hidden")),
+        is_large=answer_bytes + len(packed) > MAX_KEPT_BYTES,
+        weights=limits.weights,
+        **rest,
+    )
+
+
+def _worker_bytes(options: worker_pb2.ForwardOptions, limits: RequestLimits) -> int:
+    """Memory that a worker needs beyond the request: expanded masks, and the row of logits for samples."""
+    size_bytes = _LOGIT_BYTES * limits.vocab_size if options.sample_seeds else 0
+    masks = [row.mask for row in options.verify_rows if row.HasField("mask")]
+    if options.output.HasField("mask"):
+        masks.append(options.output.mask)
+    return size_bytes + bytes_in_worker(masks, limits)
+
+
+def _packed(token_ids: Sequence[int]) -> array[int]:
+    """Tokens at 4 bytes each. In a list of ints a token takes 36."""
+    return array("I", token_ids)
+
+
+# Answers. Each is written from the request and its result.
+
+
+def write_decode(_request: Append, result: Appended, into: _OneOutput) -> None:
+    """A decode's answer. A chunk of a UnifiedForward that is not the final one has no output."""
+    done = result.answer
+    assert isinstance(done, worker_pb2.ForwardDone) and result.cache_id
+    write_handle(result, into.kv_cache)
+    if done.outputs:
+        into.output.CopyFrom(done.outputs[0])
+    into.timing.CopyFrom(done.timing)
+    into.replayed_tokens = result.replayed_tokens
+
+
+def write_prefill(
+    request: Append,
+    result: Appended,
+    into: executor_pb2.PrefillResponse | executor_pb2.UnifiedForwardItemResponse,
+) -> None:
+    """A prefill's answer: a decode's, and the number of reused tokens."""
+    write_decode(request, result, into)
+    into.reused_tokens = done_of(result).reused_tokens
+
+
+def write_scored_prefill(request: Append, result: Appended, into: executor_pb2.PrefillResponse) -> None:
+    """A prefill's answer, with the scores of its tokens and further samples."""
+    write_prefill(request, result, into)
+    into.samples.extend(done_of(result).samples)
+    _write_scores(done_of(result), into)
+
+
+def write_verify(_request: Append, result: Appended, into: executor_pb2.ForwardVerifyResponse) -> None:
+    """A verify's answer. The first token of a verify is not a draft."""
+    done = done_of(result)
+    assert result.cache_id
+    write_handle(result, into.kv_cache)
+    into.outputs.extend(done.outputs)
+    into.accepted = result.kept - 1
+    into.accepted_path.extend(result.path)
+    _write_scores(done, into)
+    into.timing.CopyFrom(done.timing)
+    into.replayed_tokens = result.replayed_tokens
+
+
+def write_score(_request: Append, result: Appended, into: executor_pb2.ForwardResponse) -> None:
+    """A scoring's answer."""
+    done = done_of(result)
+    into.outputs.extend(done.outputs)
+    _write_scores(done, into)
+    into.reused_tokens = done.reused_tokens
+    into.timing.CopyFrom(done.timing)
+
+
+def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
+    """A handle. The state machine uses the monotonic clock; callers get wall-clock time."""
+    into.cache_id = handle.cache_id
+    into.seq_len = handle.seq_len
+    into.epoch = handle.epoch
+    into.worker_id = handle.worker_id
+    if math.isfinite(handle.expires_at_s):
+        expire_s = min(time.time() + handle.expires_at_s - time.monotonic(), _MAX_TIMESTAMP_S)
+        seconds = int(expire_s)
+        into.expire_time.seconds = seconds
+        into.expire_time.nanos = int((expire_s - seconds) * 1e9)
+
+
+def done_of(result: Appended) -> worker_pb2.ForwardDone:
+    """The worker's answer to an append."""
+    assert isinstance(result.answer, worker_pb2.ForwardDone)
+    return result.answer
+
+
+def _write_scores(done: worker_pb2.ForwardDone, into: _Scored) -> None:
+    into.token_logprobs.extend(done.token_logprobs)
+    into.token_is_argmax.extend(done.token_is_argmax)

@@ -1,0 +1,66 @@
+"""Standard gRPC services: health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
+from quire.v1 import executor_pb2
+
+from service.api.server_state import ServerState
+
+V1_SERVICE = "grpc.reflection.v1.ServerReflection"
+# Any: its type stubs lag behind its messages.
+_pb: Any = health_pb2
+
+
+class HealthApi(health.aio.HealthServicer):
+    """Health checks. All services have the same status."""
+
+    def __init__(self, names: Sequence[str], state: ServerState) -> None:
+        super().__init__()
+        self._names = names
+        self._state = state
+        self._statuses: dict[str, Any] = {}
+        self._updates: set[asyncio.Task[None]] = set()
+
+    def on_change(self) -> None:
+        """The state may have changed. Needs a running event loop."""
+        update = asyncio.create_task(self.update())
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+
+    async def update(self) -> None:
+        """Sends the current status to clients that watch it."""
+        serves = self._state.state == executor_pb2.SERVER_STATE_SERVING
+        status = _pb.HealthCheckResponse.SERVING if serves else _pb.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            self._statuses[name] = status
+            await self.set(name, status)
+
+    async def List(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        statuses = {name: _pb.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return _pb.HealthListResponse(statuses=statuses)
+
+
+def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+    """Makes `service_names` and their messages discoverable, by reflection v1alpha and v1.
+
+    The library supports v1alpha only. Version 1 has the same messages under another package name and equal
+    bytes on the wire, so the same servicer is registered under that name too.
+    """
+    names = (*service_names, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        ReflectionServicer(service_names=names).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(V1_SERVICE, {"ServerReflectionInfo": handler}),)
+    )

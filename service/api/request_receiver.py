@@ -1,0 +1,150 @@
+"""Reads requests with a timeout and a memory limit, and limits the number of open request streams.
+
+grpc.aio reads the request of a unary call before it calls the handler. Until then the call can neither be
+answered nor ended. A handler that is registered for a stream is called before anything has arrived, and reads
+the request itself. So a request that does not arrive can be ended with a status, and gRPC frees its memory.
+On the wire both are the same.
+
+An open stream may contain a message that has arrived in part for as long as it is open, and gRPC does not
+tell. So the number of streams is limited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Hashable
+from itertools import takewhile
+from typing import Any, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from service.api.parsing import RejectedRequest
+from service.config import Config
+from service.errors import ArrivingFull, InvalidArgument, MessageTimeout, QuireError, SessionLimit
+from service.logging import get_logger
+from service.running_clock import RunningClock
+
+_log = get_logger(__name__)
+_END = grpc.aio.EOF
+_Context = grpc.aio.ServicerContext[Any, Any]
+TICK_S = 0.25
+# Requests that arrive sooner are not counted: any number of callers may start at the same moment.
+_SLOW_S = 1.0
+_Call = TypeVar("_Call", bound=Hashable)
+
+
+class SlowRequests(Generic[_Call]):
+    """Owner of the calls whose request has not arrived completely. Pure: the caller passes the time.
+
+    gRPC does not say how much of a message has arrived. So a request that is still arriving after a second
+    counts as the largest allowed one, and the memory limit gives the number of slow requests. The newest are
+    refused first, so that a client that sends many does not displace others.
+    """
+
+    def __init__(self, max_bytes: int, max_request_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        # One is always admitted, however large.
+        self._max_slow = max(1, max_bytes // max_request_bytes)
+        self._timeout_s = timeout_s
+        self._clock = RunningClock(TICK_S)
+        # The start time of each, the oldest first.
+        self._started_s: dict[_Call, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._started_s)
+
+    def begin(self, call: _Call) -> None:
+        """The call waits for its request."""
+        # The current tick is not charged: it may be almost over.
+        self._started_s[call] = self._clock.now_s + TICK_S
+
+    def end(self, call: _Call) -> None:
+        """The request has arrived, or the call has ended."""
+        self._started_s.pop(call, None)
+
+    def tick(self, elapsed_s: float) -> list[tuple[_Call, QuireError]]:
+        """Advances the time. Removes and returns the calls to end now, with their errors."""
+        self._clock.tick(elapsed_s)
+        late = self._older_than(self._timeout_s)
+        slow = self._older_than(_SLOW_S - TICK_S)[len(late) :]
+        expired: list[tuple[_Call, QuireError]] = [(call, MessageTimeout(self._timeout_s)) for call in late]
+        expired += [(call, ArrivingFull(self._max_bytes)) for call in slow[self._max_slow :]]
+        for call, _ in expired:
+            del self._started_s[call]
+        return expired
+
+    def _older_than(self, age_s: float) -> list[_Call]:
+        limit_s = self._clock.now_s - age_s
+        return [call for call, _ in takewhile(lambda item: item[1] < limit_s, self._started_s.items())]
+
+
+class RequestReceiver:
+    """Owner of the calls whose requests are being read."""
+
+    def __init__(self, config: Config) -> None:
+        self._slow_requests: SlowRequests[asyncio.Task[Any]] = SlowRequests(
+            config.max_arriving_bytes, config.max_request_bytes, config.message_timeout_s
+        )
+        # For `asyncio.current_task`: looking up the running loop would cost 0.2 us per call.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._max_streams = config.max_sessions
+        self.streams = 0
+        # Why tasks were cancelled, until each has handled it.
+        self._cancelled: dict[asyncio.Task[Any], QuireError] = {}
+
+    @property
+    def arriving(self) -> int:
+        """The number of requests that have not arrived completely."""
+        return len(self._slow_requests)
+
+    async def request(self, _messages: object, context: _Context) -> Any:
+        """The message of a call, or a RejectedRequest."""
+        task: Any = asyncio.current_task(self._loop)
+        self._slow_requests.begin(task)
+        try:
+            message = await context.read()
+        except DecodeError:
+            # Of health and reflection. The deserializers of our own calls do not raise.
+            return RejectedRequest()
+        except asyncio.CancelledError:
+            error = self._cancelled.pop(task, None)
+            if error is None:
+                raise
+            task.uncancel()
+            return RejectedRequest(error)
+        finally:
+            self._slow_requests.end(task)
+        if message is _END:
+            if context.cancelled():
+                # The client has disconnected, or the message was too large for gRPC.
+                raise asyncio.CancelledError
+            return RejectedRequest(InvalidArgument("MALFORMED_REQUEST", "", "the call has no message"))
+        return message
+
+    async def stream(self, messages: Any, context: _Context) -> Any:
+        """The stream of messages of a call, or a RejectedRequest."""
+        if self.streams >= self._max_streams:
+            return RejectedRequest(SessionLimit(self._max_streams))
+        self.streams += 1
+        context.add_done_callback(self._on_done)  # type: ignore[arg-type]
+        return messages
+
+    def _on_done(self, _context: _Context) -> None:
+        self.streams -= 1
+
+    async def run(self) -> None:
+        """Cancels requests that take too long, until cancelled itself."""
+        self._loop = asyncio.get_running_loop()
+        before_s = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            expired = self._slow_requests.tick(now_s - before_s)
+            before_s = now_s
+            for task, error in expired:
+                self._cancelled[task] = error
+                task.cancel()
+            if expired:
+                _log.warning("requests did not arrive", calls=len(expired), still_arriving=self.arriving)

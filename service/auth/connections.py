@@ -1,0 +1,157 @@
+"""Connections to the gRPC port: their limit, their number, and their timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import resource
+import socket
+import stat
+from pathlib import Path
+
+from service.config import Config
+from service.logging import get_logger
+
+_log = get_logger(__name__)
+# Concurrent calls per connection. Further ones wait in the client.
+_MAX_STREAMS = 4096
+# Calls that the event loop has not accepted yet. Above the first limit gRPC cancels some new calls, above the
+# second all, without a reason. So these limits are for floods that cannot be answered one by one.
+_MAX_PENDING, _HARD_MAX_PENDING = 4096, 8192
+# A client that has disappeared does not answer pings. Nor does a paused one, so the timeout is long.
+_PING_AFTER_MS = 60_000
+_PING_TIMEOUT_MS = 30_000
+# Connections without calls are closed after this time. gRPC clients reconnect automatically.
+_IDLE_MS = 30 * 60_000
+# File descriptors beside connections: those of the gateway, and those of a worker and its replacement.
+_GATEWAY_DESCRIPTORS = 128
+_DESCRIPTORS_PER_WORKER = 16
+# With this many, no client can connect or no worker starts.
+_TOO_FEW_DESCRIPTORS = 32
+_DESCRIPTORS = "/proc/self/fd"
+_CAN_COUNT = Path(_DESCRIPTORS).is_dir()
+_COUNT_INTERVAL_S = 1.0
+
+
+def server_options(config: Config) -> list[tuple[str, int]]:
+    """The options of the gRPC server."""
+    return [
+        ("grpc.max_receive_message_length", config.max_request_bytes),
+        ("grpc.max_send_message_length", config.max_response_bytes),
+        # Further ones are closed when accepted. The limit is per address if a name resolves to several.
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        # Otherwise a second server could bind the same port without an error.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", _HARD_MAX_PENDING),
+        # From accept to the first HTTP/2 frame, with TLS.
+        ("grpc.server_handshake_timeout_ms", int(config.message_timeout_s * 1000)),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ("grpc.keepalive_time_ms", _PING_AFTER_MS),
+        ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+        # Without this, a connection without traffic ends a minute later than the keepalive timeout says.
+        ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+        # Clients and server may ping on connections without calls.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ]
+
+
+class ConnectionCount:
+    """Counts the open connections, once a second in a thread.
+
+    It looks at the process's file descriptors, because gRPC's channelz leaves out connections that have not
+    finished their handshake, which count against the limit. Without Linux's /proc the count is 0.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.count = 0
+        self._max_connections = config.max_connections
+        self._path = config.listen.removeprefix("unix:") if config.listen.startswith("unix:") else ""
+        # By inode: whether a socket is a connection to this server. Each socket is checked once.
+        self._known: dict[int, bool] = {}
+
+    async def run(self, port: int) -> None:
+        """Counts until cancelled. `port`: the server's TCP port, ignored for a Unix socket."""
+        while _CAN_COUNT:
+            before = self.count
+            # Without a free descriptor or thread the count stays as it was.
+            with contextlib.suppress(OSError, RuntimeError):
+                await asyncio.to_thread(self.refresh, port)
+            if self.count >= self._max_connections > before:
+                _log.warning("too many connections: further ones are closed", connections=self.count)
+            await asyncio.sleep(_COUNT_INTERVAL_S)
+
+    def refresh(self, port: int) -> None:
+        """Counts the connections. Raises OSError if no descriptor is free."""
+        sockets = {}
+        for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - names, and no objects for each
+            try:
+                status = os.fstat(int(name))
+            except OSError:
+                continue
+            if stat.S_ISSOCK(status.st_mode):
+                sockets[status.st_ino] = int(name)
+        known = {}
+        for inode, descriptor in sockets.items():
+            # Skips a socket that is closed meanwhile, or for which no descriptor is free.
+            with contextlib.suppress(OSError):
+                is_ours = self._known.get(inode)
+                known[inode] = self._is_connection(descriptor, port) if is_ours is None else is_ours
+        self._known, self.count = known, sum(known.values())
+
+    def _is_connection(self, descriptor: int, port: int) -> bool:
+        # A duplicate, because gRPC may close the original meanwhile.
+        copy = os.dup(descriptor)
+        try:
+            held = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            return False
+        with held:
+            if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return False
+            name = held.getsockname()
+            if held.family == socket.AF_UNIX:
+                return bool(self._path) and name == self._path
+            return not self._path and held.type == socket.SOCK_STREAM and name[1] == port
+
+
+class TooFewDescriptors(Exception):
+    """The gateway cannot run with so few file descriptors. The message is for the operator."""
+
+
+def with_descriptors(config: Config) -> Config:
+    """The settings, with max_connections lowered if there are too few file descriptors.
+
+    Increases the process's soft limit to twice max_connections if the hard limit allows it, because HTTP may
+    have as many connections as gRPC.
+
+    Raises:
+        TooFewDescriptors: There are too few even for the gateway itself.
+    """
+    reserved = _GATEWAY_DESCRIPTORS + _DESCRIPTORS_PER_WORKER * config.workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = reserved + 2 * config.max_connections
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return config
+    limit = wanted if hard == resource.RLIM_INFINITY else max(soft, min(hard, wanted))
+    if limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit <= _TOO_FEW_DESCRIPTORS:
+        raise TooFewDescriptors(
+            f"{limit} file descriptors are too few (ulimit -n): max_connections needs {wanted}"
+        )
+    possible = max(1, limit - reserved)
+    if possible >= config.max_connections:
+        return config
+    _log.warning(
+        "max_connections is lowered: too few file descriptors (ulimit -n)",
+        max_connections=possible,
+        descriptors=limit,
+    )
+    return dataclasses.replace(config, max_connections=possible)

@@ -1,0 +1,88 @@
+"""TLS of gRPC and HTTP: the server's certificate, and the CA of client certificates.
+
+The files are reloaded when they change. Open connections keep their certificates.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from service.auth.reloaded_file import ReloadedFile
+from service.config import Config, ConfigError
+
+_T = TypeVar("_T")
+
+
+def server_credentials(config: Config) -> grpc.ServerCredentials | None:
+    """The credentials of gRPC, None without TLS. Raises ConfigError if the files cannot be used."""
+    files = _watched(config, "certificates", _grpc_certificates)
+    if files is None:
+        return None
+
+    def fetch() -> grpc.ServerCertificateConfiguration:
+        # gRPC calls this for each handshake, in a thread of its own.
+        files.refresh()
+        return files.value
+
+    return grpc.dynamic_ssl_server_credentials(
+        files.value, fetch, require_client_authentication=bool(config.tls_client_ca)
+    )
+
+
+def http_context(config: Config) -> ssl.SSLContext | None:
+    """The TLS context of HTTP, None without TLS. Raises ConfigError if the files cannot be used."""
+    files = _watched(config, "certificates of HTTP", _context)
+    if files is None:
+        return None
+    first = files.value
+
+    def choose(connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> None:
+        # Called in each handshake.
+        files.refresh()
+        if files.value is not first:
+            connection.context = files.value
+
+    first.sni_callback = choose
+    return first
+
+
+def _watched(config: Config, what: str, read: Callable[[Config], _T]) -> ReloadedFile[_T] | None:
+    if not config.tls_cert:
+        return None
+    paths = [Path(path) for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path]
+    try:
+        return ReloadedFile(what, paths, lambda: read(config))
+    except (OSError, ValueError) as error:
+        raise ConfigError("tls_cert", "the files", config.tls_cert, str(error)) from None
+
+
+def _context(config: Config) -> ssl.SSLContext:
+    """Raises OSError or ValueError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
+        if config.tls_client_ca:
+            context.load_verify_locations(config.tls_client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except ssl.SSLError as error:
+        raise ValueError(f"the certificate, its key or the CA cannot be used: {error.reason}") from None
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _grpc_certificates(config: Config) -> grpc.ServerCertificateConfiguration:
+    """Raises OSError or ValueError for bad files. gRPC would refuse every handshake without a reason."""
+    _context(config)
+    roots = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
+    pair = Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
+    return grpc.ssl_server_certificate_configuration([pair], roots)
+
+
+def _no_password() -> str:
+    """Without this, OpenSSL would ask for a password on the terminal."""
+    raise ValueError("the key is encrypted")

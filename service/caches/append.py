@@ -1,0 +1,209 @@
+"""Appends: fencing, repetitions, creation of caches, and which tokens are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.caches.effects import ForwardDone, TruncateSequence
+from service.caches.entries import CacheEntry, Operation
+from service.caches.kind import Begun, OperationKind
+from service.caches.ledger import CacheState, fingerprint
+from service.caches.records import CacheCreated, Record, TokensAppended
+from service.caches.requests import Append, Appended, AppendKind, Result
+from service.caches.tenants import Tenant
+from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
+
+# The size of a token in the journal.
+_TOKEN_BYTES = 4
+# The size of a cache in the journal until it has a second segment of tokens.
+CACHE_BYTES = 664
+
+
+class Appends(OperationKind[Append]):
+    """Prefills, decodes, verifies and scorings."""
+
+    uses_kv = True
+
+    def journal_bytes(self, request: Append, tenant: Tenant) -> int:
+        creates = not request.cache_id and not request.is_scoring
+        return _TOKEN_BYTES * len(request.token_ids) + CACHE_BYTES * creates
+
+    def entries(self, request: Append, tenant: Tenant) -> Sequence[CacheEntry | None]:
+        """The cache of the append, or a new one, which is not visible yet."""
+        if request.cache_id:
+            return (self._index.find(request.cache_id, tenant),)
+        return (self._index.created_by(request.request_id, tenant) or self._create(request, tenant),)
+
+    def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
+        if not append.is_scoring:
+            self._reservations.require_caches(1)
+        tenant.require(caches=1, tokens=len(append.token_ids))
+        if not self._workers.were_ready:
+            raise NoWorker
+        weights = self._weights.serving if append.weights is None else append.weights
+        if not self._weights.can_use(weights):
+            raise WeightsChanged(can_be_repeated=True)
+        lease_s = self._limits.default_lease_s if append.lease_s is None else append.lease_s
+        state = CacheState(
+            number=self._context.number(),
+            cache_id=self._new_cache_id(),
+            tenant=tenant.name,
+            salt=tenant.salt(append.cache_salt),
+            seed=self._new_seed(),
+            lease_s=min(lease_s, self._limits.max_lease_s),
+            request_id="" if append.is_scoring else append.request_id,
+            weights=weights,
+        )
+        entry = self._reservations.new_cache(state, tenant, ephemeral=append.is_scoring)
+        self._index.begin(entry)
+        return entry
+
+    def begin(self, operation: Operation, request: Append) -> Begun:
+        """Fencing: an append is applied at its position, and once."""
+        entry, state = operation.entry, operation.entry.state
+        length, position = state.tokens.length, request.position
+        creates_again = entry.visible and not request.cache_id
+        if creates_again:
+            position = 0
+        if position is not None:
+            if position == state.last_base and is_repeated(state, request):
+                return self._begin_repetition(operation, request)
+            if creates_again and position == state.last_base:
+                raise reused_request_id()
+            if creates_again or position != length:
+                raise PositionMismatch(position, length)
+        tokens = len(request.token_ids)
+        self._reservations.reserve(operation, tokens)
+        # After a prefill, all tokens count as prompt.
+        prompt_len = length + tokens if request.kind is AppendKind.PREFILL else state.prompt_len
+        self._attempts.begin(operation, length, prompt_len, request)
+        return None
+
+    def _begin_repetition(self, operation: Operation, request: Append) -> Begun:
+        """Answers a repeated append: from memory, or computed again on a temporary copy."""
+        entry, state = operation.entry, operation.entry.state
+        if entry.answer is not None and entry.answered == request.options:
+            return self._appended(operation, entry.answer, state.last_kept, self._kept_path(entry, request))
+        copy_number = self._context.number()
+        assert state.last_base is not None
+        self._attempts.begin(operation, state.last_base, state.prompt_len, request, copy_number)
+        return None
+
+    def computed(
+        self, operation: Operation, request: Append, done: ForwardDone | None
+    ) -> Result | list[Record]:
+        assert done is not None
+        entry = operation.entry
+        if operation.copy_number is not None:
+            self._kv.touch(entry)
+            return self._appended(operation, done, entry.state.last_kept, self._kept_path(entry, request))
+        self._rate.completions += 1
+        if entry.ephemeral:
+            return Appended("", 0, 0, "", 0.0, done, done.kept, operation.replayed_tokens)
+        operation.done = done
+        token_ids, asked = request.token_ids, b""
+        if request.parents:
+            asked = fingerprint(token_ids, request.parents)
+            token_ids = [token_ids[index] for index in done.kept_path]
+        elif done.kept != len(token_ids):
+            asked = fingerprint(token_ids)
+            token_ids = token_ids[: done.kept]
+        appended = TokensAppended(
+            entry.number,
+            operation.base,
+            token_ids,
+            operation.prompt_len,
+            entry.ownership,
+            request.accept,
+            asked,
+        )
+        return [appended] if entry.visible else [_created(entry.state), appended]
+
+    def applied(self, operation: Operation, request: Append) -> Result:
+        entry, done = operation.entry, operation.done
+        assert done is not None
+        if not entry.visible:
+            state = self._ledger.get(entry.number)
+            assert state is not None
+            entry.state = state
+            self._index.add(entry, self._context.number())
+        # Kept for a repetition. Large answers are computed again instead.
+        if not (request.has_logits or request.is_large):
+            entry.answer, entry.answered = done, request.options
+        else:
+            entry.answer = None
+        if entry.worker is not None:
+            self._kv.reached(entry, entry.state.tokens.length)
+        path = tuple(done.kept_path) if request.parents else ()
+        return self._appended(operation, done, done.kept, path)
+
+    def write_failed(self, operation: Operation, request: Append) -> None:
+        """The worker has computed tokens that the cache does not have."""
+        entry = operation.entry
+        if entry.worker is not None and entry.visible:
+            command = TruncateSequence(self._context.number(), entry.number, operation.base)
+            self._context.send(entry.worker, command)
+
+    def undelivered(self, operation: Operation, request: Append) -> Sequence[CacheEntry]:
+        return () if request.cache_id or request.request_id else (operation.entry,)
+
+    def _appended(self, operation: Operation, done: ForwardDone, kept: int, path: Sequence[int]) -> Appended:
+        """The answer to an append."""
+        entry = operation.entry
+        return Appended(
+            entry.state.cache_id,
+            entry.state.tokens.length,
+            entry.ownership,
+            "" if entry.worker is None else entry.worker.worker_id,
+            entry.expires_at_s,
+            done,
+            kept,
+            operation.replayed_tokens,
+            path,
+        )
+
+    def _kept_path(self, entry: CacheEntry, append: Append) -> Sequence[int]:
+        """The accepted path of the last append, if it was a tree, from the tokens in the cache."""
+        state = entry.state
+        if not append.parents or state.last_base is None:
+            return ()
+        kept = state.tokens.between(state.last_base, state.last_base + state.last_kept)
+        return path_of(append.token_ids, append.parents, kept)
+
+
+def is_repeated(state: CacheState, append: Append) -> bool:
+    """Whether an append at the position of the last one repeats it."""
+    last = state.last
+    if last is None or append.accept != last.accept:
+        return False
+    return fingerprint(append.token_ids, append.parents) == last.asked
+
+
+def _created(state: CacheState) -> CacheCreated:
+    return CacheCreated(
+        state.number,
+        state.cache_id,
+        state.tenant,
+        state.salt,
+        state.seed,
+        state.lease_s,
+        state.request_id,
+        state.weights,
+    )
+
+
+def path_of(token_ids: Sequence[int], parents: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """The indexes of the accepted path whose tokens are `kept`. Of equal siblings the first.
+
+    parents: for each token except the first the index of its parent.
+    """
+    path = [0]
+    for token in kept[1:]:
+        path.append(
+            next(
+                index
+                for index, parent in enumerate(parents, start=1)
+                if parent == path[-1] and token_ids[index] == token
+            )
+        )
+    return path

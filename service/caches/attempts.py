@@ -1,0 +1,511 @@
+"""How operations are computed: placement, replay, forward, retries. Pure.
+
+An operation goes through attempts until one succeeds, its deadline passes, or a retry cannot help. Each
+attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored:
+
+    PARKED      no worker, too few pages, or other operations are first: retried when that changes
+    REPLAYING   the worker computes the tokens of the cache that it does not have
+    COMPUTING   the worker computes the request
+
+If the worker dies, has lost the KV or has too few pages, the operation starts again. Results are returned;
+there are no callbacks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from service.caches.counts import take_one
+from service.caches.effects import (
+    AbortForward,
+    Attempt,
+    CommandFailed,
+    Context,
+    ForkSequence,
+    ForwardDone,
+    ReleaseSequences,
+    TruncateSequence,
+)
+from service.caches.entries import CacheEntry, Need, Operation, Phase
+from service.caches.kv_placement import KvPlacement
+from service.caches.quarantine import blame, clear, must_be_alone
+from service.caches.requests import Append, AppendKind, Priority
+from service.caches.segments import Segment
+from service.caches.worker_load import TIME_SHARES, End, WorkerLoad, retry_after_s
+from service.caches.workers import Workers, WorkerView
+from service.errors import (
+    DeadlinePassed,
+    InternalError,
+    KvExhausted,
+    NoWorker,
+    Overloaded,
+    QuireError,
+    SequenceQuarantined,
+    SequenceTooLong,
+    WorkerFault,
+)
+
+# Retries of an operation after workers died or had lost its KV. Then it fails.
+_MOST_FAILURES = 8
+# The most tokens to replay that are sent within `_MOMENT_S`; a single longer cache may exceed it. To copy and
+# encode as many takes some milliseconds.
+_REPLAYED_AT_ONCE = 1 << 15
+_MOMENT_S = 0.02
+# A parked operation fails this long, or a tenth of its time, before its deadline: so the reason arrives.
+_REFUSE_EARLY_S = 0.1
+
+# The end of the attempts of an operation: the answer of the worker, or an error. None: only KV was needed.
+AttemptResult = tuple[Operation, ForwardDone | QuireError | None]
+
+
+class Attempts:
+    """Owns the running attempts and the parked operations."""
+
+    def __init__(self, context: Context, workers: Workers, kv: KvPlacement, max_wait_s: float) -> None:
+        self._context = context
+        self._workers = workers
+        self._kv = kv
+        self._max_wait_s = max_wait_s
+        self._attempts: dict[int, Operation] = {}
+        self._parked: dict[int, Operation] = {}
+        # How many attempts replay each first segment, by worker; how many compute a suspect, by worker.
+        self._replayed: Counter[tuple[WorkerView, Segment]] = Counter()
+        self._suspects: Counter[WorkerView] = Counter()
+        # The begin of the current moment, and the tokens to replay that were sent in it.
+        self._replays_since_s = -math.inf
+        self._replayed_tokens = 0
+        # Whether parked operations have to be checked.
+        self._changed = False
+
+    @property
+    def num_parked(self) -> int:
+        """See `Phase.PARKED`."""
+        return len(self._parked)
+
+    def find(self, op_id: int) -> Operation | None:
+        """The operation of a running attempt."""
+        return self._attempts.get(op_id)
+
+    def under_way(self, worker: WorkerView) -> Iterator[Operation]:
+        """The operations that a worker computes."""
+        return (o for o in self._attempts.values() if o.entry.worker is worker)
+
+    # Begin and stop.
+
+    def begin(
+        self,
+        operation: Operation,
+        base: int,
+        prompt_len: int,
+        append: Append | None = None,
+        copy_number: int | None = None,
+    ) -> bool:
+        """Computes `append` after the first `base` tokens of the cache.
+
+        With `copy_number` on a temporary copy. Without `append` only the KV is needed; returns whether the
+        worker has it. Raises QuireError if it cannot be computed at all.
+        """
+        operation.base, operation.prompt_len = base, prompt_len
+        operation.append, operation.copy_number = append, copy_number
+        return self._start(operation)
+
+    def _start(self, operation: Operation) -> bool:
+        """Starts an attempt, or parks the operation. Returns and raises as `begin` does."""
+        entry, base = operation.entry, operation.base
+        if entry.quarantined:
+            raise SequenceQuarantined
+        need = None
+        if entry.kv_len < base and not self._may_replay():
+            # Before the placement, which is expensive for a long cache.
+            need = Need.REPLAY_RATE
+        elif entry.worker is None or entry.worker.draining:
+            need = self._place(operation)
+        if need is None:
+            _require_capacity(operation)
+        if need is None and entry.crash_score and must_be_alone(entry) and self._has_suspect(entry):
+            need = Need.EXCLUSIVE_WORKER
+        if need is None and entry.kv_len < base and self._is_prefix_replayed(operation):
+            need = Need.SHARED_PREFIX
+        if need is not None:
+            self._park(operation, need)
+        elif entry.kv_len < base:
+            self._replayed_tokens += base - entry.kv_len
+            self._replay(operation)
+        elif operation.append is None:
+            return True
+        else:
+            number = entry.number if operation.copy_number is None else operation.copy_number
+            self._forward(operation, operation.append, number, base)
+        return False
+
+    def stop(self, operation: Operation) -> None:
+        """Stops the attempt or the parking of an operation. It gets no result."""
+        entry, attempt, worker = operation.entry, operation.attempt, operation.entry.worker
+        self._parked.pop(operation.ticket, None)
+        operation.need = None
+        if attempt is None:
+            return
+        assert worker is not None
+        self._end_attempt(operation, self._end_of(operation))
+        self._context.send(worker, AbortForward(self._context.number(), attempt.op_id))
+        if not attempt.replays and operation.copy_number is not None:
+            self._release_copy(operation, worker)
+        elif entry.visible:
+            # The worker may have computed it already: then its copy is too long.
+            known = entry.kv_len if attempt.replays else operation.base
+            self._context.send(worker, TruncateSequence(self._context.number(), entry.number, known))
+
+    # Workers.
+
+    def workers_changed(self) -> None:
+        """There is a new worker, or a worker has more free pages."""
+        self._changed = True
+
+    def answered(self, op_id: int, answer: ForwardDone | CommandFailed | None) -> AttemptResult | None:
+        """A worker answered. Ignored if the attempt is over."""
+        operation = self._attempts.get(op_id)
+        if operation is None or answer is None:
+            return None
+        attempt, entry = operation.attempt, operation.entry
+        assert attempt is not None
+        if isinstance(answer, CommandFailed):
+            self._end_attempt(operation, self._end_of(operation))
+            return self._attempt_failed(operation, attempt, answer)
+        self._end_attempt(operation, End.ANSWERED)
+        if attempt.replays:
+            self._kv.reached(entry, operation.base)
+            operation.replayed_tokens += len(attempt.append.token_ids)
+            return self._go_on(operation)
+        if entry.crash_score:
+            clear(entry)
+        return operation, answer
+
+    def worker_lost(self, worker: WorkerView, *, crashed: bool) -> list[Operation]:
+        """Ends all attempts on a lost worker. Returns their operations, for `try_again`."""
+        under_way = list(self.under_way(worker))
+        blame([operation.entry for operation in under_way], crashed=crashed)
+        for operation in under_way:
+            self._end_attempt(operation, End.TAKEN_BACK)
+        self._changed = True
+        return under_way
+
+    def try_again(self, operation: Operation, final_error: QuireError) -> AttemptResult | None:
+        """Retries after a failed attempt. `final_error`: after too many of these."""
+        operation.failures += 1
+        if operation.failures > _MOST_FAILURES:
+            return operation, final_error
+        return self._go_on(operation)
+
+    # Parked operations.
+
+    def go_on(self) -> Iterator[AttemptResult]:
+        """Retries parked operations that may be able to run, the oldest first. Call it after each turn."""
+        if not self._changed or not self._parked:
+            return
+        self._changed = False
+        full: set[WorkerView] = set()
+        for ticket in sorted(self._parked):
+            operation = self._parked.get(ticket)
+            if operation is not None and self._can_go_on(operation, full):
+                del self._parked[ticket]
+                result = self._go_on(operation)
+                if result is not None:
+                    yield result
+
+    def tick(self) -> Iterator[AttemptResult]:
+        """Fails parked operations whose time is up. The next `go_on` checks the others."""
+        for operation in [o for o in self._parked.values() if self._context.now_s >= self._park_until_s(o)]:
+            yield operation, self._parked_too_long(operation)
+        self._changed = True
+
+    def _park_until_s(self, operation: Operation) -> float:
+        """When a parked operation fails."""
+        until_s = operation.submitted_s + self._max_wait_s
+        if operation.deadline_s is None:
+            return until_s
+        whole_s = operation.deadline_s - operation.submitted_s
+        return min(until_s, operation.deadline_s - min(_REFUSE_EARLY_S, whole_s / 10))
+
+    def _parked_too_long(self, operation: Operation) -> QuireError:
+        if operation.need is Need.PAGES:
+            return KvExhausted(operation.pages_needed, operation.pages_available)
+        if operation.need is Need.WORKER:
+            return NoWorker()
+        return self._too_late(operation) if operation.deadline_s is None else DeadlinePassed()
+
+    # What an attempt needs.
+
+    def _park(self, operation: Operation, need: Need) -> None:
+        """Raises NoWorker for a restore that would wait for a worker or pages."""
+        if operation.is_internal and need in (Need.WORKER, Need.PAGES):
+            # The next operation replays the KV itself; it must not wait for this one.
+            raise NoWorker
+        operation.need = need
+        self._parked[operation.ticket] = operation
+
+    def _place(self, operation: Operation) -> Need | None:
+        """Assigns the cache to a worker that takes new attempts."""
+        entry, state, append = operation.entry, operation.entry.state, operation.append
+        self._kv.drop(entry)
+        if not self._workers.open_workers(state.weights):
+            return Need.WORKER
+        tokens = state.tokens.copy()
+        if append is not None and operation.copy_number is None:
+            tokens.extend(append.token_ids)
+        worker = self._workers.choose(tokens, state.salt, state.weights)
+        self._workers.affinity.record(tokens, worker, state.salt)
+        self._kv.assign(entry, worker)
+        return None
+
+    def _has_suspect(self, entry: CacheEntry) -> bool:
+        """Whether its worker computes another suspect."""
+        return entry.worker is not None and self._suspects[entry.worker] > 0
+
+    def _may_replay(self) -> bool:
+        """Whether another replay may be sent in this moment."""
+        if self._context.now_s - self._replays_since_s >= _MOMENT_S:
+            self._replays_since_s, self._replayed_tokens = self._context.now_s, 0
+        return self._replayed_tokens < _REPLAYED_AT_ONCE
+
+    def _is_prefix_replayed(self, operation: Operation) -> bool:
+        """Whether its worker is replaying a cache with a common prefix."""
+        worker, tokens = operation.entry.worker, operation.entry.state.tokens
+        return worker is not None and tokens.is_shared and self._replayed[worker, tokens.segments[0]] > 0
+
+    def _can_go_on(self, operation: Operation, full: set[WorkerView]) -> bool:
+        """Whether a parked operation may be able to run. Adds workers without free pages to `full`."""
+        match operation.need:
+            case Need.WORKER:
+                return bool(self._workers.open_workers(operation.entry.state.weights))
+            case Need.EXCLUSIVE_WORKER:
+                return not self._has_suspect(operation.entry)
+            case Need.SHARED_PREFIX:
+                return not self._is_prefix_replayed(operation)
+            case Need.REPLAY_RATE:
+                return self._may_replay()
+        return self._may_fit(operation, full)
+
+    def _may_fit(self, operation: Operation, full: set[WorkerView]) -> bool:
+        """Whether its worker may have enough pages by now. Preempts other caches if needed."""
+        worker = operation.entry.worker
+        if worker is None:
+            return self._may_fit_anywhere(operation, full)
+        if worker in full:
+            return False
+        missing = operation.pages_needed - worker.headroom
+        if missing <= 0 or self._kv.preempt(worker, missing, operation):
+            return True
+        if not self._can_others_free_pages(operation.entry, worker):
+            # No other cache could free pages: the worker decides whether it fits.
+            return True
+        full.add(worker)
+        return False
+
+    def _can_others_free_pages(self, entry: CacheEntry, worker: WorkerView) -> bool:
+        """Whether other caches have pages on the worker, which they may free later."""
+        return self._kv.has_others(entry) or any(self.under_way(worker))
+
+    def _may_fit_anywhere(self, operation: Operation, full: set[WorkerView]) -> bool:
+        """As `_may_fit` for an operation whose KV was dropped: it needs pages for all tokens."""
+        tokens = operation.entry.length
+        if operation.append is not None:
+            tokens += len(operation.append.token_ids)
+        for worker in self._workers.open_workers(operation.entry.state.weights):
+            if worker in full:
+                continue
+            missing = min(worker.pages_for(tokens), worker.pages_total) - worker.headroom
+            if missing <= 0 or self._kv.preempt(worker, missing, operation):
+                return True
+            full.add(worker)
+        return False
+
+    # Attempts.
+
+    def _replay(self, operation: Operation) -> None:
+        """Sends the tokens that the worker does not have, up to `base`."""
+        entry, append = operation.entry, operation.append
+        missing = entry.state.tokens.between(entry.kv_len, operation.base)
+        priority = Priority.NORMAL if append is None else append.priority
+        replay = Append(AppendKind.PREFILL, "", missing, rows=0, priority=priority)
+        self._forward(operation, replay, entry.number, entry.kv_len, replays=True)
+
+    def _forward(
+        self, operation: Operation, append: Append, number: int, position: int, *, replays: bool = False
+    ) -> None:
+        """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
+        entry, worker, context = operation.entry, operation.entry.worker, self._context
+        assert worker is not None
+        state, is_copy = entry.state, operation.copy_number is not None
+        attempt = Attempt(
+            context.number(),
+            number,
+            position,
+            append,
+            state.seed,
+            state.prompt_len if replays else operation.prompt_len,
+            operation.caller,
+            is_copy,
+            not replays and (is_copy or entry.ephemeral),
+            state.salt,
+            operation.submitted_s + self._max_wait_s - context.now_s,
+            replays,
+            -(-len(append.token_ids) // worker.page_tokens),
+        )
+        worker.load.estimate(attempt, operation.caller or -operation.ticket)
+        if operation.deadline_s is not None or attempt.is_long:
+            self._require_time(operation, attempt, worker.load)
+        if is_copy and not replays and position:
+            context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
+        if not entry.was_sent:
+            self._kv.sent(entry)
+        operation.attempt, operation.need = attempt, None
+        self._attempts[attempt.op_id] = operation
+        worker.load.enter(attempt, context.now_s)
+        worker.pages_queued += attempt.pages
+        if replays:
+            attempt.first_segment = state.tokens.segments[0]
+            self._replayed[worker, attempt.first_segment] += 1
+        if entry.crash_score and must_be_alone(entry):
+            attempt.is_suspect = True
+            self._suspects[worker] += 1
+        context.effects.commands.append((worker.worker_id, worker.epoch, attempt))
+
+    def _require_time(self, operation: Operation, attempt: Attempt, load: WorkerLoad) -> None:
+        """Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time."""
+        wait_s = operation.submitted_s + self._max_wait_s - self._context.now_s
+        expected_s = load.expected_s(attempt)
+        if operation.deadline_s is None:
+            # Without a deadline only the queueing delay is limited.
+            expected_s -= load.work_s(attempt)
+            if expected_s > wait_s:
+                raise Overloaded(expected_s, max(wait_s, 0.0), retry_after_s(expected_s - wait_s))
+            return
+        left_s = operation.deadline_s - self._context.now_s
+        if left_s <= 0:
+            raise DeadlinePassed
+        may_take_s = left_s * TIME_SHARES[attempt.append.priority]
+        if expected_s > may_take_s:
+            raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
+        attempt.timeout_s = min(load.start_within_s(attempt, left_s), wait_s)
+
+    def _end_attempt(self, operation: Operation, end: End) -> None:
+        """Removes the running attempt from all counts."""
+        attempt, worker = operation.attempt, operation.entry.worker
+        assert attempt is not None and worker is not None
+        operation.attempt = None
+        del self._attempts[attempt.op_id]
+        worker.load.leave(attempt, self._context.now_s, end)
+        worker.pages_queued -= attempt.pages
+        if attempt.first_segment is not None:
+            take_one(self._replayed, (worker, attempt.first_segment))
+        if attempt.is_suspect:
+            take_one(self._suspects, worker)
+        # A parked operation may have waited for this.
+        self._changed = True
+
+    def _end_of(self, operation: Operation) -> End:
+        return End.LATE if operation.is_late(self._context.now_s) else End.TAKEN_BACK
+
+    def _attempt_failed(
+        self, operation: Operation, attempt: Attempt, failed: CommandFailed
+    ) -> AttemptResult | None:
+        entry, worker, error = operation.entry, operation.entry.worker, failed.error
+        assert worker is not None
+        if operation.copy_number is not None and not attempt.replays:
+            # A failed forward does not release its copy.
+            self._release_copy(operation, worker)
+        if failed.kv_missing:
+            self._kv.reached(entry, 0)
+            return self.try_again(operation, WorkerFault())
+        if isinstance(error, KvExhausted):
+            return self._pages_missing(operation, worker, error)
+        return operation, self._too_late(operation) if isinstance(error, DeadlinePassed) else error
+
+    def _release_copy(self, operation: Operation, worker: WorkerView) -> None:
+        assert operation.copy_number is not None
+        self._context.send(worker, ReleaseSequences(self._context.number(), (operation.copy_number,)))
+
+    def _pages_missing(
+        self, operation: Operation, worker: WorkerView, error: KvExhausted
+    ) -> AttemptResult | None:
+        """Its worker has too few pages: preempts others, moves the cache, or parks the operation."""
+        entry = operation.entry
+        operation.pages_needed, operation.pages_available = error.pages_needed, error.pages_available
+        worker.pages_available = error.pages_available
+        missing = max(1, error.pages_needed - error.pages_available)
+        if operation.is_internal:
+            # A restore must not preempt other caches.
+            return operation, error
+        if self._kv.preempt(worker, missing, operation):
+            return self._go_on(operation)
+        whole = worker.pages_for(entry.length) + error.pages_needed
+        others = [w for w in self._workers.open_workers(worker.weights) if w is not worker]
+        if any(w.headroom >= whole for w in others) and operation.failures < _MOST_FAILURES:
+            operation.failures += 1
+            self._kv.drop(entry)
+            return self._go_on(operation)
+        if self._can_others_free_pages(entry, worker):
+            self._park(operation, Need.PAGES)
+            return None
+        # Pages were freed meanwhile, or it needs more than the worker has.
+        return self.try_again(operation, error)
+
+    def _too_late(self, operation: Operation) -> QuireError:
+        """The error of an operation that waited for too long."""
+        now_s = self._context.now_s
+        if operation.deadline_s is not None and now_s >= operation.deadline_s:
+            return DeadlinePassed()
+        waited_s = now_s - operation.submitted_s
+        return Overloaded(waited_s, waited_s, retry_after_s(waited_s))
+
+    def _go_on(self, operation: Operation) -> AttemptResult | None:
+        try:
+            return (operation, None) if self._start(operation) else None
+        except QuireError as error:
+            return operation, error
+        except Exception as error:
+            # A bug must not block the cache for ever.
+            return operation, bug(error)
+
+    def check(self, operations: dict[int, Operation]) -> None:
+        """Raises AssertionError if attempts and operations contradict each other. By ticket."""
+        for op_id, operation in self._attempts.items():
+            assert operation.attempt is not None and operation.attempt.op_id == op_id
+            assert operation.phase in (Phase.REPLAYING, Phase.COMPUTING)
+            assert operations.get(operation.ticket) is operation
+            assert operation.entry.worker is not None and operation.entry.worker.is_ready
+        for ticket, operation in self._parked.items():
+            assert operations.get(ticket) is operation and operation.phase is Phase.PARKED
+            assert operation.need is not None
+        for operation in operations.values():
+            assert operation.attempt is None or operation.attempt.op_id in self._attempts
+            assert (operation.phase is Phase.PARKED) is (operation.ticket in self._parked)
+            assert (operation.need is not None) is (operation.ticket in self._parked)
+        for worker in self._workers:
+            its = [o.attempt for o in self.under_way(worker) if o.attempt is not None]
+            assert worker.pages_queued == sum(attempt.pages for attempt in its)
+            worker.load.check(its)
+        attempts = [(o.entry.worker, o.attempt) for o in self._attempts.values() if o.attempt is not None]
+        assert self._suspects == Counter(worker for worker, a in attempts if a.is_suspect)
+        assert self._replayed == Counter(
+            (worker, a.first_segment) for worker, a in attempts if a.first_segment
+        )
+
+
+def _require_capacity(operation: Operation) -> None:
+    """Raises SequenceTooLong if the cache would exceed the capacity of its worker."""
+    wanted, worker = operation.entry.state.tokens.length, operation.entry.worker
+    assert worker is not None
+    if operation.append is not None and operation.copy_number is None:
+        wanted += len(operation.append.token_ids)
+    if wanted > worker.capacity_tokens:
+        raise SequenceTooLong(wanted, worker.capacity_tokens)
+
+
+def bug(error: Exception) -> InternalError:
+    """The error for the caller. Made here: a frame of the traceback must not refer to it."""
+    internal = InternalError()
+    internal.__cause__ = error
+    return internal

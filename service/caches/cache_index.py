@@ -1,0 +1,201 @@
+"""Finds caches by id, by number, by the request that created them, and in the order of creation."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from service.caches.entries import CacheEntry
+from service.caches.requests import Fork, Handle, Handles, Remembered
+from service.caches.tenants import Tenant
+from service.errors import CacheNotFound, reused_request_id
+
+# So few stale ids are not worth a cleanup.
+_FEW = 64
+
+
+@dataclass(slots=True)
+class _TenantCaches:
+    """The caches of one tenant: orders and ids, in parallel."""
+
+    orders: list[int] = field(default_factory=list)
+    cache_ids: list[str] = field(default_factory=list)
+
+
+class Listing:
+    """Lists the caches of each tenant. Ids of released caches stay until they are as many as the others."""
+
+    def __init__(self, entries: Mapping[str, CacheEntry]) -> None:
+        self._entries = entries
+        self._by_tenant: dict[Tenant, _TenantCaches] = {}
+
+    def __len__(self) -> int:
+        """How many ids are kept, including those of released caches."""
+        return sum(len(own.orders) for own in self._by_tenant.values())
+
+    def add(self, entry: CacheEntry) -> None:
+        """A cache became visible. Its order is the highest so far."""
+        own = self._by_tenant.setdefault(entry.tenant, _TenantCaches())
+        if len(own.orders) > 2 * entry.tenant.caches + _FEW:
+            there = [self._entries[cache_id] for cache_id in own.cache_ids if cache_id in self._entries]
+            own.orders = [entry.order for entry in there]
+            own.cache_ids = [entry.state.cache_id for entry in there]
+        own.orders.append(entry.order)
+        own.cache_ids.append(entry.state.cache_id)
+
+    def after(self, order: int, tenant: Tenant) -> Iterator[CacheEntry]:
+        """A tenant's caches of a higher order, in order."""
+        own = self._by_tenant.get(tenant, _TenantCaches())
+        for index in range(bisect_right(own.orders, order), len(own.orders)):
+            entry = self._entries.get(own.cache_ids[index])
+            if entry is not None:
+                yield entry
+
+
+class CacheIndex:
+    """Owns the indexes. Until a creation is durable, its cache is found only by its request id."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, CacheEntry] = {}
+        self._by_number: dict[int, CacheEntry] = {}
+        self._by_request_id: dict[tuple[Tenant, str], CacheEntry] = {}
+        # Children of forks with a request id, by index.
+        self._forks: dict[tuple[Tenant, str], dict[int, CacheEntry]] = {}
+        # Request ids of forks that are committing.
+        self._forking: set[tuple[Tenant, str]] = set()
+        self._listing = Listing(self._by_id)
+        # The tenant of callers without a name.
+        self.anonymous = Tenant()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[CacheEntry]:
+        return iter(self._by_id.values())
+
+    def find(self, cache_id: str, tenant: Tenant) -> CacheEntry | None:
+        """The cache with this id, if it belongs to the tenant."""
+        entry = self._by_id.get(cache_id)
+        return entry if entry is not None and entry.tenant is tenant else None
+
+    def by_number(self, number: int) -> CacheEntry | None:
+        """The cache with this number, if there is one."""
+        return self._by_number.get(number)
+
+    def created_by(self, request_id: str, tenant: Tenant) -> CacheEntry | None:
+        """The cache of a creation, which may still be running."""
+        return self._by_request_id.get((tenant, request_id)) if request_id else None
+
+    def forked_by(self, request: Fork, tenant: Tenant) -> Handles | None:
+        """The children if this fork is repeated, otherwise None.
+
+        Raises InvalidArgument if the request id belongs to another fork, CacheNotFound if one was released.
+        """
+        made = self._forks.get((tenant, request.request_id)) if request.request_id else None
+        if not made:
+            return None
+        if not self._is_of(request, made, tenant):
+            raise reused_request_id()
+        if len(made) < request.count:
+            raise CacheNotFound
+        return Handles(tuple(made[index].handle for index in range(request.count)))
+
+    def _is_of(self, request: Fork, made: Mapping[int, CacheEntry], tenant: Tenant) -> bool:
+        """Whether these children can be of this fork. Of released parents only the numbers are known."""
+        source_at = [at for at, source in enumerate(request.sources) for _ in range(source.count)]
+        parents: dict[int, int] = {}
+        for index, entry in made.items():
+            key = entry.state.fork
+            assert key is not None
+            if key.count != len(source_at) or parents.setdefault(source_at[index], key.parent) != key.parent:
+                return False
+        there = ((self.find(request.sources[at].cache_id, tenant), number) for at, number in parents.items())
+        each_its_own = len(set(parents.values())) == len(parents)
+        return each_its_own and all(entry is None or entry.number == number for entry, number in there)
+
+    def children(self, request_id: str, tenant: Tenant) -> list[CacheEntry | None]:
+        """The children of a fork, in order. None in the place of released ones."""
+        made = self._forks.get((tenant, request_id), {}) if request_id else {}
+        keys = [entry.state.fork for entry in made.values()]
+        return [made.get(index) for index in range(keys[0].count)] if keys and keys[0] is not None else []
+
+    def begin_fork(self, request: Fork, tenant: Tenant) -> None:
+        """A fork is committed. Raises InvalidArgument if one with the same request id is committing."""
+        key = (tenant, request.request_id)
+        # It is another fork: forks of the same parents run one after the other.
+        if key in self._forking:
+            raise reused_request_id()
+        if request.request_id:
+            self._forking.add(key)
+
+    def end_fork(self, request: Fork, tenant: Tenant) -> None:
+        """A fork was committed, or could not be written."""
+        self._forking.discard((tenant, request.request_id))
+
+    def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
+        """The caches of a tenant with their order, oldest first: those with an order above `after`."""
+        for entry in self._listing.after(after, tenant or self.anonymous):
+            yield entry.order, entry.handle
+
+    def lookup(self, request_id: str, tenant: Tenant | None = None) -> list[Remembered | None]:
+        """The caches that a creation or fork with this request id has created.
+
+        None in the place of released ones. Empty if there are none, or all were released.
+        """
+        tenant = tenant or self.anonymous
+        entry = self.created_by(request_id, tenant)
+        made = [entry] if entry is not None and entry.visible else self.children(request_id, tenant)
+        return [None if entry is None else _remembered(entry) for entry in made]
+
+    def weights_of(self, cache_id: str, tenant: Tenant | None = None) -> int | None:
+        """The weights of a cache. None: there is no such cache."""
+        entry = self.find(cache_id, tenant or self.anonymous)
+        return None if entry is None else entry.state.weights
+
+    def begin(self, entry: CacheEntry) -> None:
+        """A cache is being created: repetitions of the request find it from now on."""
+        if entry.state.request_id:
+            self._by_request_id[entry.tenant, entry.state.request_id] = entry
+
+    def add(self, entry: CacheEntry, order: int) -> None:
+        """A cache was created: callers can use its id. `order` is the highest so far."""
+        entry.visible, entry.order = True, order
+        self.begin(entry)
+        self._by_id[entry.state.cache_id] = entry
+        self._by_number[entry.number] = entry
+        self._listing.add(entry)
+        fork = entry.state.fork
+        if fork is not None:
+            self._forks.setdefault((entry.tenant, fork.request_id), {})[fork.index] = entry
+
+    def remove(self, entry: CacheEntry) -> None:
+        """A cache was released, or its creation failed."""
+        if self._by_id.get(entry.state.cache_id) is entry:
+            del self._by_id[entry.state.cache_id]
+            del self._by_number[entry.number]
+        key = (entry.tenant, entry.state.request_id)
+        if self._by_request_id.get(key) is entry:
+            del self._by_request_id[key]
+        fork = entry.state.fork
+        if fork is not None:
+            made = self._forks[entry.tenant, fork.request_id]
+            del made[fork.index]
+            if not made:
+                del self._forks[entry.tenant, fork.request_id]
+
+    def check(self) -> None:
+        """Raises AssertionError if the indexes contradict each other."""
+        for cache_id, entry in self._by_id.items():
+            assert entry.visible and entry.state.cache_id == cache_id and not entry.ephemeral
+            assert self._by_number[entry.number] is entry
+        assert len(self._by_number) == len(self._by_id)
+        for (tenant, request_id), made in self._forks.items():
+            for index, entry in made.items():
+                fork = entry.state.fork
+                assert self._by_number.get(entry.number) is entry and entry.tenant is tenant
+                assert fork is not None and (fork.request_id, fork.index) == (request_id, index)
+
+
+def _remembered(entry: CacheEntry) -> Remembered:
+    return Remembered(entry.state.cache_id, entry.state.tokens.copy(), entry.state.weights)

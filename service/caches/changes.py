@@ -1,0 +1,80 @@
+"""The requests that need no worker: truncate, release, renew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.caches.entries import CacheEntry, Operation
+from service.caches.kind import Begun, OperationKind
+from service.caches.records import CacheReleased, CacheTruncated, LeaseRenewed
+from service.caches.requests import Handles, Release, Released, Renew, Result, Truncate
+from service.caches.tenants import Tenant
+from service.errors import PositionMismatch, QuireError, TruncateBeyondEnd
+
+
+class Truncations(OperationKind[Truncate]):
+    """Truncates a cache."""
+
+    grows_journal = False
+
+    def entries(self, request: Truncate, tenant: Tenant) -> Sequence[CacheEntry | None]:
+        return (self._index.find(request.cache_id, tenant),)
+
+    def begin(self, operation: Operation, request: Truncate) -> Begun:
+        entry = operation.entry
+        # Either repeated, or nothing to do.
+        repeats = request.new_len == entry.length
+        if request.position not in (None, entry.length) and not repeats:
+            raise PositionMismatch(request.position or 0, entry.length)
+        if request.new_len > entry.length:
+            raise TruncateBeyondEnd(request.new_len, entry.length)
+        if repeats:
+            return Handles((entry.handle,))
+        return [CacheTruncated(entry.number, request.new_len)]
+
+    def applied(self, operation: Operation, request: Truncate) -> Result:
+        self._kv.truncated(operation.entry, request.new_len)
+        return Handles((operation.entry.handle,))
+
+
+class Releases(OperationKind[Release]):
+    """Releases a cache."""
+
+    is_always_admitted = True
+    releases = True
+    needs_weights = False
+    may_answer_at_once = True
+
+    def answer_at_once(self, request: Release, tenant: Tenant) -> Result | None:
+        return Released(released=False) if self._index.find(request.cache_id, tenant) is None else None
+
+    def entries(self, request: Release, tenant: Tenant) -> Sequence[CacheEntry | None]:
+        return (self._index.find(request.cache_id, tenant),)
+
+    def begin(self, operation: Operation, request: Release) -> Begun:
+        return [CacheReleased(operation.entry.number)]
+
+    def applied(self, operation: Operation, request: Release) -> Result:
+        return Released(released=True)
+
+    def cache_released(
+        self, operation: Operation, request: Release, entry: CacheEntry
+    ) -> Result | QuireError:
+        return Released(released=False)
+
+
+class Renewals(OperationKind[Renew]):
+    """Restarts the lease of a cache."""
+
+    is_always_admitted = True
+
+    def entries(self, request: Renew, tenant: Tenant) -> Sequence[CacheEntry | None]:
+        return (self._index.find(request.cache_id, tenant),)
+
+    def begin(self, operation: Operation, request: Renew) -> Begun:
+        entry = operation.entry
+        lease_s = entry.state.lease_s if request.lease_s is None else request.lease_s
+        return [LeaseRenewed(entry.number, min(lease_s, self._limits.max_lease_s))]
+
+    def applied(self, operation: Operation, request: Renew) -> Result:
+        return Handles((operation.entry.handle,))

@@ -1,0 +1,127 @@
+"""Forks: copies of some caches and the release of others, atomically."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from service.caches.append import CACHE_BYTES
+from service.caches.effects import ForkSequence
+from service.caches.entries import CacheEntry, Operation
+from service.caches.kind import Begun, OperationKind
+from service.caches.records import CacheForked, CacheReleased, Child, Record
+from service.caches.requests import Fork, Handles, Result
+from service.caches.tenants import Tenant
+from service.errors import PositionMismatch, QuireError, WeightsChanged
+
+# A fork needs one byte for so many tokens of its parent: pointers to the shared segments.
+_TOKENS_PER_SHARED_BYTE = 32
+
+
+class Forks(OperationKind[Fork]):
+    """Forks of one cache, or of several."""
+
+    releases = True
+    may_answer_at_once = True
+
+    def answer_at_once(self, request: Fork, tenant: Tenant) -> Result | None:
+        """The answer to a repeated fork whose parents were released."""
+        if None not in self.entries(request, tenant):
+            return None
+        made = self._index.forked_by(request, tenant)
+        children = self._index.children(request.request_id, tenant) if made is not None else []
+        if not all(child is None or self._weights.can_use(child.state.weights) for child in children):
+            raise WeightsChanged
+        return made
+
+    def journal_bytes(self, request: Fork, tenant: Tenant) -> int:
+        parents = zip(request.sources, self.entries(request, tenant), strict=True)
+        return sum(
+            source.count * (CACHE_BYTES + parent.length // _TOKENS_PER_SHARED_BYTE)
+            for source, parent in parents
+            if parent is not None
+        )
+
+    def entries(self, request: Fork, tenant: Tenant) -> Sequence[CacheEntry | None]:
+        """The parents."""
+        return [self._index.find(source.cache_id, tenant) for source in request.sources]
+
+    def begin(self, operation: Operation, request: Fork) -> Begun:
+        entries, tenant = operation.entries, operation.entry.tenant
+        made = self._index.forked_by(request, tenant)
+        if made is not None:
+            return made
+        count, tokens = request.count, 0
+        for index, (source, entry) in enumerate(zip(request.sources, entries, strict=True)):
+            if source.position not in (None, entry.length):
+                mismatch = PositionMismatch(source.position or 0, entry.length)
+                raise mismatch.with_index(index, len(entries))
+            tokens += source.count * entry.length
+        self._reservations.require_caches(count)
+        self._reservations.reserve(operation, tokens, count)
+        self._index.begin_fork(request, tenant)
+        records: list[Record] = list(self._forked(request, entries))
+        records += (CacheReleased(entry.number) for entry in self._released(request, tenant))
+        return records
+
+    def _forked(self, request: Fork, parents: Sequence[CacheEntry]) -> Iterator[CacheForked]:
+        """A record for each parent that gets children."""
+        total, first = request.count if len(parents) > 1 else 0, 0
+        for source, parent in zip(request.sources, parents, strict=True):
+            children = tuple(
+                Child(self._context.number(), self._new_cache_id(), self._new_seed())
+                for _ in range(source.count)
+            )
+            if children:
+                yield CacheForked(parent.number, children, request.request_id, total, first)
+            first += total and source.count
+
+    def _released(self, request: Fork, tenant: Tenant) -> Iterator[CacheEntry]:
+        """The caches that a fork releases, without those that are closing already."""
+        for cache_id in dict.fromkeys(request.release):
+            entry = self._index.find(cache_id, tenant)
+            if entry is not None and not entry.closing:
+                yield entry
+
+    def applied(self, operation: Operation, request: Fork) -> Result:
+        self._index.end_fork(request, operation.entry.tenant)
+        self._reservations.end_reservation(operation)
+        children = [child for record in self._made_by(operation) for child in self._born_of(record)]
+        return Handles(tuple(child.handle for child in children))
+
+    def write_failed(self, operation: Operation, request: Fork) -> None:
+        self._index.end_fork(request, operation.entry.tenant)
+
+    def cache_released(self, operation: Operation, request: Fork, entry: CacheEntry) -> Result | QuireError:
+        try:
+            made = self._index.forked_by(request, operation.entry.tenant)
+        except QuireError as error:
+            return error
+        return super().cache_released(operation, request, entry) if made is None else made
+
+    def undelivered(self, operation: Operation, request: Fork) -> Sequence[CacheEntry]:
+        made = self._made_by(operation) if not request.request_id else ()
+        children = (self._index.by_number(child.number) for record in made for child in record.children)
+        return [child for child in children if child is not None]
+
+    def _made_by(self, operation: Operation) -> list[CacheForked]:
+        return [record for record in operation.records or () if isinstance(record, CacheForked)]
+
+    def _born_of(self, record: CacheForked) -> list[CacheEntry]:
+        """Creates the children of one parent. If it has KV, they share it on its worker."""
+        parent = self._index.by_number(record.parent)
+        assert parent is not None
+        numbers = tuple(child.number for child in record.children)
+        children = [self._born(number, parent) for number in numbers]
+        if parent.worker is not None and parent.kv_len:
+            self._context.send(parent.worker, ForkSequence(self._context.number(), parent.number, numbers))
+            for child in children:
+                self._kv.assign(child, parent.worker, parent.kv_len)
+        return children
+
+    def _born(self, number: int, parent: CacheEntry) -> CacheEntry:
+        state = self._ledger.get(number)
+        assert state is not None
+        child = self._reservations.new_cache(state, parent.tenant)
+        self._index.add(child, self._context.number())
+        self._reservations.count(child)
+        return child

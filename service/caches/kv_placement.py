@@ -1,0 +1,151 @@
+"""Which worker has the KV of each cache, and preemption. Pure: no clock, no I/O.
+
+KV can be dropped at any moment and is replayed when it is next needed. So the journal limits how many
+caches there are. The pages of workers only limit how many can continue without a replay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from service.caches.effects import Context, ReleaseSequences, TruncateSequence
+from service.caches.entries import CacheEntry, Need, Operation
+from service.caches.workers import WorkerView
+
+# A cache that was not used for so long is idle. It is longer than the pause between two steps of a caller.
+_IDLE_S = 0.25
+# If pages are scarce, a cache keeps its pages for so long before others can preempt it.
+_MIN_PLACED_S = 2.0
+
+
+class KvPlacement:
+    """Owns the placement of KV, and the times of use that leases and preemption need."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        # By worker, in LRU order.
+        self._held: dict[WorkerView, OrderedDict[CacheEntry, None]] = {}
+
+    def held(self, worker: WorkerView) -> Iterator[CacheEntry]:
+        """The caches whose KV a worker has, in LRU order."""
+        return iter(self._held.get(worker, ()))
+
+    def touch(self, entry: CacheEntry) -> None:
+        """Notes that a cache is used: its lease restarts."""
+        now_s = self._context.now_s
+        entry.used_s, entry.expires_at_s = now_s, now_s + entry.state.lease_s
+        if entry.worker is not None:
+            self._held[entry.worker].move_to_end(entry)
+
+    def recovered(self, entry: CacheEntry, age_s: float) -> None:
+        """Sets the lease of a recovered cache, whose last record was written `age_s` ago."""
+        now_s = self._context.now_s
+        entry.used_s, entry.expires_at_s = now_s - age_s, now_s + max(0.0, entry.state.lease_s - age_s)
+        entry.ownership = entry.state.ownership
+
+    def assign(self, entry: CacheEntry, worker: WorkerView, kv_len: int = 0) -> None:
+        """Assigns a cache to a worker, which has KV of its first `kv_len` tokens."""
+        self._adopt(entry, worker, kv_len)
+        entry.ownership += 1
+
+    def adopt(self, entry: CacheEntry, worker: WorkerView, kept_len: int) -> bool:
+        """Uses the KV of a cache that a new worker has kept. Returns False if it cannot be used."""
+        # The cache may have been cut and extended since the worker was asked to keep the KV. If records are
+        # with the journal, the cache will soon have tokens that the worker does not have.
+        kv_len = min(kept_len, entry.unchanged_len)
+        if entry.worker is not None or entry.is_committing or not kv_len:
+            return False
+        if entry.state.weights != worker.weights:
+            return False
+        self._adopt(entry, worker, kv_len)
+        if kv_len < kept_len:
+            self._context.send(worker, TruncateSequence(self._context.number(), entry.number, kv_len))
+        return True
+
+    def _adopt(self, entry: CacheEntry, worker: WorkerView, kv_len: int) -> None:
+        assert entry.worker is None
+        entry.worker, entry.kv_len, entry.placed_s = worker, kv_len, self._context.now_s
+        entry.was_sent = kv_len > 0
+        worker.sequences += 1
+        self._held.setdefault(worker, OrderedDict())[entry] = None
+
+    def sent(self, entry: CacheEntry) -> None:
+        """A command about the cache is sent to its worker."""
+        entry.was_sent = True
+
+    def reached(self, entry: CacheEntry, length: int) -> None:
+        """Its worker has KV of the first `length` tokens."""
+        entry.kv_len = length
+
+    def truncated(self, entry: CacheEntry, new_len: int) -> None:
+        """The cache was cut. Cuts the sequence in its worker."""
+        entry.unchanged_len = min(entry.unchanged_len, new_len)
+        if entry.worker is not None and entry.kv_len > new_len:
+            entry.kv_len = new_len
+            self._context.send(entry.worker, TruncateSequence(self._context.number(), entry.number, new_len))
+
+    def drop(self, *entries: CacheEntry) -> None:
+        """Drops the KV of caches, with one command to each worker."""
+        sent: dict[WorkerView, list[int]] = {}
+        for entry in entries:
+            worker = entry.worker
+            if worker is not None:
+                if entry.was_sent:
+                    sent.setdefault(worker, []).append(entry.number)
+                self._forget(entry, worker)
+        for worker, numbers in sent.items():
+            self._context.send(worker, ReleaseSequences(self._context.number(), numbers))
+
+    def lose(self, worker: WorkerView) -> list[CacheEntry]:
+        """Drops all KV of a lost worker. Returns its caches in LRU order."""
+        lost = list(self.held(worker))
+        for entry in lost:
+            self._forget(entry, worker)
+        self._held.pop(worker, None)
+        return lost
+
+    def preempt(self, worker: WorkerView, pages: int, wanted_by: Operation) -> bool:
+        """Drops KV in LRU order until about `pages` are free. Returns False if there was none to drop."""
+        freed, evicted = 0, []
+        for entry in self.held(worker):
+            if freed >= pages:
+                break
+            if entry is not wanted_by.entry and self._is_preemptible(entry, wanted_by):
+                # Shared pages stay in use. If too few are free, the operation asks again.
+                freed += max(1, worker.pages_for(entry.kv_len))
+                evicted.append(entry)
+        self.drop(*evicted)
+        return freed > 0
+
+    def has_others(self, entry: CacheEntry) -> bool:
+        """Whether its worker has KV of other caches."""
+        return entry.worker is not None and any(other is not entry for other in self.held(entry.worker))
+
+    def _is_preemptible(self, entry: CacheEntry, wanted_by: Operation) -> bool:
+        """Whether its KV may be dropped for an operation."""
+        running, now_s = entry.running, self._context.now_s
+        # A fork that waits for its turn on another cache may wait for the operation that needs these pages.
+        if running is not None and not running.turns_left:
+            # Of those that wait for pages the oldest may take those of the others: no deadlock.
+            return running.need is Need.PAGES and running.ticket > wanted_by.ticket
+        return now_s - entry.used_s >= _IDLE_S or now_s - entry.placed_s >= _MIN_PLACED_S
+
+    def _forget(self, entry: CacheEntry, worker: WorkerView) -> None:
+        del self._held[worker][entry]
+        worker.sequences -= 1
+        entry.worker, entry.kv_len, entry.was_sent = None, 0, False
+
+    def check(self, entries: dict[int, CacheEntry]) -> None:
+        """Raises AssertionError if entries and lists disagree. `entries`: all caches, by number."""
+        for worker, held in self._held.items():
+            assert worker.sequences == len(held)
+            assert all(entry.worker is worker and entries.get(entry.number) is entry for entry in held)
+        placed = [entry for entry in entries.values() if entry.worker is not None]
+        assert len(placed) == sum(map(len, self._held.values()))
+        for entry in entries.values():
+            assert entry.kv_len <= entry.length and (entry.worker is not None or not entry.kv_len)
+            assert entry.worker is None or entry.worker.weights == entry.state.weights, (
+                "computed with its own"
+            )
+            assert entry.ownership >= entry.state.ownership

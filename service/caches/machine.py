@@ -1,0 +1,377 @@
+"""The state machine of all caches: fencing, idempotence, order, leases. READ FIRST in the gateway.
+
+No I/O and no clock. Inputs are method calls: requests, answers of workers and of the journal, lost workers,
+the time. Outputs are taken with `take_effects()`: commands for workers, records for the journal, replies.
+So a seeded simulator can drive it, and `check_invariants()` can be called at any moment.
+
+The state of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
+operation of a cache runs at a time; the others wait in order (`queues.py`). A fork of several caches waits
+for its turn on each:
+
+    WAITING -> [PARKED, REPLAYING, COMPUTING: with a worker; `attempts.py`] -> COMMITTING -> answered
+
+Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`. The KV of a cache
+(`kv_placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from service.caches.append import Appends
+from service.caches.changes import Releases, Renewals, Truncations
+from service.caches.effects import Claim, Effects, Event, ReleaseSequences
+from service.caches.entries import Operation
+from service.caches.fork import Forks
+from service.caches.kind import OperationKind, Parts
+from service.caches.ledger import Ledger
+from service.caches.queues import OperationQueues
+from service.caches.records import Record, TokensAppended, numbers_of
+from service.caches.requests import Append, Fork, Release, Renew, Request, Truncate
+from service.caches.reservations import Limits
+from service.caches.restore import Restores
+from service.caches.tenants import Tenant
+from service.caches.weights import operations_with
+from service.caches.workers import WorkerView
+from service.errors import JournalUnavailable, QuireError, WeightsChanged, WorkerLost
+
+
+def _new_cache_id() -> str:
+    return "kv_" + secrets.token_urlsafe(18)
+
+
+def _new_seed() -> int:
+    return secrets.randbits(63)
+
+
+class CacheMachine:
+    """Owns all caches and operations. Single-threaded. Times are seconds on one monotonic clock."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        new_cache_id: Callable[[], str] = _new_cache_id,
+        new_seed: Callable[[], int] = _new_seed,
+        ledger: Ledger | None = None,
+    ) -> None:
+        parts = Parts(limits, Ledger() if ledger is None else ledger, new_cache_id, new_seed)
+        self.ledger = parts.ledger
+        self.index = parts.index
+        self.weights = parts.weights
+        self.admission = parts.admission
+        self._context = parts.context
+        self._rate = parts.rate
+        self._workers = parts.workers
+        self._kv = parts.kv
+        self._reservations = parts.reservations
+        self._attempts = parts.attempts
+        self._restores = Restores(parts)
+        releases = Releases(parts)
+        self._queues = OperationQueues(parts, self._restores, releases)
+        self._kinds: dict[type[Request], OperationKind[Any]] = {
+            Append: Appends(parts),
+            Fork: Forks(parts),
+            Truncate: Truncations(parts),
+            Release: releases,
+            Renew: Renewals(parts),
+        }
+        # During recovery: when the last record of each cache was written.
+        self._written_s: dict[int, float] = {}
+
+    # Recovery.
+
+    def recovering(self, record: Record, wall_s: float) -> None:
+        """Applies a record of the journal, written at `wall_s`. Raises RecordConflict."""
+        self.ledger.apply(record)
+        for number in numbers_of(record):
+            self._written_s[number] = wall_s
+
+    def recovering_run(self, run: TokensAppended, wall_s: float) -> None:
+        """Applies consecutive appends of one token each, given as one record. Raises RecordConflict."""
+        self.ledger.apply_run(run)
+        self._written_s[run.number] = wall_s
+
+    def recovered(self, *, now_s: float, wall_s: float, tenant_of: Callable[[str], Tenant]) -> None:
+        """Ends the recovery. Leases ran on while the gateway was down."""
+        self._context.now_s = now_s
+        self._context.skip_numbers(max((state.number for state in self.ledger), default=0))
+        for state in sorted(self.ledger, key=lambda state: state.number):
+            tenant = tenant_of(state.tenant) if state.tenant else self.index.anonymous
+            entry = self._reservations.new_cache(state, tenant)
+            # If the clock was set back, leases must not become longer.
+            self._kv.recovered(entry, max(0.0, wall_s - self._written_s[state.number]))
+            self.index.add(entry, self._context.number())
+            self._reservations.count(entry)
+            self._workers.were_ready = True
+        self._written_s.clear()
+
+    def claims(self, holdings: Mapping[int, int]) -> list[Claim]:
+        """Returns which of the sequences in a worker to keep. `holdings`: their lengths, by number."""
+        claims = []
+        for number, held_len in holdings.items():
+            state = self.ledger.get(number)
+            length = 0 if state is None else min(held_len, state.length)
+            if state is not None and length:
+                claims.append(Claim(number, length, state.tokens.digest(length)))
+        return claims
+
+    # Workers.
+
+    def worker_ready(self, worker: WorkerView, now_s: float, kept: Mapping[int, int] | None = None) -> None:
+        """A worker is ready. `kept`: how many tokens it already has of sequences, by number.
+
+        Its previous incarnation must have been reported lost.
+        """
+        self._context.now_s = now_s
+        self._workers.add(worker)
+        unwanted = []
+        for number, kept_len in (kept or {}).items():
+            entry = self.index.by_number(number)
+            if entry is None or not self._kv.adopt(entry, worker, kept_len):
+                unwanted.append(number)
+        if unwanted:
+            self._context.send(worker, ReleaseSequences(self._context.number(), unwanted))
+        self._attempts.workers_changed()
+
+    def worker_capacity(self, worker_id: str, epoch: int, pages_available: int) -> None:
+        """Updates how many pages of a worker are available."""
+        worker = self._workers.find(worker_id, epoch)
+        if worker is not None:
+            if pages_available > worker.pages_available:
+                self._attempts.workers_changed()
+            worker.pages_available = pages_available
+
+    def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
+        """A silent worker is suspect: it gets no new caches while there is another. Its caches stay."""
+        worker = self._workers.find(worker_id, epoch)
+        if worker is not None:
+            worker.suspect = suspect
+
+    def worker_draining(self, worker_id: str, epoch: int, now_s: float) -> None:
+        """A worker will be replaced: it finishes its attempts and gets no new ones."""
+        self._context.now_s = now_s
+        worker = self._workers.find(worker_id, epoch)
+        if worker is not None:
+            worker.draining = True
+            idle = [entry for entry in self._kv.held(worker) if not entry.busy]
+            for entry in idle:
+                self._kv.drop(entry)
+            self._restores.later(idle, now_s)
+
+    def is_drained(self, worker_id: str, epoch: int) -> bool:
+        """Whether a worker computes nothing."""
+        worker = self._workers.find(worker_id, epoch)
+        return worker is None or not any(self._attempts.under_way(worker))
+
+    def answered_many(self, events: Iterable[Event], now_s: float) -> None:
+        """A worker answered commands. Answers to attempts that are over are ignored."""
+        self._context.now_s = now_s
+        for op_id, answer in events:
+            result = self._attempts.answered(op_id, answer)
+            if result is not None:
+                self._queues.attempt_ended(*result)
+        self._rate.update(now_s)
+
+    def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
+        """A worker and all KV in it are lost. `crashed`: as far as is known, it was not killed on purpose."""
+        self._context.now_s = now_s
+        worker = self._workers.find(worker_id, epoch)
+        if worker is None:
+            return
+        self._workers.remove(worker)
+        computed = self._attempts.worker_lost(worker, crashed=crashed)
+        lost = self._kv.lose(worker)
+        for operation in computed:
+            # When an earlier one ended, a fork that releases this cache may have begun. Then this one waits.
+            if not operation.turns_left:
+                result = self._attempts.try_again(operation, WorkerLost())
+                if result is not None:
+                    self._queues.attempt_ended(*result)
+        self._restores.later(lost, now_s)
+
+    # Weights.
+
+    def weights_switched(self, weights: int, now_s: float, *, drain: bool) -> None:
+        """New caches get other weights. `drain`: existing caches can still be used."""
+        self._context.now_s = now_s
+        self.weights.switch(weights, drain=drain)
+        self._attempts.workers_changed()
+
+    def weights_drained(self, weights: int, now_s: float) -> None:
+        """Refuses new requests for caches of these weights. Earlier requests continue."""
+        self._context.now_s = now_s
+        self.weights.drained(weights)
+
+    def weights_ended(self, weights: int, now_s: float) -> None:
+        """Fails the operations that still need these weights, and removes their workers."""
+        self._context.now_s = now_s
+        self.weights.drained(weights)
+        self._restores.forget(weights)
+        its = operations_with(self._queues.operations.values(), weights)
+        for operation in its:
+            if operation.records is None and operation.kind.needs_weights:
+                self._queues.finish(operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
+        for worker in [worker for worker in self._workers if worker.weights == weights]:
+            self._workers.remove(worker)
+            self._kv.lose(worker)
+        # Releases may have waited for them.
+        self._queues.advance(dict.fromkeys(entry for operation in its for entry in operation.entries))
+
+    def uses_of(self, weights: int) -> int:
+        """How many operations of callers need these weights."""
+        its = operations_with(self._queues.operations.values(), weights)
+        return sum(operation.kind.needs_weights and not operation.is_internal for operation in its)
+
+    # Requests.
+
+    def submit_many(
+        self, requests: Iterable[Request], now_s: float, caller: int = 0, tenant: Tenant | None = None
+    ) -> list[int]:
+        """Accepts requests and returns their tickets. Each gets one reply, now or later.
+
+        caller: for fair queueing in the worker. 0: each request is a caller of its own.
+        tenant: only its caches are found. None: the anonymous tenant.
+        """
+        self._context.now_s = now_s
+        tenant = tenant or self.index.anonymous
+        return [self._submit(request, caller, tenant) for request in requests]
+
+    def _submit(self, request: Request, caller: int, tenant: Tenant) -> int:
+        context, queues, kind = self._context, self._queues, self._kinds[type(request)]
+        ticket = context.number()
+        try:
+            if kind.may_answer_at_once:
+                at_once = kind.answer_at_once(request, tenant)
+                if at_once is not None:
+                    context.effects.replies.append((ticket, at_once))
+                    return ticket
+            entries, size_bytes = self.admission.admit(kind, request, tenant, len(queues.operations))
+        except QuireError as error:
+            context.effects.replies.append((ticket, error.without_traceback()))
+            return ticket
+        deadline_s = None
+        if isinstance(request, Append) and request.timeout_s is not None:
+            deadline_s = context.now_s + request.timeout_s
+        operation = Operation(
+            ticket,
+            request,
+            kind,
+            entries[0],
+            entries,
+            caller,
+            context.now_s,
+            deadline_s,
+            size_bytes,
+            turns_left=len(entries),
+        )
+        for entry in entries:
+            if not kind.uses_kv:
+                queues.preempt_restore(entry)
+            self._kv.touch(entry)
+        queues.enter(operation)
+        return ticket
+
+    def cancel(self, ticket: int, now_s: float) -> None:
+        """Cancels an operation and undoes its effects. No reply follows.
+
+        A release, or an operation that is committing, is completed nevertheless.
+        """
+        self._context.now_s = now_s
+        operation = self._queues.operations.get(ticket)
+        if operation is not None:
+            self._queues.leave(operation)
+
+    def expire(self, now_s: float, at_most: int | None = None) -> int:
+        """Releases unused caches whose lease has expired. Returns how many."""
+        self._context.now_s = now_s
+        if not self.admission.journal_works:
+            # No release could be written, so a caller that loops would get the same caches again.
+            return 0
+        unused = (e for e in self.index if e.expires_at_s <= now_s and not e.busy)
+        expired = list(itertools.islice(unused, at_most))
+        for entry in expired:
+            self._queues.release(entry)
+        return len(expired)
+
+    def tick(self, now_s: float) -> None:
+        """Checks the timeouts of parked operations. Call it often while there are any."""
+        self._context.now_s = now_s
+        for result in self._attempts.tick():
+            self._queues.attempt_ended(*result)
+
+    # The journal.
+
+    def committed_many(self, tickets: Sequence[int], now_s: float) -> None:
+        """The records of these operations are durable."""
+        self._context.now_s = now_s
+        self.admission.journal_works = True
+        for ticket in tickets:
+            self._queues.committed(self._queues.operations[ticket])
+
+    def journal_stalls(self) -> None:
+        """A write takes too long: no new operations are accepted until it is durable."""
+        self.admission.journal_works = False
+
+    def write_failed(self, tickets: Sequence[int], now_s: float) -> None:
+        """The records of these operations could not be written, and never will be."""
+        self._context.now_s = now_s
+        self.admission.journal_works = False
+        for ticket in tickets:
+            self._queues.not_committed(self._queues.operations[ticket], JournalUnavailable())
+
+    # State.
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def operations_in_flight(self) -> int:
+        """Operations that wait or run."""
+        return len(self._queues.operations)
+
+    @property
+    def expected_wait_s(self) -> float:
+        """The estimated queueing delay of a new sequence. inf: there is no worker."""
+        workers = self._workers.open_workers(self.weights.serving)
+        return min((worker.load.expected_wait_s() for worker in workers), default=math.inf)
+
+    @property
+    def num_parked(self) -> int:
+        """See `Phase.PARKED`."""
+        return self._attempts.num_parked
+
+    def take_effects(self) -> Effects:
+        """Returns everything to be done since the last call. The caller owns the result.
+
+        The inputs since then were one turn. Parked operations are checked here, once for all these inputs.
+        """
+        for result in self._attempts.go_on():
+            self._queues.attempt_ended(*result)
+        if self._restores:
+            self._restore_some()
+        return self._context.take()
+
+    def _restore_some(self) -> None:
+        """Replays some of the lost KV before it is requested."""
+        while (entry := self._restores.next()) is not None:
+            if self.index.by_number(entry.number) is entry:
+                self._queues.restore(entry)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the parts contradict each other."""
+        operations = self._queues.operations
+        creating = {o.entry.number: o.entry for o in operations.values() if not o.entry.visible}
+        entries = {entry.number: entry for entry in self.index} | creating
+        assert len(self.ledger) == len(self.index)
+        for entry in self.index:
+            assert self.ledger.get(entry.number) is entry.state, "there is one copy of a state"
+        self.index.check()
+        self._queues.check()
+        self._reservations.check(operations, entries, self.index.anonymous)
+        self._kv.check(entries)
+        self._attempts.check(operations)

@@ -1,0 +1,45 @@
+"""Finds the cache whose computation crashes workers, and quarantines it. Pure.
+
+When a worker dies, any of the caches that it was computing may be the cause, or none. All are retried
+together. A cache that was computed during several crashes becomes a suspect; a worker computes one suspect
+at a time. If a worker dies while it computes a suspect, the suspect is blamed. The caches computed beside
+it may be the cause too, so they become suspects. A suspect that was blamed twice, or was computed alone, is
+quarantined: its operations fail from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from service.caches.entries import CacheEntry
+
+# A process that was killed is less suspicious than a crash, but the kernel also kills for memory.
+_SCORE_CRASHED, _SCORE_KILLED = 2, 1
+_MUST_BE_ALONE = 4
+_MOST_TIMES_BLAMED = 2
+
+
+def blame(entries: Iterable[CacheEntry], *, crashed: bool) -> None:
+    """A worker died while it computed these caches. Quarantines one if it is known to be the cause."""
+    under = list({entry.number: entry for entry in entries}.values())
+    suspects = [entry for entry in under if must_be_alone(entry)]
+    for entry in under:
+        entry.crash_score += _SCORE_CRASHED if crashed else _SCORE_KILLED
+    if len(under) == 1 and must_be_alone(under[0]):
+        under[0].quarantined = True
+    elif len(suspects) == 1:
+        (suspect,) = suspects
+        suspect.times_blamed += 1
+        suspect.quarantined = suspect.times_blamed == _MOST_TIMES_BLAMED
+        for entry in under:
+            entry.crash_score = max(entry.crash_score, _MUST_BE_ALONE)
+
+
+def clear(entry: CacheEntry) -> None:
+    """The cache was computed without a crash, so it is no longer a suspect."""
+    entry.crash_score = entry.times_blamed = 0
+
+
+def must_be_alone(entry: CacheEntry) -> bool:
+    """Whether the cache is a suspect: a worker computes one at a time."""
+    return entry.crash_score >= _MUST_BE_ALONE

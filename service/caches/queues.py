@@ -1,0 +1,254 @@
+"""The queue of operations of each cache: one runs, the others wait, in the order of their requests.
+
+An operation begins when its turn has come on all of its caches. It is checked then, against the state that
+the earlier ones left. Its changes go to the journal as records. When they are durable, they are applied and
+the caller is answered. If they cannot be written, the operation changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from service.caches.attempts import bug
+from service.caches.effects import ForwardDone
+from service.caches.entries import CacheEntry, Operation, Phase
+from service.caches.kind import OperationKind, Parts
+from service.caches.ledger import RecordConflict
+from service.caches.records import CacheReleased, Record
+from service.caches.requests import Append, Fork, Release, Restore, Result
+from service.caches.restore import Restores
+from service.errors import QuireError
+
+
+class OperationQueues:
+    """Owns all operations and their order."""
+
+    def __init__(self, parts: Parts, restores: Restores, releases: OperationKind[Release]) -> None:
+        self._context = parts.context
+        self._ledger = parts.ledger
+        self._index = parts.index
+        self._reservations = parts.reservations
+        self._workers = parts.workers
+        self._kv = parts.kv
+        self._attempts = parts.attempts
+        self._restores = restores
+        self._releases = releases
+        # By ticket.
+        self.operations: dict[int, Operation] = {}
+
+    # An operation begins.
+
+    def enter(self, operation: Operation) -> None:
+        """Queues an operation on its caches. Begins it if nothing is ahead."""
+        self.operations[operation.ticket] = operation
+        self._reservations.enter(operation)
+        # On all of its caches at once: two operations have the same order on each cache that they share.
+        # So the oldest never waits for a younger one, and there is no deadlock.
+        for entry in operation.entries:
+            entry.waiting.append(operation)
+        self.advance(operation.entries)
+
+    def release(self, entry: CacheEntry) -> None:
+        """Releases a cache without a request: its lease expired, or its id was never delivered."""
+        self.enter(self._internal(entry, Release(entry.state.cache_id), self._releases))
+
+    def restore(self, entry: CacheEntry) -> None:
+        """Replays the KV of a cache before it is requested."""
+        operation = self._internal(entry, Restore(entry.state.cache_id), self._restores)
+        self._restores.under_way.add(operation)
+        self.enter(operation)
+
+    def _internal(self, entry: CacheEntry, request: Release | Restore, kind: OperationKind[Any]) -> Operation:
+        """An operation without a caller."""
+        return Operation(
+            self._context.number(),
+            request,
+            kind,
+            entry,
+            (entry,),
+            caller=0,
+            submitted_s=self._context.now_s,
+            is_internal=True,
+            is_answered=False,
+        )
+
+    def preempt_restore(self, entry: CacheEntry) -> None:
+        """Stops a restore that runs: an operation that needs no KV does not wait for it."""
+        if entry.running is not None and entry.running.kind is self._restores:
+            self.finish(entry.running, None)
+
+    def advance(self, entries: Iterable[CacheEntry]) -> None:
+        """Begins the next operation of each cache where none runs. Discards caches whose creation failed."""
+        # No recursion: a fork that ends at once can let another one begin, and so on.
+        left = deque(entries)
+        while left:
+            entry = left.popleft()
+            while entry.running is None and entry.waiting and not entry.closing:
+                operation = entry.waiting.popleft()
+                entry.running = operation
+                operation.turns_left -= 1
+                if not operation.turns_left:
+                    self._begin(operation)
+                    if len(operation.entries) > 1:
+                        left += (its for its in operation.entries if its is not entry)
+            if entry.running is not None or entry.waiting:
+                continue
+            if not entry.visible:
+                self._discard((entry,))
+            elif entry.worker is not None and entry.worker.draining:
+                self._kv.drop(entry)
+                self._restores.later((entry,), self._context.now_s)
+
+    def _begin(self, operation: Operation) -> None:
+        try:
+            begun = operation.kind.begin(operation, operation.request)
+        except QuireError as error:
+            self.finish(operation, error)
+        except Exception as error:
+            # A bug must not block the cache for ever.
+            self.finish(operation, bug(error))
+        else:
+            if isinstance(begun, list):
+                self._commit(operation, begun)
+            elif begun is not None:
+                self.finish(operation, begun)
+
+    def attempt_ended(self, operation: Operation, outcome: ForwardDone | QuireError | None) -> None:
+        """Its attempts are over: continues with the result."""
+        answer: Result | QuireError
+        if isinstance(outcome, QuireError):
+            answer = outcome
+        else:
+            computed = operation.kind.computed(operation, operation.request, outcome)
+            if isinstance(computed, list):
+                self._commit(operation, computed)
+                return
+            answer = computed
+        self.finish(operation, answer)
+        self.advance(operation.entries)
+
+    # Commits.
+
+    def _commit(self, operation: Operation, records: Sequence[Record]) -> None:
+        operation.records = records
+        self._context.effects.writes.append((operation.ticket, records))
+        if operation.kind.releases:
+            self._start_closing(operation, records)
+
+    def _start_closing(self, operation: Operation, records: Sequence[Record]) -> None:
+        """Marks the caches that the records release as closing, and stops what runs on them."""
+        numbers = [record.number for record in records if isinstance(record, CacheReleased)]
+        found = [self._index.by_number(number) for number in numbers]
+        operation.closes = [entry for entry in found if entry is not None]
+        for entry in operation.closes:
+            running = entry.running
+            if running is not None and running is not operation and running.records is None:
+                self._requeue(running, entry)
+            entry.closing = True
+
+    def _requeue(self, operation: Operation, entry: CacheEntry) -> None:
+        """Stops an operation and puts it at the front of the queue: the release may still fail."""
+        self._attempts.stop(operation)
+        self._reservations.end_reservation(operation)
+        operation.turns_left += 1
+        entry.running = None
+        entry.waiting.appendleft(operation)
+
+    def committed(self, operation: Operation) -> None:
+        """Its records are durable."""
+        kind, request = operation.kind, operation.request
+        try:
+            for record in operation.records or ():
+                self._ledger.apply(record)
+        except RecordConflict as error:
+            # A bug: the state has changed since the operation was checked.
+            self.not_committed(operation, bug(error))
+            return
+        for entry in operation.entries:
+            self._kv.touch(entry)
+        answer = kind.applied(operation, request)
+        undelivered = () if operation.is_answered else kind.undelivered(operation, request)
+        self.finish(operation, answer)
+        if operation.closes:
+            self._close(operation.closes)
+        for entry in undelivered:
+            self.release(entry)
+        self.advance(operation.entries)
+
+    def not_committed(self, operation: Operation, error: QuireError) -> None:
+        """Its records could not be written: undoes the operation."""
+        operation.kind.write_failed(operation, operation.request)
+        self.finish(operation, error)
+        for entry in operation.closes:
+            entry.closing = False
+        self.advance([*operation.entries, *operation.closes])
+
+    # An operation ends.
+
+    def finish(self, operation: Operation, outcome: Result | QuireError | None) -> None:
+        """Removes an operation from all tables and answers its caller. None: no answer."""
+        entry, request = operation.entry, operation.request
+        if isinstance(outcome, QuireError):
+            outcome.without_traceback()
+            if isinstance(request, Append) and not entry.visible and entry.worker is not None:
+                self._workers.affinity.forget(request.token_ids, entry.worker, entry.state.salt)
+        if operation.attempt is not None or operation.need is not None:
+            self._attempts.stop(operation)
+        del self.operations[operation.ticket]
+        self._reservations.leave(operation)
+        if operation.is_internal:
+            self._restores.under_way.discard(operation)
+        for its in operation.entries:
+            if its.running is operation:
+                its.running = None
+            else:
+                its.waiting.remove(operation)
+        if operation.is_answered and outcome is not None:
+            self._context.effects.replies.append((operation.ticket, outcome))
+
+    def leave(self, operation: Operation) -> None:
+        """Cancels an operation. A release, or one that is committing, continues without an answer."""
+        operation.is_answered = False
+        if operation.records is None and operation.kind is not self._releases:
+            self.finish(operation, None)
+            self.advance(operation.entries)
+
+    # A cache ends.
+
+    def _close(self, entries: Sequence[CacheEntry]) -> None:
+        """Ends the operations of released caches, and removes the caches."""
+        others: list[CacheEntry] = []
+        for entry in entries:
+            for operation in list(entry.operations()):
+                self.finish(operation, operation.kind.cache_released(operation, operation.request, entry))
+                others += [its for its in operation.entries if its is not entry]
+        self._discard(entries)
+        # Operations that waited there for a fork can begin.
+        self.advance(others)
+
+    def _discard(self, entries: Sequence[CacheEntry]) -> None:
+        """Frees everything that caches hold."""
+        self._kv.drop(*entries)
+        for entry in entries:
+            self._index.remove(entry)
+        self._reservations.remove(entries)
+
+    def check(self) -> None:
+        """Raises AssertionError if the tables contradict each other."""
+        restores = {o for o in self.operations.values() if o.kind is self._restores}
+        assert self._restores.under_way == restores
+        for ticket, operation in self.operations.items():
+            assert operation.ticket == ticket
+            for its in operation.entries:
+                assert sum(o is operation for o in its.operations()) == 1, "it runs or waits, exactly once"
+                assert its.tenant is operation.entry.tenant
+                assert its.running is not None or its.closing, "an operation waits only behind another"
+            turns = sum(its.running is operation for its in operation.entries)
+            assert operation.turns_left == len(operation.entries) - turns
+            assert operation.entry is operation.entries[0]
+            assert len(operation.entries) == 1 or isinstance(operation.request, Fork)
+            assert operation.phase is not Phase.WAITING or operation.attempt is None
+        for entry in self._index:
+            assert all(self.operations.get(o.ticket) is o for o in entry.operations())

@@ -1,0 +1,210 @@
+"""Counts of caches, tokens, requests and bytes, by tenant and in total; and admission, which checks them.
+
+Only this module writes these counts. An operation reserves what it may create. When it ends, the
+reservation is replaced by what it created.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from service.caches.effects import Context
+from service.caches.entries import CacheEntry, Operation
+from service.caches.ledger import CacheState, Ledger
+from service.caches.requests import Append, Priority, Request
+from service.caches.tenants import UNBOUNDED, Tenant
+from service.caches.weights import Weights
+from service.caches.worker_load import CompletionRate
+from service.errors import (
+    CacheLimit,
+    CacheNotFound,
+    Draining,
+    JournalFull,
+    JournalUnavailable,
+    QueueFull,
+    QuireError,
+)
+
+if TYPE_CHECKING:
+    from service.caches.kind import OperationKind
+
+# The most operations that may wait for one another on one cache.
+MAX_WAITING_PER_CACHE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of the whole server."""
+
+    max_queued_operations: int = 4096
+    default_lease_s: float = 1800.0
+    max_lease_s: float = 86_400.0
+    max_caches: int = 65_536
+    max_journal_bytes: int = 1 << 28
+    # How long an operation may wait before a worker starts it, whatever its deadline is.
+    max_wait_s: float = 300.0
+
+
+class Reservations:
+    """Owns the counts. Each cache is added and removed once; each operation enters and leaves once."""
+
+    def __init__(self, limits: Limits, ledger: Ledger, context: Context) -> None:
+        self._limits = limits
+        self._ledger = ledger
+        self._context = context
+        # Includes caches that are being created, and scorings.
+        self._caches = 0
+        self._queued_bytes = 0
+
+    def require_caches(self, count: int) -> None:
+        """Raises CacheLimit if there is no room for `count` more caches."""
+        if self._caches + count > self._limits.max_caches:
+            raise CacheLimit(self._limits.max_caches)
+
+    def require_journal(self, size_bytes: int) -> None:
+        """Raises JournalFull if there is no room for `size_bytes` more."""
+        if self._ledger.size_bytes + self._queued_bytes + size_bytes > self._limits.max_journal_bytes:
+            raise JournalFull(self._limits.max_journal_bytes)
+
+    def new_cache(self, state: CacheState, tenant: Tenant, *, ephemeral: bool = False) -> CacheEntry:
+        """Creates the entry of a cache and counts it."""
+        self._caches += 1
+        tenant.caches += 1
+        now_s = self._context.now_s
+        return CacheEntry(
+            state.number, tenant, ephemeral, state, expires_at_s=now_s + state.lease_s, used_s=now_s
+        )
+
+    def count(self, entry: CacheEntry) -> None:
+        """Updates the tenant's tokens to the length of a cache."""
+        length = entry.state.tokens.length
+        entry.tenant.tokens += length - entry.counted
+        entry.counted = length
+
+    def remove(self, entries: Iterable[CacheEntry]) -> None:
+        """Takes released caches, or those whose creation failed, out of the counts."""
+        for entry in entries:
+            self._caches -= 1
+            entry.tenant.caches -= 1
+            entry.tenant.tokens -= entry.counted
+            entry.counted = 0
+
+    def enter(self, operation: Operation) -> None:
+        """Counts an admitted operation."""
+        self._queued_bytes += operation.size_bytes
+        if not operation.is_internal:
+            operation.entry.tenant.in_flight += 1
+
+    def reserve(self, operation: Operation, tokens: int, caches: int = 0) -> None:
+        """Reserves what an operation may create. Raises QuotaExceeded."""
+        tenant = operation.entry.tenant
+        if tenant.quota is not UNBOUNDED:
+            tenant.require(caches=caches, tokens=tokens)
+        operation.tokens = tokens
+        tenant.tokens += tokens
+        if caches:
+            operation.caches = caches
+            self._caches += caches
+            tenant.caches += caches
+
+    def end_reservation(self, operation: Operation) -> None:
+        """Drops the reservation of an operation."""
+        tenant = operation.entry.tenant
+        tenant.tokens -= operation.tokens
+        self._caches -= operation.caches
+        tenant.caches -= operation.caches
+        operation.caches = operation.tokens = 0
+
+    def leave(self, operation: Operation) -> None:
+        """Takes an ended operation out of the counts."""
+        entry = operation.entry
+        tenant, length = entry.tenant, entry.state.tokens.length
+        self._queued_bytes -= operation.size_bytes
+        if not operation.is_internal:
+            tenant.in_flight -= 1
+        tenant.tokens += length - entry.counted - operation.tokens
+        entry.counted, operation.tokens = length, 0
+        if operation.caches:
+            self.end_reservation(operation)
+
+    def check(
+        self, operations: Mapping[int, Operation], entries: Mapping[int, CacheEntry], anonymous: Tenant
+    ) -> None:
+        """Raises AssertionError if the counts are wrong. Operations by ticket, entries by number."""
+        under_way = operations.values()
+        assert self._queued_bytes == sum(o.size_bytes for o in under_way)
+        assert self._caches == len(entries) + sum(o.caches for o in under_way)
+        for tenant in {entry.tenant for entry in entries.values()} | {anonymous}:
+            its = [o for o in under_way if o.entry.tenant is tenant]
+            caches = [entry for entry in entries.values() if entry.tenant is tenant]
+            assert tenant.in_flight == sum(not o.is_internal for o in its)
+            assert tenant.caches == len(caches) + sum(o.caches for o in its)
+            assert tenant.tokens == sum(e.length for e in caches) + sum(o.tokens for o in its)
+
+
+class Admission:
+    """Admits or refuses requests."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        context: Context,
+        reservations: Reservations,
+        weights: Weights,
+        rate: CompletionRate,
+    ) -> None:
+        self._limits = limits
+        self._context = context
+        self._reservations = reservations
+        self._weights = weights
+        self._rate = rate
+        self.draining = False
+        # False after a failed write: nothing is computed that could not be written.
+        self.journal_works = True
+
+    def admit(
+        self, kind: OperationKind[Request], request: Request, tenant: Tenant, queued: int
+    ) -> tuple[Sequence[CacheEntry], int]:
+        """Returns the caches of a request and about how many bytes the journal needs for it.
+
+        queued: number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
+        """
+        append = request if isinstance(request, Append) else None
+        size_bytes = 0
+        if not kind.is_always_admitted:
+            self._require_admission(append, tenant, queued)
+            size_bytes = kind.journal_bytes(request, tenant)
+            if kind.grows_journal:
+                self._reservations.require_journal(size_bytes)
+        known, serving = kind.entries(request, tenant), self._weights.serving
+        entries = []
+        for index, entry in enumerate(known):
+            try:
+                if entry is None:
+                    raise CacheNotFound
+                if entry.state.weights != serving or (append is not None and append.weights != serving):
+                    # Rare. Saves a call otherwise.
+                    self._weights.require(kind, entry, append)
+                if len(entry.waiting) >= MAX_WAITING_PER_CACHE and not kind.is_always_admitted:
+                    raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
+            except QuireError as error:
+                raise error.with_index(index, len(known)) from None
+            entries.append(entry)
+        return entries, size_bytes
+
+    def _require_admission(self, append: Append | None, tenant: Tenant, queued: int) -> None:
+        """Raises Draining, QuotaExceeded, QueueFull or JournalUnavailable."""
+        if self.draining:
+            raise Draining
+        if tenant.quota is not UNBOUNDED:
+            tenant.admit(self._context.now_s)
+        most = self._limits.max_queued_operations
+        if queued >= most / 2 and append is not None and append.priority is Priority.LOW:
+            raise QueueFull(math.ceil(most / 2), self._rate.retry_after_s(queued))
+        if queued >= most:
+            raise QueueFull(most, self._rate.retry_after_s(queued))
+        if not self.journal_works and not (append is not None and append.is_scoring):
+            raise JournalUnavailable

@@ -1,0 +1,68 @@
+"""After a worker is lost, replays recently used caches before they are requested.
+
+Few at a time, and only on workers with many free pages, so that requests are not delayed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from service.caches.effects import ForwardDone
+from service.caches.entries import CacheEntry, Operation
+from service.caches.kind import Begun, OperationKind, Parts
+from service.caches.records import Record
+from service.caches.requests import Handles, Restore, Result
+
+# A cache that was not used for so long is replayed only on request.
+_LATELY_S = 60.0
+_AT_ONCE_PER_WORKER = 2
+
+
+class Restores(OperationKind[Restore]):
+    """Owns the caches that wait to be restored, and the running restores."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._waiting: deque[CacheEntry] = deque()
+        self.under_way: set[Operation] = set()
+
+    def __bool__(self) -> bool:
+        """Whether any wait."""
+        return bool(self._waiting)
+
+    def later(self, entries: Sequence[CacheEntry], now_s: float) -> None:
+        """Queues caches whose KV was dropped, given in LRU order."""
+        lately = [e for e in entries if e.visible and now_s - e.used_s < _LATELY_S]
+        self._waiting.extendleft(lately)
+
+    def forget(self, weights: int) -> None:
+        """Removes the caches of these weights."""
+        self._waiting = deque(entry for entry in self._waiting if entry.state.weights != weights)
+
+    def next(self) -> CacheEntry | None:
+        """The next cache to restore now, the last used first. None: none for now."""
+        while self._waiting:
+            there = self._workers.open_workers(self._waiting[0].state.weights)
+            if len(self.under_way) >= _AT_ONCE_PER_WORKER * len(there):
+                break
+            entry = self._waiting.popleft()
+            idle = entry.visible and entry.worker is None and not entry.busy
+            suspicious = entry.quarantined or entry.crash_score
+            # Only where it leaves enough pages for others.
+            if idle and not suspicious and any(w.headroom >= 2 * w.pages_for(entry.length) for w in there):
+                return entry
+        return None
+
+    def begin(self, operation: Operation, request: Restore) -> Begun:
+        state = operation.entry.state
+        is_there = self._attempts.begin(operation, state.length, state.prompt_len)
+        return Handles(()) if is_there else None
+
+    def computed(
+        self,
+        operation: Operation,
+        request: Restore,
+        done: ForwardDone | None,
+    ) -> Result | list[Record]:
+        return Handles(())

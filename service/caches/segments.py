@@ -1,0 +1,163 @@
+"""Sequences of tokens that share common prefixes, and the bytes that they take together.
+
+A sequence is a list of segments. All are full except the last. Forks share segments. A shared segment is not
+changed: a sequence that appends to it or cuts it gets a copy (copy on write).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+# A fork costs a pointer for each segment of its parent, and one copied segment when it first differs.
+SEGMENT_TOKENS = 256
+_TOKEN_BYTES = array("I").itemsize
+# A segment without its tokens; the pointer of a sequence to it.
+_SEGMENT_BYTES = 144
+_POINTER_BYTES = 8
+
+
+class Segment:
+    """Consecutive tokens, and how many sequences share them. Compared by identity."""
+
+    __slots__ = ("holders", "token_ids")
+
+    def __init__(self, token_ids: array[int]) -> None:
+        self.token_ids = token_ids
+        self.holders = 1
+
+
+class SegmentStore:
+    """Owns the segments, and is the only one to change them."""
+
+    def __init__(self, segment_tokens: int = SEGMENT_TOKENS) -> None:
+        self.size_bytes = 0
+        self._segment_tokens = segment_tokens
+
+    def fork(self, parent: SegmentedTokens) -> SegmentedTokens:
+        """A sequence that shares all tokens of `parent`."""
+        for segment in parent.segments:
+            segment.holders += 1
+        self.size_bytes += _POINTER_BYTES * len(parent.segments)
+        return SegmentedTokens(parent.segments[:], parent.length)
+
+    def extend(self, tokens: SegmentedTokens, token_ids: Sequence[int]) -> None:
+        """Appends tokens."""
+        rest = array("I", token_ids)
+        room = -tokens.length % self._segment_tokens
+        if 0 < len(rest) <= room:
+            # The usual case: one token.
+            last = tokens.segments[-1]
+            (last.token_ids if last.holders == 1 else self._own_last(tokens)).extend(rest)
+            self.size_bytes += _TOKEN_BYTES * len(rest)
+            tokens.length += len(rest)
+            return
+        if room:
+            self._own_last(tokens).extend(rest[:room])
+            self.size_bytes += _TOKEN_BYTES * min(room, len(rest))
+        for start in range(room, len(rest), self._segment_tokens):
+            self._push(tokens, rest[start : start + self._segment_tokens])
+        tokens.length += len(rest)
+
+    def cut(self, tokens: SegmentedTokens, new_len: int) -> None:
+        """Keeps only the first `new_len` tokens. There are at least as many."""
+        while (len(tokens.segments) - 1) * self._segment_tokens >= new_len and tokens.segments:
+            self._pop(tokens)
+        keep = new_len - (len(tokens.segments) - 1) * self._segment_tokens
+        if tokens.segments and keep < len(tokens.segments[-1].token_ids):
+            last = self._own_last(tokens)
+            self.size_bytes -= _TOKEN_BYTES * (len(last) - keep)
+            del last[keep:]
+        tokens.length = new_len
+
+    def drop(self, tokens: SegmentedTokens) -> None:
+        """Drops all tokens. Faster than `cut`, since thousands of sequences can end at once."""
+        for segment in tokens.segments:
+            segment.holders -= 1
+            if not segment.holders:
+                self.size_bytes -= _SEGMENT_BYTES + _TOKEN_BYTES * len(segment.token_ids)
+        self.size_bytes -= _POINTER_BYTES * len(tokens.segments)
+        tokens.segments, tokens.length = [], 0
+
+    def _own_last(self, tokens: SegmentedTokens) -> array[int]:
+        """The tokens of the last segment, which is copied if it is shared."""
+        if tokens.segments[-1].holders > 1:
+            copy = tokens.segments[-1].token_ids[:]
+            self._pop(tokens)
+            self._push(tokens, copy)
+        return tokens.segments[-1].token_ids
+
+    def _push(self, tokens: SegmentedTokens, token_ids: array[int]) -> None:
+        tokens.segments.append(Segment(token_ids))
+        self.size_bytes += _POINTER_BYTES + _SEGMENT_BYTES + _TOKEN_BYTES * len(token_ids)
+
+    def _pop(self, tokens: SegmentedTokens) -> None:
+        segment = tokens.segments.pop()
+        self.size_bytes -= _POINTER_BYTES
+        segment.holders -= 1
+        if segment.holders == 0:
+            self.size_bytes -= _SEGMENT_BYTES + _TOKEN_BYTES * len(segment.token_ids)
+
+
+class SegmentedTokens:
+    """The tokens of one sequence. Changed only by the store."""
+
+    __slots__ = ("length", "segments")
+
+    def __init__(self, segments: list[Segment] | None = None, length: int = 0) -> None:
+        self.segments = [] if segments is None else segments
+        self.length = length
+
+    def copy(self, start: int = 0) -> array[int]:
+        """A copy of the tokens from `start`, which is the begin of a segment or after the last one."""
+        copied = array("I")
+        for segment in self.segments:
+            if start <= 0:
+                copied.extend(segment.token_ids)
+            start -= len(segment.token_ids)
+        return copied
+
+    def between(self, start: int, end: int) -> array[int]:
+        """A copy of the tokens from `start` to `end`."""
+        copied = array("I")
+        at = 0
+        for segment in self.segments:
+            if at >= end:
+                break
+            if at + len(segment.token_ids) > start:
+                copied.extend(segment.token_ids[max(start - at, 0) : end - at])
+            at += len(segment.token_ids)
+        return copied
+
+    def digest(self, length: int) -> bytes:
+        """blake2b (16 bytes) of the first `length` tokens as little-endian uint32. As in workers."""
+        hashed = hashlib.blake2b(digest_size=16)
+        for segment in self.segments:
+            hashed.update(_little_endian(segment.token_ids[:length]))
+            length -= min(length, len(segment.token_ids))
+            if not length:
+                break
+        return hashed.digest()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another sequence shares the first segment."""
+        return bool(self.segments) and self.segments[0].holders > 1
+
+    def shared_len(self, other: SegmentedTokens) -> int:
+        """How many of the first tokens are in shared segments."""
+        shared = 0
+        for own, theirs in zip(self.segments, other.segments, strict=False):
+            if own is not theirs:
+                break
+            shared += len(own.token_ids)
+        return shared
+
+
+def _little_endian(token_ids: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        token_ids = token_ids[:]
+        token_ids.byteswap()
+    return token_ids.tobytes()

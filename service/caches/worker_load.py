@@ -1,0 +1,223 @@
+"""Estimates how long a forward will take: the queue of a worker, and how long recent forwards took. Pure.
+
+There are two queues, as in the worker: short forwards (decodes) and long ones. What is ahead of a new
+forward is counted in tokens and rows, with fair queueing: a caller with hundreds of forwards delays only
+itself. The time is a linear fit of the times of recent forwards over what was ahead of them. It adapts
+within some fifty answers. It is not used if nothing is ahead, so a wrong estimate does not refuse requests
+for long.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from service.caches.effects import Attempt
+from service.caches.requests import Append, AppendKind, Priority
+
+# The longest short forward. As in the worker.
+_SHORT_TOKENS = 16
+# For the expected wait of a new sequence.
+_TYPICAL_PROMPT = Append(AppendKind.PREFILL, "", range(256))
+# The weight of older answers is multiplied by this at each new one.
+_DECAY = 0.98
+# With less weight than this there is no estimate.
+_MIN_WEIGHT = 4.5
+# The most by which one answer can exceed the estimate: this factor, and this many seconds.
+_MOST_TIMES = 4
+_LEAST_NEWS_S = 0.25
+# If all waits were about equal, the slope cannot be computed.
+_LEAST_SPREAD = 1 / 256
+# The estimate may be at most this part of the time left. The rest is a reserve. High priorities have none, so
+# they are refused last.
+TIME_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 0.85, Priority.HIGH: 1.0}
+
+
+@dataclass(slots=True)
+class _LatencyModel:
+    """A linear fit of the times of forwards over what was ahead of them. Older ones have less weight."""
+
+    # Time for a unit of cost. 0: not known yet.
+    slope_s: float = 0.0
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    # Answers with the same time that are not in the fit yet: their number and sums.
+    _now_s: float = -math.inf
+    _answers: int = 0
+    _ahead: int = 0
+    _took_s: float = 0.0
+
+    def answered(self, ahead: int, took_s: float, now_s: float) -> None:
+        """Adds an answer. Those with the same time were computed together and count as one, their mean."""
+        if now_s != self._now_s:
+            self._take_in()
+            self._now_s = now_s
+        self._answers += 1
+        self._ahead += ahead
+        self._took_s += took_s
+
+    def late(self, ahead: int, took_s: float) -> None:
+        """Adds a forward that was not answered by its deadline, if that is longer than the estimate."""
+        self._take_in()
+        if took_s > self.expected_s(ahead):
+            self._add(ahead, took_s)
+
+    def _take_in(self) -> None:
+        if self._answers:
+            self._add(self._ahead / self._answers, self._took_s / self._answers)
+            self._answers = self._ahead = 0
+            self._took_s = 0.0
+
+    def _add(self, ahead: float, took_s: float) -> None:
+        if self.weight >= _MIN_WEIGHT:
+            # An outlier is probably a pause of the machine.
+            took_s = min(took_s, _MOST_TIMES * self.expected_s(ahead) + _LEAST_NEWS_S)
+        self.weight = self.weight * _DECAY + 1
+        self.x = self.x * _DECAY + ahead
+        self.y = self.y * _DECAY + took_s
+        self.xx = self.xx * _DECAY + ahead * ahead
+        self.xy = self.xy * _DECAY + ahead * took_s
+        spread = self.weight * self.xx - self.x * self.x
+        if spread > self.x * self.x * _LEAST_SPREAD:
+            self.slope_s = max((self.weight * self.xy - self.x * self.y) / spread, 0.0)
+        # The time with nothing ahead is not negative.
+        self.slope_s = min(self.slope_s, self.y / self.x)
+
+    def expected_s(self, ahead: float) -> float:
+        """The estimated time. If unsure, rather too short than too long."""
+        if self.weight < _MIN_WEIGHT:
+            return 0.0
+        mean_s, more = self.y / self.weight, ahead - self.x / self.weight
+        if self.slope_s:
+            return mean_s + self.slope_s * more
+        return mean_s * min(1.0, ahead * self.weight / self.x)
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The unanswered forwards of a worker, either the short or the long ones."""
+
+    # Cost by priority, and by caller.
+    cost: list[int] = field(default_factory=lambda: [0] * len(Priority))
+    by_caller: dict[int, int] = field(default_factory=dict)
+    # By priority: each waits for different forwards.
+    times: list[_LatencyModel] = field(default_factory=lambda: [_LatencyModel() for _ in Priority])
+
+
+def retry_after_s(wait_s: float) -> float:
+    """When a client that was refused should retry, if it would have waited for so long."""
+    return min(max(wait_s, 0.05), 5.0)
+
+
+class CompletionRate:
+    """How fast operations complete. Tells clients that a full queue refuses when to retry."""
+
+    def __init__(self) -> None:
+        self._interval_s = 0.01
+        self._last_s: float | None = None
+        # Since the last `update`.
+        self.completions = 0
+
+    def update(self, now_s: float) -> None:
+        """Takes the completions since the last update into account."""
+        for _ in range(self.completions):
+            if self._last_s is not None:
+                # Idle time says nothing about speed.
+                interval_s = min(now_s - self._last_s, 1.0)
+                self._interval_s += 0.02 * (interval_s - self._interval_s)
+            self._last_s = now_s
+        self.completions = 0
+
+    def retry_after_s(self, queued: int) -> float:
+        """When to retry if `queued` operations are in the queue."""
+        return retry_after_s(queued * self._interval_s)
+
+
+class End(enum.Enum):
+    """How an attempt ended."""
+
+    ANSWERED = enum.auto()
+    # Not answered by its deadline.
+    LATE = enum.auto()
+    # Cancelled or failed. Says nothing about time.
+    TAKEN_BACK = enum.auto()
+
+
+class WorkerLoad:
+    """The queued work of one worker."""
+
+    def __init__(self) -> None:
+        # The short and the long forwards.
+        self._queues = (_Queue(), _Queue())
+
+    def estimate(self, attempt: Attempt, queue: int) -> None:
+        """Sets the cost of an attempt and what is ahead of it. `queue`: of which caller."""
+        append = attempt.append
+        tokens = len(append.token_ids)
+        attempt.queue, attempt.is_long = queue, tokens > _SHORT_TOKENS
+        ahead = self._queues[attempt.is_long]
+        attempt.cost = cost = tokens + append.rows
+        low, normal, high = ahead.cost
+        before = high
+        if append.priority < Priority.HIGH:
+            before += normal if append.priority else normal + low
+        own = ahead.by_caller.get(queue)
+        callers = len(ahead.by_caller) + (own is None)
+        attempt.total = min(cost + before, (cost + (own or 0)) * callers)
+
+    def expected_s(self, attempt: Attempt) -> float:
+        """The estimated time to the answer. 0: unknown, or nothing is ahead."""
+        return self._times(attempt).expected_s(attempt.total) if attempt.total > attempt.cost else 0.0
+
+    def expected_wait_s(self) -> float:
+        """The estimated wait of a new caller with a prompt of typical length."""
+        attempt = Attempt(0, 0, 0, _TYPICAL_PROMPT, 0, 0, 0, keep_all=False, ephemeral=False)
+        self.estimate(attempt, 0)
+        return self.expected_s(attempt)
+
+    def work_s(self, attempt: Attempt) -> float:
+        """The least part of `expected_s` that is its own work."""
+        return self._times(attempt).slope_s * attempt.cost
+
+    def start_within_s(self, attempt: Attempt, left_s: float) -> float:
+        """By when it has to begin to end in `left_s`. Less its own work if anything is ahead."""
+        return max(left_s - self.work_s(attempt), 0.0) if attempt.total > attempt.cost else left_s
+
+    def enter(self, attempt: Attempt, now_s: float) -> None:
+        """Counts an attempt that is sent, after `estimate`. Each has to `leave`."""
+        queue, attempt.since_s = self._queues[attempt.is_long], now_s
+        queue.cost[attempt.append.priority] += attempt.cost
+        queue.by_caller[attempt.queue] = queue.by_caller.get(attempt.queue, 0) + attempt.cost
+
+    def leave(self, attempt: Attempt, now_s: float, end: End) -> None:
+        """The attempt ended."""
+        queue, priority = self._queues[attempt.is_long], attempt.append.priority
+        queue.cost[priority] -= attempt.cost
+        left = queue.by_caller[attempt.queue] - attempt.cost
+        if left:
+            queue.by_caller[attempt.queue] = left
+        else:
+            del queue.by_caller[attempt.queue]
+        if end is End.ANSWERED:
+            queue.times[priority].answered(attempt.total, now_s - attempt.since_s, now_s)
+        elif end is End.LATE:
+            queue.times[priority].late(attempt.total, now_s - attempt.since_s)
+
+    def _times(self, attempt: Attempt) -> _LatencyModel:
+        return self._queues[attempt.is_long].times[attempt.append.priority]
+
+    def check(self, all_there: Sequence[Attempt]) -> None:
+        """Raises AssertionError if the counts are wrong. `all_there`: all attempts on the worker."""
+        for is_long, queue in enumerate(self._queues):
+            its = [attempt for attempt in all_there if attempt.is_long == is_long]
+            if not its:
+                assert not queue.by_caller and not any(queue.cost)
+                continue
+            callers = {attempt.queue for attempt in its}
+            assert queue.by_caller == {c: sum(a.cost for a in its if a.queue == c) for c in callers}
+            assert queue.cost == [sum(a.cost for a in its if a.append.priority is p) for p in Priority]

@@ -1,0 +1,61 @@
+"""`quire serve`: reads the settings and runs a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+from service.auth.connections import TooFewDescriptors, with_descriptors
+from service.cli.hub import HubError, find_model
+from service.config import Config, ConfigError, is_hub_id, load_config
+from service.errors import LoadFailed
+from service.logging import configure_logging
+from service.server import serve
+
+_SWITCH_INTERVAL_S = 0.0005
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves until a signal. Returns the exit status."""
+    try:
+        return _run(load_config(vars(options), os.environ))
+    except ConfigError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(config: Config) -> int:
+    """Raises ConfigError for a setting that is checked only when it is used."""
+    may_download = config.model_download == "on"
+    try:
+        if is_hub_id(config.model):
+            found = find_model(config.model, config.model_revision, download=may_download)
+            config = dataclasses.replace(config, model=str(found), model_revision=None)
+        configure_logging(config.log_level, config.log_format)
+        # Before the event loop, which uses file descriptors, too.
+        config = with_descriptors(config)
+    except (HubError, TooFewDescriptors) as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 1
+    # A busy event loop releases the GIL only for moments. After this interval without a release, other
+    # threads, such as the journal's, request it. With Python's 5 ms they may never do so: commits waited for
+    # seconds.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config, functools.partial(_find_on_hub, download=may_download)))
+
+
+def _find_on_hub(hub_id: str, on_progress: Callable[[float], None], *, download: bool) -> Path:
+    """Finds a model for LoadWeights. Raises LoadFailed."""
+    try:
+        return find_model(hub_id, None, download=download, on_progress=on_progress)
+    except HubError as error:
+        raise LoadFailed(str(error)) from None

@@ -1,0 +1,175 @@
+"""The middleware of every request: authentication, a request id, logging, and errors in OpenAI's form.
+
+The counterpart of the interceptor for gRPC: an unauthorized request is refused before its body is read, and
+unexpected exceptions become errors without their text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import time
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.api.server_state import ServerState
+from service.api.validation import is_request_id
+from service.auth.authenticator import AUTHORIZATION, Authenticator
+from service.config import is_private
+from service.errors import NOT_FAILURES, InternalError, InvalidArgument, QuireError, SessionLimit
+from service.logging import bind_request_id, get_logger
+from service.openai import errors
+from service.openai.connection import connection_of
+from service.openai.generation import event
+from service.printable import escaped
+
+_log = get_logger(__name__)
+HEALTH = "/health"
+_REQUEST_ID = "x-request-id"
+# The equivalent gRPC methods, for which the authenticator knows the required role.
+_LIST = "/quire.v1.ModelRunnerService/ListRuntimes"
+_EXECUTE = "/quire.v1.ModelRunnerService/Execute"
+_MODELS = "/v1/models"
+_MAX_LOGGED_CHARACTERS = 64
+
+
+class Middleware:
+    """The outermost ASGI application. Passes permitted requests on to `app`."""
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator | None, state: ServerState) -> None:
+        self._app = app
+        self._authenticator = authenticator
+        self._state = state
+        self._is_local_only = authenticator is None and is_private(state.config.openai_listen)
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises only cancellations."""
+        request = Request(scope)
+        own = request.headers.get(_REQUEST_ID, "")
+        request_id = own if own and is_request_id(own) else secrets.token_hex(8)
+        bind_request_id(request_id)
+        exchange = _Exchange(request, receive, send, request_id)
+        began_s = time.monotonic()
+        self._running += 1
+        try:
+            error = await self._handle(exchange, scope)
+        except asyncio.CancelledError:
+            self._state.refusals.cancelled(exchange.name, _elapsed_ms(began_s))
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # The client has disconnected: a response would not be read.
+            connection_of(scope).abort()
+            return
+        finally:
+            self._running -= 1
+        if error is not None:
+            self._state.refusals.refused(exchange.name, error, _elapsed_ms(began_s))
+            await exchange.fail(error)
+
+    async def _handle(self, exchange: _Exchange, scope: Scope) -> QuireError | None:
+        """Admits a request and runs the application. Returns the error if it failed."""
+        try:
+            self._admit(exchange.request)
+            # With this key starlette's router raises HTTPException instead of sending a response.
+            scope["app"] = self._app
+            await self._app(scope, exchange.receive, exchange.send)
+        except QuireError as error:
+            return error.without_traceback()
+        except HTTPException as error:
+            if error.status_code == 405:
+                return InvalidArgument("BAD_METHOD", "", "the path does not support this method")
+            return InvalidArgument("NO_SUCH_PATH", "", "nothing is served at this path")
+        except NOT_FAILURES:
+            raise
+        except BaseException:
+            _log.exception("request failed unexpectedly", request=exchange.name)
+            return InternalError()
+        return None
+
+    def _admit(self, request: Request) -> None:
+        """Checks host, authentication and the limit of requests. Raises QuireError."""
+        path = request.scope["path"]
+        # Not the path of `request.url`: that is built from the Host header.
+        if path == HEALTH:
+            return
+        if self._is_local_only and not _is_local(request.headers.get("host", "")):
+            # DNS rebinding: a page whose host name resolves to this machine could read all responses.
+            text = "without authentication the Host header must be an IP address or localhost"
+            raise InvalidArgument("BAD_HOST", "", text)
+        if self._authenticator is not None:
+            method = _LIST if path.startswith(_MODELS) else _EXECUTE
+            tokens = request.headers.getlist(AUTHORIZATION)
+            self._authenticator.authenticate(method, [(AUTHORIZATION, token) for token in tokens])
+            # Not by the tenant in the context: that may be of an earlier request on this connection.
+            if not tokens:
+                self._authenticator.authenticate_by_certificate(
+                    method, connection_of(request.scope).identities()
+                )
+        max_requests = self._state.config.max_sessions
+        if self._running > max_requests:
+            raise SessionLimit(max_requests)
+
+
+class _Exchange:
+    """A request and its response, with how far both are."""
+
+    def __init__(self, request: Request, receive: Receive, send: Send, request_id: str) -> None:
+        self.request = request
+        method, path = request.method, request.scope["path"]
+        self.name = escaped(f"{method} {path}"[:_MAX_LOGGED_CHARACTERS])
+        self._receive = receive
+        self._send = send
+        self._request_id = request_id
+        length = request.headers.get("content-length", "0")
+        self._has_more = length != "0" or "transfer-encoding" in request.headers
+        self._has_begun = self._is_stream = False
+
+    async def receive(self) -> Message:
+        """The next message of the request."""
+        message = await self._receive()
+        self._has_more = self._has_more and bool(message.get("more_body", False))
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Sends the next message of the response."""
+        if message["type"] == "http.response.start":
+            self._has_begun = True
+            headers = [*message["headers"], (_REQUEST_ID.encode(), self._request_id.encode())]
+            self._is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
+            if self._has_more:
+                # The rest of the body is not read.
+                headers.append((b"connection", b"close"))
+            message["headers"] = headers
+        await self._send(message)
+
+    async def fail(self, error: QuireError) -> None:
+        """Sends an error in the form that fits: a response, an event of the stream, or an abort."""
+        if not self._has_begun:
+            response = JSONResponse(errors.body(error), errors.http_status(error), errors.headers(error))
+            await response(self.request.scope, self.receive, self.send)
+        elif self._is_stream:
+            await self._send({"type": "http.response.body", "body": event(errors.body(error))})
+        else:
+            connection_of(self.request.scope).abort()
+
+
+def _is_local(host: str) -> bool:
+    """Whether a Host header is an IP address or localhost."""
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if name.lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _elapsed_ms(began_s: float) -> float:
+    return round((time.monotonic() - began_s) * 1000, 3)

@@ -1,0 +1,279 @@
+"""The chunks of an execution as a response of OpenAI's API: in one piece, or as events of a stream.
+
+Independent of HTTP. A response in one piece keeps its chunks in serialized form until it is complete: as JSON
+log-probabilities would take ten times as much memory, and as Python objects forty times.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quire.v1 import runner_pb2
+
+from service.openai.errors import error_from_status
+from service.openai.requests import CompletionRequest
+from service.openai.token_texts import TokenTexts
+from service.runtimes.base import SampleKey
+
+_FINISH = {
+    runner_pb2.FINISH_REASON_STOP: "stop",
+    runner_pb2.FINISH_REASON_LENGTH: "length",
+    runner_pb2.FINISH_REASON_CONTENT_FILTER: "content_filter",
+    runner_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    runner_pb2.FINISH_REASON_CANCELLED: "stop",
+}
+
+# A token with its log-probability and those of alternatives: as in a chat's response, without the bytes.
+_Entry = dict[str, Any]
+# Memory that a stored chunk takes beside its data, and memory for what is collected of each of its tokens.
+_CHUNK_BYTES = 48
+_TOKEN_BYTES = 48
+_PIECE_BYTES = 1 << 14
+# In ASCII: some clients split lines at other characters than newlines.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class CompletionResponse:
+    """All choices of one request, and their usage."""
+
+    def __init__(self, request: CompletionRequest, token_texts: TokenTexts) -> None:
+        self._request = request
+        self._token_texts = token_texts
+        self._created = int(time.time())
+        self._head: dict[str, Any] = {}
+        keys = [(item.item_id, sample) for item in request.items for sample in range(request.n)]
+        self._choices = {key: _Choice(index) for index, key in enumerate(keys)}
+        self._usage: dict[SampleKey, runner_pb2.Usage] = {}
+
+    def begin(self, started: runner_pb2.ExecutionStarted) -> None:
+        """Sets the fields that describe the execution. Call before all others."""
+        kind = "chat.completion" if self._request.is_chat else "text_completion"
+        if self._request.is_chat and self._request.is_stream:
+            kind += ".chunk"
+        prefix = "chatcmpl" if self._request.is_chat else "cmpl"
+        self._head = {
+            "id": f"{prefix}-{started.request_id}",
+            "object": kind,
+            "created": self._created,
+            "model": started.model_id or started.runtime,
+            "system_fingerprint": started.fingerprint or None,
+        }
+
+    # Streams.
+
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        """The events at the beginning of a stream."""
+        if self._request.is_chat:
+            for choice in self._choices.values():
+                delta = {"role": "assistant", "content": ""}
+                yield self._event({"index": choice.index, "delta": delta, "finish_reason": None})
+
+    def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
+        """The event of a chunk, if it has one. Raises QuireError if its sample failed."""
+        choice = self._update_choice(chunk)
+        entries = list(self._token_texts.entries(chunk)) if self._request.has_logprobs else []
+        if self._request.is_chat:
+            delta: dict[str, Any] = {}
+            if chunk.text:
+                delta["content"] = chunk.text
+            if chunk.tool_calls:
+                delta["tool_calls"] = [_call(call, with_index=True) for call in chunk.tool_calls]
+            fields = {"index": choice.index, "delta": delta}
+        else:
+            fields = {"index": choice.index, "text": chunk.text}
+        if chunk.text or chunk.tool_calls or entries or choice.finish:
+            logprobs = self._logprobs(choice, entries) if self._request.has_logprobs else None
+            yield self._event({**fields, "logprobs": logprobs, "finish_reason": choice.finish})
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        """The events at the end of a stream."""
+        if self._request.with_usage:
+            yield {**self._head, "choices": [], "usage": self._total_usage()}
+
+    def _logprobs(self, choice: _Choice, entries: Sequence[_Entry]) -> dict[str, Any]:
+        """The log-probabilities of a chunk's tokens, in the form of the response."""
+        if self._request.is_chat:
+            return {"content": [_with_bytes(entry) for entry in entries], "refusal": None}
+        offsets = []
+        for entry in entries:
+            offsets.append(choice.num_characters)
+            choice.num_characters += len(entry["token"])
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [_top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        event = {**self._head, "choices": [choice]}
+        if self._request.with_usage:
+            event["usage"] = None
+        return event
+
+    # In one piece.
+
+    def add(self, chunk: runner_pb2.SampleChunk) -> int:
+        """Stores a chunk. Returns the bytes that it takes. Raises QuireError if its sample failed."""
+        choice = self._update_choice(chunk)
+        choice.has_text = choice.has_text or bool(chunk.text)
+        choice.has_calls = choice.has_calls or bool(chunk.tool_calls)
+        data = chunk.SerializeToString()
+        choice.chunks_data.append(data)
+        return len(data) + _CHUNK_BYTES + _TOKEN_BYTES * len(chunk.logprobs)
+
+    def pieces(self) -> Iterator[str]:
+        """The response as JSON, after all samples have ended. Other tasks can run between its pieces."""
+        yield to_json({**self._head, "usage": self._total_usage()})[:-1]
+        separator = ',"choices":['
+        for choice in self._choices.values():
+            yield f'{separator}{{"index":{choice.index},'
+            yield from self._message(choice) if self._request.is_chat else _text(choice)
+            yield ',"logprobs":'
+            if not self._request.has_logprobs:
+                yield "null"
+            elif self._request.is_chat:
+                yield from self._chat_logprobs(choice)
+            else:
+                yield from self._text_logprobs(choice)
+            yield f',"finish_reason":{to_json(choice.finish)}}}'
+            separator = ","
+        yield "]}"
+
+    def _message(self, choice: _Choice) -> Iterator[str]:
+        yield '"message":{"role":"assistant","refusal":null,"content":'
+        yield from ("null",) if choice.has_calls and not choice.has_text else _characters(choice)
+        if choice.has_calls:
+            yield f',"tool_calls":{to_json([_call(call) for call in choice.calls()])}'
+        yield "}"
+
+    def _chat_logprobs(self, choice: _Choice) -> Iterator[str]:
+        separator = ""
+        yield '{"content":['
+        for entry in self._entries(choice):
+            yield separator + to_json(_with_bytes(entry))
+            separator = ","
+        yield '],"refusal":null}'
+
+    def _text_logprobs(self, choice: _Choice) -> Iterator[str]:
+        """One list for each property: the largest is written first, while the others are collected."""
+        tokens, logprobs, offsets = bytearray(), bytearray(), bytearray()
+        offset, separator = 0, ""
+        yield '{"top_logprobs":['
+        for entry in self._entries(choice):
+            yield separator + to_json(_top(entry))
+            separator = ","
+            comma = b"," if tokens else b""
+            tokens += comma + to_json(entry["token"]).encode()
+            logprobs += comma + to_json(entry["logprob"]).encode()
+            offsets += comma + to_json(offset).encode()
+            offset += len(entry["token"])
+        for name, values in ("tokens", tokens), ("token_logprobs", logprobs), ("text_offset", offsets):
+            yield f'],"{name}":['
+            for start in range(0, len(values), _PIECE_BYTES):
+                yield values[start : start + _PIECE_BYTES].decode()
+        yield "]}"
+
+    def _entries(self, choice: _Choice) -> Iterator[_Entry]:
+        for chunk in choice.chunks():
+            yield from self._token_texts.entries(chunk)
+
+    def _update_choice(self, chunk: runner_pb2.SampleChunk) -> _Choice:
+        """Stores a chunk's finish reason and usage; returns its choice. Raises QuireError if it failed."""
+        key = chunk.item_id, chunk.sample
+        choice = self._choices[key]
+        if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
+            raise error_from_status(chunk.error)
+        if chunk.finish_reason:
+            self._usage[key] = chunk.usage
+        choice.finish = _FINISH.get(chunk.finish_reason)
+        return choice
+
+    def _total_usage(self) -> dict[str, Any]:
+        """The usage of all samples; a prompt counts once."""
+        usages = self._usage.items()
+        prompt = sum(usage.input_tokens for (_, sample), usage in usages if not sample)
+        output = sum(usage.output_tokens for _, usage in usages)
+        cached = sum(usage.cached_tokens for (_, sample), usage in usages if not sample)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": sum(u.reasoning_tokens for _, u in usages)},
+        }
+
+
+class _Choice:
+    """One sample's part of the response."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.finish: str | None = None
+        # Of a stream: characters of the tokens whose log-probabilities were sent.
+        self.num_characters = 0
+        # Of a response in one piece: serialized chunks.
+        self.chunks_data: list[bytes] = []
+        self.has_text = self.has_calls = False
+
+    def chunks(self) -> Iterator[runner_pb2.SampleChunk]:
+        """The stored chunks."""
+        return map(runner_pb2.SampleChunk.FromString, self.chunks_data)
+
+    def calls(self) -> Iterator[runner_pb2.ToolCall]:
+        """The tool calls, whose parts are in the chunks."""
+        calls: dict[int, list[runner_pb2.ToolCall]] = {}
+        for chunk in self.chunks():
+            for part in chunk.tool_calls:
+                calls.setdefault(part.index, []).append(part)
+        for index, parts in calls.items():
+            yield runner_pb2.ToolCall(
+                index=index,
+                id=next((part.id for part in parts if part.id), ""),
+                name=next((part.name for part in parts if part.name), ""),
+                arguments_json="".join(part.arguments_json for part in parts),
+            )
+
+
+def _text(choice: _Choice) -> Iterator[str]:
+    yield '"text":'
+    yield from _characters(choice)
+
+
+def _characters(choice: _Choice) -> Iterator[str]:
+    """All text of a choice, as a JSON string."""
+    yield '"'
+    for chunk in choice.chunks():
+        yield to_json(chunk.text)[1:-1]
+    yield '"'
+
+
+def _top(entry: _Entry) -> dict[str, float]:
+    """The alternatives in the form of completions: by text."""
+    return {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+
+
+def _with_bytes(entry: _Entry) -> dict[str, Any]:
+    """An entry in the form of chats."""
+    top = [{**other, "bytes": _bytes(other["token"])} for other in entry["top_logprobs"]]
+    token = entry["token"]
+    return {"token": token, "logprob": entry["logprob"], "bytes": _bytes(token), "top_logprobs": top}
+
+
+def _bytes(token: str) -> list[int] | None:
+    """A token's bytes; None: not known, since the token is not whole characters."""
+    return None if "\ufffd" in token else list(token.encode(errors="replace"))
+
+
+def _call(call: runner_pb2.ToolCall, *, with_index: bool = False) -> dict[str, Any]:
+    """A tool call, or a part of one: only its first part has an id and a name."""
+    function: dict[str, Any] = {"arguments": call.arguments_json}
+    if call.name:
+        function["name"] = call.name
+    fields: dict[str, Any] = {"index": call.index} if with_index else {}
+    if call.id or not with_index:
+        fields |= {"id": call.id, "type": "function"}
+    return {**fields, "function": function}

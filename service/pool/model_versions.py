@@ -1,0 +1,285 @@
+"""The model versions, the one that is served, and the workers of each.
+
+A model version is a set of weights with a number. Each new version gets a higher number, also after a
+restart. New caches belong to the served version. The next gateway learns it from the model tag in the
+journal, and from `weights.json` in the data directory once LoadWeights has loaded other weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from quire.v1 import executor_pb2, worker_pb2
+
+from service import durable_file
+from service.logging import get_logger
+
+_log = get_logger(__name__)
+_NAME = "weights.json"
+_MAX_BYTES = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class WorkerSlot:
+    """The place of one worker, with the state of its current incarnation (epoch)."""
+
+    worker_id: str
+    version: ModelVersion
+    index: int = 0
+    epoch: int = 0
+    pid: int = 0
+    state: executor_pb2.WorkerState = executor_pb2.WORKER_STATE_STARTING
+    load_progress: float = 0.0
+    # Silent for longer than a healthy worker: it gets no new sequences while another worker is available.
+    suspect: bool = False
+    # Why the worker is not ready, for the operator. Empty if it is ready, or during the first start.
+    trouble: str = ""
+    ready: worker_pb2.WorkerReady | None = None
+    # Whether any incarnation was ever ready.
+    was_ready: bool = False
+    snapshot: worker_pb2.WorkerSnapshot = field(default_factory=worker_pb2.WorkerSnapshot)
+
+
+class ModelVersion:
+    """One set of weights, and the slots of the workers that have loaded it."""
+
+    def __init__(self, number: int, model: str, workers: int) -> None:
+        self.number = number
+        # A directory, or the name of an executor without weights.
+        self.model = model
+        # Names contain the version, so that no gateway adopts a worker with other weights.
+        self.slots: Sequence[WorkerSlot] = [
+            WorkerSlot(f"worker-{index}.{number}" if number else f"worker-{index}", self, index)
+            for index in range(workers)
+        ]
+        # Fingerprint of the model whose caches are in the journal. A model with another one is refused.
+        self.expected_fingerprint: str | None = None
+        # Of the first worker that was ready. All others must have the same one.
+        self.fingerprint: str | None = None
+        # The ready event of that worker, which describes the model; the longest sequence of any worker.
+        self.first_ready: worker_pb2.WorkerReady | None = None
+        self.max_seq_tokens = 0
+        # Whether callers may use caches of this version.
+        self.is_usable = True
+        # Loads beside the served version. If one worker fails, the load fails.
+        self.is_loading = False
+        # Why loading failed.
+        self.failure: str | None = None
+        self._loaded = asyncio.Event()
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether all ready workers compute on the CPU."""
+        return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
+
+    async def loaded(self, timeout_s: float) -> bool:
+        """Waits until all workers are ready or `failure` is set. False after the timeout."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._loaded.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def fail(self, why: str) -> None:
+        """Records that loading failed. The first reason is kept."""
+        self.failure = self.failure or why
+        self._loaded.set()
+
+    def worker_ready(self, ready: worker_pb2.WorkerReady) -> None:
+        """Records that one of its workers is ready."""
+        self.first_ready = self.first_ready or ready
+        self.max_seq_tokens = max(self.max_seq_tokens, ready.executor.kv_capacity_tokens)
+        if all(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
+            self._loaded.set()
+
+
+class ModelVersions:
+    """Owner of the versions. Notifies subscribers of changes of versions and of workers' states."""
+
+    def __init__(
+        self,
+        configured: str,
+        workers: int,
+        data_dir: Path | None = None,
+        model_tag: str | None = None,
+        bind_caches: Callable[[str], None] = lambda _: None,
+        has_caches: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        """Restores the version that the previous gateway served. `configured`: the model of the settings.
+
+        `model_tag` is the journal's; `bind_caches` replaces it. `has_caches`: whether a version has any.
+        """
+        fingerprint, newest = from_model_tag(model_tag)
+        self._configured = configured
+        self._workers = workers
+        self._bind_caches = bind_caches
+        self._file = ServedModelFile(data_dir)
+        self._stored = stored = self._file.read()
+        served = choose_served_model(stored, configured, newest)
+        if served.model != configured:
+            _log.info("serving the weights that were loaded last", model=served.model, configured=configured)
+        elif stored is not None and stored.model != served.model:
+            _log.warning("serving what the settings name, not what was loaded last", loaded=stored.model)
+        # The version of new caches. Only this class sets it.
+        self.serving = ModelVersion(served.weights, served.model, workers)
+        if has_caches(served.weights):
+            self.serving.expected_fingerprint = fingerprint
+        self._versions = [self.serving]
+        # Whether any worker of any version was ever ready.
+        self.had_ready_worker = False
+        self._last_number = served.weights
+        self._subscribers: list[Callable[[], None]] = []
+
+    def __iter__(self) -> Iterator[ModelVersion]:
+        """All versions: served, loading, and earlier ones that are still in use."""
+        return iter(self._versions)
+
+    @property
+    def all_slots(self) -> list[WorkerSlot]:
+        """The slots of all versions."""
+        return [slot for version in self._versions for slot in version.slots]
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether the next gateway can read what `persist` writes."""
+        return self._file.is_persistent
+
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        """`on_change` is called on the event loop, after each change; it must not block."""
+        self._subscribers.append(on_change)
+
+    def changed(self) -> None:
+        """Notifies subscribers that a worker's state or the served version has changed."""
+        for on_change in self._subscribers:
+            on_change()
+
+    def worker_ready(self, slot: WorkerSlot) -> None:
+        """A worker is ready: `slot.ready` describes it."""
+        assert slot.ready is not None
+        self.had_ready_worker = slot.was_ready = True
+        slot.version.worker_ready(slot.ready)
+        if slot.version is self.serving:
+            self._tag_caches()
+            self._update_file()
+        self.changed()
+
+    def add(self, model: str) -> ModelVersion:
+        """Adds a version that is to be loaded. Numbers are never reused, even if loading fails."""
+        self._last_number += 1
+        version = ModelVersion(self._last_number, model, self._workers)
+        version.is_loading = True
+        self._versions.append(version)
+        return version
+
+    def persist(self, version: ModelVersion) -> None:
+        """Stores that this version is served from now on. Blocks on the disk. Atomic; raises OSError."""
+        served = ServedModel(self._configured, version.model, version.number)
+        self._file.write(served)
+        self._stored = served
+
+    def serve(self, version: ModelVersion) -> None:
+        """Makes this the served version: that of new caches."""
+        self.serving = version
+        self._tag_caches()
+        self.changed()
+
+    def mark_unusable(self, version: ModelVersion) -> None:
+        """Forbids callers the use of caches of this version."""
+        version.is_usable = False
+        self.changed()
+
+    def remove(self, version: ModelVersion) -> None:
+        """Removes a version whose workers have stopped."""
+        version.is_usable = False
+        self._versions.remove(version)
+        self.changed()
+
+    def _tag_caches(self) -> None:
+        self._bind_caches(to_model_tag(self.serving.fingerprint or "", self.serving.number))
+
+    def _update_file(self) -> None:
+        """Updates the file if the settings have changed since weights were loaded, and the model works."""
+        served = ServedModel(self._configured, self.serving.model, self.serving.number)
+        if self._stored in (None, served):
+            return
+        try:
+            # Blocks once, before the first call is served.
+            self.persist(self.serving)
+        except OSError as error:
+            _log.warning("cannot store which weights are served", error=error.strerror)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Content of `weights.json`: the model that is served instead of the configured one."""
+
+    # The configured model when the weights were loaded. If the settings name another one now, that is served.
+    configured: str
+    # A directory, or the name of an executor without weights.
+    model: str
+    # Number of the model version.
+    weights: int = 0
+
+
+class ServedModelFile:
+    """Owner of `weights.json`. Without a directory nothing is stored."""
+
+    def __init__(self, data_dir: Path | None) -> None:
+        self._path = None if data_dir is None else data_dir / _NAME
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether there is a directory to write to."""
+        return self._path is not None
+
+    def read(self) -> ServedModel | None:
+        """What was written last. None if there is no file, or it is invalid. Raises nothing."""
+        if self._path is None:
+            return None
+        try:
+            with self._path.open("rb") as file:
+                content = json.loads(file.read(_MAX_BYTES))
+            served = ServedModel(**content)
+            if [type(value) for value in asdict(served).values()] != [str, str, int]:
+                raise TypeError("a field has the wrong type")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            _log.warning("cannot read which weights were loaded", path=str(self._path), error=str(error))
+            return None
+        return served
+
+    def write(self, served: ServedModel) -> None:
+        """Replaces the file atomically. Blocks on the disk. Raises OSError."""
+        if self._path is None:
+            return
+        durable_file.write(self._path, json.dumps(asdict(served)))
+
+
+def choose_served_model(stored: ServedModel | None, configured: str, newest: int) -> ServedModel:
+    """The weights that were loaded last, or the configured ones if the settings have changed since then.
+
+    `newest`: the version number in the journal.
+    """
+    if stored is not None and stored.weights >= newest:
+        if configured in (stored.configured, stored.model):
+            return replace(stored, configured=configured)
+        return ServedModel(configured, configured, stored.weights)
+    # There is no file yet, or it was removed.
+    return ServedModel(configured, configured, newest)
+
+
+def to_model_tag(fingerprint: str, number: int) -> str:
+    """Encodes the model of the newest caches as a string that the journal stores."""
+    return f"{fingerprint}#{number}" if number else fingerprint
+
+
+def from_model_tag(tag: str | None) -> tuple[str | None, int]:
+    """Decodes fingerprint and number; None and 0 if there is no tag."""
+    fingerprint, _, number = (tag or "").partition("#")
+    return (None if tag is None else fingerprint), int(number or 0)

@@ -1,0 +1,80 @@
+"""What a server has, on the command line: its status as JSON, and its caches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import grpc
+import pytest
+from quire.cli.main import main
+
+from tests.fake_executor import FakeExecutor, rich_status
+
+
+@pytest.fixture
+def executor() -> FakeExecutor:
+    executor = FakeExecutor()
+    executor.caches = {f"kv_{number}": [1] * number for number in range(1, 6)}
+    return executor
+
+
+@pytest.fixture
+def quire(target: str) -> Callable[..., int]:
+    return lambda *arguments: main([*arguments, "--target", target])
+
+
+def test_status_as_json(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert quire("status", "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    status = json.loads(line)
+    assert (status["version"], status["state"], status["caches"]) == ("9.9.9", "SERVER_STATE_SERVING", 0)
+    assert [worker["state"] for worker in status["workers"]] == [
+        "WORKER_STATE_READY",
+        "WORKER_STATE_STARTING",
+    ]
+
+
+def test_caches_are_listed_page_by_page(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quire("caches", "list") == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["cache", "tokens", "worker", "expires"]
+    assert [row.split() for row in rows[:2]] == [
+        ["kv_1", "1", "worker-0", "2033-05-18T03:33:20+00:00"],
+        ["kv_2", "2", "worker-0", "2033-05-18T03:33:20+00:00"],
+    ]
+    assert [row.split()[0] for row in rows] == list(executor.caches)
+    assert len(executor.calls["ListCaches"]) == 3
+
+
+def test_caches_are_released_by_id(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quire("caches", "release", "kv_2", "kv_4") == 0
+    assert capsys.readouterr() == ("released 2 of 2 caches\n", "")
+    assert list(executor.caches) == ["kv_1", "kv_3", "kv_5"]
+    assert quire("caches", "release", "kv_2", "kv_3") == 1
+    assert capsys.readouterr() == ("released 1 of 2 caches\n", "quire: not known: kv_2\n")
+
+
+def test_all_caches_are_released_once_that_is_confirmed(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quire("caches", "release", "--all") == 2
+    assert capsys.readouterr() == ("", "quire: --all would release 5 caches: say --yes, too\n")
+    assert len(executor.caches) == 5
+    assert quire("caches", "release", "--all", "--yes") == 0
+    assert capsys.readouterr().out == "released 5 of 5 caches\n"
+    assert executor.caches == {}
+    assert quire("caches", "release", "--all") == 0, "there is nothing to confirm"
+
+
+def test_a_refused_call_is_told_in_a_line(
+    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for method, action in (("ListCaches", ["list"]), ("ReleaseCache", ["release", "kv_1"])):
+        executor.fail(method, rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING", "call"))
+        assert quire("caches", *action) == 1
+        assert capsys.readouterr().err == "quire: PERMISSION_DENIED ROLE_MISSING call\n"

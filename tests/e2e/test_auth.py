@@ -1,0 +1,182 @@
+"""A real gateway with authentication: strangers learn nothing, logs that nobody reads stop nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quire import Client, PermissionDenied, QuireError, Unauthenticated
+from quire.v1 import executor_pb2, executor_pb2_grpc
+
+from benchmarks.checkout import ROOT, environment, quire_command
+from service.auth.tokens import Role, new_token
+from tests.certificates import Authority
+from tests.gateway_process import GatewayProcess
+
+PROMPT = list(range(1, 50))
+TENANTS = ("alice", "mallory")
+
+
+class Guarded(GatewayProcess):
+    """A gateway with a token for each tenant; the harness itself observes."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        made = {name: new_token(name, [Role.CALL]) for name in TENANTS}
+        made["ops"] = new_token("ops", [Role.OBSERVE])
+        self.tokens = {name: token for name, (token, _) in made.items()}
+        file = directory / "tokens"
+        file.write_text("[tokens]\n" + "\n".join(line for _, line in made.values()))
+        super().__init__(model="paged-attention", flags=["--kv-pages", "64", "--tokens", str(file), *flags])
+
+    def status(self) -> executor_pb2.GetStatusResponse:
+        with self.client("ops") as ops:
+            return ops.status()
+
+    def client(self, name: str) -> Client:
+        return Client(self.address, token=self.tokens.get(name, ""), timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with Guarded(tmp_path_factory.mktemp("guarded"), "--reflection", "off") as gateway:
+        yield gateway
+
+
+def test_prefixes_of_others_give_nothing_away(guarded: Guarded) -> None:
+    with guarded.client("alice") as alice, guarded.client("mallory") as mallory:
+        assert alice.prefill(PROMPT).reused_tokens == 0
+        assert alice.prefill(PROMPT).reused_tokens == 48
+        assert mallory.prefill(PROMPT).reused_tokens == 0, "another tenant's"
+        salted = executor_pb2.PrefillRequest(token_ids=PROMPT, cache_salt="user-7")
+        reused = [alice.stub.Prefill(salted, metadata=alice.metadata).reused_tokens for _ in range(2)]
+        assert reused == [0, 48], "another salt's, then its own"
+
+
+def test_strangers_see_nothing_on_a_session_either(guarded: Guarded) -> None:
+    with guarded.client("alice") as alice, guarded.client("mallory") as mallory:
+        cache = alice.prefill(PROMPT[:5])
+        with mallory.session() as session:
+            session.adopt(cache)
+            with pytest.raises(QuireError, match="CACHE_NOT_FOUND"):
+                cache.decode(1)
+            assert cache.release() is False
+            own = session.prefill([1, 2])
+        listed = mallory.stub.ListCaches(executor_pb2.ListCachesRequest(), metadata=mallory.metadata)
+        ids = {handle.cache_id for handle in listed.kv_caches}
+        assert own.cache_id in ids and cache.cache_id not in ids
+        alice.adopt(cache)
+        cache.decode(1)
+        assert cache.release() is True
+
+
+def test_who_is_not_known_or_may_not(guarded: Guarded) -> None:
+    with guarded.client("nobody") as nobody, pytest.raises(Unauthenticated, match="NO_TOKEN"):
+        nobody.prefill([1])
+    with guarded.client("alice") as alice, pytest.raises(PermissionDenied, match="ROLE_MISSING"):
+        alice.status()
+    with guarded.client("ops") as ops, pytest.raises(PermissionDenied, match="ROLE_MISSING"):
+        ops.prefill([1])
+    no_token = pytest.raises(QuireError, match="NO_TOKEN")
+    with guarded.client("nobody") as nobody, nobody.session() as session, no_token:
+        session.prefill([1])
+
+
+def test_reflection_can_be_switched_off(guarded: Guarded) -> None:
+    with guarded.connect() as channel:
+        for name in ("v1", "v1alpha"):
+            call: Any = channel.stream_stream(
+                f"/grpc.reflection.{name}.ServerReflection/ServerReflectionInfo"
+            )
+            metadata = [("authorization", f"Bearer {guarded.tokens['alice']}")]
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(iter([]), metadata=metadata, timeout=30))
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_tokens_reach_no_log(guarded: Guarded) -> None:
+    with guarded.client("alice") as alice:
+        alice.prefill([1])
+    assert not any(token in guarded.log() for token in guarded.tokens.values())
+
+
+def run_quire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = quire_command(ROOT, *arguments)
+    return subprocess.run(
+        command, env=environment(ROOT), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_listening_for_all_is_refused_in_a_line(tmp_path: Path) -> None:
+    done = run_quire("serve", "--listen", "0.0.0.0:0")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "listen = '0.0.0.0:0' (from --listen) is refused" in done.stderr
+    for name, content in (("--tokens", "[tokens"), ("--tls-cert", "x"), ("--tls-key", "x")):
+        file = tmp_path / "file"
+        file.write_text(content)
+        both = ["--tls-cert", str(file), "--tls-key", str(file)] if "tls" in name else [name, str(file)]
+        done = run_quire("serve", "--listen", "127.0.0.1:0", *both)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "refused" in done.stderr
+
+
+def test_tls_from_the_command_line(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    pair, alice = authority.server(), authority.issue("alice")
+    flags = ["--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--tls-client-ca", str(authority.cert)]
+
+    class Encrypted(GatewayProcess):
+        def connect(self) -> grpc.Channel:
+            files = (authority.cert, alice.key, alice.cert)
+            credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+            return grpc.secure_channel(self.address, credentials)
+
+        def wait_until_ready(self) -> executor_pb2.GetStatusResponse:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(self.connect())
+            prefill = executor_pb2.PrefillRequest(token_ids=[1])
+            while True:
+                try:
+                    stub.Prefill(prefill, timeout=30)
+                except grpc.RpcError as error:
+                    if "NO_WORKER" not in str(error) and "no worker" not in str(error):
+                        raise
+                else:
+                    return executor_pb2.GetStatusResponse()
+
+    with Encrypted(model="adder", flags=flags) as gateway:
+        show = ["--ca", str(authority.cert), "--cert", str(alice.cert), "--key", str(alice.key)]
+        done = run_quire("generate", "--target", gateway.address, *show, "12+34=")
+        assert (done.returncode, done.stdout) == (0, "46\n"), done.stderr
+        assert run_quire("generate", "--target", gateway.address, "--ca", *show[1:2], "1+1=").returncode == 1
+
+
+def test_a_log_that_nobody_reads_stops_nothing() -> None:
+    """With every call logged, and a pipe that is full after some hundred of them."""
+    read_end, write_end = os.pipe()
+    command = quire_command(ROOT, "serve", "--model", "paged-attention", "--listen", "127.0.0.1:0")
+    command += ["--device", "cpu", "--log-format", "json", "--log-level", "debug"]
+    gateway = subprocess.Popen(command, stderr=write_end, env=environment(ROOT))
+    os.close(write_end)
+    try:
+        log = b""
+        while b'"listening"' not in log or b'"worker ready"' not in log:
+            log += os.read(read_end, 1 << 16)
+        port = log.partition(b'"listen": "127.0.0.1:')[2].partition(b'"')[0].decode()
+        with Client(f"127.0.0.1:{port}", timeout_s=30) as client:
+            for _ in range(1000):  # each makes a line of 200 bytes
+                client.model_info()
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                health: Any = health_pb2_grpc.HealthStub(channel)
+                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(60) == 0
+    finally:
+        gateway.kill()
+        gateway.wait()
+        os.close(read_end)

@@ -1,0 +1,139 @@
+"""The file of runtimes: valid settings, errors, and reloading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from quire.v1 import runner_pb2
+
+from service.config import Config
+from service.errors import BadRuntimes, RuntimeNotFound
+from service.runtimes.executions import Executions
+from service.runtimes.remote.spending import Spending
+from service.runtimes.runtimes_file import RuntimesFile, load
+from service.runtimes.servicer import RunnerApi
+from tests.service.runtimes.test_router import FakeRuntime
+from tests.service.served import state_of
+
+GOOD = """
+[routing]
+policy = "local-first"
+local_max_wait_s = 2
+when_full = "queue"
+
+[runtimes.gpt]
+dialect = "openai-chat"
+base_url = "https://example.com/v1"
+model = "m"
+api_key_env = "SOME_KEY"
+budget_usd_per_hour = 3
+budget_policy = "throttle"
+
+[runtimes.gpt.prices.m]
+input_usd = 1
+output_usd = 2.5
+
+[runtimes.other]
+dialect = "anthropic-messages"
+base_url = "http://127.0.0.1:9/v1"
+model = "c"
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "runtimes.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file(tmp_path: Path) -> None:
+    found = load(written(tmp_path, GOOD))
+    assert (found.routing.policy, found.routing.when_full) == ("local-first", "queue")
+    gpt, other = found.providers
+    assert (gpt.name, gpt.budget_policy, gpt.price) == ("gpt", "throttle", gpt.prices["m"])
+    assert other.model == "c"
+
+
+def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
+    assert load(written(tmp_path, "")).providers == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[routing]", "[routes]", "[routes]: is not known"),
+        ('"local-first"', '"best"', "routing.policy: must be one of order, local-first, cheapest"),
+        ("local_max_wait_s = 2", "local_max_wait_s = -1", "routing.local_max_wait_s"),
+        ("local_max_wait_s = 2", "local_max_wait_s = nan", "routing.local_max_wait_s"),
+        ('when_full = "queue"', 'when = "queue"', "routing: when is not known"),
+        ("[runtimes.other]", "[runtimes.local]", "the name is that of the server's own workers"),
+        ('dialect = "anthropic-messages"\n', "", "[runtimes.other]: dialect is needed"),
+        ('"anthropic-messages"', '"telepathy"', "dialect"),
+        ('model = "c"', "model = 3", "runtimes.other.model: must be a str"),
+        ('model = "c"', 'model = "c"\nmax_concurrent = 1.5', "runtimes.other.max_concurrent: must be a int"),
+        ('model = "c"', 'model = "c"\nkey = "sk-secret"', "runtimes.other: key is not known"),
+        ("http://127.0.0.1:9/v1", "http://example.com/v1", "base_url"),
+        ("output_usd = 2.5", "output_usd = -1", "output_usd must be a number"),
+        ("output_usd = 2.5", "", "needs input_usd and output_usd"),
+        ('"throttle"', '"pray"', "budget_policy: must be one of"),
+        ("[routing]", "[routing", "line 2: is not TOML"),
+        ("[runtimes.gpt]", 'key = "sk-secret', "line 7: is not TOML"),
+    ],
+)
+def test_a_bad_setting_is_refused_with_its_place(tmp_path: Path, old: str, new: str, says: str) -> None:
+    assert old in GOOD
+    with pytest.raises(BadRuntimes) as raised:
+        load(written(tmp_path, GOOD.replace(old, new)))
+    assert says in str(raised.value)
+    assert "sk-secret" not in str(raised.value) and str(tmp_path) not in str(raised.value)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(BadRuntimes, match="No such file"):
+        load(tmp_path / "none.toml")
+
+
+async def rebuilt(file: RuntimesFile, runtime: str = "") -> int:
+    """The number of recreated runtimes that RebuildSession reports after a change of the file."""
+    state = state_of(Config())
+    api = RunnerApi(Executions(file.router, state), file.router, state, file.read_again)
+    cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
+    request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cause)
+    return (await api.RebuildSession(request, cast(Any, None))).rebuilt
+
+
+async def test_an_operator_can_reload_the_file(tmp_path: Path) -> None:
+    file = RuntimesFile(written(tmp_path, GOOD), FakeRuntime("local"), Spending())
+    local, gpt, _ = file.router.runtimes
+    added = GOOD.replace('model = "c"', 'model = "d"') + GOOD[GOOD.index("[runtimes.other]") :].replace(
+        "other", "third"
+    )
+    written(tmp_path, added)
+    assert await rebuilt(file) == 2
+    assert [runtime.name for runtime in file.router.runtimes] == ["local", "gpt", "other", "third"]
+    assert file.router.runtimes[:2] == [local, gpt] and file.router.named("other").describe().model_id == "d"
+    # A named runtime is always recreated: its credentials may have changed.
+    assert await rebuilt(file) == 0 and await rebuilt(file, "gpt") == 1
+    with pytest.raises(RuntimeNotFound):
+        await rebuilt(file, "fourth")
+    written(tmp_path, "")
+    assert await rebuilt(file) == 0 and file.router.runtimes == [local]
+
+
+async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:
+    file = RuntimesFile(written(tmp_path, GOOD), FakeRuntime("local"), Spending())
+    before = file.router.runtimes
+    for text, says in (
+        (GOOD + 'key = "sk-secret\n', "line 23: is not TOML"),
+        (GOOD + 'key = "sk-secret"', "runtimes.other: key is not known"),
+    ):
+        written(tmp_path, text)
+        with pytest.raises(BadRuntimes) as raised:
+            await rebuilt(file)
+        assert says in raised.value.message
+        assert "sk-secret" not in raised.value.message and str(tmp_path) not in raised.value.message
+        assert file.router.runtimes is before
+    with pytest.raises(BadRuntimes, match="started without one"):
+        await rebuilt(RuntimesFile(None, FakeRuntime("local"), Spending()))

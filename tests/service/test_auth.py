@@ -1,0 +1,273 @@
+"""Authentication by tokens and certificates, tenants, and roles."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from quire import errors as client_errors
+from quire.v1 import executor_pb2, executor_pb2_grpc
+
+from service.api.interceptor import CallInterceptor
+from service.auth.authenticator import Authenticator, current_tenant
+from service.auth.tokens import Role, TokenStore, new_token, read_token_store
+
+PATIENCE_S = 30.0
+SERVICE = "quire.v1.ModelExecutorService"
+DATA = ("Prefill", "Decode", "ForkCache", "Session")
+
+
+def written(path: Path, *parts: str) -> Path:
+    path.write_text("\n".join(parts))
+    return path
+
+
+def entry(tenant: str, *roles: str) -> tuple[str, str]:
+    """A token, and its line."""
+    return new_token(tenant, [Role(role) for role in roles or ("call",)])
+
+
+# The file.
+
+
+def test_a_new_token_opens_what_its_line_says(tmp_path: Path) -> None:
+    token, line = entry("alice", "call", "observe")
+    other, _ = entry("alice")
+    file = written(tmp_path / "tokens", "[tokens]", line, "[tenants.alice]", "max_caches = 3")
+    assert token not in file.read_text()
+    token_store = read_token_store(file)
+    principal = token_store.principal_of(token)
+    assert (
+        principal is not None and principal.tenant == "alice" and principal.roles == {Role.CALL, Role.OBSERVE}
+    )
+    assert token_store.quota_of("alice").max_caches == 3 and token_store.quota_of("bob").max_caches is None
+    for wrong in (other, "", token[:-1], token + "=", "é\udc80", line.split('"')[1]):
+        assert token_store.principal_of(wrong) is None
+    assert TokenStore().principal_of(token) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[tokens", "TOML"),
+        ("[token]\n", "table token is unknown"),
+        ("tokens = 3", "must be a table"),
+        ('[tokens]\n"abc" = { tenant = "a" }', "SHA-256"),
+        (f'[tokens]\n"{"a" * 64}" = "alice"', "must be a table"),
+        (f'[tokens]\n"{"a" * 64}" = {{ roles = ["call"] }}', "tenant"),
+        (f'[tokens]\n"{"a" * 64}" = {{ tenant = "a b" }}', "without spaces"),
+        (f'[tokens]\n"{"a" * 64}" = {{ tenant = "" }}', "without spaces"),
+        (f'[tokens]\n"{"a" * 64}" = {{ tenant = "a", roles = ["root"] }}', "roles"),
+        (f'[tokens]\n"{"a" * 64}" = {{ tenant = "a", role = "call" }}', "nothing else"),
+        ("[tenants.a]\nmax_cache = 3", "quota max_cache is unknown"),
+        ("[tenants.a]\nmax_caches = 0", "above 0"),
+        ("[tenants.a]\nmax_caches = true", "above 0"),
+        ("[tenants.a]\nmax_caches = 1.5", "above 0"),
+        ("[tenants.a]\nmax_per_s = nan", "above 0"),
+        ("", "has no tokens"),
+        ("# no entry\n[tokens]\n[certificates]\n", "has no tokens"),
+        ("[tenants.a]\nmax_caches = 1", "has no token"),
+    ],
+)
+def test_an_invalid_file_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_token_store(written(tmp_path / "tokens", content))
+
+
+# Authentication.
+
+
+class Servicer(executor_pb2_grpc.ModelExecutorServiceServicer):
+    """Every call answers, and notes as whom it was made."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def _note(self) -> None:
+        tenant = current_tenant()
+        self.seen.append("-" if tenant is None else tenant.name)
+
+    async def Session(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        self._note()
+
+
+def _answering(rpc: str) -> Callable[..., Any]:
+    async def answer(self: Servicer, _request: Any, _context: Any) -> Any:
+        self._note()
+        return getattr(executor_pb2, f"{rpc}Response")()
+
+    return answer
+
+
+UNARY = [m.name for m in executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].methods][:]
+UNARY.remove("Session")
+for _rpc in UNARY:
+    setattr(Servicer, _rpc, _answering(_rpc))
+
+
+class Harness:
+    """A server with authentication, and a client of it."""
+
+    def __init__(self, servicer: Servicer, channel: grpc.aio.Channel) -> None:
+        self.servicer = servicer
+        self.channel = channel
+
+    async def call(self, rpc: str, *authorization: str) -> str:
+        """The reason for which a call is refused, or the tenant as whom it was made."""
+        metadata = [("authorization", value) for value in authorization]
+        try:
+            if rpc == "Session":
+                stream: Any = self.channel.stream_stream(f"/{SERVICE}/Session")
+                call = stream(iter([]), metadata=metadata, timeout=PATIENCE_S)
+                async for _ in call:
+                    pass
+            else:
+                raw: Any = self.channel.unary_unary(f"/{SERVICE}/{rpc}")
+                await raw(b"", metadata=metadata, timeout=PATIENCE_S)
+        except grpc.aio.AioRpcError as error:
+            parsed = client_errors.from_rpc_error(error)
+            assert parsed.metadata.get("request_id"), "refusals can be found in the log too"
+            return parsed.reason
+        return self.servicer.seen[-1]
+
+
+@contextlib.asynccontextmanager
+async def behind(authenticator: Authenticator | None) -> AsyncIterator[Harness]:
+    server = grpc.aio.server(interceptors=[CallInterceptor(authenticator=authenticator)])
+    servicer = Servicer()  # type: ignore[abstract] # The methods are set above.
+    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Harness(servicer, channel)
+    await server.stop(None)
+
+
+async def test_without_authentication_all_are_one_anonymous_tenant() -> None:
+    async with behind(None) as harness:
+        assert await harness.call("Decode") == "-"
+        assert await harness.call("Decode", "Bearer whatever") == "-"
+
+
+async def test_only_a_known_token_is_accepted(tmp_path: Path) -> None:
+    (token, line), (stranger, _) = entry("alice"), entry("alice")
+    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
+    async with behind(authenticator) as harness:
+        for rpc in DATA:
+            assert await harness.call(rpc, f"Bearer {token}") == "alice"
+            assert await harness.call(rpc, f"bearer {token}") == "alice"
+            assert await harness.call(rpc) == "NO_TOKEN"
+            for wrong in (f"Bearer {stranger}", "Bearer ", token, f"Basic {token}", f"Bearer {token} x"):
+                assert await harness.call(rpc, wrong) == "BAD_TOKEN"
+        assert await harness.call("Decode", f"Bearer {token}", f"Bearer {stranger}") == "BAD_TOKEN"
+        assert len(harness.servicer.seen) == 2 * len(DATA)
+
+
+async def test_a_refusal_is_unauthenticated_and_tells_nothing(tmp_path: Path) -> None:
+    token, line = entry("alice")
+    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
+    async with behind(authenticator) as harness:
+        stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(harness.channel)
+        for wrong in (token[:-1], token[::-1]):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Decode(
+                    executor_pb2.DecodeRequest(), metadata=[("authorization", f"Bearer {wrong}")]
+                )
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert caught.value.details() == "the token is not valid"
+            assert isinstance(client_errors.from_rpc_error(caught.value), client_errors.Unauthenticated)
+
+
+async def test_no_request_of_an_unauthenticated_call_is_read(tmp_path: Path) -> None:
+    _, line = entry("alice")
+    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
+    async with behind(authenticator) as harness:
+        never = asyncio.Event()
+
+        async def messages() -> AsyncIterator[bytes]:
+            yield b"\x00"
+            await never.wait()
+
+        half_sent: Any = harness.channel.stream_unary(f"/{SERVICE}/Prefill")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await half_sent(messages(), timeout=PATIENCE_S)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_is_open(tmp_path: Path) -> None:
+    _, line = entry("alice")
+    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", line), certificates=False)
+    async with behind(authenticator) as harness:
+        stub: Any = health_pb2_grpc.HealthStub(harness.channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_roles(tmp_path: Path) -> None:
+    observed = {"GetStatus", "GetCacheMetrics", "GetLoraMetrics"}
+    both = {"GetModelInfo", "GetCapabilities", "ListCaches"}
+    everything = {*UNARY, "Session"}
+    allowed = {"call": everything - observed, "observe": observed | both, "administer": everything}
+    made = {role: entry(f"t-{role}", role) for role in allowed}
+    lines = [line for _, line in made.values()]
+    authenticator = Authenticator(written(tmp_path / "tokens", "[tokens]", *lines), certificates=False)
+    async with behind(authenticator) as harness:
+        for role, (token, _) in made.items():
+            answers = {rpc: await harness.call(rpc, f"Bearer {token}") for rpc in everything}
+            assert {rpc for rpc, answer in answers.items() if answer == f"t-{role}"} == allowed[role]
+            assert {a for rpc, a in answers.items() if rpc not in allowed[role]} <= {"ROLE_MISSING"}
+
+
+async def test_readers_count_in_the_rate(tmp_path: Path) -> None:
+    token, line = entry("alice")
+    file = written(tmp_path / "tokens", "[tokens]", line, "[tenants.alice]", "max_per_s = 0.001")
+    async with behind(Authenticator(file, certificates=False)) as harness:
+        assert await harness.call("ListCaches", f"Bearer {token}") == "alice"
+        assert await harness.call("ListCaches", f"Bearer {token}") == "QUOTA"
+
+
+# The second is a file in the middle of being rewritten.
+@pytest.mark.parametrize("broken", ["[tokens", ""], ids=["syntax", "empty"])
+async def test_the_file_is_reloaded_and_a_broken_one_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    monkeypatch.setattr("service.auth.authenticator._POLL_INTERVAL_S", 0.01)
+    (old, old_line), (new, new_line) = entry("alice"), entry("alice")
+    file = written(tmp_path / "tokens", "[tokens]", old_line)
+    authenticator = Authenticator(file, certificates=False)
+    watching = asyncio.create_task(authenticator.watch())
+    async with behind(authenticator) as harness, asyncio.timeout(PATIENCE_S):
+        assert await harness.call("Decode", f"Bearer {old}") == "alice"
+        with structlog.testing.capture_logs() as records:
+            written(file, broken)
+            while not any("cannot reload the tokens" in record["event"] for record in records):
+                await asyncio.sleep(0.01)
+        assert await harness.call("Decode", f"Bearer {old}") == "alice"
+
+        other = written(tmp_path / "other", "[tokens]", new_line, "[tenants.alice]", "max_caches = 7")
+        other.replace(file)
+        while await harness.call("Decode", f"Bearer {new}") != "alice":
+            await asyncio.sleep(0.01)
+        assert await harness.call("Decode", f"Bearer {old}") == "BAD_TOKEN"
+        assert authenticator.tenant("alice").quota.max_caches == 7, "of the same tenant as before"
+    watching.cancel()
+
+
+def test_a_missing_or_empty_file_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        Authenticator(tmp_path / "nothing", certificates=False)
+    with pytest.raises(ValueError, match="every call would be refused"):
+        Authenticator(written(tmp_path / "tokens"), certificates=False)
+
+
+def test_with_certificates_a_file_may_have_quotas_only(tmp_path: Path) -> None:
+    file = written(tmp_path / "tokens", "[tenants.alice]", "max_caches = 1")
+    assert Authenticator(file, certificates=True).tenant("alice").quota.max_caches == 1

@@ -1,0 +1,178 @@
+"""Requests that do not arrive are ended with a status. Streams are counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from quire import errors as client_errors
+from quire.v1 import executor_pb2, executor_pb2_grpc
+
+from service.api.grpc_services import add_reflection
+from service.api.interceptor import CallInterceptor
+from service.api.request_receiver import RequestReceiver
+from service.config import Config
+
+PATIENCE_S = 30.0
+SOON_S = 0.1
+DECODE = "/quire.v1.ModelExecutorService/Decode"
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
+RESULT = executor_pb2.SessionResponse(results=[executor_pb2.SessionResult(tag=1)])
+
+
+class Servicer(executor_pb2_grpc.ModelExecutorServiceServicer):
+    """Answers a Decode; a Session lasts until its caller ends it."""
+
+    async def Decode(self, request: Any, context: Any) -> executor_pb2.DecodeResponse:
+        return executor_pb2.DecodeResponse()
+
+    async def Session(self, request_iterator: Any, context: Any) -> Any:  # type: ignore[override]
+        await context.write(RESULT)
+        async for _ in request_iterator:
+            pass
+
+
+class Silence:
+    """A stream of requests in which nothing comes until it is ended."""
+
+    def __init__(self) -> None:
+        self._end = asyncio.Event()
+
+    def end(self) -> None:
+        self._end.set()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        await self._end.wait()
+        if not self._end.is_set():
+            yield b""
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[tuple[RequestReceiver, grpc.aio.Channel]]:
+    """A server, and a client of it. The receiver's own task is what a test may leave out."""
+    receiver = RequestReceiver(Config(**settings))
+    server = grpc.aio.server(interceptors=[CallInterceptor(receiver=receiver)])
+    servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
+    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, server)
+    checker = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    add_reflection(server, ())
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    running = asyncio.create_task(receiver.run())
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield receiver, channel
+    running.cancel()
+    await server.stop(None)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def test_a_request_that_does_not_arrive_is_ended_with_a_status() -> None:
+    async with serving(message_timeout_s=SOON_S) as (receiver, channel):
+        method: Any = channel.stream_unary(DECODE)
+        failed = await failure(method(Silence(), timeout=PATIENCE_S))
+        assert failed.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        parsed = client_errors.from_rpc_error(failed)
+        assert (parsed.reason, parsed.metadata["timeout_s"]) == ("MESSAGE_TIMEOUT", "0.1")
+        assert receiver.arriving == 0
+        stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        assert await stub.Decode(executor_pb2.DecodeRequest()) == executor_pb2.DecodeResponse()
+
+
+async def test_of_many_slow_requests_the_newest_are_ended() -> None:
+    async with serving(max_arriving_bytes=2048, max_request_bytes=1024) as (receiver, channel):
+        method: Any = channel.stream_unary(DECODE)
+        kept = []
+        for count in (1, 2):
+            kept.append(method(Silence(), timeout=PATIENCE_S))
+            await until(lambda count=count: receiver.arriving == count)  # type: ignore[misc]
+        failed = await failure(method(Silence(), timeout=PATIENCE_S))
+        parsed = client_errors.from_rpc_error(failed)
+        assert failed.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (parsed.reason, parsed.metadata["limit_bytes"]) == ("ARRIVING_FULL", "2048")
+        assert parsed.retry_delay_s is not None
+        assert receiver.arriving == 2 and not any(call.done() for call in kept)
+        for call in kept:
+            call.cancel()
+        await until(lambda: receiver.arriving == 0)
+
+
+@pytest.mark.parametrize("method", [CHECK, WATCH])
+async def test_requests_to_other_services_are_ended_too(method: str) -> None:
+    async with serving(message_timeout_s=SOON_S) as (receiver, channel):
+        start: Any = channel.stream_unary(method)
+        failed = await failure(start(Silence(), timeout=PATIENCE_S))
+        assert client_errors.from_rpc_error(failed).reason == "MESSAGE_TIMEOUT"
+        assert receiver.arriving == 0
+
+
+async def test_health_answers_as_it_did() -> None:
+    async with serving() as (receiver, channel):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        failed = await failure(stub.Check(health_pb2.HealthCheckRequest(service="?"), timeout=PATIENCE_S))
+        assert failed.code() is grpc.StatusCode.NOT_FOUND
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+        assert receiver.streams == 0, "its request is one message"
+
+
+async def test_a_call_without_a_message_is_refused() -> None:
+    """With gRPC's own handlers it was left without an answer."""
+    async with serving() as (_, channel):
+        silence = Silence()
+        silence.end()
+        method: Any = channel.stream_unary(DECODE)
+        failed = await failure(method(silence, timeout=PATIENCE_S))
+        assert failed.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert client_errors.from_rpc_error(failed).reason == "MALFORMED_REQUEST"
+
+
+async def test_sessions_are_counted_and_bounded() -> None:
+    async with serving(max_sessions=2) as (receiver, channel):
+        stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        first, second = (stub.Session(Silence(), timeout=PATIENCE_S) for _ in range(2))
+        for session in (first, second):
+            assert await session.read() == RESULT
+        assert receiver.streams == 2
+        failed = await failure(stub.Session(Silence(), timeout=PATIENCE_S).read())
+        parsed = client_errors.from_rpc_error(failed)
+        assert failed.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (parsed.reason, parsed.metadata["limit"]) == ("SESSION_LIMIT", "2")
+        assert parsed.retry_delay_s is not None
+        reflecting: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+        asked = reflecting.ServerReflectionInfo(Silence(), timeout=PATIENCE_S)
+        assert client_errors.from_rpc_error(await failure(asked.read())).reason == "SESSION_LIMIT"
+
+        first.cancel()
+        await until(lambda: receiver.streams == 1)
+        third = stub.Session(iter([]), timeout=PATIENCE_S)
+        assert await third.read() == RESULT
+        assert await third.read() is grpc.aio.EOF
+        await until(lambda: receiver.streams == 1)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        asked = reflecting.ServerReflectionInfo(iter([question]), timeout=PATIENCE_S)
+        assert (await asked.read()).HasField("list_services_response")
+        asked.cancel()
+        second.cancel()
+        await until(lambda: receiver.streams == 0)

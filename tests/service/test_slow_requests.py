@@ -1,0 +1,80 @@
+"""Requests that arrive too slowly are ended."""
+
+from __future__ import annotations
+
+from service.api.request_receiver import TICK_S, SlowRequests
+from service.errors import ArrivingFull, MessageTimeout
+
+TIMEOUT_S = 30.0
+
+
+def slow_requests(slow: int = 2) -> SlowRequests[str]:
+    """A limiter that allows this many slow requests."""
+    return SlowRequests(slow * 100, 100, TIMEOUT_S)
+
+
+def ended(state: SlowRequests[str], seconds: float) -> dict[str, type]:
+    """The calls that are ended, with their errors, in these seconds of regular ticks."""
+    found: dict[str, type] = {}
+    for _ in range(round(seconds / TICK_S)):
+        found.update((call, type(error)) for call, error in state.tick(TICK_S))
+    return found
+
+
+def test_a_request_that_arrives_is_forgotten() -> None:
+    state = slow_requests()
+    state.begin("a")
+    assert len(state) == 1
+    state.end("a")
+    assert len(state) == 0 and ended(state, 2 * TIMEOUT_S) == {}
+
+
+def test_one_that_does_not_is_ended_after_its_timeout() -> None:
+    state = slow_requests()
+    state.begin("a")
+    assert ended(state, TIMEOUT_S) == {}
+    assert ended(state, 1) == {"a": MessageTimeout}
+    assert len(state) == 0 and ended(state, TIMEOUT_S) == {}, "once"
+    state.end("a")
+
+
+def test_of_too_many_slow_ones_the_newest_are_ended() -> None:
+    state = slow_requests(slow=2)
+    for call in "abcd":
+        state.begin(call)
+    assert ended(state, 1) == {}, "not slow yet"
+    assert ended(state, 1) == {"c": ArrivingFull, "d": ArrivingFull}
+    state.begin("e")
+    assert ended(state, 0.5) == {}
+    state.end("a")
+    assert ended(state, 2) == {}, "it takes the place of a"
+    state.begin("f")
+    assert ended(state, 2) == {"f": ArrivingFull}
+
+
+def test_any_number_may_arrive_at_once() -> None:
+    state = slow_requests(slow=1)
+    for turn in range(100):
+        for call in range(50):
+            state.begin(f"{turn} {call}")
+        assert state.tick(TICK_S) == []
+        for call in range(50):
+            state.end(f"{turn} {call}")
+
+
+def test_one_alone_always_has_room() -> None:
+    state: SlowRequests[str] = SlowRequests(1, 1 << 20, TIMEOUT_S)
+    state.begin("a")
+    assert ended(state, 10) == {}
+
+
+def test_a_pause_of_the_gateway_ends_no_call() -> None:
+    """It stops for an hour, or repeatedly for seconds. Requests that were sent meanwhile are not read yet."""
+    state = slow_requests(slow=1)
+    for call in "ab":
+        state.begin(call)
+    assert state.tick(3600.0) == []
+    state.end("b")
+    for _ in range(20):
+        assert state.tick(10.0) == []
+    assert ended(state, TIMEOUT_S) == {"a": MessageTimeout}, "the clock runs while the gateway runs"

@@ -1,0 +1,52 @@
+"""The module of a task process that misbehaves on request."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from service.text import task_loop
+
+
+def handle(task: bytes) -> bytes:  # noqa: C901 - one case per misbehaviour
+    name, _, rest = task.partition(b" ")
+    match name:
+        case b"echo":
+            return rest
+        case b"print":
+            # To the standard output, where the pipe for results was.
+            print("noise", flush=True)
+            os.write(1, b"\xff" * 100)
+            subprocess.run(["/bin/echo", "noise"], check=False)
+        case b"loop":
+            # In native code, which does not run Python's signal handlers.
+            sum(range(10**12))
+        case b"sleep":
+            time.sleep(1000)
+        case b"allocate":
+            return str(len(bytes(int(rest)))).encode()
+        case b"crash":
+            ctypes.string_at(0)
+        case b"abort":
+            signal.raise_signal(signal.SIGABRT)
+        case b"write":
+            return b"x" * int(rest)
+        case b"descriptors":
+            links = [
+                str(path.readlink()) for path in sorted(Path("/proc/self/fd").iterdir()) if path.is_symlink()
+            ]
+            return "\n".join(link for link in links if "/proc/" not in link).encode()
+        case b"environment":
+            return "\n".join(f"{name}={value}" for name, value in os.environ.items()).encode()
+        case b"file":
+            Path(rest.decode()).write_text("something")
+    return b"done"
+
+
+if __name__ == "__main__":
+    sys.exit(task_loop.main(handle))

@@ -1,0 +1,42 @@
+"""Appends with options as the API writes them, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from quire.v1 import worker_pb2
+
+from service.api.append_codec import serialized
+from service.caches.requests import Append, AppendKind
+
+
+def append(
+    kind: AppendKind, cache_id: str, token_ids: Sequence[int], position: int | None = None, **fields: Any
+) -> Append:
+    """An append with the last row's output. `fields`: of an Append, and of its options."""
+    options = {name: fields.pop(name) for name in ("rows", "output", "accept", "parents") if name in fields}
+    plain = Append(kind, cache_id, list(token_ids), position, **fields)
+    return with_options(plain, **{"rows": 1} | options)
+
+
+def with_options(append: Append, **changes: Any) -> Append:
+    """The same append with some options changed."""
+    options = options_of(append)
+    for name in changes:
+        options.ClearField(name)
+    options.MergeFrom(worker_pb2.ForwardOptions(**changes))
+    return dataclasses.replace(
+        append,
+        options=serialized(options),
+        accept=options.accept,
+        parents=tuple(options.parents),
+        rows=options.rows,
+        has_logits=bool(options.output.logits),
+    )
+
+
+def options_of(append: Append) -> worker_pb2.ForwardOptions:
+    """What an append asks for."""
+    return worker_pb2.ForwardOptions.FromString(append.options)

@@ -1,0 +1,391 @@
+"""Bugs that the schedules have to find: in what caches are, what is written of them, and in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from service.caches.append import is_repeated
+from service.caches.effects import AbortForward, Attempt, Command, Effects, ReleaseSequences
+from service.caches.ledger import Ledger, fingerprint
+from service.caches.records import CacheCreated, CacheForked, Child, Record, TokensAppended, numbers_of
+from service.caches.requests import Append, Appended, Fork, Release, Request, Result, Truncate
+from service.dispatcher import Dispatcher, OnOutcome
+from service.errors import CacheNotFound, QuireError
+from service.journal import encoding
+from service.journal.base import OnCommitted
+from tests.sim import disk
+from tests.sim.disk import DiskJournal
+from tests.sim.machine import PlantedMachine
+from tests.sim.planted import Plant, everywhere
+from tests.sim.truth import Asked
+from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
+
+# What is kept would show a bug at once; callers are to.
+KEPT = "tests.sim.watched.check_ledger"
+# No schedule has as many.
+MANY_CACHES = 1000
+
+# Fencing and repetitions.
+
+
+class FencingOff(PlantedMachine):
+    def on_request(self, request: Request, asked: Asked) -> Request:
+        return (
+            dataclasses.replace(request, position=None) if isinstance(request, Append | Truncate) else request
+        )
+
+
+class _LedgerWithoutLast(Ledger):
+    def apply(self, record: Record) -> None:
+        super().apply(record)
+        for number in numbers_of(record):
+            state = self.get(number)
+            if state is not None:
+                state.last_base = None
+
+
+class RepetitionsNotRecognised(PlantedMachine):
+    silent = (KEPT,)
+    ledger_type = _LedgerWithoutLast
+
+
+def other_tokens_taken_for_a_repetition(patch: pytest.MonkeyPatch) -> None:
+    everywhere(patch, is_repeated, lambda *_: True)
+
+
+class RepetitionsNotRecognisedAfterARestart(PlantedMachine):
+    silent = (KEPT,)
+
+    def recovered(self, **times: Any) -> None:
+        super().recovered(**times)
+        for state in self.ledger:
+            state.last_base = None
+
+
+class RepetitionsAppliedOnceMoreAfterADeath(PlantedMachine):
+    """What was computed again to be answered is written again."""
+
+    def watch(self, *args: Any) -> None:
+        super().watch(*args)
+        self.died_with: set[int] = set()
+
+    def worker_lost(self, worker_id: str, epoch: int, *args: Any, **how: Any) -> None:
+        self.died_with |= {
+            asked.number for asked, _ in self.computed_on(worker_id, epoch) if asked is not None
+        }
+        super().worker_lost(worker_id, epoch, *args, **how)
+
+    def on_reply(self, asked: Asked, outcome: Result | QuireError) -> Result | QuireError | None:
+        append = asked.request
+        if not isinstance(append, Append) or not isinstance(outcome, Appended) or not outcome.cache_id:
+            return outcome
+        state = self.state_of(outcome.cache_id)
+        if asked.records is None and asked.number in self.died_with and state is not None and state.last:
+            kept = tuple(append.token_ids[: outcome.kept])
+            again = TokensAppended(state.number, state.last.base, kept, state.prompt_len, outcome.epoch)
+            self.written_instead(asked, (again,))
+            return None
+        return outcome
+
+
+class _KeyIgnored(PlantedMachine):
+    """A request id is written down, and not looked for: each request has another one to the machine."""
+
+    silent = (KEPT,)
+    of: type[Append | Fork]
+
+    def on_request(self, request: Request, asked: Asked) -> Request:
+        if isinstance(request, Append | Fork) and isinstance(request, self.of) and request.request_id:
+            return dataclasses.replace(request, request_id=f"{request.request_id}#{asked.number}")
+        return request
+
+    def on_write(self, asked: Asked, records: Sequence[Record]) -> Sequence[Record]:
+        return [
+            dataclasses.replace(record, request_id=record.request_id.partition("#")[0])
+            if isinstance(record, CacheCreated | CacheForked)
+            else record
+            for record in records
+        ]
+
+
+class RequestIdsOfCreationsIgnored(_KeyIgnored):
+    of = Append
+
+
+class RequestIdsOfForksIgnored(_KeyIgnored):
+    of = Fork
+
+
+# The journal.
+
+
+def answered_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
+    accept = DiskJournal.accept
+
+    def at_once(journal: DiskJournal, records: Sequence[Record], on_committed: OnCommitted) -> None:
+        accept(journal, records, lambda _: None)
+        on_committed(True)
+
+    patch.setattr(DiskJournal, "accept", at_once)
+
+
+def answered_without_a_journal(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DiskJournal, "accept", lambda _, __, on_committed: on_committed(True))
+
+
+def failed_writes_taken_for_durable(patch: pytest.MonkeyPatch) -> None:
+    accept = DiskJournal.accept
+
+    def always(journal: DiskJournal, records: Sequence[Record], on_committed: OnCommitted) -> None:
+        accept(journal, records, lambda _: on_committed(True))
+
+    patch.setattr(DiskJournal, "accept", always)
+
+
+def torn_rows_accepted(patch: pytest.MonkeyPatch) -> None:
+    decode = encoding.decode
+
+    def until_it_breaks(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
+        patch.setattr(encoding, "_check_head", lambda *_: None)
+        try:
+            yield from decode(row, seq, wall_ns)
+        except encoding.CorruptRecord:
+            return
+
+    patch.setattr(disk, "decode", until_it_breaks)
+
+
+def checksums_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(encoding, "crc32", lambda *_: 0)
+
+
+class TokensLostAfterVerify(PlantedMachine):
+    """The journal is told that all drafts were kept."""
+
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        if isinstance(command, Attempt):
+            command = dataclasses.replace(command, keep_all=True)
+        return (command,)
+
+
+class ATreeTakenForItsFirstTokens(PlantedMachine):
+    """As many tokens as the path has are written down, but in the order of the request."""
+
+    def on_write(self, asked: Asked, records: Sequence[Record]) -> Sequence[Record]:
+        append = asked.request
+        for record in records:
+            if isinstance(record, TokensAppended) and isinstance(append, Append) and append.parents:
+                # Also in what the machine applies.
+                in_order = append.token_ids[: len(record.token_ids)]
+                object.__setattr__(record, "token_ids", in_order)
+        return records
+
+
+def trees_of_the_same_tokens_taken_for_one(patch: pytest.MonkeyPatch) -> None:
+    everywhere(patch, fingerprint, lambda tokens, _=(): fingerprint(tokens))
+
+
+def _written_as(patch: pytest.MonkeyPatch, change: Callable[[Record], Record]) -> None:
+    """Other records are written than those that are applied."""
+    encode = encoding.encode
+    patch.setattr(disk, "encode", lambda records: encode([change(record) for record in records]))
+    patch.setattr(KEPT, lambda *_: None)
+
+
+def weights_not_written_down(patch: pytest.MonkeyPatch) -> None:
+    def of_the_first(record: Record) -> Record:
+        return dataclasses.replace(record, weights=0) if isinstance(record, CacheCreated) else record
+
+    _written_as(patch, of_the_first)
+
+
+# Forks of several caches.
+
+
+class ForksBeginAtTheirFirstTurn(PlantedMachine):
+    """The machine knows of the first cache only; copies of the others are written with those of that."""
+
+    def on_request(self, request: Request, asked: Asked) -> Request:
+        if isinstance(request, Fork) and self.is_cut(asked):
+            return dataclasses.replace(request, sources=request.sources[:1])
+        return request
+
+    def is_cut(self, asked: Asked) -> bool:
+        fork, oracle = asked.request, self.oracle
+        if not isinstance(fork, Fork) or len(fork.sources) == 1 or fork.request_id:
+            return False
+        if oracle.cache_limit < MANY_CACHES or oracle.budget.limit_bytes < LARGE_BYTES:
+            # That the others are not counted would show.
+            return False
+        return all(s.position is None and self.state_of(s.cache_id) is not None for s in fork.sources)
+
+    def on_write(self, asked: Asked, records: Sequence[Record]) -> Sequence[Record]:
+        fork = asked.request
+        if not isinstance(fork, Fork) or not self.is_cut(asked):
+            return records
+        # Also what the machine applies.
+        assert isinstance(records, list)
+        for place, source in enumerate(fork.sources[1:], start=1):
+            state = self.state_of(source.cache_id)
+            if state is None or not source.count:
+                continue
+            first = asked.number * 100 + place * 10
+            numbers = range(1_000_000_000 + first, 1_000_000_000 + first + source.count)
+            children = tuple(Child(number, f"kv_{number}", 1) for number in numbers)
+            records.insert(-len(fork.release) or len(records), CacheForked(state.number, children, ""))
+        return records
+
+
+class ForksOfSeveralAreCut(PlantedMachine):
+    """Only the first parent's children are written."""
+
+    def on_write(self, asked: Asked, records: Sequence[Record]) -> Sequence[Record]:
+        forked = [record for record in records if isinstance(record, CacheForked)]
+        return [record for record in records if record not in forked[1:]]
+
+
+class ForksAreNotFenced(PlantedMachine):
+    def on_request(self, request: Request, asked: Asked) -> Request:
+        if not isinstance(request, Fork):
+            return request
+        sources = [dataclasses.replace(source, position=None) for source in request.sources]
+        return dataclasses.replace(request, sources=sources)
+
+
+def places_in_a_fork_not_written_down(patch: pytest.MonkeyPatch) -> None:
+    def placeless(record: Record) -> Record:
+        return dataclasses.replace(record, total=0, first=0) if isinstance(record, CacheForked) else record
+
+    _written_as(patch, placeless)
+
+
+class ForksHoldWhatTheyDidNotGet(PlantedMachine):
+    """One that finds a parent gone goes on holding the others: what waits there behind it waits for ever."""
+
+    def watch(self, *args: Any) -> None:
+        super().watch(*args)
+        # Those that did not end in the turn in which they came.
+        self.waiting: set[int] = set()
+        self.held: set[int] = set()
+
+    def take_effects(self) -> Effects:
+        effects = super().take_effects()
+        self.waiting = set(self.oracle.outstanding)
+        return effects
+
+    def on_write(self, asked: Asked, records: Sequence[Record]) -> Sequence[Record] | None:
+        return None if asked.number in self.held else records
+
+    def on_reply(self, asked: Asked, outcome: Result | QuireError) -> Result | QuireError | None:
+        if asked.number in self.held:
+            return None
+        fork = asked.request
+        if isinstance(fork, Fork) and isinstance(outcome, CacheNotFound) and asked.number in self.waiting:
+            names = {source.cache_id for source in fork.sources}
+            for behind in self.oracle.outstanding.values():
+                name = getattr(behind.request, "cache_id", "")
+                if behind.number > asked.number and name in names and self.state_of(name) is not None:
+                    self.held.add(behind.number)
+        return outcome
+
+
+# Order, and what is left behind.
+
+
+def _in_another_order(patch: pytest.MonkeyPatch, key: Callable[[tuple[int, Request]], int]) -> None:
+    """What comes together is handed over in another order."""
+    start = Dispatcher.start
+
+    def reordered(
+        dispatcher: WatchedDispatcher, requests: Sequence[Request], on_outcome: OnOutcome, *whose: Any
+    ) -> list[int]:
+        order = [index for index, _ in sorted(enumerate(requests), key=key)]
+        upcoming = dispatcher.machine.upcoming
+        asked = list(upcoming)
+        upcoming.clear()
+        upcoming.extend(asked[index] for index in order)
+        tickets = start(
+            dispatcher,
+            [requests[index] for index in order],
+            lambda place, outcome: on_outcome(order[place], outcome),
+            *whose,
+        )
+        return [ticket for _, ticket in sorted(zip(order, tickets, strict=True))]
+
+    patch.setattr(Dispatcher, "start", reordered)
+
+
+def order_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """The last comes first."""
+    _in_another_order(patch, lambda at: -at[0])
+
+
+def releases_overtake(patch: pytest.MonkeyPatch) -> None:
+    _in_another_order(patch, lambda at: not isinstance(at[1], Release))
+
+
+class NothingAborted(PlantedMachine):
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        return () if isinstance(command, AbortForward) else (command,)
+
+
+class NothingReleased(PlantedMachine):
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        return () if isinstance(command, ReleaseSequences) else (command,)
+
+
+class SentTwice(PlantedMachine):
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        return (command,) * (1 + (command.op_id % 8 == 0))
+
+
+def cancelled_are_answered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Dispatcher, "cancel", lambda *_: None)
+
+
+class TenantsKeepWhatTheyHad(PlantedMachine):
+    """What an append reserved stays reserved when it is there."""
+
+    def on_reply(self, asked: Asked, outcome: Result | QuireError) -> Result | QuireError:
+        if isinstance(asked.request, Append) and isinstance(outcome, Appended) and asked.tenant.name:
+            asked.tenant.tokens += len(asked.request.token_ids)
+        return outcome
+
+    def check_invariants(self) -> None:
+        pass
+
+
+PLANTS: Sequence[Plant] = (
+    FencingOff,
+    RepetitionsNotRecognised,
+    other_tokens_taken_for_a_repetition,
+    RepetitionsNotRecognisedAfterARestart,
+    RepetitionsAppliedOnceMoreAfterADeath,
+    RequestIdsOfCreationsIgnored,
+    RequestIdsOfForksIgnored,
+    answered_before_it_is_durable,
+    answered_without_a_journal,
+    failed_writes_taken_for_durable,
+    torn_rows_accepted,
+    checksums_not_looked_at,
+    TokensLostAfterVerify,
+    ATreeTakenForItsFirstTokens,
+    trees_of_the_same_tokens_taken_for_one,
+    weights_not_written_down,
+    ForksBeginAtTheirFirstTurn,
+    ForksOfSeveralAreCut,
+    ForksAreNotFenced,
+    places_in_a_fork_not_written_down,
+    ForksHoldWhatTheyDidNotGet,
+    order_not_kept,
+    releases_overtake,
+    NothingAborted,
+    NothingReleased,
+    SentTwice,
+    cancelled_are_answered,
+    TenantsKeepWhatTheyHad,
+)

@@ -1,0 +1,264 @@
+"""Bugs that the schedules have to find: in what workers are asked and told, and in other weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from quire.v1 import worker_pb2
+
+from service.caches.effects import Attempt, Claim, Command, CommandFailed, Effects, Event
+from service.caches.ledger import Ledger
+from service.caches.records import CacheForked, Record, numbers_of
+from service.caches.requests import Append, Request
+from service.caches.workers import WorkerView
+from service.errors import QuireError, SequenceQuarantined, WorkerFault
+from tests.sim.machine import PlantedMachine
+from tests.sim.model_worker import ModelWorker
+from tests.sim.planted import Plant
+from tests.sim.simulation import Simulation
+from tests.sim.truth import Asked
+
+# What is kept, or sent to workers, would show a bug at once; callers are to.
+KEPT = "tests.sim.watched.check_ledger"
+SENT = "tests.sim.watched.WatchedDispatcher.expect"
+
+
+# Workers.
+
+
+class LateAnswersAccepted(PlantedMachine):
+    """An answer to an earlier forward of a sequence is taken for that of the present one."""
+
+    def watch(self, *args: Any) -> None:
+        super().watch(*args)
+        self.sequence: dict[int, int] = {}
+        self.present: dict[int, int] = {}
+
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        if isinstance(command, Attempt):
+            self.sequence[command.op_id] = command.number
+            self.present[command.number] = command.op_id
+        return (command,)
+
+    def on_event(self, event: Event) -> Event:
+        op_id, answer = event
+        number = self.sequence.get(op_id)
+        return event if number is None else (self.present[number], answer)
+
+
+def late_answers_accepted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tests.sim.simulation.Machine", LateAnswersAccepted)
+    # That it does anything at all would show it at once; here its consequences are to.
+    patch.setattr(Simulation, "check_late", lambda _: None)
+
+
+class _Replays(PlantedMachine):
+    """Something else is sent in the place of a replay."""
+
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        if isinstance(command, Attempt):
+            state = self.ledger.get(command.number)
+            # What a caller appends begins where the cache ends.
+            if state is not None and command.position < state.length:
+                return self.replay(command)
+        return (command,)
+
+    def replay(self, command: Attempt) -> Iterable[Command]:
+        raise NotImplementedError
+
+
+class NothingReplayed(_Replays):
+    def replay(self, command: Attempt) -> Iterable[Command]:
+        done = worker_pb2.ForwardDone(kept=len(command.append.token_ids))
+        self.answered_many([(command.op_id, done)], self.oracle.now_s)
+        return ()
+
+
+class ReplayedWithoutTheTail(_Replays):
+    def replay(self, command: Attempt) -> Iterable[Command]:
+        tokens = command.append.token_ids
+        return (_with_tokens(command, tokens[:-1] if len(tokens) > 1 else tokens),)
+
+
+class WrongTokensReplayed(_Replays):
+    silent = (SENT,)
+
+    def replay(self, command: Attempt) -> Iterable[Command]:
+        return (_with_tokens(command, [0] * len(command.append.token_ids)),)
+
+
+def _with_tokens(command: Attempt, tokens: Sequence[int]) -> Attempt:
+    return dataclasses.replace(command, append=dataclasses.replace(command.append, token_ids=tokens))
+
+
+class WrongPositionSent(PlantedMachine):
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        if isinstance(command, Attempt):
+            command = dataclasses.replace(command, position=max(0, command.position - 1))
+        return (command,)
+
+
+class _Forgotten(PlantedMachine):
+    """Nothing is computed for some, and they are not told so."""
+
+    def watch(self, *args: Any) -> None:
+        super().watch(*args)
+        self.forgotten: set[int] = set()
+
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        asked, _ = self.sequence_of(command.op_id)
+        is_forgotten = asked is not None and asked.number in self.forgotten
+        return () if is_forgotten and isinstance(command, Attempt) else (command,)
+
+
+class LossesNotNoticed(_Forgotten):
+    """What a worker computed when it died is not computed again."""
+
+    def worker_lost(self, worker_id: str, epoch: int, *args: Any, **how: Any) -> None:
+        under_way = self.computed_on(worker_id, epoch)
+        self.forgotten |= {asked.number for asked, _ in under_way if asked is not None}
+        super().worker_lost(worker_id, epoch, *args, **how)
+
+
+class TheParkedAreForgotten(_Forgotten):
+    def take_effects(self) -> Effects:
+        effects = super().take_effects()
+        self.forgotten |= {asked.number for asked in self.parked()}
+        return effects
+
+
+def adopted_unseen(patch: pytest.MonkeyPatch) -> None:
+    """A worker keeps what is claimed of it without a look at the tokens."""
+    patch.setattr(ModelWorker, "is_claimed", lambda *_: True)
+
+
+class _AdoptedInFull(PlantedMachine):
+    def claims(self, holdings: Mapping[int, int]) -> list[Claim]:
+        return [dataclasses.replace(c, length=holdings[c.number]) for c in super().claims(holdings)]
+
+
+def adopted_in_full(patch: pytest.MonkeyPatch) -> None:
+    """A gateway claims all that a worker holds, be it more than the journal has."""
+    patch.setattr("tests.sim.simulation.Machine", _AdoptedInFull)
+    patch.setattr(ModelWorker, "is_claimed", lambda *_: True)
+
+
+class NobodyIsQuarantined(PlantedMachine):
+    """A worker that dies is taken for one that has lost all KV and stops, so that nobody is blamed."""
+
+    def watch(self, *args: Any) -> None:
+        super().watch(*args)
+        self.sent: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.dead: set[tuple[str, int]] = set()
+
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        if (worker_id, epoch) in self.dead:
+            return ()
+        self.sent[worker_id, epoch].append(command.op_id)
+        return (command,)
+
+    def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
+        self.dead.add((worker_id, epoch))
+        self.worker_draining(worker_id, epoch, now_s)
+        missing = CommandFailed(WorkerFault(), kv_missing=True)
+        self.answered_many([(op_id, missing) for op_id in self.sent.pop((worker_id, epoch), ())], now_s)
+        super().worker_lost(worker_id, epoch, now_s, crashed=crashed)
+
+
+class AllAreQuarantined(PlantedMachine):
+    """Whatever a worker computed when it died is never computed again."""
+
+    def watch(self, *args: Any) -> None:
+        super().watch(*args)
+        self.quarantined: set[int] = set()
+
+    def worker_lost(self, worker_id: str, epoch: int, *args: Any, **how: Any) -> None:
+        self.quarantined |= {number for _, number in self.computed_on(worker_id, epoch)}
+        super().worker_lost(worker_id, epoch, *args, **how)
+
+    def on_request(self, request: Request, asked: Asked) -> Request | QuireError:
+        if self.quarantined and isinstance(request, Append):
+            state = self.state_of(request.cache_id)
+            if state is not None and state.number in self.quarantined:
+                return SequenceQuarantined()
+        return request
+
+
+# Weights.
+
+
+class ComputedByAnybody(PlantedMachine):
+    """Any worker is taken for one that has loaded what is served. Callers are to see it."""
+
+    silent = (SENT,)
+
+    def worker_ready(self, worker: WorkerView, *args: Any) -> None:
+        super().worker_ready(dataclasses.replace(worker, weights=self.weights.serving), *args)
+
+
+class CachesOfTheWeightsBeforeUsedOn(PlantedMachine):
+    def weights_switched(self, weights: int, now_s: float, *, drain: bool) -> None:
+        super().weights_switched(weights, now_s, drain=True)
+
+    def weights_drained(self, weights: int, now_s: float) -> None:
+        pass
+
+
+class CheckedForAnyWeights(PlantedMachine):
+    """What was checked for other weights is computed with those there are."""
+
+    def on_request(self, request: Request, asked: Asked) -> Request:
+        if isinstance(request, Append) and request.cache_id:
+            return dataclasses.replace(request, weights=None)
+        return request
+
+
+class _LedgerOfTheFirstWeights(Ledger):
+    def apply(self, record: Record) -> None:
+        super().apply(record)
+        for number in numbers_of(record) if isinstance(record, CacheForked) else ():
+            state = self.get(number)
+            assert state is not None
+            state.weights = 0
+
+
+class ForksAreOfThePresentWeights(PlantedMachine):
+    silent = (KEPT,)
+    ledger_type = _LedgerOfTheFirstWeights
+
+
+class WhatIsUnderWaySurvivesItsWeights(PlantedMachine):
+    def watch(self, *args: Any) -> None:
+        super().watch(*args)
+        self.ended: set[int] = set()
+
+    def weights_ended(self, weights: int, now_s: float) -> None:
+        self.ended.add(weights)
+
+    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+        worker = self.worker(worker_id, epoch)
+        return () if worker is not None and worker.weights in self.ended else (command,)
+
+
+PLANTS: Sequence[Plant] = (
+    late_answers_accepted,
+    NothingReplayed,
+    ReplayedWithoutTheTail,
+    WrongTokensReplayed,
+    WrongPositionSent,
+    LossesNotNoticed,
+    adopted_unseen,
+    adopted_in_full,
+    NobodyIsQuarantined,
+    AllAreQuarantined,
+    TheParkedAreForgotten,
+    ComputedByAnybody,
+    CachesOfTheWeightsBeforeUsedOn,
+    CheckedForAnyWeights,
+    ForksAreOfThePresentWeights,
+    WhatIsUnderWaySurvivesItsWeights,
+)

@@ -1,0 +1,337 @@
+"""Prelaunched forwards: only the timing may differ from forwards that are computed on request."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from workers import prelaunch, step_loop
+from workers.executors.engine import Engine
+from workers.executors.weightless import PagedAttentionExecutor
+from workers.operations import (
+    Chunk,
+    Command,
+    Failed,
+    FailureReason,
+    Fork,
+    Forward,
+    Kind,
+    OutputSpec,
+    Release,
+    Reset,
+    Result,
+    Sampling,
+    Truncate,
+)
+from workers.scheduler import Scheduler
+from workers.step_loop import StepLoop
+
+PAGES = 64
+MAX_SEQ_TOKENS = 200
+
+
+class Worker:
+    """A step loop, one round at a time."""
+
+    def __init__(self, max_seq_tokens: int = MAX_SEQ_TOKENS, pages: int = PAGES) -> None:
+        self.engine: Engine = PagedAttentionExecutor.create(kv_pages=pages).engine
+        self._results: list[Result] = []
+        scheduler = Scheduler(64, 8, max_rows=8)
+        self.loop = StepLoop(
+            self.engine, scheduler, self._results.extend, max_seq_tokens, prelaunch_unrequested=True
+        )
+        self.steps: list[list[int]] = []
+        self._execute = self.engine.execute
+        self.engine.execute = self._note  # type: ignore[method-assign]
+
+    def _note(self, chunks: Sequence[Chunk]) -> None:
+        self.steps.append([chunk.forward.sequence for chunk in chunks])
+        self._execute(chunks)
+
+    def round(self, *commands: Command | Reset) -> list[Result]:
+        if commands:
+            # A forward holds what is computed of it: each worker has its own.
+            self.loop.submit([dataclasses.replace(command) for command in commands])
+        if commands or self.loop.operations_in_flight:
+            self.loop.take()
+            self.loop.flush()
+            self.loop.step()
+            self.loop.flush()
+        self.engine.check_integrity()
+        results, self._results[:] = list(self._results), []
+        return results
+
+    def answers(self, *commands: Command) -> dict[int, Result]:
+        """Until all forwards among them are answered."""
+        found: dict[int, Result] = {}
+        wanted = {command.op_id for command in commands}
+        todo: tuple[Command, ...] = commands
+        while wanted - found.keys():
+            for result in self.round(*todo):
+                assert not isinstance(result, Forward) or result.op_id > 0, "nobody asked for it"
+                found[result.op_id] = result  # type: ignore[union-attr]
+            todo = ()
+        return found
+
+    def lengths(self) -> dict[int, int]:
+        return {sequence.key: len(sequence) for sequence in self.engine.sequences}
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+def prefill(op_id: int, sequence: int, count: int = 5, *, told: bool = True) -> Forward:
+    return Forward(
+        op_id,
+        sequence,
+        0,
+        [sequence + at for at in range(count)],
+        kind=Kind.PREFILL,
+        prompt_len=count,
+        prelaunch=told,
+    )
+
+
+def decode(op_id: int, sequence: int, position: int, token: int, *, told: bool = True) -> Forward:
+    return Forward(op_id, sequence, position, [token], kind=Kind.DECODE, prompt_len=5, prelaunch=told)
+
+
+def chosen(result: Result) -> int:
+    assert isinstance(result, Forward), result
+    return result.outputs[-1].token_id
+
+
+def test_a_prelaunched_step_answers_the_request_at_once(worker: Worker) -> None:
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    assert worker.round() == [] and worker.steps == [[7], [7]]
+    (done,) = worker.round(decode(2, 7, 5, token, told=False))
+    assert isinstance(done, Forward) and done.op_id == 2
+    assert len(worker.steps) == 2, "nothing had to be computed"
+    assert worker.lengths() == {7: 6}
+
+
+def test_a_steady_sequence_is_prelaunched_without_the_flag(worker: Worker) -> None:
+    token = chosen(worker.answers(prefill(1, 7, told=False))[1])
+    for turn in range(3):
+        assert not worker.loop.operations_in_flight
+        token = chosen(worker.answers(decode(2 + turn, 7, 5 + turn, token, told=False))[2 + turn])
+    assert worker.loop.operations_in_flight == 1
+    worker.round()
+    before = len(worker.steps)
+    (done,) = worker.round(decode(9, 7, 8, token, told=False))
+    assert isinstance(done, Forward) and len(worker.steps) == before + 1, "only the next prelaunched forward"
+
+
+def test_another_token_is_computed_normally(worker: Worker) -> None:
+    other = Worker(max_seq_tokens=0)
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    other.answers(prefill(1, 7))
+    worker.round()
+    assert worker.lengths() == {7: 6}
+    asked = decode(2, 7, 5, token + 1, told=False)
+    assert chosen(worker.answers(asked)[2]) == chosen(other.answers(asked)[2])
+    assert worker.lengths() == other.lengths() == {7: 6}
+
+
+@pytest.mark.parametrize("command", [Truncate(2, 7, 3), Fork(2, 7, [8]), Release(2, [7])])
+def test_other_commands_drop_the_prelaunched_forward(worker: Worker, command: Command) -> None:
+    other = Worker(max_seq_tokens=0)
+    other.answers(prefill(1, 7))
+    worker.answers(prefill(1, 7))
+    worker.round()
+    assert worker.lengths() == {7: 6}
+    for each in (worker, other):
+        each.answers(command)
+    assert worker.lengths() == other.lengths()
+
+
+def test_a_reset_drops_prelaunched_forwards(worker: Worker) -> None:
+    worker.answers(prefill(1, 7))
+    worker.round()
+    worker.answers(prefill(2, 8))
+    # One is ready, one is queued.
+    assert worker.lengths() == {7: 6, 8: 5} and worker.loop.operations_in_flight == 1
+    worker.loop.submit([Reset(1)])
+    worker.loop.take()
+    assert worker.lengths() == {7: 5, 8: 5} and not worker.loop.operations_in_flight
+
+
+def test_requests_get_the_pages_of_ready_prelaunched_forwards() -> None:
+    worker = Worker(pages=4)
+    # 16 tokens fill a page: the prelaunched forward needs another one.
+    worker.answers(prefill(1, 1, count=16))
+    worker.round()
+    assert worker.engine.pages_available == 2
+    assert isinstance(worker.answers(prefill(2, 100, count=48, told=False))[2], Forward)
+    assert worker.lengths() == {1: 16, 100: 48}
+
+
+def test_requests_get_the_pages_of_running_prelaunched_forwards_in_the_next_step() -> None:
+    """They are in the same step, and short forwards begin first."""
+    worker = Worker(pages=4)
+    worker.answers(prefill(1, 1, count=16))
+    assert worker.loop.operations_in_flight == 1
+    assert isinstance(worker.answers(prefill(2, 100, count=48, told=False))[2], Forward)
+    assert worker.lengths() == {1: 16, 100: 48}
+
+
+def test_a_request_that_waits_for_pages_goes_before_prelaunched_forwards() -> None:
+    worker = Worker(pages=6)
+    answered = worker.answers(prefill(1, 1, count=16), prefill(2, 50, count=15, told=False))
+    # The prelaunched forward of 1 takes a page in this step, that of 50 would in the next.
+    asked = decode(3, 50, 15, chosen(answered[2])), prefill(4, 100, count=64, told=False)
+    assert [result.op_id for result in worker.round(*asked) if isinstance(result, Forward)] == [3]
+    worker.round()
+    assert worker.lengths()[100] > 0
+
+
+def test_forwards_may_be_queued_behind_each_other() -> None:
+    """The forward that is prelaunched after the first is not the one after the second."""
+    workers = Worker(), Worker(max_seq_tokens=0)
+    ops = prefill(1, 7), decode(2, 7, 5, 3), decode(3, 7, 6, 9)
+    found = [worker.answers(*ops) for worker in workers]
+    for number in (1, 2, 3):
+        assert chosen(found[0][number]) == chosen(found[1][number])
+    workers[0].round()
+    asked = decode(4, 7, 7, chosen(found[0][3]))
+    assert chosen(workers[0].answers(asked)[4]) == chosen(workers[1].answers(asked)[4])
+
+
+def test_prelaunched_forwards_do_not_change_fairness() -> None:
+    """Under overload two callers get equal shares, also if only one has prelaunched forwards."""
+    worker, answers = Worker(pages=200), {1: 0, 2: 0}
+    todo = [dataclasses.replace(prefill(number + 1, number), caller=1 + number % 2) for number in range(32)]
+    asked = {op.op_id: op for op in todo}
+    for _ in range(100):
+        results, todo = worker.round(*todo), []
+        for result in results:
+            op = asked.pop(result.op_id)  # type: ignore[union-attr]
+            answers[op.caller] += 1
+            token = chosen(result) if op.caller == 1 else chosen(result) + 1
+            position = op.position + len(op.token_ids)
+            op = dataclasses.replace(
+                decode(op.op_id + 32, op.sequence, position, token, told=op.caller == 1), caller=op.caller
+            )
+            asked[op.op_id] = op
+            todo.append(op)
+    assert abs(answers[1] - answers[2]) <= 64, answers
+
+
+def test_a_prelaunched_forward_without_pages_has_no_answer() -> None:
+    worker = Worker(pages=2)
+    worker.answers(prefill(1, 1, count=16), prefill(2, 100, count=16, told=False))
+    assert worker.round() == [] and not worker.loop.operations_in_flight
+    assert worker.lengths() == {1: 16, 100: 16}
+
+
+def test_a_prelaunched_forward_that_fails_has_no_answer(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = chosen(worker.answers(prefill(1, 7))[1])
+
+    def fail(_chunks: Sequence[Chunk]) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(worker, "_execute", fail)
+    assert worker.round() == [] and not worker.loop.operations_in_flight
+    failed = worker.answers(decode(2, 7, 5, token))[2]
+    assert isinstance(failed, Failed) and failed.reason is FailureReason.FAULT
+
+
+def test_no_forward_is_prelaunched_beyond_the_longest_sequence() -> None:
+    worker = Worker(max_seq_tokens=6)
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    assert worker.loop.operations_in_flight == 1
+    worker.answers(decode(2, 7, 5, token))
+    assert not worker.loop.operations_in_flight
+
+
+def test_an_unrequested_result_is_dropped(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (prelaunch, step_loop):
+        monkeypatch.setattr(module, "HOLD_TIMEOUT_S", 0.0)
+    worker.answers(prefill(1, 7))
+    worker.round()
+    worker.loop.submit([])
+    worker.loop.take()
+    # Idle, it waits for that long at most.
+    worker.loop.stop()
+    worker.loop.take()
+    assert worker.lengths() == {7: 5}
+
+
+def test_an_unrequested_result_is_dropped_while_other_commands_arrive(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.answers(prefill(1, 7))
+    worker.round()
+    assert worker.lengths() == {7: 6}
+    monkeypatch.setattr(prelaunch, "HOLD_TIMEOUT_S", 0.0)
+    worker.round(Release(2, [9]))
+    assert worker.lengths() == {7: 5}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_answers_are_the_same_with_and_without_prelaunch(seed: int) -> None:
+    """The same commands give the same answers, and leave the same tokens."""
+    rng = random.Random(seed)
+    workers = Worker(), Worker(max_seq_tokens=0)
+    # By sequence: its length, and the token chosen last.
+    known: dict[int, tuple[int, int]] = {}
+    op_id = sequences = 0
+    drawn = OutputSpec(sampling=Sampling(temperature=1.0, seed=seed))
+    for _ in range(60):
+        asked: dict[int, Command] = {}
+        touched: set[int] = set()
+        for _ in range(rng.randrange(1, 5)):
+            op_id += 1
+            free = sorted(known.keys() - touched)
+            kind = rng.choices(
+                ["prefill", "decode", "other", "truncate", "release", "fork"], [2, 12, 1, 1, 1, 1]
+            )[0]
+            if kind == "prefill" or not free:
+                sequences += 1
+                sequence = sequences
+                asked[op_id] = dataclasses.replace(
+                    prefill(op_id, sequence, rng.randrange(1, 40), told=rng.random() < 0.5),
+                    output=rng.choice([OutputSpec(), drawn]),
+                )
+                touched.add(sequence)
+                continue
+            sequence = rng.choice(free)
+            length, token = known[sequence]
+            touched.add(sequence)
+            if kind in ("decode", "other"):
+                position = length if rng.random() < 0.95 else rng.randrange(1, length + 1)
+                wanted = token if kind == "decode" else token + 1
+                asked[op_id] = dataclasses.replace(
+                    decode(op_id, sequence, position, wanted, told=rng.random() < 0.5),
+                    output=rng.choice([OutputSpec(), drawn, drawn]),
+                )
+            elif kind == "truncate":
+                known[sequence] = rng.randrange(1, length + 1), token
+                asked[op_id] = Truncate(op_id, sequence, known[sequence][0])
+            elif kind == "release":
+                del known[sequence]
+                asked[op_id] = Release(op_id, [sequence])
+            else:
+                sequences += 1
+                known[sequences] = known[sequence]
+                touched.add(sequences)
+                asked[op_id] = Fork(op_id, sequence, [sequences])
+        results = [worker.answers(*asked.values()) for worker in workers]
+        for number, command in asked.items():
+            ours, theirs = (found[number] for found in results)
+            assert type(ours) is type(theirs)
+            if isinstance(command, Forward):
+                assert chosen(ours) == chosen(theirs)
+                known[command.sequence] = command.position + len(command.token_ids), chosen(ours)
+        if rng.random() < 0.3:
+            # With and without time for prelaunched forwards to run.
+            workers[0].round()
+    workers[0].loop._prelauncher.drop_all()
+    assert workers[0].lengths() == workers[1].lengths()

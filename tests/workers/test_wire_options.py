@@ -1,0 +1,60 @@
+"""What a forward asks for is decoded once for all who ask for the same, and each has its own all the same."""
+
+from __future__ import annotations
+
+from quire.v1 import types_pb2, worker_pb2
+
+from workers import wire
+from workers.operations import Accept, Forward
+
+VOCAB = 64
+
+
+def decoded(options: worker_pb2.ForwardOptions, *, default_seed: int = 0, keep_all: bool = False) -> Forward:
+    body = worker_pb2.ForwardCommand(
+        sequence=1,
+        token_ids=[1],
+        options=options.SerializeToString(),
+        default_seed=default_seed,
+        keep_all=keep_all,
+        kind="OPERATION_KIND_DECODE",
+    )
+    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), VOCAB)
+    assert isinstance(command, Forward)
+    return command
+
+
+def seed_of(command: Forward) -> int:
+    assert command.output.sampling is not None
+    return command.output.sampling.seed
+
+
+def drawn(seed: int | None = None) -> worker_pb2.ForwardOptions:
+    sampling = types_pb2.SamplingParams(temperature=1.0, seed=seed)
+    return worker_pb2.ForwardOptions(rows=1, output=types_pb2.OutputOptions(sampling=sampling))
+
+
+def test_equal_options_are_decoded_once() -> None:
+    assert decoded(drawn(3)).output is decoded(drawn(3)).output
+    assert decoded(drawn(3)).output != decoded(drawn(4)).output
+
+
+def test_the_default_seed_is_for_those_without_one() -> None:
+    assert [seed_of(decoded(drawn(), default_seed=seed)) for seed in (5, 6, 5)] == [5, 6, 5]
+    assert [seed_of(decoded(drawn(0), default_seed=seed)) for seed in (5, 6)] == [0, 0]
+
+
+def test_a_repetition_that_is_computed_again_keeps_all() -> None:
+    options = worker_pb2.ForwardOptions(rows=1, accept=types_pb2.VERIFY_ACCEPT_GREEDY)
+    accepts = [decoded(options, keep_all=keep_all).accept for keep_all in (False, True, False)]
+    assert accepts == [Accept.CHOSEN, Accept.ALL, Accept.CHOSEN]
+
+
+def test_masks_are_not_remembered() -> None:
+    """A few bytes that were sent may be many here."""
+    mask = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[VOCAB - 1]))
+    of_all = worker_pb2.ForwardOptions(rows=1, output=types_pb2.OutputOptions(mask=mask))
+    assert decoded(of_all).output.mask == decoded(of_all).output.mask
+    assert decoded(of_all).output.mask is not decoded(of_all).output.mask
+    of_a_row = worker_pb2.ForwardOptions(rows=1, verify_rows=[types_pb2.VerifyRow(mask=mask)])
+    assert decoded(of_a_row).choices[0] is not decoded(of_a_row).choices[0]

@@ -1,0 +1,46 @@
+"""Which sequences a worker keeps when another gateway connects: those whose tokens that gateway confirms.
+
+Runs on the step loop's thread, before the new gateway's first forward.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from workers.executors.engine import Engine
+from workers.kv.shared_list import TokenList
+from workers.operations import Adopt, Adopted, HeldSequences
+
+# A longer list would need messages of tens of megabytes. The KV of further sequences is recomputed on demand.
+MAX_HELD_SEQUENCES = 65_536
+DIGEST_BYTES = 16
+
+
+def report_sequences(engine: Engine, stream: int) -> HeldSequences:
+    """List the sequences for a new stream. Releases those beyond MAX_HELD_SEQUENCES."""
+    held = [(sequence.key, len(sequence)) for sequence in engine.sequences]
+    for number, _ in held[MAX_HELD_SEQUENCES:]:
+        engine.release(number)
+    return HeldSequences(stream, held[:MAX_HELD_SEQUENCES])
+
+
+def keep_confirmed(engine: Engine, command: Adopt) -> Adopted:
+    """Truncate each claimed sequence to the claimed length, and release all others."""
+    claims = {claim.sequence: claim for claim in command.claims}
+    kept = []
+    for sequence in list(engine.sequences):
+        claim = claims.get(sequence.key)
+        if claim is not None and len(sequence) >= claim.length:
+            engine.truncate(sequence.key, claim.length)
+            if token_digest(sequence.token_ids) == claim.digest:
+                kept.append(sequence.key)
+                continue
+        engine.release(sequence.key)
+    return Adopted(command.op_id, kept)
+
+
+def token_digest(token_ids: TokenList) -> bytes:
+    """The digest of tokens as little-endian uint32. The gateway computes the same one."""
+    return blake2b(
+        token_ids.as_array().astype("<u4", copy=False).tobytes(), digest_size=DIGEST_BYTES
+    ).digest()

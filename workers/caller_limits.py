@@ -1,0 +1,156 @@
+"""How much of a step a caller may use beside other callers, learned from measured step times (ADR 10).
+
+All callers of a step wait until it ends. So a caller with hundreds of short forwards delays all others, and a
+prompt delays those that decode. There are two limits. Neither applies to a caller that is alone:
+
+- Of a step's short forwards a caller gets at most as much as all callers that want less have together, or the
+  *free cost* if that is more: what makes an otherwise empty step half as long again. A caller that wants up
+  to a quarter more than its share gets it all.
+- In steps with decodes of other callers, and shortly after, prompts get about as much time as the decodes.
+
+If reading the weights takes longer than computing, hundreds of decodes cost the others nothing, and no caller
+is limited. Times are given: there is no clock here. Costs are those of `request_queue.cost_of`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+
+from workers.request_queue import ServiceClass
+
+# A caller counts as present for so many steps after its last forward.
+_REMEMBERED_STEPS = 8
+# Bounds of the free cost, whatever the measured times say. The lower one is sixteen decodes.
+MIN_FREE_COST = 32
+_MAX_FREE_COST = 1 << 20
+# In one of so many steps the shares are halved: steps of equal cost do not show what a unit of cost takes.
+_PROBE_INTERVAL = 8
+# A caller that wants at most one n-th more than its share gets all of it in one step.
+_TOLERANCE = 4
+# A page: prompts always make progress.
+_MIN_PROMPT_TOKENS = 16
+# One n-th of a step is for prompts until step times are known.
+_UNKNOWN_SHARE = 8
+# The weight of older measurements decreases by this factor with each step.
+_STEP_DECAY = 0.995
+_PROMPT_DECAY = 0.95
+
+
+class StepTimes:
+    """Estimates how long steps take. Recent steps count more than older ones.
+
+    A linear regression of time by cost, over steps without long prompts; and the time each prompt token adds.
+    """
+
+    def __init__(self) -> None:
+        # Half of the base time, in units of cost.
+        self.free_cost = MIN_FREE_COST
+        self._unit_ns = 0.0
+        # Decayed sums: x is the cost of a step, y its time.
+        self._weight = self._sum_x = self._sum_y = self._sum_xx = self._sum_xy = 0.0
+        self._prompt_tokens = self._prompt_ns = 0.0
+
+    def add(self, cost: int, took_ns: int) -> None:
+        """Learn from a step without long prompts."""
+        self._weight = self._weight * _STEP_DECAY + 1
+        self._sum_x = self._sum_x * _STEP_DECAY + cost
+        self._sum_y = self._sum_y * _STEP_DECAY + took_ns
+        self._sum_xx = self._sum_xx * _STEP_DECAY + cost * cost
+        self._sum_xy = self._sum_xy * _STEP_DECAY + cost * took_ns
+        spread = self._weight * self._sum_xx - self._sum_x * self._sum_x
+        if spread <= self._sum_x * self._sum_x / 256:
+            return
+        unit_ns = (self._weight * self._sum_xy - self._sum_x * self._sum_y) / spread
+        base_ns = (self._sum_y - unit_ns * self._sum_x) / self._weight
+        free_cost = base_ns / unit_ns / 2 if unit_ns > 0 else _MAX_FREE_COST
+        self.free_cost = int(min(max(free_cost, MIN_FREE_COST), _MAX_FREE_COST))
+        self._unit_ns = max(unit_ns, 0.0)
+
+    def add_prompts(self, tokens: int, decodes_cost: int, took_ns: int) -> None:
+        """Learn from a step with so many tokens of prompts beside decodes of that cost."""
+        if tokens < _MIN_PROMPT_TOKENS:
+            return
+        # Prompts count for at least a quarter of the time, whatever the decodes are expected to take.
+        added_ns = max(took_ns - self._expected_ns(decodes_cost), took_ns / 4)
+        self._prompt_tokens = self._prompt_tokens * _PROMPT_DECAY + tokens
+        self._prompt_ns = self._prompt_ns * _PROMPT_DECAY + added_ns
+
+    def prompt_tokens(self, cost: int) -> float | None:
+        """How many tokens of prompts take as long as a step of that cost. None: not known yet."""
+        if not (self._weight and self._prompt_ns):
+            return None
+        return self._expected_ns(cost) * self._prompt_tokens / self._prompt_ns
+
+    def _expected_ns(self, cost: int) -> float:
+        if not self._weight:
+            return 0.0
+        return max(0.0, (self._sum_y + self._unit_ns * (cost * self._weight - self._sum_x)) / self._weight)
+
+
+class CallerLimits:
+    """The limits of each step. Owned by the scheduler."""
+
+    def __init__(self, fixed_prompt_tokens: int | None, max_batch_tokens: int) -> None:
+        """`fixed_prompt_tokens`: the limit in a step that decodes, or follows one that did. None: learned."""
+        self.times = StepTimes()
+        self._fixed_prompt_tokens = fixed_prompt_tokens
+        self._max_batch_tokens = max_batch_tokens
+        # For each of the last steps, by caller: the cost that callers below the free cost wanted.
+        self._undemanding: deque[dict[int, int]] = deque(maxlen=_REMEMBERED_STEPS)
+        # For each of the last steps, by caller: the cost of its decodes.
+        self._decoded: deque[Mapping[int, int]] = deque(
+            maxlen=_REMEMBERED_STEPS if fixed_prompt_tokens is None else 2
+        )
+        self._steps = 0
+
+    def shares(self, short: ServiceClass) -> dict[int, int]:
+        """The cost that each limited caller may have of the next step's short forwards."""
+        if not short.cost:
+            return {}
+        self._steps += 1
+        free = self.times.free_cost
+        wanted = {caller: flow.cost for caller, flow in short.flows.items() if flow.forwards}
+        greedy: dict[int, int] = {}
+        if short.cost > free:
+            greedy = {caller: cost for caller, cost in wanted.items() if cost > free}
+        # A caller that is alone delays no other, also not itself when it comes back under another number.
+        self._undemanding.append(
+            {caller: wanted[caller] for caller in wanted.keys() - greedy} if len(wanted) > 1 else {}
+        )
+        return self._shares_of(greedy, free) if greedy else {}
+
+    def _shares_of(self, greedy: dict[int, int], free: int) -> dict[int, int]:
+        # A caller without a request counts for some steps: its next one would arrive during a full step.
+        others = max(
+            sum(cost for caller, cost in step.items() if caller not in greedy) for step in self._undemanding
+        )
+        shares = {}
+        for cost, caller in sorted((cost, caller) for caller, cost in greedy.items()):
+            share = max(free, others) if others else cost
+            # A separate step for a small rest would cost all callers more than a slightly longer step.
+            if share + share // _TOLERANCE < cost:
+                shares[caller] = share >> (self._steps % _PROBE_INTERVAL == 0)
+            others += min(cost, share)
+        return shares
+
+    def record_decodes(self, costs: Mapping[int, int]) -> None:
+        """Note the cost of the next step's decodes, by caller. Called before `max_prompt_tokens`."""
+        self._decoded.append(costs)
+
+    def limits_prompts(self, prefilling: Collection[int]) -> bool:
+        """Whether prompts of these callers are limited, because another caller decodes."""
+        if self._fixed_prompt_tokens is not None:
+            return self._fixed_prompt_tokens < self._max_batch_tokens
+        return any({caller}.symmetric_difference(prefilling) for costs in self._decoded for caller in costs)
+
+    def max_prompt_tokens(self, prefilling: Collection[int]) -> int:
+        """The most prompt tokens in the step, if these callers have prompts queued."""
+        if not any(self._decoded) or not self.limits_prompts(prefilling):
+            return self._max_batch_tokens
+        if self._fixed_prompt_tokens is not None:
+            return self._fixed_prompt_tokens
+        tokens = self.times.prompt_tokens(max(sum(costs.values()) for costs in self._decoded))
+        if tokens is None:
+            tokens = self._max_batch_tokens // _UNKNOWN_SHARE
+        return int(min(max(tokens, _MIN_PROMPT_TOKENS), self._max_batch_tokens))

@@ -1,0 +1,141 @@
+"""The self-check of native code: compares a family's decoder with the transformers library's model.
+
+It runs before the weights of a directory are read. The config is read twice, by native code and by the
+library, and both results must be equal. Then a scaled-down model, with the same kinds of layers and random
+weights, runs in native code over pages and in the library without pages: once in float32, which shows errors
+of any size above rounding, and once in the dtype, on the device and with the packing that will serve.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from kernels.rope import rope_frequencies
+from workers.kv.tensors import LayerKv
+from workers.models.builder import build_decoder
+from workers.models.config import ModelConfig
+from workers.models.errors import ModelError
+from workers.models.library.errors import library_errors
+from workers.models.library.scaled_down_model import scaled_down_model
+from workers.models.library.settings import LibrarySettings, read_settings
+from workers.models.self_check import check_parity
+
+_log = logging.getLogger(__name__)
+
+# These fields do not change what a forward computes.
+_NOT_COMPUTED = ("eos_token_ids", "bos_token_id", "dtype", "wrapper")
+# Two roundings of float32: after 100,000 positions the fastest pair is off by 0.02 radians.
+_FREQUENCY_ERROR = 2.0**-22
+
+
+def check_native(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> float | None:
+    """The relative error of a scaled-down model in float32. The weights are not read.
+
+    None, with a warning in the log, if even the scaled-down model is too large.
+
+    Args:
+        directory: The directory of the model.
+        config: Its config as native code reads it.
+        dtype: The dtype that will serve.
+        device: The device that will serve.
+
+    Raises:
+        ModelError: The library reads the config differently, or the error is too large.
+    """
+    settings = _text_part(read_settings(directory))
+    _check_same_config(directory, config, settings)
+    module = scaled_down_model(settings)
+    if module is None:
+        _log.warning("even the scaled-down model is too large, so native code is not checked")
+        return None
+    _check_same_frequencies(directory, config, module)
+    error = _check_logits(directory, module, torch.float32, torch.device("cpu"))
+    if dtype != torch.float32 or device.type != "cpu":
+        _check_logits(directory, module, dtype, device)
+    return error
+
+
+def _text_part(settings: LibrarySettings) -> LibrarySettings:
+    text = settings.config.get_text_config(decoder=True)
+    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(text)])
+    return dataclasses.replace(settings, config=text, model_class=model_class)
+
+
+def _check_same_config(directory: Path, ours: ModelConfig, settings: LibrarySettings) -> None:
+    """Raises ModelError for the first field that the library reads differently from the config.json."""
+    theirs = ModelConfig.from_settings(settings.config.to_dict())
+    for field in dataclasses.fields(ModelConfig):
+        found, expected = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name not in _NOT_COMPUTED and found != expected:
+            raise ModelError(
+                f"{directory}: {field.name} is read as {found!r}, and as {expected!r} by the transformers"
+                " library: the results would be wrong; set model_backend = transformers to use the library"
+            )
+
+
+def _check_same_frequencies(directory: Path, config: ModelConfig, module: PreTrainedModel) -> None:
+    """Raises ModelError for a rotary embedding whose frequencies differ from those of the library's model.
+
+    The sequences of the parity check are too short to show errors in slow pairs, or small ones in fast pairs.
+    """
+    theirs = [
+        buffer
+        for name, buffer in module.named_buffers()
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+    ]
+    for rope in config.ropes:
+        ours, _ = rope_frequencies(rope, config.rotary_dim)  # [R / 2]
+        if not any(
+            len(ours) == len(one) and torch.allclose(ours, one, rtol=_FREQUENCY_ERROR, atol=0)
+            for one in theirs
+        ):
+            raise ModelError(
+                f"{directory}: the frequencies of {rope} are not those of the transformers library:"
+                " the results would be wrong"
+            )
+
+
+def _check_logits(
+    directory: Path, module: PreTrainedModel, dtype: torch.dtype, device: torch.device
+) -> float:
+    """The relative error of native code with the weights of `module`, which is moved to dtype and device."""
+    with library_errors("run a scaled-down model"):
+        module.to(device=device, dtype=dtype)  # type: ignore[call-arg]  # the library wraps a method as a function
+        module.set_attn_implementation("eager")
+        # In the layout of checkpoints: each expert by itself, projections fused or not.
+        tensors = revert_weight_conversion(module, module.state_dict())
+    config = ModelConfig.from_settings(copy.deepcopy(module.config).to_dict())
+    decoder = build_decoder(config, dtype, device)
+    with torch.inference_mode():
+        for name, target in decoder.targets().items():
+            if name not in tensors:
+                raise ModelError(f"{directory}: the transformers library has no tensor {name} for this model")
+            target.fill(tensors[name])
+    decoder.pack()
+
+    def plain(token_ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = module(input_ids=token_ids[None], use_cache=False).logits[0]
+        return logits
+
+    layer = LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim)
+    with library_errors("run a scaled-down model"):
+        return check_parity(
+            decoder,
+            [layer] * config.num_hidden_layers,
+            plain,
+            what=f"{directory}: native code for {config.model_type} in {str(dtype).removeprefix('torch.')}",
+            vocab_size=config.vocab_size,
+            max_seq_len=config.max_position_embeddings,
+            dtype=dtype,
+            device=device,
+        )
