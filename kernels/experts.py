@@ -9,10 +9,8 @@ and its product with up as in `kernels.gated_activation`. The k results of a tok
 float32, in the order of k, and rounded once. (transformers sums in the order of the experts, in the dtype of
 x.)
 
-The bits of a row do not depend on the other rows if the matrix library guarantees that for a product; the sum
-over k guarantees it. On the CPU it holds for packed bfloat16 weights with even widths and up to 32 rows of an
-expert (see `kernels.cpu.experts`); on a GPU among batches with the same tile configuration (see
-`kernels.cuda.experts`).
+The bits of a row do not depend on the other rows with packed weights on the CPU; on a GPU among batches with the
+same tile configuration (see `kernels.cuda.experts`).
 
 Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts of a
 token.
@@ -29,10 +27,13 @@ from torch.nn import functional
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
 from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
-from kernels.linear import can_pack, linear, pack_weight
+from kernels.linear import linear, pack_weight
+from kernels.packed_weight import PackedWeight
 
-# One matrix per expert: a tensor [E, O, I], or E tensors [O, I], or the result of `pack_experts`.
-ExpertWeights = torch.Tensor | Sequence[torch.Tensor] | cpu.PackedWeights
+# One matrix per expert: a tensor [E, O, I], or E tensors [O, I].
+PlainWeights = torch.Tensor | Sequence[torch.Tensor]
+# Or the result of `pack_experts`.
+ExpertWeights = PlainWeights | cpu.PackedWeights
 
 
 def route(
@@ -73,27 +74,25 @@ def route(
 
 
 def pack_experts(weight: ExpertWeights) -> ExpertWeights:
-    """Pack the matrices of all experts for the CPU's matrix library, as `kernels.linear.pack_weight` does.
+    """Pack the matrices of all experts, as `kernels.linear.pack_weight` does.
 
     Args:
-        weight: The plain matrices. A list is mutated: each matrix is replaced by the packed one, and freed if
-            there is no other reference. A single tensor is not mutated.
+        weight: The plain matrices. Those of a list are packed in place, a single tensor is not changed.
 
     Returns:
-        E packed tensors [O, I] for `experts`; or `weight` itself if it cannot be packed, as on a GPU.
+        E packed matrices [O, I] for `experts`; or `weight` itself if it cannot be packed, as on a GPU.
     """
-    if not can_pack(weight[0]):
+    if isinstance(weight, cpu.PackedWeights):
         return weight
-    packed = weight if isinstance(weight, list) else [weight[expert] for expert in range(len(weight))]
-    for expert in range(len(packed)):
-        packed[expert] = pack_weight(packed[expert])
-    return cpu.PackedWeights(packed)
+    packed = [pack_weight(weight[expert], in_place=isinstance(weight, list)) for expert in range(len(weight))]
+    matrices = [matrix for matrix in packed if isinstance(matrix, PackedWeight)]
+    return cpu.PackedWeights(matrices) if len(matrices) == len(packed) else weight
 
 
 def experts_reference(
     x: torch.Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
+    gate_up: PlainWeights,
+    down: PlainWeights,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activation: Activation = "silu",
@@ -141,29 +140,21 @@ def experts(
 
         assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
         return cuda.experts(x, gate_up, down, expert_ids, expert_weights, activation)
-    outputs = x.new_empty(expert_ids.numel(), x.shape[1])  # [T * k, C]
-    if (
-        isinstance(gate_up, cpu.PackedWeights)
-        and isinstance(down, cpu.PackedWeights)
-        and cpu.can_experts(gate_up, down)
-    ):
-        if len(x) > cpu.MOST_ROWS:
-            _run_experts(x, gate_up, down, expert_ids, activation, outputs, above_rows=cpu.MOST_ROWS)
-        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation, outputs)
-    _run_experts(x, gate_up, down, expert_ids, activation, outputs)
-    return _weighted_sum(outputs.view(*expert_ids.shape, x.shape[1]), expert_weights)
+    if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
+        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation)
+    return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation)
 
 
-def _run_experts(
+def _one_by_one(
     x: torch.Tensor,
     gate_up: ExpertWeights,
     down: ExpertWeights,
     expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
     activation: Activation,
-    outputs: torch.Tensor,
-    above_rows: int = 0,
-) -> None:
-    """Write the outputs of experts with more than `above_rows` rows to outputs [T * k, C], one by one."""
+) -> torch.Tensor:
+    """The chosen experts one after the other, in torch."""
+    outputs = x.new_empty(expert_ids.numel(), x.shape[1])  # [T * k, C]
     # Pairs of a token and one of its experts, numbered as in `outputs`, sorted by expert.
     pairs = expert_ids.flatten().argsort(stable=True)  # [T * k]
     counts = expert_ids.flatten().bincount(minlength=len(gate_up)).tolist()
@@ -172,11 +163,12 @@ def _run_experts(
     end = 0
     for expert, count in enumerate(counts):
         begin, end = end, end + count
-        if count > above_rows:
+        if count:
             of_expert = pairs[begin:end]  # [n]
             rows = x.index_select(0, of_expert // expert_ids.shape[1])  # [n, C]
             inner = gated_activation(linear(rows, gate_up[expert]), activation)  # [n, I]
             outputs.index_copy_(0, of_expert, linear(inner, down[expert]))
+    return _weighted_sum(outputs.view(*expert_ids.shape, x.shape[1]), expert_weights)
 
 
 def _weighted_sum(outputs: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Projections: x W^T + b, with W packed for the matrix library if that is faster.
+"""Projections: x W^T + b, with W packed on the CPU if there is a compiled product for its dtype.
 
-oneDNN multiplies bfloat16 fastest from a blocked layout, in which it reads the weight once and in order. A
-plain matrix costs extra work in every call. The packed matrix replaces the plain one: it has about the same
-size, and only `linear` can read it.
+The compiled product reads a packed weight once and in order. The packed weight replaces the plain one: it has
+about the same size, and only `linear` can read it. On the CPU the bits of a row do not depend on the other
+rows if the weight is packed.
 
 Dimension letters: T rows; I inputs; O outputs.
 """
@@ -14,31 +14,32 @@ from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import linear as cpu
+from kernels.packed_weight import PackedWeight
 
-# A hint for the layout. In measurements it did not change the speed at other numbers of rows.
-_TYPICAL_ROWS = 32
+# A matrix [O, I], plain or packed.
+Weight = torch.Tensor | PackedWeight
 
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether `pack_weight` packs this weight: it is bfloat16, on a CPU that multiplies bfloat16."""
+def can_pack(weight: Weight) -> bool:
+    """Whether `pack_weight` packs this weight."""
     return (
-        weight.device.type == "cpu"
-        and weight.dtype is torch.bfloat16
-        and not weight.is_mkldnn
-        and cpu.packs_bfloat16()
+        isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and cpu.can_multiply(weight.dtype)
     )
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+def pack_weight(weight: Weight, *, in_place: bool = False) -> Weight:
     """Pack a weight [O, I] for `linear`.
 
+    Args:
+        weight: The weight.
+        in_place: The memory of the weight may be overwritten, so that the weight is not in memory twice.
+
     Returns:
-        An opaque tensor of about the same size, or the weight itself if it cannot be packed.
+        The packed weight, or the weight itself if it cannot be packed.
     """
-    if not can_pack(weight):
-        return weight
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
-    return packed
+    if isinstance(weight, torch.Tensor) and can_pack(weight):
+        return PackedWeight(weight, in_place=in_place)
+    return weight
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -46,7 +47,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return functional.linear(x, weight, bias)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Project rows.
 
     Args:
@@ -61,9 +62,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         ValueError, TypeError: `x` is invalid.
     """
     check_tensor("x", x, (None, weight.shape[1]), FLOAT_DTYPES)
-    if not weight.is_mkldnn or not len(x):
-        return linear_reference(x, weight, bias) if len(x) else x.new_empty(0, weight.shape[0])
-    if cpu.can_multiply(x, weight):
-        return cpu.multiply(x, weight, bias)
-    projected: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return projected
+    if not len(x):
+        return x.new_empty(0, weight.shape[0])
+    return cpu.multiply(x, weight, bias) if isinstance(weight, PackedWeight) else linear_reference(x, weight, bias)

@@ -1,40 +1,41 @@
-// A mixture of experts for a step of few rows, with weights in the layout of kernels/cpu/linear.py. The products of all
-// experts run in one call, divided among threads by (expert, block of outputs). The weight of a chosen expert is read
-// once for all of its rows; other experts are not read.
+// A mixture of experts with packed weights: see packed_product.h. The products of all experts run in one call, divided
+// among threads by (expert, blocks of outputs). The weight of a chosen expert is read once for all of its rows; other
+// experts are not read.
 //
-// The bits of a row do not depend on the other rows, nor on the number of threads: see linear_block.h.
+// The bits of a row depend neither on the other rows, nor on the number of threads.
 
 #include <vector>
 
 #include "gates.h"
-#include "linear_block.h"
+#include "packed_product.h"
 #include "threads.h"
-
-#if defined(__AVX512BF16__)
 
 namespace quire {
 namespace {
 
-constexpr int64_t kMostRows = 32;  // MOST_ROWS of experts.py
+// The outputs of a task, in blocks.
+constexpr int64_t kTaskBlocks = 4;
 
 // Plain data, filled by kernels/cpu/experts.py: the fields must agree. A pair is a token and one of its k choices;
-// T * k of them are numbered by token. Strides are in elements.
+// T * k of them are numbered by token. Strides are in elements. Copies have the type of inputs, and rows filled up to
+// whole steps; there are none if rows need no copy.
 struct Arguments {
-  Bf16* out;                     // [T, C] contiguous
-  const Bf16* x;                 // [T, C]
-  const Bf16* const* gate_up;    // [E] weights [2 * I, C]
-  const Bf16* const* down;       // [E] weights [C, I]
+  void* out;                     // [T, C] contiguous
+  const void* x;                 // [T, C]
+  const void* const* gate_up;    // [E] packed weights [2 * I, C]
+  const void* const* down;       // [E] packed weights [C, I]
   const int64_t* expert_ids;     // [T, k]
   const float* expert_weights;   // [T, k]
-  Bf16 *both, *inner, *results;  // scratch: [T * k, 2 * I] and [T * k, I] by expert, [T * k, C] by pair
-  int64_t tokens, choices, experts, width, inner_width, padded_width, padded_inner_width, x_stride, threads;
+  void *both, *inner, *results;  // scratch: [T * k, 2 * I] and [T * k, I] by expert, [T * k, C] by pair
+  void *x_copy, *inner_copy;     // scratch: [T, C] and [T * k, I] by expert
+  int64_t tokens, choices, experts, width, inner_width, x_stride, threads;
 };
 
 // The pairs sorted by expert; those of one expert in their original order.
 struct Groups {
   std::vector<int64_t> pairs;   // [T * k]
   std::vector<int64_t> starts;  // [E + 1], the index of each expert's first pair
-  std::vector<int64_t> few;     // experts with 1 to kMostRows pairs
+  std::vector<int64_t> chosen;  // experts that have a pair
 
   // False if an expert id is out of range.
   bool fill(const Arguments& a) {
@@ -47,7 +48,7 @@ struct Groups {
     }
     starts.assign(a.experts + 1, 0);
     for (int64_t expert = 0; expert < a.experts; expert++) {
-      if (next[expert] > 0 && next[expert] <= kMostRows) few.push_back(expert);
+      if (next[expert] > 0) chosen.push_back(expert);
       starts[expert + 1] = starts[expert] + next[expert];
       next[expert] = starts[expert];
     }
@@ -57,72 +58,87 @@ struct Groups {
   }
 };
 
-// The products of all experts with few rows. `row_of(place)` is the address of the inputs of a pair, `result_of(place)`
-// that of its outputs, by its index in `pairs`. All threads of a parallel region must call this.
-template <typename RowOf, typename ResultOf>
-void project(const Groups& groups, const Bf16* const* weights, int64_t outputs, int64_t inputs, int64_t padded_inputs,
-             RowOf row_of, ResultOf result_of) {
-  const int64_t blocks = blocks_of(outputs), tasks = static_cast<int64_t>(groups.few.size()) * blocks;
+// The products of all experts. Rows and results are those of each pair, by its index in `pairs`. All threads of a
+// parallel region must call this.
+template <typename T>
+void project(const Groups& groups, const void* const* weights, int64_t outputs, int64_t inputs,
+             const std::vector<const InputOf<T>*>& rows, const std::vector<T*>& results) {
+  const int64_t blocks = blocks_of(outputs), parts = (blocks + kTaskBlocks - 1) / kTaskBlocks;
   // Dynamic, since experts have different numbers of rows.
 #pragma omp for schedule(dynamic)
-  for (int64_t task = 0; task < tasks; task++) {
-    const int64_t expert = groups.few[task / blocks], first = task % blocks * kBlockOutputs;
+  for (int64_t task = 0; task < static_cast<int64_t>(groups.chosen.size()) * parts; task++) {
+    const int64_t expert = groups.chosen[task / parts], first = task % parts * kTaskBlocks;
     const int64_t start = groups.starts[expert], count = groups.starts[expert + 1] - start;
-    float sums[kMostRows * kBlockOutputs];
-    const Bf16* rows[kMostRows];
-    for (int64_t row = 0; row < count; row++) rows[row] = row_of(start + row);
-    multiply_block(sums, weights[expert] + first * padded_inputs, rows, count, inputs / 2);
-    for (int64_t row = 0; row < count; row++) {
-      Bf16* to = result_of(start + row) + first;
-      for_lanes(std::min(kBlockOutputs, outputs - first), [&](int64_t o, int lanes) {
-        store_lanes(to + o, load<Floats>(sums + row * kBlockOutputs + o), lanes);
-      });
-    }
+    const Products<T> products{static_cast<const T*>(weights[expert]), nullptr, rows.data() + start,
+                               results.data() + start, count, inputs, outputs};
+    products.multiply_blocks(first, std::min(first + kTaskBlocks, blocks));
   }
 }
 
 // A rounded product. Otherwise the compiler would fuse it with the sum.
 inline Floats apart(Floats product) {
+#if defined(__AVX512F__)
   asm("" : "+v"(product));
+#else
+  asm("" : "+m"(product));  // a vector is two registers
+#endif
   return product;
 }
 
 // The results of a token's experts, weighted and summed in the order of its choices.
+template <typename T>
 void add_up(const Arguments& a, int64_t token) {
-  const Bf16* results = a.results + token * a.choices * a.width;
+  const T* results = static_cast<const T*>(a.results) + token * a.choices * a.width;
   const float* weights = a.expert_weights + token * a.choices;
   for_lanes(a.width, [&](int64_t d, int count) {
     Floats total = apart(load_lanes(results + d, count) * splat(weights[0]));
     for (int64_t choice = 1; choice < a.choices; choice++)
       total += apart(load_lanes(results + choice * a.width + d, count) * splat(weights[choice]));
-    store_lanes(a.out + token * a.width + d, total, count);
+    store_lanes(static_cast<T*>(a.out) + token * a.width + d, total, count);
   });
 }
 
-template <typename Activation>
+// The address of a row of inputs for a product: its own, or that of its copy, which is made now.
+template <typename T>
+const InputOf<T>* as_inputs(const T* row, void* copies, int64_t index, int64_t inputs) {
+  if (!needs_copy<T>(inputs)) return reinterpret_cast<const InputOf<T>*>(row);
+  InputOf<T>* copy = static_cast<InputOf<T>*>(copies) + index * copied_row(inputs);
+  copy_row(copy, row, inputs);
+  return copy;
+}
+
+template <typename Activation, typename T>
 bool run(const Arguments& a) {
   Groups groups;
   if (!groups.fill(a)) return false;
   const int64_t pairs = a.tokens * a.choices, both_width = 2 * a.inner_width;
-  const int64_t bytes = static_cast<int64_t>(groups.few.size()) * 3 * a.inner_width * a.width * 2;
-#pragma omp parallel num_threads(threads_for(bytes + pairs * a.width * 2, a.threads))
+  const int64_t bytes =
+      (static_cast<int64_t>(groups.chosen.size()) * 3 * a.inner_width + pairs) * a.width * static_cast<int64_t>(sizeof(T));
+  const T* x = static_cast<const T*>(a.x);
+  T *both = static_cast<T*>(a.both), *inner = static_cast<T*>(a.inner), *results = static_cast<T*>(a.results);
+  std::vector<const InputOf<T>*> tokens(a.tokens), outer_rows(pairs), inner_rows(pairs);
+  std::vector<T*> both_rows(pairs), result_rows(pairs);
+#pragma omp parallel num_threads(threads_for(bytes, a.threads))
   {
-    project(
-        groups, a.gate_up, both_width, a.width, a.padded_width,
-        [&](int64_t place) { return a.x + groups.pairs[place] / a.choices * a.x_stride; },
-        [&](int64_t place) { return a.both + place * both_width; });
-#pragma omp for schedule(dynamic)
-    for (size_t index = 0; index < groups.few.size(); index++)
-      for (int64_t place = groups.starts[groups.few[index]]; place < groups.starts[groups.few[index] + 1]; place++) {
-        const Bf16* gate = a.both + place * both_width;
-        multiply_gate<Activation>(a.inner + place * a.inner_width, gate, gate + a.inner_width, a.inner_width);
-      }
-    project(
-        groups, a.down, a.width, a.inner_width, a.padded_inner_width,
-        [&](int64_t place) { return a.inner + place * a.inner_width; },
-        [&](int64_t place) { return a.results + groups.pairs[place] * a.width; });
 #pragma omp for
-    for (int64_t token = 0; token < a.tokens; token++) add_up(a, token);
+    for (int64_t token = 0; token < a.tokens; token++)
+      tokens[token] = as_inputs(x + token * a.x_stride, a.x_copy, token, a.width);
+#pragma omp for
+    for (int64_t place = 0; place < pairs; place++) {
+      outer_rows[place] = tokens[groups.pairs[place] / a.choices];
+      both_rows[place] = both + place * both_width;
+      result_rows[place] = results + groups.pairs[place] * a.width;
+    }
+    project<T>(groups, a.gate_up, both_width, a.width, outer_rows, both_rows);
+#pragma omp for
+    for (int64_t place = 0; place < pairs; place++) {
+      T* row = inner + place * a.inner_width;
+      multiply_gate<Activation>(row, both_rows[place], both_rows[place] + a.inner_width, a.inner_width);
+      inner_rows[place] = as_inputs(static_cast<const T*>(row), a.inner_copy, place, a.inner_width);
+    }
+    project<T>(groups, a.down, a.width, a.inner_width, inner_rows, result_rows);
+#pragma omp for
+    for (int64_t token = 0; token < a.tokens; token++) add_up<T>(a, token);
   }
   return true;
 }
@@ -131,12 +147,13 @@ bool run(const Arguments& a) {
 }  // namespace quire
 
 // False if an expert id is out of range; nothing is computed then.
-#define QUIRE_EXPERTS(NAME, ACTIVATION)                                                     \
-  extern "C" bool NAME(const void* arguments) {                                             \
-    return quire::run<quire::ACTIVATION>(*static_cast<const quire::Arguments*>(arguments)); \
+#define QUIRE_EXPERTS(NAME, ACTIVATION, T)                                                     \
+  extern "C" bool NAME(const void* arguments) {                                                \
+    return quire::run<quire::ACTIVATION, T>(*static_cast<const quire::Arguments*>(arguments)); \
   }
-QUIRE_EXPERTS(quire_experts_silu_bf16, Silu)
-QUIRE_EXPERTS(quire_experts_gelu_tanh_bf16, GeluTanh)
-QUIRE_EXPERTS(quire_experts_gelu_bf16, Gelu)
-
-#endif
+QUIRE_EXPERTS(quire_experts_silu_bf16, Silu, quire::Bf16)
+QUIRE_EXPERTS(quire_experts_silu_f32, Silu, float)
+QUIRE_EXPERTS(quire_experts_gelu_tanh_bf16, GeluTanh, quire::Bf16)
+QUIRE_EXPERTS(quire_experts_gelu_tanh_f32, GeluTanh, float)
+QUIRE_EXPERTS(quire_experts_gelu_bf16, Gelu, quire::Bf16)
+QUIRE_EXPERTS(quire_experts_gelu_f32, Gelu, float)

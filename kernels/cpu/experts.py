@@ -1,16 +1,17 @@
-"""Calls the compiled mixture of experts in experts.cpp, on weights in oneDNN's layout: see `linear`."""
+"""Calls the compiled mixture of experts in experts.cpp, on packed weights."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
-from kernels.cpu import library, linear
+from kernels.cpu import library
+from kernels.cpu.linear import copied_rows
+from kernels.packed_weight import PackedWeight
 
-# The most rows of an expert that the kernel takes. For more, oneDNN multiplies them.
-MOST_ROWS = 32
+_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 class _Arguments(ctypes.Structure):
@@ -19,8 +20,9 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "x", "gate_up", "down", "expert_ids")),
         *((name, ctypes.c_void_p) for name in ("expert_weights", "both", "inner", "results")),
+        *((name, ctypes.c_void_p) for name in ("x_copy", "inner_copy")),
         *((name, ctypes.c_int64) for name in ("tokens", "choices", "experts", "width", "inner_width")),
-        *((name, ctypes.c_int64) for name in ("padded_width", "padded_inner_width", "x_stride", "threads")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "threads")),
     )
 
 
@@ -29,31 +31,19 @@ class PackedWeights:
 
     Attributes:
         addresses: A C array of the weights' addresses.
-        padded_inputs: The inputs of each weight in its layout, padding included.
     """
 
-    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        """Take ownership of weights, all of one shape."""
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        """Take ownership of weights, all of one shape and dtype."""
         self._weights = tuple(weights)
-        addresses = [torch.ops.mkldnn.data_ptr(weight) for weight in self._weights]
+        addresses = [weight.data.data_ptr() for weight in self._weights]
         self.addresses = (ctypes.c_void_p * len(addresses))(*addresses)
-        self.padded_inputs = linear.padded_inputs(self[0])
 
     def __len__(self) -> int:
         return len(self._weights)
 
-    def __getitem__(self, expert: int) -> torch.Tensor:
+    def __getitem__(self, expert: int) -> PackedWeight:
         return self._weights[expert]
-
-
-def can_experts(gate_up: PackedWeights, down: PackedWeights) -> bool:
-    """Whether the kernel is available and supports these weights."""
-    return (
-        gate_up[0].shape[1] % 2 == 0
-        and down[0].shape[1] % 2 == 0
-        and linear.understands_layout()
-        and library.has_function("quire_experts_silu_bf16")
-    )
 
 
 def experts(
@@ -63,22 +53,19 @@ def experts(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activation: str,
-    results: torch.Tensor,
 ) -> torch.Tensor:
-    """See `kernels.experts.experts`, which checks the arguments. Requires `can_experts`.
-
-    Args:
-        results: [T * k, C], with the outputs of experts that have more than MOST_ROWS rows. Mutated: the
-            outputs of the others are filled in.
+    """See `kernels.experts.experts`, which checks the arguments.
 
     Raises:
         IndexError: An expert id is out of range.
     """
     (tokens, width), choices = x.shape, expert_ids.shape[1]
+    pairs, inner_width = tokens * choices, down[0].shape[1]
     out = torch.empty(tokens, width, dtype=x.dtype)  # [T, C]
-    both_width = gate_up[0].shape[0]
-    both = torch.empty(tokens * choices, both_width, dtype=x.dtype)  # [T * k, 2 * I]
-    inner = torch.empty(tokens * choices, both_width // 2, dtype=x.dtype)  # [T * k, I]
+    both = torch.empty(pairs, 2 * inner_width, dtype=x.dtype)  # [T * k, 2 * I]
+    inner = torch.empty(pairs, inner_width, dtype=x.dtype)  # [T * k, I]
+    results = torch.empty(pairs, width, dtype=x.dtype)  # [T * k, C]
+    copies = copied_rows(x.dtype, tokens, width), copied_rows(x.dtype, pairs, inner_width)
     expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.float().contiguous()
     arguments = _Arguments(
         out.data_ptr(),
@@ -90,17 +77,17 @@ def experts(
         both.data_ptr(),
         inner.data_ptr(),
         results.data_ptr(),
+        *(None if copy is None else copy.data_ptr() for copy in copies),
         tokens,
         choices,
         len(gate_up),
         width,
-        both_width // 2,
-        gate_up.padded_inputs,
-        down.padded_inputs,
+        inner_width,
         x.stride(0),
         torch.get_num_threads(),
     )
-    run = library.function(f"quire_experts_{activation}_bf16", (ctypes.c_void_p,), ctypes.c_bool)
+    name = f"quire_experts_{activation}_{_DTYPES[x.dtype]}"
+    run = library.function(name, (ctypes.c_void_p,), ctypes.c_bool)
     if not run(ctypes.addressof(arguments)):
         raise IndexError(f"expert_ids: must be from 0 to {len(gate_up) - 1}")
     return out

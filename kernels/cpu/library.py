@@ -93,6 +93,12 @@ def kernel_name() -> str | None:
     return f"cpu-{instructions.name}" if instructions is not None and available() else None
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the instruction set has products of bfloat16; without them the kernels convert rows to float32."""
+    instructions = instruction_set()
+    return instructions is not None and "avx512_bf16" in instructions.cpu_flags
+
+
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library, loaded on the first call; None if there is no matching build. Does not build."""

@@ -1,48 +1,64 @@
-// x W^T + b for a few rows: see linear_block.h. The bits of a row do not depend on the others, nor on the number of
-// threads.
+// x W^T + b with a packed weight: see packed_product.h.
 
-#include "linear_block.h"
+#include <omp.h>
+
+#include "packed_product.h"
 #include "threads.h"
-
-#if defined(__AVX512BF16__)
 
 namespace quire {
 namespace {
 
-constexpr int64_t kMostRows = 8;  // MOST_ROWS of linear.py
+// The rows that are copied at a time, where they have to be: a matter of memory, and of no consequence for bits.
+constexpr int64_t kCopiedRows = 256;  // COPIED_ROWS of linear.py
 
 // Plain data, filled by kernels/cpu/linear.py: the fields must agree. Strides are in elements.
 struct Arguments {
-  Bf16* out;           // [T, O] contiguous
-  const Bf16* x;       // [T, I]
-  const Bf16* weight;  // [O / 64, I_padded / 2, 64, 2], the last blocks padded
-  const Bf16* bias;    // [O], or null
-  int64_t rows, inputs, outputs, padded_inputs, x_stride, threads;
+  void* out;           // [T, O] contiguous
+  const void* x;       // [T, I]
+  const void* weight;  // packed [O, I]
+  const void* bias;    // [O], or null
+  void* scratch;       // space for min(T, 256) copied rows; unused if rows need no copy
+  int64_t rows, inputs, outputs, x_stride, threads;
 };
 
-void project_block(const Arguments& a, int64_t block) {
-  float sums[kMostRows * kBlockOutputs];
-  const Bf16* rows[kMostRows];
-  for (int64_t row = 0; row < a.rows; row++) rows[row] = a.x + row * a.x_stride;
-  const int64_t first = block * kBlockOutputs;
-  multiply_block(sums, a.weight + first * a.padded_inputs, rows, a.rows, a.inputs / 2);
-  for (int64_t row = 0; row < a.rows; row++)
-    for_lanes(std::min(kBlockOutputs, a.outputs - first), [&](int64_t o, int count) {
-      Floats total = load<Floats>(sums + row * kBlockOutputs + o);
-      if (a.bias != nullptr) total += load_lanes(a.bias + first + o, count);
-      store_lanes(a.out + row * a.outputs + first + o, total, count);
-    });
+template <typename T>
+void linear(const Arguments& a) {
+  const T* x = static_cast<const T*>(a.x);
+  InputOf<T>* copies = static_cast<InputOf<T>*>(a.scratch);
+  const bool copied = needs_copy<T>(a.inputs);
+  const int64_t blocks = blocks_of(a.outputs);
+#pragma omp parallel num_threads(threads_for(a.outputs * a.inputs * static_cast<int64_t>(sizeof(T)), a.threads))
+  {
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    for (int64_t first = 0; first < a.rows; first += kCopiedRows) {
+      const int64_t count = std::min(kCopiedRows, a.rows - first);
+      const InputOf<T>* rows[kCopiedRows];
+      T* results[kCopiedRows];
+      for (int64_t row = 0; row < count; row++) {
+        rows[row] = copied ? copies + row * copied_row(a.inputs)
+                           : reinterpret_cast<const InputOf<T>*>(x + (first + row) * a.x_stride);
+        results[row] = static_cast<T*>(a.out) + (first + row) * a.outputs;
+      }
+      if (copied) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < count; row++)
+          copy_row(copies + row * copied_row(a.inputs), x + (first + row) * a.x_stride, a.inputs);
+      }
+      const Products<T> products{static_cast<const T*>(a.weight), static_cast<const T*>(a.bias), rows, results, count,
+                                 a.inputs, a.outputs};
+      products.multiply_blocks(blocks * thread / threads, blocks * (thread + 1) / threads);
+      // The copies are in use until all threads are done.
+      if (copied) {
+#pragma omp barrier
+      }
+    }
+  }
 }
 
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_linear_bf16(const void* arguments) {
-  using namespace quire;
-  const Arguments& a = *static_cast<const Arguments*>(arguments);
-  const int64_t blocks = blocks_of(a.outputs);
-#pragma omp parallel for schedule(static) num_threads(threads_for(a.outputs * a.inputs * 2, a.threads))
-  for (int64_t block = 0; block < blocks; block++) project_block(a, block);
-}
-
-#endif
+#define QUIRE_LINEAR(NAME, T) \
+  extern "C" void NAME(const void* arguments) { quire::linear<T>(*static_cast<const quire::Arguments*>(arguments)); }
+QUIRE_LINEAR(quire_linear_bf16, quire::Bf16)
+QUIRE_LINEAR(quire_linear_f32, float)

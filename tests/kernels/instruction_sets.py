@@ -8,7 +8,6 @@ import os
 import pytest
 
 from kernels.cpu import library
-from kernels.cpu.linear import packs_bfloat16, understands_layout
 
 
 def instructions_used(name: str = "avx2") -> library.InstructionSet:
@@ -36,12 +35,3 @@ def need_compiled(name: str = "avx2") -> None:
         pytest.skip(f"needs compiled kernels: {error}")
     library.load.cache_clear()
     assert library.available()
-
-
-def need_packed_products() -> None:
-    """Skip the test unless the compiled kernels multiply with weights that oneDNN has packed."""
-    need_compiled("avx512bf16")
-    if not understands_layout():
-        here = "packs them in another layout" if packs_bfloat16() else "packs none"
-        limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "not set, and a CPU may have amx_bf16")
-        pytest.skip(f"needs weights packed for avx512_bf16, oneDNN {here}: ONEDNN_MAX_CPU_ISA is {limit}")

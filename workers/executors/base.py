@@ -322,7 +322,7 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
     return Capabilities(
         executor=name,
         runner=engine.runner.name,
-        kernels=active_kernels(kv.dtype, kv.device),
+        kernels=active_kernels(kv.device),
         device=str(kv.device),
         # Models that run one sequence at a time, in the library's code, are those that take no trees.
         supports_native_unified_decode=engine.takes_trees,

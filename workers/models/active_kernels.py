@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.library import InstructionSetError, instruction_set, kernel_name
-from kernels.cpu.linear import understands_layout
-from kernels.linear import can_pack
 from kernels.paged_attention import CUDA_WIDTHS
 from workers.models.errors import ModelError, UnsupportedError
 
@@ -14,17 +12,14 @@ from workers.models.errors import ModelError, UnsupportedError
 NOT_COMPILED = "cpu-not-compiled"
 
 
-def active_kernels(dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
+def active_kernels(device: torch.device) -> tuple[str, ...]:
     """The implementations that run a model, named as in the protos: ("torch", "cpu-avx512")."""
     if device.type == "cuda":
         return (
             "torch",
             "triton",
         )  # Triton runs only the sampling of the weightless model: its heads are narrow
-    names = ["torch"]
-    if can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
-        names += ["onednn-packed", *(["cpu-packed-products"] if understands_layout() else [])]
-    return (*names, kernel_name() or NOT_COMPILED)
+    return ("torch", kernel_name() or NOT_COMPILED)
 
 
 def check_instruction_set() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.linear import linear, pack_weight
+from kernels.linear import Weight, linear, pack_weight
 from kernels.rope import RopeSpec, rope_table
 from workers.kv.tensors import KvTensors
 from workers.models.config import ModelConfig
@@ -58,7 +58,7 @@ class Decoder:
         self.device = embedding.device
         self.embedding = embedding
         self.layers = list(layers)
-        self.lm_head = lm_head
+        self.lm_head: Weight = lm_head
         self._final_norm = final_norm
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
         # In families that scale by the square root of the width, the factor is rounded to the model's dtype.
@@ -74,6 +74,7 @@ class Decoder:
         found = {"model.embed_tokens.weight": LoadTarget.of(self.embedding)}
         found.update(self._final_norm.targets("model."))
         if not self.config.tie_word_embeddings:
+            assert isinstance(self.lm_head, torch.Tensor), "targets are of plain weights"
             found["lm_head.weight"] = LoadTarget.of(self.lm_head)
         for index, layer in enumerate(self.layers):
             for sublayer in (layer.attention, layer.mlp):
@@ -82,7 +83,7 @@ class Decoder:
 
     @torch.inference_mode()
     def pack(self, embedding: torch.Tensor | None = None) -> None:
-        """Pack the filled parameters for the matrix library, one by one. Do not use `targets` afterwards.
+        """Pack the filled parameters, one by one. Do not use `targets` afterwards.
 
         Args:
             embedding: Another copy of a tied embedding [V, C], such as a mapped file: the one in memory then
@@ -90,7 +91,7 @@ class Decoder:
         """
         if self.lm_head is not self.embedding or embedding is not None:
             self.embedding = self.embedding if embedding is None else embedding
-            self.lm_head = pack_weight(self.lm_head)
+            self.lm_head = pack_weight(self.lm_head, in_place=True)
         for layer in self.layers:
             layer.attention.body.pack()
             layer.mlp.body.pack()

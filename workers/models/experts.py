@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kernels.cpu.experts import PackedWeights
 from kernels.experts import ExpertWeights, experts, pack_experts, route
 from kernels.gated_activation import Activation
 from kernels.linear import linear
@@ -53,6 +54,7 @@ class Experts:
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
+        assert not isinstance(self.gate_up, PackedWeights) and not isinstance(self.down, PackedWeights)
         yield f"{prefix}{self._names.router}.weight", LoadTarget.of(self.router)
         for index in range(self._config.count):
             gate, up = self.gate_up[index].chunk(2)
@@ -61,7 +63,7 @@ class Experts:
                 yield f"{prefix}{name.format(index)}.weight", LoadTarget.of(part)
 
     def pack(self) -> None:
-        """Pack the filled weights for the matrix library."""
+        """Pack the filled weights in place."""
         self.gate_up = pack_experts(self.gate_up)
         self.down = pack_experts(self.down)
 

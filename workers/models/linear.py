@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear import linear, pack_weight
+from kernels.linear import Weight, linear, pack_weight
+from kernels.packed_weight import PackedWeight
 
 Allocate = Callable[..., torch.Tensor]
 """Allocates a tensor of the given sizes, in the model's dtype and on its device."""
@@ -55,7 +56,7 @@ class Linear:
             bias: [O].
             parts: The number of outputs of each projection, by its name in a checkpoint; O in all.
         """
-        self.weight = weight
+        self.weight: Weight = weight
         self.bias = bias
         self._parts = dict(parts)
 
@@ -70,14 +71,15 @@ class Linear:
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by its name, which begins with `prefix`."""
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
+            assert not isinstance(tensor, PackedWeight), "targets are of plain weights"
             if tensor is not None:
                 parts = torch.split(tensor, list(self._parts.values()))
                 for name, part in zip(self._parts, parts, strict=True):
                     yield f"{prefix}{name}.{kind}", LoadTarget.of(part)
 
     def pack(self) -> None:
-        """Pack the filled weight for the matrix library. The targets must not be used afterwards."""
-        self.weight = pack_weight(self.weight)
+        """Pack the filled weight in place. The targets must not be used afterwards."""
+        self.weight = pack_weight(self.weight, in_place=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, I] -> [T, O], a new tensor."""

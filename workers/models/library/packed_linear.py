@@ -1,4 +1,4 @@
-"""Projections of a library's model with weights packed for the matrix library: see `kernels.linear`.
+"""Projections of a library's model with packed weights: see `kernels.linear`.
 
 A decode reads every weight once, so projections are most of its time. The packed weight replaces the plain
 one, layer by layer, and only `kernels.linear` can read it. If the library's code reads the weight of a layer
@@ -17,17 +17,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kernels.linear import can_pack, linear, pack_weight
+from kernels.linear import can_pack, linear
+from kernels.packed_weight import PackedWeight
 from workers.models.library.heap_trimmer import HeapTrimmer
 
-# The packed layout has blocks of 64 outputs: the router of eight experts would grow eightfold.
-_MIN_SIZE = 64
+# The packed layout has blocks of 16 outputs and 32 inputs: smaller weights would grow.
+_MIN_SIZE = 32
 
 
 class PackedLinear(nn.Linear):
     """A linear layer with a packed weight; made by `pack_linears`."""
 
-    _packed: torch.Tensor
+    _packed: PackedWeight
     _use_plain_product: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the library's name
@@ -52,7 +53,7 @@ class PackedLinear(nn.Linear):
 
 @torch.inference_mode()
 def pack_linears(module: nn.Module) -> None:
-    """Pack the projections that are faster packed: those in bfloat16 on the CPU.
+    """Pack the projections that are faster packed: those for which the CPU has a compiled product.
 
     Mutates `module`. Weights are packed one by one, so that only one is in memory twice. Weights with another
     use, such as tied embeddings, are not packed.
@@ -89,7 +90,7 @@ def _is_worth_packing(layer: nn.Linear) -> bool:
 
 
 def _pack(layer: nn.Linear) -> None:
-    packed = pack_weight(layer.weight.detach())
+    packed = PackedWeight(layer.weight.detach())
     del layer.weight
     layer.__class__ = PackedLinear
     assert isinstance(layer, PackedLinear)

@@ -1,0 +1,65 @@
+// Products of rows and packed weights.
+//
+// The layout of a weight [O, I] (kernels/packed_weight.py): blocks of 16 outputs, the last one filled up with zeros. Of
+// bfloat16 a block is [I / 2, 16, 2], pairs of inputs, with I filled up to a multiple of 32: each KiB of it is a tile of
+// AMX. Of float32 it is [I, 16].
+//
+// An output is the sum over its inputs one after the other, in float32, by fused multiply-adds. So its bits depend
+// neither on the other rows, nor on how rows and outputs are divided into tiles and among threads.
+#pragma once
+
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace quire {
+
+constexpr int64_t kBlockOutputs = 16;
+constexpr int64_t kGroupInputs = 32;
+
+// The type that rows must have for products with a weight. Without instructions for bfloat16 it is float.
+#if defined(__AVX512BF16__)
+template <typename Weight>
+using InputOf = Weight;
+#else
+template <typename Weight>
+using InputOf = float;
+#endif
+
+constexpr int64_t blocks_of(int64_t outputs) { return (outputs + kBlockOutputs - 1) / kBlockOutputs; }
+
+// The elements of a block of a weight.
+template <typename Weight>
+constexpr int64_t block_size_of(int64_t inputs) {
+  constexpr int64_t kGroup = sizeof(Weight) == sizeof(float) ? 1 : kGroupInputs;
+  return kBlockOutputs * ((inputs + kGroup - 1) / kGroup * kGroup);
+}
+
+// Whether rows have to be copied to be multiplied: converted, or filled up to a whole pair.
+template <typename Weight>
+constexpr bool needs_copy(int64_t inputs) {
+  return !std::is_same_v<Weight, InputOf<Weight>> || (sizeof(Weight) < sizeof(float) && inputs % 2 != 0);
+}
+
+// The elements of a copy of a row.
+constexpr int64_t copied_row(int64_t inputs) { return (inputs + 1) / 2 * 2; }
+
+template <typename Weight>
+inline void copy_row(InputOf<Weight>* to, const Weight* from, int64_t inputs) {
+  for_lanes(inputs, [&](int64_t i, int count) { store_lanes(to + i, load_lanes(from + i, count), count); });
+  if (inputs % 2) to[inputs] = {};
+}
+
+// Writes the products of some rows and blocks of a weight, each result rounded once, after the bias is added.
+template <typename Weight>
+struct Products {
+  const Weight* weight;                // packed
+  const Weight* bias;                  // [O], or null
+  const InputOf<Weight>* const* rows;  // [count] addresses of rows [I]
+  Weight* const* results;              // [count] addresses of rows [O]
+  int64_t count, inputs, outputs;
+
+  void multiply_blocks(int64_t begin, int64_t end) const;
+};
+
+}  // namespace quire

@@ -1,0 +1,75 @@
+"""Weights in the layout that the compiled products of the CPU read: see kernels/cpu/packed_product.h.
+
+Dimension letters: I inputs; O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+_BLOCK_OUTPUTS = 16
+_GROUP_INPUTS = 32
+# The part of a weight that is copied while it is packed in place.
+_PART_BYTES = 4 << 20
+
+
+class PackedWeight:
+    """A packed weight [O, I] of bfloat16 or float32.
+
+    Attributes:
+        shape: [O, I], without what fills up the last blocks.
+        dtype: The dtype of the weight.
+        data: The blocks, flat.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, weight: torch.Tensor, *, in_place: bool = False) -> None:
+        """Pack a weight [O, I].
+
+        Args:
+            weight: The plain weight.
+            in_place: Overwrite the memory of `weight`, if it consists of whole blocks.
+        """
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        outputs, inputs = _filled_up(weight.shape, weight.dtype)
+        if in_place and (outputs, inputs) == tuple(weight.shape) and weight.is_contiguous():
+            self.data = weight.view(-1)
+            blocks = max(_PART_BYTES // (_BLOCK_OUTPUTS * inputs * weight.element_size()), 1)
+            for first in range(0, outputs, blocks * _BLOCK_OUTPUTS):
+                part = weight[first : first + blocks * _BLOCK_OUTPUTS]
+                part.view(-1).copy_(_in_blocks(part))
+        else:
+            filler = (0, inputs - weight.shape[1], 0, outputs - weight.shape[0])
+            self.data = _in_blocks(functional.pad(weight, filler))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def to_dense(self) -> torch.Tensor:
+        """The weight [O, I] as a new tensor."""
+        outputs, inputs = _filled_up(self.shape, self.dtype)
+        step = _step_inputs(self.dtype)
+        blocks = self.data.view(outputs // _BLOCK_OUTPUTS, inputs // step, _BLOCK_OUTPUTS, step)
+        return blocks.transpose(1, 2).reshape(outputs, inputs)[: self.shape[0], : self.shape[1]].contiguous()
+
+
+def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """A weight of whole blocks [O, I] in their order, flat; a new tensor."""
+    outputs, inputs = weight.shape
+    step = _step_inputs(weight.dtype)
+    blocks = weight.view(outputs // _BLOCK_OUTPUTS, _BLOCK_OUTPUTS, inputs // step, step)
+    return blocks.transpose(1, 2).flatten()
+
+
+def _filled_up(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
+    """Outputs and inputs with what fills up the last blocks."""
+    group = _GROUP_INPUTS if dtype is torch.bfloat16 else 1
+    return -(-shape[0] // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS, -(-shape[1] // group) * group
+
+
+def _step_inputs(dtype: torch.dtype) -> int:
+    """The inputs of an output that are next to each other in a block."""
+    return 2 if dtype is torch.bfloat16 else 1
