@@ -9,8 +9,8 @@ and its product with up as in `kernels.gated_activation`. The k results of a tok
 float32, in the order of k, and rounded once. (transformers sums in the order of the experts, in the dtype of
 x.)
 
-The bits of a row do not depend on the other rows with packed weights on the CPU; on a GPU among batches with the
-same tile configuration (see `kernels.cuda.experts`).
+The bits of a row do not depend on the other rows with packed weights on the CPU; on a GPU among batches with
+the same tile configuration (see `kernels.cuda.experts`).
 
 Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts of a
 token.

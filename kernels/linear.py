@@ -22,9 +22,7 @@ Weight = torch.Tensor | PackedWeight
 
 def can_pack(weight: Weight) -> bool:
     """Whether `pack_weight` packs this weight."""
-    return (
-        isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and cpu.can_multiply(weight.dtype)
-    )
+    return isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and cpu.can_multiply(weight.dtype)
 
 
 def pack_weight(weight: Weight, *, in_place: bool = False) -> Weight:
@@ -64,4 +62,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     check_tensor("x", x, (None, weight.shape[1]), FLOAT_DTYPES)
     if not len(x):
         return x.new_empty(0, weight.shape[0])
-    return cpu.multiply(x, weight, bias) if isinstance(weight, PackedWeight) else linear_reference(x, weight, bias)
+    return (
+        cpu.multiply(x, weight, bias)
+        if isinstance(weight, PackedWeight)
+        else linear_reference(x, weight, bias)
+    )

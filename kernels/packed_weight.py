@@ -48,12 +48,21 @@ class PackedWeight:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight as a new tensor: [n] -> [n, I]. The indices, from 0 to O - 1, are not checked."""
+        blocks = self._blocks()[indices // _BLOCK_OUTPUTS, :, indices % _BLOCK_OUTPUTS]  # [n, steps, step]
+        return blocks.flatten(1)[:, : self.shape[1]].contiguous()
+
     def to_dense(self) -> torch.Tensor:
         """The weight [O, I] as a new tensor."""
+        plain = self._blocks().transpose(1, 2).flatten(2).flatten(0, 1)
+        return plain[: self.shape[0], : self.shape[1]].contiguous()
+
+    def _blocks(self) -> torch.Tensor:
+        """[blocks, steps, 16, inputs of a step], a view."""
         outputs, inputs = _filled_up(self.shape, self.dtype)
         step = _step_inputs(self.dtype)
-        blocks = self.data.view(outputs // _BLOCK_OUTPUTS, inputs // step, _BLOCK_OUTPUTS, step)
-        return blocks.transpose(1, 2).reshape(outputs, inputs)[: self.shape[0], : self.shape[1]].contiguous()
+        return self.data.view(outputs // _BLOCK_OUTPUTS, inputs // step, _BLOCK_OUTPUTS, step)
 
 
 def _in_blocks(weight: torch.Tensor) -> torch.Tensor:

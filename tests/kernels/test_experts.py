@@ -8,6 +8,7 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
+from kernels.cpu.experts import PackedWeights
 from kernels.experts import experts, experts_reference, pack_experts, route
 from kernels.gated_activation import ACTIVATIONS, Activation
 from kernels.linear import can_pack
@@ -106,16 +107,20 @@ def test_results_are_added_in_the_order_of_k() -> None:
 
 
 def test_a_list_is_packed_in_place() -> None:
+    if not can_pack(torch.zeros(1, 1)):
+        pytest.skip("no kernels are compiled for this CPU")
     gate_up, _ = matrices(3, 16, 32, torch.bfloat16)
     held = [each.clone() for each in gate_up]
     packed = pack_experts(held)
-    assert [each.is_mkldnn for each in held] == [can_pack(each) for each in gate_up]
-    assert all(packed[expert] is each for expert, each in enumerate(held))
+    assert isinstance(packed, PackedWeights)
+    for expert, each in enumerate(held):
+        assert packed[expert].data.data_ptr() == each.data_ptr()
+        assert torch.equal(packed[expert].to_dense(), gate_up[expert])
 
 
 def test_what_is_not_packed_stays_one_tensor() -> None:
     """As on a GPU, whose kernel takes no list."""
-    for weight in (*matrices(3, 16, 32, torch.float32), torch.empty(3, 8, 8, device="meta")):
+    for weight in (*matrices(3, 16, 32, torch.float16), torch.empty(3, 8, 8, device="meta")):
         assert pack_experts(weight) is weight
 
 

@@ -9,35 +9,54 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.cuda.forked_tests import NOTICED, ROOT, ForkedTests
-from tests.kernels.instruction_sets import need_packed_products
+from tests.kernels.instruction_sets import need_compiled
 
 TESTS = "tests/kernels/test_experts_cpu.py"
 # What those tests need of the library: a whole one takes longer to build.
-SOURCES = ("experts.cpp", "linear.cpp", "gated_activation.cpp")
-EXPERTS, BLOCK = "experts.cpp", "linear_block.h"
+SOURCES = ("experts.cpp", "linear.cpp", "packed_product.cpp", "gated_activation.cpp")
+EXPERTS, PRODUCT = "experts.cpp", "packed_product.cpp"
 # What goes wrong: the source, what it says, and what it is made to say.
 MISTAKES = {
-    "a row of another token": (EXPERTS, "groups.pairs[place] / a.choices", "groups.pairs[place] % a.tokens"),
-    "rows lie close together": (EXPERTS, "/ a.choices * a.x_stride", "/ a.choices * a.width"),
-    "results stay by expert": (EXPERTS, "a.results + groups.pairs[place]", "a.results + place"),
+    "a row of another token": (
+        EXPERTS,
+        "groups.pairs[place] / a.choices]",
+        "groups.pairs[place] % a.tokens]",
+    ),
+    "rows lie close together": (EXPERTS, "x + token * a.x_stride", "x + token * a.width"),
+    "results stay by expert": (
+        EXPERTS,
+        "results + groups.pairs[place] * a.width",
+        "results + place * a.width",
+    ),
     "products are not rounded": (EXPERTS, 'asm("" : "+v"(product));', ""),
     "the sum is backwards": (
         EXPERTS,
         "choice = 1; choice < a.choices; choice++",
         "choice = a.choices - 1; choice > 0; choice--",
     ),
-    "an expert that is just full is left out": (EXPERTS, "<= kMostRows)", "< kMostRows)"),
     "one expert too many": (EXPERTS, "expert >= a.experts", "expert > a.experts"),
     "a last block is as wide as others": (
-        EXPERTS,
-        "std::min(kBlockOutputs, outputs - first)",
+        PRODUCT,
+        "std::min(kBlockOutputs, products.outputs - output)",
         "kBlockOutputs",
     ),
-    "the gate is up": (EXPERTS, "gate, gate + a.inner_width,", "gate, gate,"),
-    "inputs are not filled up": (EXPERTS, "+ first * padded_inputs", "+ first * inputs"),
-    "a second tile has the rows of the first": (BLOCK, "weight, rows + row, pair,", "weight, rows, pair,"),
-    "sums begin where others end": (BLOCK, "std::fill_n(sums, count * kBlockOutputs, 0.0f);", ""),
-    "a last chunk is as long as others": (BLOCK, "std::min(pair + chunk, pairs)", "pair + chunk"),
+    "the gate is up": (
+        EXPERTS,
+        "both_rows[place], both_rows[place] + a",
+        "both_rows[place], both_rows[place] + 0 * a",
+    ),
+    "inputs are not filled up": (
+        PRODUCT,
+        "products.weight + block * block_size",
+        "products.weight + block * kBlockOutputs * products.inputs",
+    ),
+    "a second tile has the rows of the first": (PRODUCT, "products.rows[row + r]", "products.rows[r]"),
+    "a second tile is the first": (PRODUCT, "write(products, row + r,", "write(products, r,"),
+    "sums begin with each other": (
+        PRODUCT,
+        "sums[r][b] = zero_sums();",
+        "if (b == 0) sums[r][b] = zero_sums();",
+    ),
 }
 
 
@@ -45,7 +64,7 @@ MISTAKES = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_each_is_noticed_and_nothing_else_is(mistake: str | None, tmp_path: Path) -> None:
-    need_packed_products()
+    need_compiled()
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     ignored = shutil.ignore_patterns("__pycache__", "build")

@@ -1,13 +1,26 @@
-"""Projections from packed weights against the plain ones."""
+"""Projections from packed weights against float64, and their bits."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from kernels.cpu import linear as cpu
 from kernels.linear import can_pack, linear, linear_reference, pack_weight
-from tests.kernels.instruction_sets import need_packed_products
+from kernels.packed_weight import PackedWeight
+from tests.kernels.instruction_sets import need_compiled
+
+DTYPES = {torch.bfloat16: 2**-8, torch.float32: 2**-23}
+# Widths that fill the last blocks, and that do not; an odd number of inputs.
+SHAPES = [(96, 64), (33, 80), (1, 48), (1024, 257), (200, 1030), (17, 1)]
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 def sum_loss(inputs: int) -> float:
@@ -19,59 +32,79 @@ def sum_loss(inputs: int) -> float:
     return 25 * inputs * 2**-24
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 8, 9, 32, 129])
-@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 80), (1, 48), (1024, 257), (200, 1030)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 9, 32, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_packed_bfloat16_is_as_exact_as_plain(rows: int, outputs: int, inputs: int, biased: bool) -> None:
+def test_packed_weights_are_as_exact_as_plain_ones(
+    rows: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(rows * 1000 + outputs)
-    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
-    x = torch.randn(rows, inputs, generator=generator).bfloat16()
-    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
     actual = linear(x, pack_weight(weight), bias)
     expected = linear_reference(x.double(), weight.double(), None if bias is None else bias.double())
-    assert actual.shape == (rows, outputs) and actual.dtype is torch.bfloat16
-    torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=sum_loss(inputs))
+    assert actual.shape == (rows, outputs) and actual.dtype is dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=DTYPES[dtype], atol=sum_loss(inputs))
 
 
-def test_few_rows_are_multiplied_by_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    need_packed_products()
-    weight = pack_weight(torch.randn(200, 96).bfloat16())
-    x = torch.randn(cpu.MOST_ROWS + 1, 192).bfloat16()[:, 96:]  # strided
-    multiplied: list[int] = []
-    multiply = cpu.multiply
-
-    def record(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        multiplied.append(len(x))
-        return multiply(x, weight, bias)
-
-    monkeypatch.setattr(cpu, "multiply", record)
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(
+    outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    need_compiled()
+    weight = pack_weight(torch.randn(outputs, inputs).to(dtype))
+    x = torch.randn(300, inputs + 96).to(dtype)[:, 96:]  # strided
     alone = torch.cat([linear(row[None], weight) for row in x])
-    assert torch.equal(linear(x[:-1], weight), alone[:-1]), "bits of a row depend on the rows beside it"
-    linear(x, weight)
-    assert multiplied == [1] * len(x) + [cpu.MOST_ROWS]
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (2, 3, 4, 5, 6, 7, 8, 13, 32, 300):
+            assert torch.equal(linear(x[:rows], weight), alone[:rows])
 
 
-def test_a_layout_that_is_not_understood_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_packed_bytes", lambda values: values.flatten())
-    cpu.understands_layout.cache_clear()
-    try:
-        assert not cpu.understands_layout()
-        weight, x = torch.randn(64, 32).bfloat16(), torch.randn(2, 32).bfloat16()
-        actual, expected = linear(x, pack_weight(weight)), linear(x, weight)
-        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2 * sum_loss(32))  # both are rounded
-    finally:
-        cpu.understands_layout.cache_clear()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_with_nan_stays_alone_and_zeros_that_fill_up_do_not_count(dtype: torch.dtype) -> None:
+    need_compiled()
+    weight = pack_weight(torch.randn(33, 47).to(dtype))
+    # What is beside the rows in memory is not read.
+    x = torch.full((7, 64), torch.nan, dtype=dtype)[:, 8:55]
+    x.copy_(torch.randn(7, 47))
+    clean = linear(x, weight)
+    x[3] = torch.nan
+    poisoned = linear(x, weight)
+    others = [row for row in range(7) if row != 3]
+    assert clean.isfinite().all()
+    assert poisoned[3].isnan().all() and torch.equal(poisoned[others], clean[others])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_stay_plain(dtype: torch.dtype) -> None:
-    weight = torch.randn(8, 16).to(dtype)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (4096, 1056)])
+def test_a_packed_weight_can_be_unpacked(
+    outputs: int, inputs: int, in_place: bool, dtype: torch.dtype
+) -> None:
+    weight = torch.randn(outputs, inputs).to(dtype)
+    before = weight.clone()
+    packed = PackedWeight(weight, in_place=in_place)
+    assert torch.equal(packed.to_dense(), before)
+    if in_place and (outputs, inputs) == (4096, 1056):
+        assert packed.data.data_ptr() == weight.data_ptr(), "it is in memory twice"
+    elif not in_place:
+        assert torch.equal(weight, before)
+
+
+def test_a_dtype_without_a_kernel_stays_plain() -> None:
+    weight = torch.randn(8, 16).half()
     assert pack_weight(weight) is weight
-    x = torch.randn(3, 16).to(dtype)
+    x = torch.randn(3, 16).half()
     assert torch.equal(linear(x, weight), linear_reference(x, weight))
 
 
 def test_packing_twice_changes_nothing() -> None:
+    need_compiled()
     packed = pack_weight(torch.randn(8, 16).bfloat16())
     assert not can_pack(packed)
     assert pack_weight(packed) is packed

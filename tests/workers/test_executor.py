@@ -26,7 +26,6 @@ from workers.executors.llm import LlmExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.page_pool import OutOfPages
 from workers.kv.sizing import KvSizingError
-from workers.models.active_kernels import active_kernels
 from workers.operations import GREEDY, Chunk, Forward, HiddenSpec, LogitsFormat, OutputSpec
 
 torch.set_num_threads(1)
@@ -268,25 +267,6 @@ def test_capabilities_say_where_kernels_are_not_compiled(monkeypatch: pytest.Mon
     assert "cpu-not-compiled" in PagedAttentionExecutor.create(kv_pages=1).capabilities().kernels
     monkeypatch.setattr("workers.models.active_kernels.kernel_name", lambda: "cpu-avx2")
     assert "cpu-not-compiled" not in PagedAttentionExecutor.create(kv_pages=1).capabilities().kernels
-
-
-@pytest.mark.parametrize(
-    ("packs", "understands", "products"),
-    [
-        (True, True, ["onednn-packed", "cpu-packed-products"]),
-        (True, False, ["onednn-packed"]),
-        (False, False, []),
-    ],
-)
-def test_capabilities_say_whose_products_are_used(
-    packs: bool, understands: bool, products: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For few rows, too, oneDNN's where the compiled ones do not read how it lays weights out."""
-    monkeypatch.setattr("kernels.cpu.linear.packs_bfloat16", lambda: packs)
-    monkeypatch.setattr("workers.models.active_kernels.understands_layout", lambda: understands)
-    used = active_kernels(torch.bfloat16, torch.device("cpu"))
-    assert [name for name in used if "packed" in name] == products
-    assert not any("packed" in name for name in active_kernels(torch.float32, torch.device("cpu")))
 
 
 def test_a_page_that_could_not_be_copied_is_not_taken_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:

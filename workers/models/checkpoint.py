@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -101,18 +100,6 @@ def check_finite(tensor: torch.Tensor, where: str) -> None:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def map_tensor(entry: TensorEntry) -> torch.Tensor:
-    """A tensor mapped from its file: only the parts that are read take memory, and the kernel can reclaim it.
-
-    The file must not change while the tensor is in use; it may be deleted. Raises ModelError if the file
-    changed after its header was read.
-    """
-    with _open(entry) as file:
-        mapped = mmap.mmap(file.fileno(), entry.begin + entry.nbytes, access=mmap.ACCESS_COPY)
-    dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
-    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.begin).reshape(entry.shape)
 
 
 def read_entries(directory: Path) -> dict[str, TensorEntry]:

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from kernels.linear import Weight, linear, pack_weight
+from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
 from workers.kv.tensors import KvTensors
 from workers.models.config import ModelConfig
@@ -56,7 +57,7 @@ class Decoder:
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
-        self.embedding = embedding
+        self.embedding: Weight = embedding
         self.layers = list(layers)
         self.lm_head: Weight = lm_head
         self._final_norm = final_norm
@@ -71,6 +72,7 @@ class Decoder:
 
         The targets cover every element of every parameter once. Writing to a target changes the model.
         """
+        assert isinstance(self.embedding, torch.Tensor), "targets are of plain weights"
         found = {"model.embed_tokens.weight": LoadTarget.of(self.embedding)}
         found.update(self._final_norm.targets("model."))
         if not self.config.tie_word_embeddings:
@@ -82,16 +84,12 @@ class Decoder:
         return found
 
     @torch.inference_mode()
-    def pack(self, embedding: torch.Tensor | None = None) -> None:
-        """Pack the filled parameters, one by one. Do not use `targets` afterwards.
-
-        Args:
-            embedding: Another copy of a tied embedding [V, C], such as a mapped file: the one in memory then
-                becomes the packed head. Without it a tied head is not packed, so that it is in memory once.
-        """
-        if self.lm_head is not self.embedding or embedding is not None:
-            self.embedding = self.embedding if embedding is None else embedding
-            self.lm_head = pack_weight(self.lm_head, in_place=True)
+    def pack(self) -> None:
+        """Pack the filled parameters in place. Do not use `targets` afterwards."""
+        tied = self.lm_head is self.embedding
+        self.lm_head = pack_weight(self.lm_head, in_place=True)
+        if tied:
+            self.embedding = self.lm_head
         for layer in self.layers:
             layer.attention.body.pack()
             layer.mlp.body.pack()
@@ -113,7 +111,7 @@ class Decoder:
         Returns:
             [R, C] the hidden rows of `inputs.wanted_rows` after the final norm, in that order.
         """
-        residual = functional.embedding(inputs.token_ids, self.embedding)  # [T, C]
+        residual = self._embedded(inputs.token_ids)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
         context = ForwardContext(inputs, kv, self._rotations(inputs.positions, kv))
@@ -151,6 +149,12 @@ class Decoder:
             logits = logits.div_(self.config.logits_divisor)
         cap = self.config.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, C]."""
+        if isinstance(self.embedding, PackedWeight):
+            return self.embedding.rows(token_ids)
+        return functional.embedding(token_ids, self.embedding)
 
     def _rotations(self, positions: torch.Tensor, kv: KvTensors) -> dict[RopeSpec, torch.Tensor]:
         """Cosines and sines [T, R] of each rotary embedding at the positions of the tokens."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.linear import can_pack
 from workers.kv.sizing import available_bytes, check_weights_fit
 from workers.models import checkpoint
 from workers.models.builder import build_decoder
@@ -125,7 +124,7 @@ def load_planned(plan: LoadPlan, progress: Progress | None = None, *, pack: bool
     Args:
         plan: The result of `plan_load`.
         progress: Called with the progress; see `Progress`.
-        pack: Pack the weights for the matrix library if that is faster; see `Decoder.pack`.
+        pack: Pack the weights for the CPU's kernels; see `Decoder.pack`.
 
     Raises:
         ModelError: A tensor cannot be read, or has a value that is not finite.
@@ -135,7 +134,7 @@ def load_planned(plan: LoadPlan, progress: Progress | None = None, *, pack: bool
     # The hash of the parsed config: two spellings of a config give the same fingerprint.
     digest = checkpoint.fingerprint(plan.entries, repr(plan.config))
     if pack:
-        decoder.pack(_embedding_in_file(decoder, plan.entries[_EMBEDDING]))
+        decoder.pack()
     return LoadedModel(decoder, plan.config, digest, plan.num_parameters, plan.weight_bytes)
 
 
@@ -180,13 +179,6 @@ def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[st
                 raise ModelError(f"{entry.file}: tensor {name} is also there as {found[renamed].name}")
             found[renamed] = entry
     return found
-
-
-def _embedding_in_file(decoder: Decoder, entry: TensorEntry) -> torch.Tensor | None:
-    """The embedding mapped from the file; None if it cannot be used from there."""
-    usable = can_pack(decoder.embedding) and checkpoint.DTYPES[entry.dtype] is decoder.dtype
-    # The format does not align tensors to their element size.
-    return checkpoint.map_tensor(entry) if usable and entry.begin % decoder.dtype.itemsize == 0 else None
 
 
 def _check_number_of_experts(
