@@ -11,7 +11,7 @@ from torch.nn import functional
 _BLOCK_OUTPUTS = 16
 _GROUP_INPUTS = 32
 # The part of a weight that is copied while it is packed in place.
-_PART_BYTES = 4 << 20
+_PART_BYTES = 1 << 20
 
 
 class PackedWeight:
@@ -49,7 +49,7 @@ class PackedWeight:
         return self.shape[0]
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows of the weight as a new tensor: [n] -> [n, I]. The indices, from 0 to O - 1, are not checked."""
+        """Rows of the weight, a new tensor: [n] -> [n, I]. The indices must be from 0 to O - 1."""
         blocks = self._blocks()[indices // _BLOCK_OUTPUTS, :, indices % _BLOCK_OUTPUTS]  # [n, steps, step]
         return blocks.flatten(1)[:, : self.shape[1]].contiguous()
 

@@ -94,7 +94,7 @@ def kernel_name() -> str | None:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the instruction set has products of bfloat16. Without them the kernels convert rows to float32."""
+    """Whether the instruction set has products of bfloat16. Without them kernels convert rows to float32."""
     instructions = instruction_set()
     return instructions is not None and "avx512_bf16" in instructions.cpu_flags
 

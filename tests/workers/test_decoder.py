@@ -134,7 +134,7 @@ def test_64_greedy_tokens_are_identical(name: str, tmp_path: Path) -> None:
 
 
 def test_wanted_rows_in_any_order(base_directory: Path) -> None:
-    decoder = load_model(base_directory).decoder
+    decoder = load_model(base_directory, pack=True).decoder
     text = random_tokens(5, 20)
     expected = hf_logits(base_directory, text)
     inputs = new_packer(2).pack([Item(HandSequence(), text, (19, 0, 7))])
@@ -142,7 +142,7 @@ def test_wanted_rows_in_any_order(base_directory: Path) -> None:
 
 
 def test_no_wanted_rows_still_fill_the_cache(base_directory: Path) -> None:
-    decoder = load_model(base_directory).decoder
+    decoder = load_model(base_directory, pack=True).decoder
     kv, packer, sequence, text = new_kv(decoder.config), new_packer(3), HandSequence(), random_tokens(6, 40)
     hidden = decoder.forward(packer.pack([Item(sequence, text[:-1], ())]), kv)
     assert hidden.shape == (0, BASE.hidden_size)
@@ -152,7 +152,7 @@ def test_no_wanted_rows_still_fill_the_cache(base_directory: Path) -> None:
 
 
 def test_writes_only_its_own_slots(base_directory: Path) -> None:
-    decoder = load_model(base_directory).decoder
+    decoder = load_model(base_directory, pack=True).decoder
     kv = new_kv(decoder.config)
     inputs = new_packer(4).pack([Item(HandSequence(), random_tokens(7, 21))])
     decoder.forward(inputs, kv)
@@ -165,7 +165,7 @@ def test_writes_only_its_own_slots(base_directory: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_errs_no_more_than_transformers(base_directory: Path, dtype: torch.dtype) -> None:
     """Both round differently; against float32 ours may err at most twice as much."""
-    decoder = load_model(base_directory, dtype).decoder
+    decoder = load_model(base_directory, dtype, pack=True).decoder
     text = random_tokens(8, 60)
     exact = hf_logits(base_directory, text)
     theirs = (hf_logits(base_directory, text, dtype) - exact).abs().mean()
@@ -176,7 +176,7 @@ def test_half_precision_errs_no_more_than_transformers(base_directory: Path, dty
 
 
 def test_forward_does_not_change_its_inputs(base_directory: Path) -> None:
-    decoder = load_model(base_directory).decoder
+    decoder = load_model(base_directory, pack=True).decoder
     inputs = new_packer(6).pack([Item(HandSequence(), random_tokens(9, 9))])
     values = [
         getattr(record, field.name)

@@ -78,7 +78,7 @@ def test_the_families_are_told() -> None:
 def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
     """Three texts grow by random chunks in shared batches; every row's logits are compared."""
     name, directory = made
-    decoder = load_model(directory).decoder
+    decoder = load_model(directory, pack=True).decoder
     kv, packer, dice = new_kv(decoder.config), new_packer(1), random.Random(name)
     whole = texts(2, (1, 33, 70))
     grown = logits_in_chunks(decoder, whole, kv, packer, dice)
@@ -91,6 +91,7 @@ def test_a_matrix_that_is_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None
     directory = make_family_model(tmp_path, *settings_of("gemma"), seed=7)
     decoder = load_model(directory).decoder
     decoder.targets()["model.layers.3.self_attn.o_proj.weight"].tensor.mul_(1.001)
+    decoder.pack()
     whole = texts(2, (33, 70))
     grown = logits_in_chunks(decoder, whole, new_kv(decoder.config), new_packer(1), random.Random(1))
     for text, found, losses in zip(whole, grown, float32_losses(directory, whole), strict=True):
@@ -99,7 +100,7 @@ def test_a_matrix_that_is_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None
 
 def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
     _, directory = made
-    decoder = load_model(directory).decoder
+    decoder = load_model(directory, pack=True).decoder
     paths = rows_of_trees(decoder, new_kv(decoder.config), new_packer(6))
     bounds = float32_losses(directory, [path for path, _ in paths])
     for (path, found), losses in zip(paths, bounds, strict=True):
@@ -110,7 +111,7 @@ def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> N
 def test_hidden_states_of_any_layer_are_those_of_transformers(made: tuple[str, Path]) -> None:
     """By the library's own numbering, of rows and layers picked at random from shared batches."""
     name, directory = made
-    decoder = load_model(directory).decoder
+    decoder = load_model(directory, pack=True).decoder
     layers = decoder.config.num_hidden_layers
     whole = texts(10, (1, 33, 70))
     kv, packer, dice = new_kv(decoder.config), new_packer(6), random.Random(name)
@@ -125,7 +126,7 @@ def test_hidden_states_of_any_layer_are_those_of_transformers(made: tuple[str, P
 
 def test_64_greedy_tokens_are_identical(made: tuple[str, Path]) -> None:
     _, directory = made
-    decoder = load_model(directory).decoder
+    decoder = load_model(directory, pack=True).decoder
     kv, packer = new_kv(decoder.config), new_packer(3)
     prompts = texts(4, (5, 40))
     chosen = greedy_tokens(decoder, prompts, kv, packer, 64)

@@ -225,14 +225,16 @@ def test_damage_to_shards_is_named(tmp_path: Path, damage: Callable[[Path], obje
 # Prints the peak resident bytes before and after a load, and the bytes of the weights.
 MEASURE = """
 import sys, torch, safetensors
+from kernels.linear import pack_weight
 from workers.models.weights import load_model
 from workers.models import checkpoint
 torch.set_num_threads(1)
+pack_weight(torch.zeros(64, 64).bfloat16(), in_place=True)  # loads the code
 checkpoint.PART_BYTES = int(sys.argv[2])
 def peak():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 before = peak()
-model = load_model(sys.argv[1])
+model = load_model(sys.argv[1], pack=True)
 print(before, peak(), model.weight_bytes)
 """
 
