@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention_batch import AttentionBatch
-from kernels.attention_reference import GROUP_MAX_QUERY_TOKENS, paged_attention_reference
+from kernels.attention_reference import paged_attention_reference
 from kernels.attention_scoring import Scoring
 from kernels.checks import FLOAT_DTYPES, check_pages, check_tensor
 from kernels.cpu import paged_attention as cpu
@@ -79,15 +79,9 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
         )
     if not cpu.can_attend(query, k_pages, v_pages, batch):
         return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
-    long_items = max(batch.query_lens, default=0) > GROUP_MAX_QUERY_TOKENS
-    if long_items and not cpu.can_attend_chunks(query, k_pages, v_pages, batch):
-        # Without the kernel for long chunks, torch is faster: they are matrix products.
-        short = [length <= GROUP_MAX_QUERY_TOKENS for length in batch.query_lens]
-        out = paged_attention_reference(query, k_pages, v_pages, batch, scoring, skipped=short)
-    else:
-        allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # rows of padding stay zero
-        out = allocate((*query.shape[:2], v_pages.shape[3]), dtype=query.dtype)  # [T, H, V]
-    cpu.attend(out, query, k_pages, v_pages, batch, GROUP_MAX_QUERY_TOKENS, scoring)
+    allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # rows of padding stay zero
+    out = allocate((*query.shape[:2], v_pages.shape[3]), dtype=query.dtype)  # [T, H, V]
+    cpu.attend(out, query, k_pages, v_pages, batch, scoring)
     return out
 
 

@@ -1,4 +1,4 @@
-// The arguments of both attention kernels, and one item of them.
+// The arguments of attention.cpp, and one item of them.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,6 @@ struct AttentionArguments {
   const uint64_t* ancestors;  // [T]; null: no item is a tree
   int64_t items, table_stride, query_stride, head_stride;
   int64_t heads, kv_heads, width, value_width, page_size;
-  int64_t max_query;  // items with at most this many tokens run in paged_attention.cpp, others in chunk_attention.cpp
   int64_t window;     // 0: unlimited
   int64_t threads;
   double scale, softcap;  // softcap 0: none

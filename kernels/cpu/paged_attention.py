@@ -1,7 +1,7 @@
-"""Calls the compiled attention: paged_attention.cpp for few new tokens, chunk_attention.cpp for many.
+"""Calls the compiled attention in attention.cpp.
 
-A row of the result has the same bits in any batch and with any number of threads. With few new tokens, it
-also has the same bits whether its token is decoded alone or verified with others.
+A row of the result has the same bits in any batch, with any number of threads, and whether its token is alone
+or one of many new ones.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ _ENTRY_POINTS = {
     torch.bfloat16: "quire_paged_attention_bf16",
     torch.float32: "quire_paged_attention_f32",
 }
-# Only for this dtype are there instructions with which the kernel is faster than torch's attention.
-_CHUNK_ENTRY_POINT, _CHUNK_DTYPE, _CHUNK_STEP = "quire_chunk_attention_bf16", torch.bfloat16, 32
 # The kernel reads so many elements at once; widths of heads and page sizes must be multiples of it.
 _STEP = 16
 _MAX_WIDTH = 256
@@ -38,7 +36,7 @@ class _Arguments(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("items", "table_stride", "query_stride", "head_stride")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "width", "value_width", "page_size")),
-        *((name, ctypes.c_int64) for name in ("max_query", "window", "threads")),
+        *((name, ctypes.c_int64) for name in ("window", "threads")),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
     )
@@ -63,35 +61,17 @@ def can_attend(
     )
 
 
-def can_attend_chunks(
-    query: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: AttentionBatch,
-) -> bool:
-    """Whether `attend` supports items with any number of new tokens."""
-    return (
-        can_attend(query, k_pages, v_pages, batch)
-        and query.dtype is _CHUNK_DTYPE
-        and k_pages.shape[3] % _CHUNK_STEP == 0
-        and v_pages.shape[3] % _CHUNK_STEP == 0
-        and library.has_function(_CHUNK_ENTRY_POINT)
-    )
-
-
 def attend(
     out: torch.Tensor,
     query: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     batch: AttentionBatch,
-    few_tokens: int,
     scoring: Scoring,
 ) -> None:
-    """The attention of items with at most `few_tokens` new tokens, and if `can_attend_chunks` of all items.
+    """Requires `can_attend`. Mutates `out`, [T, H, V] contiguous: writes the rows of all but padding items.
 
-    Requires `can_attend`. Mutates `out`, [T, H, V] contiguous: writes the rows of these items, except for
-    padding items. The other arguments are as in `kernels.paged_attention.paged_attention`, and checked.
+    The other arguments are as in `kernels.paged_attention.paged_attention`, and checked.
     """
     # Variables keep the memory alive that the kernel reads. int32 tensors are not copied.
     tables = batch.page_tables.to(torch.int32)
@@ -120,14 +100,10 @@ def attend(
         *k_pages.shape[2:],
         v_pages.shape[3],
         k_pages.shape[1],
-        few_tokens,
         scoring.sliding_window or 0,
         torch.get_num_threads(),
         scoring.scale,
         scoring.softcap or 0.0,
     )
-    address = ctypes.addressof(arguments)
-    library.function(_ENTRY_POINTS[query.dtype], (ctypes.c_void_p,))(address)
-    long_items = max(batch.query_lens, default=0) > few_tokens
-    if long_items and can_attend_chunks(query, k_pages, v_pages, batch):
-        library.function(_CHUNK_ENTRY_POINT, (ctypes.c_void_p,))(address)
+    run = library.function(_ENTRY_POINTS[query.dtype], (ctypes.c_void_p,))
+    run(ctypes.addressof(arguments))

@@ -147,6 +147,31 @@ inline Floats sum_each(const Floats (&sums)[kLanes]) {
   return __builtin_shuffle(low, high, even) + __builtin_shuffle(low, high, odd);
 }
 
+// square[i][j] and square[j][i] change places.
+inline void transpose(Words (&square)[kLanes]) {
+#if defined(__AVX512F__)
+  const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+  for (int bit = 1; bit < kLanes; bit *= 2) {
+    const Ints own = (lanes & bit) == 0;
+    const Ints even = own ? lanes : lanes + (kLanes - bit), odd = own ? lanes + bit : lanes + kLanes;
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) {
+      if (i & bit) continue;
+      const Words a = square[i], b = square[i | bit];
+      square[i] = __builtin_shuffle(a, b, even);
+      square[i | bit] = __builtin_shuffle(a, b, odd);
+    }
+  }
+#else
+  uint32_t rows[kLanes][kLanes], columns[kLanes][kLanes];
+  std::memcpy(rows, square, sizeof(rows));
+  for (int i = 0; i < kLanes; i++)
+    for (int j = 0; j < kLanes; j++) columns[j][i] = rows[i][j];
+  std::memcpy(square, columns, sizeof(columns));
+#endif
+}
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 template <typename Combine>

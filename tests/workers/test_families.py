@@ -14,6 +14,7 @@ from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneratio
 
 from kernels.paged_attention import CUDA_WIDTHS
 from tests.families import MODELS, settings_of
+from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_greedy, hf_hidden_states, hf_logits, make_family_model
 from tests.workers.packing import (
     HandPacker,
@@ -84,6 +85,20 @@ def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
     grown = logits_in_chunks(decoder, whole, kv, packer, dice)
     for text, found, losses in zip(whole, grown, float32_losses(directory, whole), strict=True):
         assert (found - hf_logits(directory, text)).abs().max() < losses[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: torch.dtype) -> None:
+    """One forward of a whole text alone, and the same text in chunks of 1 to 29 tokens beside others."""
+    need_compiled()
+    name, directory = made
+    decoder = load_model(directory, dtype, pack=True).decoder
+    whole = texts(6, (1, 40, 90))
+    kv, packer = new_kv(decoder.config, dtype), new_packer(2)
+    grown = logits_in_chunks(decoder, whole, kv, packer, random.Random(name))
+    for text, found in zip(whole, grown, strict=True):
+        inputs = packer.pack([Item(HandSequence(), text, range(len(text)))])
+        assert torch.equal(found, decoder.logits(decoder.forward(inputs, kv)))
 
 
 def test_a_matrix_that_is_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from kernels.cpu.experts import PackedWeights
 from kernels.experts import ExpertWeights, experts, pack_experts, route
 from kernels.gated_activation import Activation
-from kernels.linear import linear
+from kernels.linear import Weight, linear, pack_weight
+from kernels.packed_weight import PackedWeight
 from workers.models.layer_settings import ExpertsConfig
 from workers.models.layers import ForwardContext
 from workers.models.linear import LoadTarget
@@ -44,7 +45,7 @@ class Experts:
             down: [E, C, I].
             wide_routing: The router's weights of experts stay float32.
         """
-        self.router = router
+        self.router: Weight = router
         self.gate_up = gate_up
         self.down = down
         self._config = config
@@ -54,6 +55,7 @@ class Experts:
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
+        assert not isinstance(self.router, PackedWeight), "targets are of plain weights"
         assert not isinstance(self.gate_up, PackedWeights) and not isinstance(self.down, PackedWeights)
         yield f"{prefix}{self._names.router}.weight", LoadTarget.of(self.router)
         for index in range(self._config.count):
@@ -64,6 +66,7 @@ class Experts:
 
     def pack(self) -> None:
         """Pack the filled weights in place."""
+        self.router = pack_weight(self.router, in_place=True)
         self.gate_up = pack_experts(self.gate_up)
         self.down = pack_experts(self.down)
 

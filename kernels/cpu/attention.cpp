@@ -1,0 +1,454 @@
+// Causal attention over paged keys and values. kernels/paged_attention.py has the formula, and checks the arguments.
+//
+// Both products, of queries and keys and of weights and values, are those of packed_product.h: a block of 64 positions
+// of a head is packed as two weights, its keys (64 outputs, D inputs) and its values (V outputs, 64 inputs). A row goes
+// through its blocks with a running maximum (online softmax). With instructions for bfloat16, the softmax's weights are
+// rounded to it before the product with bfloat16 values, as torch's own attention does.
+//
+// Blocks, and the splits of 512 positions after which sums are merged, are at fixed positions of the sequence. So the
+// bits of a row depend only on its own sequence: not on the batch, nor on how many tokens an item has, nor on threads.
+//
+// Items with few tokens pack each block where they use it, and are divided among threads by split. Items with many pack
+// all blocks of a head first, and are divided by rows.
+//
+// Letters as in kernels/paged_attention.py. A row of a head is a token and one of its G query heads: token * G + head.
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "attention_arguments.h"
+#include "attention_scores.h"
+#include "attention_trees.h"
+#include "product_tile.h"
+#include "threads.h"
+
+namespace quire {
+namespace {
+
+using Arguments = AttentionArguments;
+
+constexpr int64_t kBlockKeys = 64;
+constexpr int64_t kKeyBlocks = kBlockKeys / kBlockOutputs;
+// The inputs of a key whose products are summed one after the other.
+constexpr int64_t kSummedInputs = 128;
+// Long enough that the cost of merging is negligible, short enough that one long sequence uses many cores.
+constexpr int64_t kSplitKeys = 512;
+// Items with more tokens are divided by rows.
+constexpr int64_t kFewTokens = 16;
+// The rows of a task of a long item: their sums stay in L2, while keys and values stream through L1.
+constexpr int64_t kTaskRows = 96;
+// The bytes of keys and values that are packed at a time, over several heads. A head of a long sequence may need more.
+constexpr int64_t kScratchBytes = 32 << 20;
+
+// One key-value head of one item.
+template <typename T>
+struct Head {
+  const Arguments& a;
+  int64_t index, kv_head;
+  Item item;
+  int64_t group;
+
+  Head(const Arguments& arguments, int64_t an_index, int64_t a_kv_head)
+      : a(arguments), index(an_index), kv_head(a_kv_head), item(a, an_index), group(a.heads / a.kv_heads) {}
+
+  int64_t rows() const { return item.query_len * group; }
+  int64_t token(int64_t row) const { return item.start + row / group; }
+  int64_t head_of(int64_t row) const { return kv_head * group + row % group; }
+  // For a row of a tree this is its slot, not its position.
+  int64_t position(int64_t row) const { return item.context - item.query_len + row / group; }
+  TreeRow tree_row(int64_t row) const { return TreeRow(a, index, token(row)); }
+  const T* query(int64_t row) const {
+    return static_cast<const T*>(a.query) + token(row) * a.query_stride + head_of(row) * a.head_stride;
+  }
+
+  // The first visible block of any row, and the one after the last.
+  int64_t first_block() const { return item.oldest / kBlockKeys; }
+  int64_t end_block() const { return (item.context + kBlockKeys - 1) / kBlockKeys; }
+
+  // An element of pages of this width; null if it is visible to no row, since such a slot may have any content.
+  const T* at(const void* pages, int64_t width, int64_t position) const {
+    if (position < item.oldest || position >= item.context) return nullptr;
+    const int64_t page = a.tables[index * a.table_stride + position / a.page_size];
+    const int64_t slot = page * a.page_size + position % a.page_size;
+    return static_cast<const T*>(pages) + (slot * a.kv_heads + kv_head) * width;
+  }
+};
+
+// A packed block of a head.
+template <typename T>
+struct PackedBlock {
+  T *keys, *values;
+
+  static int64_t size(const Arguments& a) { return kBlockKeys * (a.width + a.value_width); }
+  PackedBlock(T* memory, const Arguments& a) : keys(memory), values(memory + kBlockKeys * a.width) {}
+
+  void fill(const Head<T>& head, int64_t block) const {
+    const T *key_rows[kBlockKeys], *value_rows[kBlockKeys];
+    for (int64_t i = 0; i < kBlockKeys; i++) {
+      key_rows[i] = head.at(head.a.keys, head.a.width, block * kBlockKeys + i);
+      value_rows[i] = head.at(head.a.values, head.a.value_width, block * kBlockKeys + i);
+    }
+    pack_keys(key_rows, head.a.width);
+    pack_values(value_rows, head.a.value_width);
+  }
+
+ private:
+  // A step of a key is 4 bytes for both types: two elements of bfloat16, or one float.
+  void pack_keys(const T* const (&rows)[kBlockKeys], int64_t width) const {
+    const int64_t steps = width * static_cast<int64_t>(sizeof(T)) / 4;
+    for (int64_t first = 0; first < kBlockKeys; first += kBlockOutputs) {
+      uint32_t* to = reinterpret_cast<uint32_t*>(keys) + first * steps;
+      for (int64_t step = 0; step < steps; step += kLanes) pack_square(rows + first, step, to + step * kBlockOutputs);
+    }
+  }
+
+  // 16 steps of 16 keys.
+  static void pack_square(const T* const* rows, int64_t step, uint32_t* to) {
+    Words square[kLanes];
+    for (int i = 0; i < kLanes; i++) {
+      if (rows[i] == nullptr) square[i] = Words{};
+      else std::memcpy(&square[i], reinterpret_cast<const uint32_t*>(rows[i]) + step, sizeof(Words));
+    }
+    transpose(square);
+    std::memcpy(to, square, sizeof(square));
+  }
+
+  void pack_values(const T* const (&rows)[kBlockKeys], int64_t width) const {
+    constexpr int64_t kStep = Product<T>::kStepInputs;
+    for (int64_t first = 0; first < width; first += kBlockOutputs)
+      for (int64_t i = 0; i < kBlockKeys; i += kStep)
+        pack_step(rows + i, first, values + first * kBlockKeys + i * kBlockOutputs);
+  }
+
+  static void pack_step(const float* const* rows, int64_t first, float* to) {
+    if (rows[0] == nullptr) std::fill_n(to, kBlockOutputs, 0.0f);
+    else std::memcpy(to, rows[0] + first, kBlockOutputs * sizeof(float));
+  }
+
+  static void pack_step(const Bf16* const* rows, int64_t first, Bf16* to) {
+    Halves low{}, high{};
+    if (rows[0] != nullptr) std::memcpy(&low, rows[0] + first, sizeof(low));
+    if (rows[1] != nullptr) std::memcpy(&high, rows[1] + first, sizeof(high));
+    const Words both = __builtin_convertvector(low, Words) | (__builtin_convertvector(high, Words) << 16);
+    std::memcpy(to, &both, sizeof(both));
+  }
+};
+
+// The unnormalised rows of a task.
+struct Rows {
+  float *sums, *maxima, *totals;
+  int64_t count, width;
+
+  static int64_t size(int64_t count, int64_t width) { return count * (width + 2); }
+  Rows(float* memory, int64_t a_count, int64_t a_width)
+      : sums(memory), maxima(memory + a_count * a_width), totals(maxima + a_count), count(a_count), width(a_width) {}
+
+  void clear() const {
+    std::fill_n(sums, count * width, 0.0f);
+    std::fill_n(maxima, count, kHidden);
+    std::fill_n(totals, count, 0.0f);
+  }
+
+  // Merges the rows of a later split into these.
+  void merge(const Rows& from) const {
+    for (int64_t row = 0; row < count; row++) {
+      const float highest = std::max(maxima[row], from.maxima[row]);
+      if (highest == kHidden) continue;
+      const float mine = std::exp2(maxima[row] - highest), theirs = std::exp2(from.maxima[row] - highest);
+      for (int64_t d = row * width; d < (row + 1) * width; d++)
+        sums[d] = std::fma(sums[d], mine, from.sums[d] * theirs);
+      totals[row] = std::fma(totals[row], mine, from.totals[row] * theirs);
+      maxima[row] = highest;
+    }
+  }
+};
+
+// Turns the products of a row and a block into weights relative to its running maximum, which is updated as its sums
+// are. Not inlined: the compiler may fuse a product and a sum, and the bits must be the same for all callers.
+template <bool kTrees, typename T, Shaping kShaping>
+__attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products, const Scores<kShaping>& shape,
+                                     const Head<T>& head, int64_t row, int64_t block, const Rows& rows, int64_t into) {
+  const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int64_t own = head.position(row), window = head.a.window, q_head = head.head_of(row);
+  Floats scores[kKeyBlocks], highest_lanes = splat(kHidden);
+  for (int64_t v = 0; v < kKeyBlocks; v++) {
+    const int64_t first = block * kBlockKeys + v * kLanes;
+    const Floats product = load<Floats>(products + v * kLanes);
+    Ints seen;
+    if (kTrees && head.tree_row(row).is_in_tree()) {
+      const Ints ahead = head.tree_row(row).aheads(first);
+      scores[v] = shape(product, q_head, ahead);
+      seen = seen_of(ahead, window);
+    } else {
+      scores[v] = shape(product, q_head, first - own);
+      const Ints ahead = lanes + static_cast<int32_t>(first - own);
+      seen = seen_of(ahead, window);
+    }
+    scores[v] = seen ? scores[v] : splat(kHidden);
+    highest_lanes = larger(scores[v], highest_lanes);
+  }
+  const float before = rows.maxima[into], highest = std::max(before, reduce(highest_lanes, larger));
+  Floats total{};
+  for (int64_t v = 0; v < kKeyBlocks; v++) {
+    // Without a visible key so far there is no maximum to subtract.
+    const Floats weight = highest == kHidden ? Floats{} : power_of_two(scores[v] - highest);
+    total += weight;
+    store_lanes(weights + v * kLanes, weight, kLanes);
+  }
+  if (highest > before) {
+    const float shrink = std::exp2(before - highest);  // 0 for the first visible block
+    for (int64_t d = into * rows.width; d < (into + 1) * rows.width; d++) rows.sums[d] *= shrink;
+    rows.totals[into] *= shrink;
+    rows.maxima[into] = highest;
+  }
+  rows.totals[into] += reduce(total, [](Floats a, Floats b) { return a + b; });
+}
+
+// sums[r] += the products of rows and `blocks` blocks of a packed weight; `stride` floats between the sums of rows.
+template <typename T, int kRows>
+void add_blocks(float* sums, int64_t stride, const T* weight, int64_t block_size, int64_t blocks,
+                const InputOf<T>* const* rows, int64_t inputs) {
+  const auto add = [&](auto width, int64_t block) {
+    Sums tile[kRows][width()];
+    float* to = sums + block * kBlockOutputs;
+    for (int r = 0; r < kRows; r++)
+      for (int b = 0; b < width(); b++) tile[r][b] = load_sums(to + r * stride + b * kBlockOutputs);
+    add_products(tile, weight + block * block_size, block_size, rows, inputs);
+    for (int r = 0; r < kRows; r++)
+      for (int b = 0; b < width(); b++) {
+        const Floats lanes = lanes_of(tile[r][b]);
+        std::memcpy(to + r * stride + b * kBlockOutputs, &lanes, sizeof(lanes));
+      }
+  };
+  constexpr int kWidth = blocks_beside<T>(kRows);
+  int64_t block = 0;
+  for (; block + kWidth <= blocks; block += kWidth) add(std::integral_constant<int, kWidth>(), block);
+  for (; block < blocks; block++) add(std::integral_constant<int, 1>(), block);
+}
+
+// One packed block and the rows row..row + kRows of the head, which are the rows from `into` on of the task.
+template <bool kTrees, int kRows, typename T, Shaping kShaping>
+void attend_tile(const Head<T>& head, const Scores<kShaping>& shape, const InputOf<T>* queries, int64_t row,
+                 const PackedBlock<T>& packed, int64_t block, const Rows& rows, int64_t into) {
+  const InputOf<T>*query_rows[kRows], *weight_rows[kRows];
+  float products[kRows * kBlockKeys] = {};
+  InputOf<T> weights[kRows * kBlockKeys];
+  for (int r = 0; r < kRows; r++) weight_rows[r] = weights + r * kBlockKeys;
+  // Long sums lose more than those of their parts.
+  for (int64_t first = 0; first < head.a.width; first += kSummedInputs) {
+    float part[kRows * kBlockKeys] = {};
+    for (int r = 0; r < kRows; r++) query_rows[r] = queries + (into + r) * head.a.width + first;
+    add_blocks<T, kRows>(part, kBlockKeys, packed.keys + first * kBlockOutputs, head.a.width * kBlockOutputs, kKeyBlocks,
+                         query_rows, std::min(kSummedInputs, head.a.width - first));
+    for (int i = 0; i < kRows * kBlockKeys; i++) products[i] += part[i];
+  }
+  for (int r = 0; r < kRows; r++)
+    weigh<kTrees, T, kShaping>(weights + r * kBlockKeys, products + r * kBlockKeys, shape, head, row + r, block, rows,
+                               into + r);
+  add_blocks<T, kRows>(rows.sums + into * rows.width, rows.width, packed.values, kBlockKeys * kBlockOutputs,
+                       rows.width / kBlockOutputs, weight_rows, kBlockKeys);
+}
+
+// One packed block and `rows.count` rows of the head, from `first` on.
+template <bool kTrees, typename T, Shaping kShaping, int kRows = Product<T>::kTileRows>
+void attend_block(const Head<T>& head, const Scores<kShaping>& shape, const InputOf<T>* queries, int64_t first,
+                  const PackedBlock<T>& packed, int64_t block, const Rows& rows, int64_t into = 0) {
+  for (; into + kRows <= rows.count; into += kRows) {
+    // All keys are later than these rows.
+    if (head.position(first + into + kRows - 1) < block * kBlockKeys) continue;
+    attend_tile<kTrees, kRows>(head, shape, queries, first + into, packed, block, rows, into);
+  }
+  if constexpr (kRows > 1)
+    if (into < rows.count)
+      attend_block<kTrees, T, kShaping, kRows - 1>(head, shape, queries, first, packed, block, rows, into);
+}
+
+template <typename T>
+void copy_queries(const Head<T>& head, InputOf<T>* queries, int64_t first, int64_t count) {
+  for (int64_t row = 0; row < count; row++) copy_row(queries + row * head.a.width, head.query(first + row), head.a.width);
+}
+
+// Normalises rows of a head, from `first` on, and writes them to `out`.
+template <typename T>
+__attribute__((noinline)) void write_rows(const Head<T>& head, int64_t first, const Rows& rows) {
+  for (int64_t row = 0; row < rows.count; row++) {
+    const int64_t q_head = head.head_of(first + row);
+    T* out = static_cast<T*>(head.a.out) + (head.token(first + row) * head.a.heads + q_head) * rows.width;
+    const float factor = 1.0f / (rows.totals[row] + sink_weight(head.a, q_head, rows.maxima[row]));
+    for_lanes(rows.width, [&](int64_t d, int count) {
+      store_lanes(out + d, load<Floats>(rows.sums + row * rows.width + d) * factor, count);
+    });
+  }
+}
+
+// A split of an item with few tokens, for some heads.
+struct Task {
+  int64_t item, kv_head, num_heads, split;
+  int64_t partial;  // the offset of its unmerged rows, in floats; -1: it is the only split and writes to `out`
+};
+
+// All tasks of items with few tokens, and the amount of work in them.
+struct Plan {
+  std::vector<Task> tasks;
+  std::vector<size_t> merged;  // the first task of each item and heads with several splits
+  int64_t partial_floats = 0, positions = 0, most_rows = 0, heads_per_task;
+
+  Plan(const Arguments& a, int64_t heads) : heads_per_task(heads) {
+    const int64_t group = a.heads / a.kv_heads;
+    for (int64_t index = 0; index < a.items; index++) {
+      const Item item(a, index);
+      if (item.query_len == 0 || item.query_len > kFewTokens || item.context == 0) continue;
+      const int64_t first = item.oldest / kSplitKeys, last = (item.context - 1) / kSplitKeys;
+      const int64_t size = Rows::size(group * item.query_len, a.value_width);
+      most_rows = std::max(most_rows, group * item.query_len);
+      positions += item.context - item.oldest;
+      for (int64_t kv_head = 0; kv_head < a.kv_heads; kv_head += heads) {
+        const int64_t num_heads = std::min(heads, a.kv_heads - kv_head);
+        if (last > first) merged.push_back(tasks.size());
+        for (int64_t split = first; split <= last; split++) {
+          tasks.push_back({index, kv_head, num_heads, split, last > first ? partial_floats : -1});
+          if (last > first) partial_floats += num_heads * size;
+        }
+      }
+    }
+  }
+};
+
+template <bool kTrees, typename T, Shaping kShaping>
+void attend_few(const Arguments& a) {
+  Plan plan(a, a.kv_heads);
+  // Heads are divided only if there are threads without work: together they read memory in order.
+  while (static_cast<int64_t>(plan.tasks.size()) < 2 * a.threads && plan.heads_per_task > 1 && a.threads > 1)
+    plan = Plan(a, (plan.heads_per_task + 1) / 2);
+  if (plan.tasks.empty()) return;
+  const std::vector<Task>& tasks = plan.tasks;
+  const Scores<kShaping> shape(a);
+  std::vector<float> partials(plan.partial_floats);
+  const int64_t bytes = plan.positions * a.kv_heads * (a.width + a.value_width) * static_cast<int64_t>(sizeof(T));
+#pragma omp parallel num_threads(threads_for(bytes, a.threads))
+  {
+    std::vector<float> own(Rows::size(plan.most_rows, a.value_width));
+    std::vector<InputOf<T>> queries(plan.most_rows * a.width);
+    std::vector<T> memory(PackedBlock<T>::size(a));
+    const PackedBlock<T> packed(memory.data(), a);
+#pragma omp for schedule(dynamic, 1)
+    for (size_t index = 0; index < tasks.size(); index++) {
+      const Task& task = tasks[index];
+      for (int64_t number = 0; number < task.num_heads; number++) {
+        const Head<T> head(a, task.item, task.kv_head + number);
+        const int64_t size = Rows::size(head.rows(), a.value_width);
+        const Rows rows(task.partial < 0 ? own.data() : partials.data() + task.partial + number * size, head.rows(),
+                        a.value_width);
+        rows.clear();
+        copy_queries(head, queries.data(), 0, head.rows());
+        const int64_t first = task.split * kSplitKeys / kBlockKeys, end = first + kSplitKeys / kBlockKeys;
+        for (int64_t block = std::max(first, head.first_block()); block < std::min(end, head.end_block()); block++) {
+          packed.fill(head, block);
+          attend_block<kTrees>(head, shape, queries.data(), 0, packed, block, rows);
+        }
+        if (task.partial < 0) write_rows(head, 0, rows);
+      }
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (size_t index = 0; index < plan.merged.size(); index++) {
+      const size_t begin = plan.merged[index];
+      const Task& task = tasks[begin];
+      for (int64_t number = 0; number < task.num_heads; number++) {
+        const Head<T> head(a, task.item, task.kv_head + number);
+        const int64_t offset = number * Rows::size(head.rows(), a.value_width);
+        const Rows rows(partials.data() + task.partial + offset, head.rows(), a.value_width);
+        for (size_t next = begin + 1;
+             next < tasks.size() && tasks[next].item == task.item && tasks[next].kv_head == task.kv_head; next++)
+          rows.merge(Rows(partials.data() + tasks[next].partial + offset, head.rows(), a.value_width));
+        write_rows(head, 0, rows);
+      }
+    }
+  }
+}
+
+// Some rows of a head, whose blocks are packed from `packed` on.
+template <bool kTrees, typename T, Shaping kShaping>
+void attend_rows(const Head<T>& head, const Scores<kShaping>& shape, int64_t first, T* packed, const Rows& rows,
+                 const Rows& split_rows, InputOf<T>* queries) {
+  copy_queries(head, queries, first, rows.count);
+  const int64_t begin = head.first_block(), size = PackedBlock<T>::size(head.a);
+  const int64_t end = head.position(first + rows.count - 1) / kBlockKeys + 1;
+  for (int64_t block = begin; block < end;) {
+    // The first split is that of `rows`, as it is where splits are computed one by one.
+    const Rows& into = block == begin ? rows : split_rows;
+    const int64_t split_end = std::min(end, (block * kBlockKeys / kSplitKeys + 1) * (kSplitKeys / kBlockKeys));
+    into.clear();
+    for (; block < split_end; block++)
+      attend_block<kTrees>(head, shape, queries, first, PackedBlock<T>(packed + (block - begin) * size, head.a), block,
+                           into);
+    if (into.sums != rows.sums) rows.merge(into);
+  }
+  write_rows(head, first, rows);
+}
+
+// The attention of some heads of an item with many tokens.
+template <bool kTrees, typename T, Shaping kShaping>
+void attend_heads(const Arguments& a, int64_t index, int64_t first_head, int64_t num_heads, T* scratch) {
+  const Head<T> any(a, index, first_head);
+  const Scores<kShaping> shape(a);
+  const int64_t begin = any.first_block(), blocks = any.end_block() - begin, size = PackedBlock<T>::size(a);
+  const int64_t tasks = (any.rows() + kTaskRows - 1) / kTaskRows;
+#pragma omp parallel num_threads(static_cast<int>(std::max<int64_t>(1, a.threads)))
+  {
+    std::vector<float> memory(2 * Rows::size(kTaskRows, a.value_width));
+    std::vector<InputOf<T>> queries(kTaskRows * a.width);
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < num_heads * blocks; task++)
+      PackedBlock<T>(scratch + task * size, a).fill(Head<T>(a, index, first_head + task / blocks), begin + task % blocks);
+    // The last rows have the most visible keys. They come first, so that the threads end at about the same time.
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = num_heads * tasks - 1; task >= 0; task--) {
+      const int64_t number = task % num_heads, first = task / num_heads * kTaskRows;
+      const int64_t count = std::min(kTaskRows, any.rows() - first);
+      const Rows rows(memory.data(), count, a.value_width);
+      const Rows split_rows(memory.data() + Rows::size(kTaskRows, a.value_width), count, a.value_width);
+      attend_rows<kTrees>(Head<T>(a, index, first_head + number), shape, first, scratch + number * blocks * size, rows,
+                          split_rows, queries.data());
+    }
+  }
+}
+
+template <bool kTrees, typename T, Shaping kShaping>
+void attend_many(const Arguments& a) {
+  for (int64_t index = 0; index < a.items; index++) {
+    const Head<T> any(a, index, 0);
+    if (any.item.query_len <= kFewTokens || any.item.context == 0) continue;
+    const int64_t size = (any.end_block() - any.first_block()) * PackedBlock<T>::size(a);
+    const int64_t room = kScratchBytes / static_cast<int64_t>(sizeof(T));
+    const int64_t heads = std::clamp<int64_t>(room / size, 1, a.kv_heads);
+    const std::unique_ptr<T[]> scratch(new T[heads * size]);
+    for (int64_t head = 0; head < a.kv_heads; head += heads)
+      attend_heads<kTrees, T, kShaping>(a, index, head, std::min(heads, a.kv_heads - head), scratch.get());
+  }
+}
+
+template <bool kTrees, typename T, Shaping kShaping>
+void attend(const Arguments& a) {
+  attend_few<kTrees, T, kShaping>(a);
+  attend_many<kTrees, T, kShaping>(a);
+}
+
+template <bool kTrees, typename T>
+void attend_as_shaped(const Arguments& a) {
+  if (a.softcap > 0) return attend<kTrees, T, Shaping::kSoftcap>(a);
+  if (a.slopes != nullptr) return attend<kTrees, T, Shaping::kAlibi>(a);
+  attend<kTrees, T, Shaping::kNone>(a);
+}
+
+template <typename T>
+void attend_any(const Arguments& a) {
+  if (a.ancestors != nullptr) return attend_as_shaped<true, T>(a);
+  attend_as_shaped<false, T>(a);
+}
+
+}  // namespace
+}  // namespace quire
+
+extern "C" void quire_paged_attention_bf16(const quire::AttentionArguments* a) { quire::attend_any<quire::Bf16>(*a); }
+extern "C" void quire_paged_attention_f32(const quire::AttentionArguments* a) { quire::attend_any<float>(*a); }
