@@ -66,12 +66,16 @@ struct Head {
   int64_t first_block() const { return item.oldest / kBlockKeys; }
   int64_t end_block() const { return (item.context + kBlockKeys - 1) / kBlockKeys; }
 
-  // An element of pages of this width; null if it is visible to no row, since such a slot may have any content.
-  const T* at(const void* pages, int64_t width, int64_t position) const {
-    if (position < item.oldest || position >= item.context) return nullptr;
+  // The positions of a block that the context has, rounded up to 16.
+  int64_t keys_in(int64_t block) const {
+    const int64_t keys = std::min(kBlockKeys, item.context - block * kBlockKeys);
+    return (keys + kBlockOutputs - 1) / kBlockOutputs * kBlockOutputs;
+  }
+
+  // The slot of a position, as an index of a page's elements [S, K].
+  int64_t slot(int64_t position) const {
     const int64_t page = a.tables[index * a.table_stride + position / a.page_size];
-    const int64_t slot = page * a.page_size + position % a.page_size;
-    return static_cast<const T*>(pages) + (slot * a.kv_heads + kv_head) * width;
+    return (page * a.page_size + position % a.page_size) * a.kv_heads + kv_head;
   }
 };
 
@@ -84,54 +88,70 @@ struct PackedBlock {
   PackedBlock(T* memory, const Arguments& a) : keys(memory), values(memory + kBlockKeys * a.width) {}
 
   void fill(const Head<T>& head, int64_t block) const {
-    const T *key_rows[kBlockKeys], *value_rows[kBlockKeys];
-    for (int64_t i = 0; i < kBlockKeys; i++) {
-      key_rows[i] = head.at(head.a.keys, head.a.width, block * kBlockKeys + i);
-      value_rows[i] = head.at(head.a.values, head.a.value_width, block * kBlockKeys + i);
+    for (int64_t key = 0; key < head.keys_in(block); key += kBlockOutputs) fill(head, block, key);
+  }
+
+  // Packs 16 positions, from the key `from` of a block on: they are in one page. Slots that are visible to no row may
+  // have any content, so they are read as zeros.
+  void fill(const Head<T>& head, int64_t block, int64_t from) const {
+    const Arguments& a = head.a;
+    const int64_t first = block * kBlockKeys + from, slot = head.slot(first);
+    // What one head has of a page is not in one piece, which the CPU would fetch ahead by itself.
+    if (first + kBlockOutputs < head.item.context) fetch(head, head.slot(first + kBlockOutputs));
+    const T *key_rows[kBlockOutputs], *value_rows[kBlockOutputs];
+    for (int64_t key = 0; key < kBlockOutputs; key++) {
+      const bool visible = first + key >= head.item.oldest && first + key < head.item.context;
+      const int64_t offset = slot + key * a.kv_heads;
+      key_rows[key] = visible ? static_cast<const T*>(a.keys) + offset * a.width : zeros();
+      value_rows[key] = visible ? static_cast<const T*>(a.values) + offset * a.value_width : zeros();
     }
-    pack_keys(key_rows, head.a.width);
-    pack_values(value_rows, head.a.value_width);
+    pack_keys(key_rows, a.width, keys + from * a.width);
+    pack_values(value_rows, a.value_width, values + from * kBlockOutputs);
   }
 
  private:
+  static const T* zeros() {
+    static const T row[kMaxHeadWidth] = {};
+    return row;
+  }
+
+  static void fetch(const Head<T>& head, int64_t slot) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (int64_t key = 0; key < kBlockOutputs; key++, slot += head.a.kv_heads) {
+      for (int64_t d = 0; d < head.a.width; d += kLine)
+        __builtin_prefetch(static_cast<const T*>(head.a.keys) + slot * head.a.width + d);
+      for (int64_t d = 0; d < head.a.value_width; d += kLine)
+        __builtin_prefetch(static_cast<const T*>(head.a.values) + slot * head.a.value_width + d);
+    }
+  }
+
   // A step of a key is 4 bytes for both types: two elements of bfloat16, or one float.
-  void pack_keys(const T* const (&rows)[kBlockKeys], int64_t width) const {
+  static void pack_keys(const T* const (&rows)[kBlockOutputs], int64_t width, T* to) {
     const int64_t steps = width * static_cast<int64_t>(sizeof(T)) / 4;
-    for (int64_t first = 0; first < kBlockKeys; first += kBlockOutputs) {
-      uint32_t* to = reinterpret_cast<uint32_t*>(keys) + first * steps;
-      for (int64_t step = 0; step < steps; step += kLanes) pack_square(rows + first, step, to + step * kBlockOutputs);
+    for (int64_t step = 0; step < steps; step += kLanes) {
+      Words square[kLanes];
+      for (int i = 0; i < kLanes; i++) square[i] = load<Words>(reinterpret_cast<const uint32_t*>(rows[i]) + step);
+      transpose(square);
+      std::memcpy(reinterpret_cast<uint32_t*>(to) + step * kBlockOutputs, square, sizeof(square));
     }
   }
 
-  // 16 steps of 16 keys.
-  static void pack_square(const T* const* rows, int64_t step, uint32_t* to) {
-    Words square[kLanes];
-    for (int i = 0; i < kLanes; i++) {
-      if (rows[i] == nullptr) square[i] = Words{};
-      else std::memcpy(&square[i], reinterpret_cast<const uint32_t*>(rows[i]) + step, sizeof(Words));
-    }
-    transpose(square);
-    std::memcpy(to, square, sizeof(square));
+  // Row by row, since the distance between two of them is often a power of two, so that a cache could not hold them all.
+  static void pack_values(const float* const (&rows)[kBlockOutputs], int64_t width, float* to) {
+    for (int64_t i = 0; i < kBlockOutputs; i++)
+      for (int64_t d = 0; d < width; d += kBlockOutputs) {
+        const Floats row = load<Floats>(rows[i] + d);
+        std::memcpy(to + d * kBlockKeys + i * kBlockOutputs, &row, sizeof(row));
+      }
   }
 
-  void pack_values(const T* const (&rows)[kBlockKeys], int64_t width) const {
-    constexpr int64_t kStep = Product<T>::kStepInputs;
-    for (int64_t first = 0; first < width; first += kBlockOutputs)
-      for (int64_t i = 0; i < kBlockKeys; i += kStep)
-        pack_step(rows + i, first, values + first * kBlockKeys + i * kBlockOutputs);
-  }
-
-  static void pack_step(const float* const* rows, int64_t first, float* to) {
-    if (rows[0] == nullptr) std::fill_n(to, kBlockOutputs, 0.0f);
-    else std::memcpy(to, rows[0] + first, kBlockOutputs * sizeof(float));
-  }
-
-  static void pack_step(const Bf16* const* rows, int64_t first, Bf16* to) {
-    Halves low{}, high{};
-    if (rows[0] != nullptr) std::memcpy(&low, rows[0] + first, sizeof(low));
-    if (rows[1] != nullptr) std::memcpy(&high, rows[1] + first, sizeof(high));
-    const Words both = __builtin_convertvector(low, Words) | (__builtin_convertvector(high, Words) << 16);
-    std::memcpy(to, &both, sizeof(both));
+  static void pack_values(const Bf16* const (&rows)[kBlockOutputs], int64_t width, Bf16* to) {
+    for (int64_t i = 0; i < kBlockOutputs; i += 2)
+      for (int64_t d = 0; d < width; d += kBlockOutputs) {
+        const Words low = __builtin_convertvector(load<Halves>(rows[i] + d), Words);
+        const Words both = low | (__builtin_convertvector(load<Halves>(rows[i + 1] + d), Words) << 16);
+        std::memcpy(to + d * kBlockKeys + i * kBlockOutputs, &both, sizeof(both));
+      }
   }
 };
 
@@ -231,6 +251,7 @@ void add_blocks(float* sums, int64_t stride, const T* weight, int64_t block_size
 template <bool kTrees, int kRows, typename T, Shaping kShaping>
 void attend_tile(const Head<T>& head, const Scores<kShaping>& shape, const InputOf<T>* queries, int64_t row,
                  const PackedBlock<T>& packed, int64_t block, const Rows& rows, int64_t into) {
+  const int64_t keys = head.keys_in(block);
   const InputOf<T>*query_rows[kRows], *weight_rows[kRows];
   float products[kRows * kBlockKeys] = {};
   InputOf<T> weights[kRows * kBlockKeys];
@@ -239,7 +260,7 @@ void attend_tile(const Head<T>& head, const Scores<kShaping>& shape, const Input
   for (int64_t first = 0; first < head.a.width; first += kSummedInputs) {
     float part[kRows * kBlockKeys] = {};
     for (int r = 0; r < kRows; r++) query_rows[r] = queries + (into + r) * head.a.width + first;
-    add_blocks<T, kRows>(part, kBlockKeys, packed.keys + first * kBlockOutputs, head.a.width * kBlockOutputs, kKeyBlocks,
+    add_blocks<T, kRows>(part, kBlockKeys, packed.keys + first * kBlockOutputs, head.a.width * kBlockOutputs, keys / kBlockOutputs,
                          query_rows, std::min(kSummedInputs, head.a.width - first));
     for (int i = 0; i < kRows * kBlockKeys; i++) products[i] += part[i];
   }
@@ -247,7 +268,7 @@ void attend_tile(const Head<T>& head, const Scores<kShaping>& shape, const Input
     weigh<kTrees, T, kShaping>(weights + r * kBlockKeys, products + r * kBlockKeys, shape, head, row + r, block, rows,
                                into + r);
   add_blocks<T, kRows>(rows.sums + into * rows.width, rows.width, packed.values, kBlockKeys * kBlockOutputs,
-                       rows.width / kBlockOutputs, weight_rows, kBlockKeys);
+                       rows.width / kBlockOutputs, weight_rows, keys);
 }
 
 // One packed block and `rows.count` rows of the head, from `first` on.
@@ -328,27 +349,33 @@ void attend_few(const Arguments& a) {
   const int64_t bytes = plan.positions * a.kv_heads * (a.width + a.value_width) * static_cast<int64_t>(sizeof(T));
 #pragma omp parallel num_threads(threads_for(bytes, a.threads))
   {
-    std::vector<float> own(Rows::size(plan.most_rows, a.value_width));
-    std::vector<InputOf<T>> queries(plan.most_rows * a.width);
-    std::vector<T> memory(PackedBlock<T>::size(a));
-    const PackedBlock<T> packed(memory.data(), a);
+    const int64_t most_heads = plan.heads_per_task, queries_size = plan.most_rows * a.width;
+    std::vector<float> own(most_heads * Rows::size(plan.most_rows, a.value_width));
+    std::vector<InputOf<T>> queries(most_heads * queries_size);
+    std::vector<T> memory(most_heads * PackedBlock<T>::size(a));
+    std::vector<Head<T>> heads;
+    std::vector<Rows> rows;
 #pragma omp for schedule(dynamic, 1)
     for (size_t index = 0; index < tasks.size(); index++) {
       const Task& task = tasks[index];
-      for (int64_t number = 0; number < task.num_heads; number++) {
-        const Head<T> head(a, task.item, task.kv_head + number);
-        const int64_t size = Rows::size(head.rows(), a.value_width);
-        const Rows rows(task.partial < 0 ? own.data() : partials.data() + task.partial + number * size, head.rows(),
-                        a.value_width);
-        rows.clear();
-        copy_queries(head, queries.data(), 0, head.rows());
-        const int64_t first = task.split * kSplitKeys / kBlockKeys, end = first + kSplitKeys / kBlockKeys;
-        for (int64_t block = std::max(first, head.first_block()); block < std::min(end, head.end_block()); block++) {
-          packed.fill(head, block);
-          attend_block<kTrees>(head, shape, queries.data(), 0, packed, block, rows);
-        }
-        if (task.partial < 0) write_rows(head, 0, rows);
+      heads.clear();
+      rows.clear();
+      for (int64_t n = 0; n < task.num_heads; n++) {
+        const Head<T>& head = heads.emplace_back(a, task.item, task.kv_head + n);
+        float* at = task.partial < 0 ? own.data() : partials.data() + task.partial;
+        rows.emplace_back(at + n * Rows::size(head.rows(), a.value_width), head.rows(), a.value_width).clear();
+        copy_queries(head, queries.data() + n * queries_size, 0, head.rows());
       }
+      const int64_t first = task.split * kSplitKeys / kBlockKeys, end = first + kSplitKeys / kBlockKeys;
+      const auto packed = [&](int64_t n) { return PackedBlock<T>(memory.data() + n * PackedBlock<T>::size(a), a); };
+      for (int64_t block = std::max(first, heads[0].first_block()); block < std::min(end, heads[0].end_block()); block++) {
+        // All heads of 16 positions are in one piece of a page.
+        for (int64_t key = 0; key < heads[0].keys_in(block); key += kBlockOutputs)
+          for (int64_t n = 0; n < task.num_heads; n++) packed(n).fill(heads[n], block, key);
+        for (int64_t n = 0; n < task.num_heads; n++)
+          attend_block<kTrees>(heads[n], shape, queries.data() + n * queries_size, 0, packed(n), block, rows[n]);
+      }
+      for (int64_t n = 0; task.partial < 0 && n < task.num_heads; n++) write_rows(heads[n], 0, rows[n]);
     }
 #pragma omp for schedule(dynamic, 1)
     for (size_t index = 0; index < plan.merged.size(); index++) {
