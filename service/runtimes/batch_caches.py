@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from service.caches.requests import Release, Remembered
 from service.dispatcher import Dispatcher
@@ -60,9 +60,8 @@ class BatchCaches:
             self.discard(cache_id)
             self._release([cache_id])
 
-    def end(self, made: Iterable[str]) -> None:
-        """The run has ended and sends no more requests. `made`: ids not noted yet. Can be repeated."""
-        self._ids.update(made)
+    def end(self) -> None:
+        """The run has ended and sends no more requests. Can be repeated."""
         if not (self._is_kept or self._has_ended):
             self._release_all()
         self._has_ended = True
