@@ -46,8 +46,6 @@ _FALLBACK_REASONS = {
 }
 # Characters of the list of other runtimes' failures.
 _MAX_ELSEWHERE = 512
-PolicyName = Literal["order", "local-first", "cheapest"]
-WhenFull = Literal["reject", "queue", "fallback"]
 # The name of a runtime that refused a sample, and its error.
 _Refusal: TypeAlias = tuple[str, status_pb2.Status]
 
@@ -56,11 +54,11 @@ _Refusal: TypeAlias = tuple[str, status_pb2.Status]
 class Routing:
     """The configuration for batches that name no runtime."""
 
-    policy: PolicyName = "order"
+    policy: Literal["order", "local-first", "cheapest"] = "order"
     # For `local-first`: when more seconds of work than this are queued locally, other runtimes come first.
     local_max_wait_s: float = 5.0
     # What happens to a batch for which the first runtime has no capacity.
-    when_full: WhenFull = "fallback"
+    when_full: Literal["reject", "queue", "fallback"] = "fallback"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from service.runtimes.remote import exchange, failures, prices
 from service.runtimes.remote.breaker import Breaker
 from service.runtimes.remote.call import ItemRequest, Provider, ProviderCall
 from service.runtimes.remote.clock import Clock
-from service.runtimes.remote.config import ProviderConfig
+from service.runtimes.remote.config import DialectName, ProviderConfig
 from service.runtimes.remote.dialects import anthropic, openai
 from service.runtimes.remote.dialects.base import Dialect, unsupported
 from service.runtimes.remote.limiter import Limiter
@@ -24,7 +24,7 @@ from service.runtimes.remote.sessions import SessionPool
 from service.runtimes.remote.spending import Spending
 from service.text import bounded_json
 
-DIALECTS: dict[str, Dialect] = {
+DIALECTS: dict[DialectName, Dialect] = {
     "openai-chat": openai.CHAT,
     "openai-completions": openai.COMPLETIONS,
     "anthropic-messages": anthropic.MESSAGES,
