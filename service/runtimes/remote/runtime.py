@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 
 from quire.v1 import runner_pb2, types_pb2
@@ -14,20 +15,21 @@ from service.runtimes import items
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.remote import exchange, failures, prices
 from service.runtimes.remote.breaker import Breaker
-from service.runtimes.remote.call import ItemRequest, Provider, ProviderCall
+from service.runtimes.remote.call import Provider, ProviderCall
 from service.runtimes.remote.clock import Clock
 from service.runtimes.remote.config import DialectName, ProviderConfig
-from service.runtimes.remote.dialects import anthropic, openai
+from service.runtimes.remote.dialects.anthropic import Messages
 from service.runtimes.remote.dialects.base import Dialect, unsupported
+from service.runtimes.remote.dialects.openai import ChatCompletions, Completions
 from service.runtimes.remote.limiter import Limiter
 from service.runtimes.remote.sessions import SessionPool
 from service.runtimes.remote.spending import Spending
 from service.text import bounded_json
 
-DIALECTS: dict[DialectName, Dialect] = {
-    "openai-chat": openai.CHAT,
-    "openai-completions": openai.COMPLETIONS,
-    "anthropic-messages": anthropic.MESSAGES,
+DIALECTS: dict[DialectName, type[Dialect]] = {
+    "openai-chat": ChatCompletions,
+    "openai-completions": Completions,
+    "anthropic-messages": Messages,
 }
 # A provider's vocabulary is unknown here.
 _LIMITS = validation.RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)
@@ -138,27 +140,22 @@ class RemoteRuntime:
 
     async def _calls(self, item: runner_pb2.ExecuteItem, batch: Batch, sink: ChunkSink) -> list[ProviderCall]:
         """The calls for an item. If it cannot run, puts its last chunks instead."""
-        provider = self._provider
-        deadline_s = items.deadline_s(item, batch.deadline_s, provider.clock.now_s())
+        deadline_s = items.deadline_s(item, batch.deadline_s, self._provider.clock.now_s())
+        groups = self._sample_groups(item)
         try:
-            request = await self._request(item)
+            expected = await self._expected(item)
+            self._check_cost(item, expected)
+            body = exchange.encode_body(self._provider.dialect.body(item, len(groups[0]), self.config))
         except QuireError as error:
             sink.put(items.failures(item, error.without_traceback()))
             return []
         except Exception as bug:
             sink.put(items.failures(item, failures.internal(bug)))
             return []
+        by_s = math.inf if deadline_s is None else deadline_s
         return [
-            ProviderCall(provider, batch, item, request, indexes, deadline_s, sink)
-            for indexes in self._sample_groups(item)
+            ProviderCall(self._provider, batch, item, body, expected, group, by_s, sink) for group in groups
         ]
-
-    async def _request(self, item: runner_pb2.ExecuteItem) -> ItemRequest:
-        """The request that all calls of an item share. Raises QuireError if the item cannot run."""
-        expected = await self._expected(item)
-        self._check_cost(item, expected)
-        body = self._provider.dialect.body(item, len(self._sample_groups(item)[0]), self.config)
-        return ItemRequest(exchange.encode_body(body), expected)
 
     async def _expected(self, item: runner_pb2.ExecuteItem) -> runner_pb2.Usage:
         """The most that one call of an item uses. Raises QuireError if no provider can run the item."""
