@@ -162,11 +162,10 @@ class ProviderCall:
         self._session = None
         async with provider.sessions.acquire() as session:
             self._session = session
-            secret = "" if session.secret is None else session.secret.reveal()
             sending = exchange.post(
                 session.client,
                 provider.config.base_url.rstrip("/") + provider.dialect.path,
-                provider.dialect.headers(secret),
+                provider.dialect.headers(session.secret),
                 self.body,
                 provider.config,
                 self._clock,

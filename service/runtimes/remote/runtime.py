@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from quire.v1 import runner_pb2, types_pb2
 
@@ -108,13 +108,11 @@ class RemoteRuntime:
         for item in items:
             if time_slice.due:
                 await time_slice.yield_to_others()
-            expected = await self._expected(item)
-            self._provider.dialect.body(item, 1, self.config)
-            expected = self._total(item, expected)
-            estimate.input_tokens += expected.input_tokens
-            estimate.max_output_tokens += expected.output_tokens
+            _, _, total = await self._planned(item)
+            estimate.input_tokens += total.input_tokens
+            estimate.max_output_tokens += total.output_tokens
             if price is not None:
-                estimate.max_cost_usd += price.cost_usd(expected)
+                estimate.max_cost_usd += price.cost_usd(total)
         return estimate
 
     async def load_weights(
@@ -141,26 +139,34 @@ class RemoteRuntime:
     async def _calls(self, item: runner_pb2.ExecuteItem, batch: Batch, sink: ChunkSink) -> list[ProviderCall]:
         """The calls for an item. If it cannot run, puts its last chunks instead."""
         deadline_s = items.deadline_s(item, batch.deadline_s, self._provider.clock.now_s())
-        groups = self._sample_groups(item)
+        by_s = math.inf if deadline_s is None else deadline_s
         try:
-            expected = await self._expected(item)
-            self._check_cost(item, expected)
-            body = exchange.encode_body(self._provider.dialect.body(item, len(groups[0]), self.config))
+            body, expected, total = await self._planned(item)
+            self._check_cost(item, total)
+            data = exchange.encode_body(body)
         except QuireError as error:
             sink.put(items.failures(item, error.without_traceback()))
             return []
         except Exception as bug:
             sink.put(items.failures(item, failures.internal(bug)))
             return []
-        by_s = math.inf if deadline_s is None else deadline_s
         return [
-            ProviderCall(self._provider, batch, item, body, expected, group, by_s, sink) for group in groups
+            ProviderCall(self._provider, batch, item, data, expected, group, by_s, sink)
+            for group in self._sample_groups(item)
         ]
 
-    async def _expected(self, item: runner_pb2.ExecuteItem) -> runner_pb2.Usage:
-        """The most that one call of an item uses. Raises QuireError if no provider can run the item."""
+    async def _planned(
+        self, item: runner_pb2.ExecuteItem
+    ) -> tuple[Mapping[str, object], runner_pb2.Usage, runner_pb2.Usage]:
+        """The body of each call for an item, and the most that one call and all use. Raises QuireError."""
         await check(item)
-        return prices.expected(item, len(self._sample_groups(item)[0]), self.config.max_output_tokens)
+        calls = self._sample_groups(item)
+        expected = prices.expected(item, len(calls[0]), self.config.max_output_tokens)
+        total = runner_pb2.Usage(
+            input_tokens=min(expected.input_tokens * len(calls), prices.MAX_TOKENS),
+            output_tokens=min(expected.output_tokens * len(calls), prices.MAX_TOKENS),
+        )
+        return self._provider.dialect.body(item, len(calls[0]), self.config), expected, total
 
     def _sample_groups(self, item: runner_pb2.ExecuteItem) -> list[range]:
         """The sample indexes of each call. All calls have the same number of samples."""
@@ -169,24 +175,14 @@ class RemoteRuntime:
             return [range(samples)]
         return [range(index, index + 1) for index in range(samples)]
 
-    def _total(self, item: runner_pb2.ExecuteItem, expected: runner_pb2.Usage) -> runner_pb2.Usage:
-        """The most that all calls of an item use, if each uses `expected`."""
-        requests = len(self._sample_groups(item))
-        return runner_pb2.Usage(
-            input_tokens=min(expected.input_tokens * requests, prices.MAX_TOKENS),
-            output_tokens=min(expected.output_tokens * requests, prices.MAX_TOKENS),
-        )
-
-    def _check_cost(self, item: runner_pb2.ExecuteItem, expected: runner_pb2.Usage) -> None:
+    def _check_cost(self, item: runner_pb2.ExecuteItem, total: runner_pb2.Usage) -> None:
         """Raises ProviderFailure if the item could exceed its max_cost_usd."""
         if not item.HasField("max_cost_usd"):
             return
-        price = self.config.price
-        if price is None:
-            raise ProviderFailure(
-                "BUDGET_EXCEEDED", "what the model costs is not known, so it cannot be bounded"
-            )
-        most_usd = price.cost_usd(self._total(item, expected))
+        if self.config.price is None:
+            text = "what the model costs is not known, so it cannot be bounded"
+            raise ProviderFailure("BUDGET_EXCEEDED", text)
+        most_usd = self.config.price.cost_usd(total)
         if most_usd > item.max_cost_usd:
             text = f"it could cost {most_usd:.6f} US dollars, and may cost {item.max_cost_usd:.6f}"
             raise ProviderFailure("BUDGET_EXCEEDED", text)

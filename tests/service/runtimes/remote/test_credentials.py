@@ -17,7 +17,8 @@ from quire.v1 import runner_pb2
 from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
 from service.runtimes.base import Batch
-from service.runtimes.remote.sessions import Secret, read_secret
+from service.runtimes.remote.dialects.openai import ChatCompletions
+from service.runtimes.remote.sessions import read_secret
 from tests.certificates import Authority
 from tests.service.runtimes.remote.fake_provider import (
     EVENT_STREAM,
@@ -223,7 +224,6 @@ async def test_credentials_appear_nowhere(
                 runtime.describe(),
                 sessions,
                 sessions._current,
-                sessions._current.secret,
                 made,
             ]
         shown += [chunk.SerializeToString() for chunk in out.chunks]
@@ -261,10 +261,10 @@ async def test_an_unexpected_exception_reveals_no_credentials(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    def broken(_self: Secret) -> str:
-        raise ZeroDivisionError(SECRET)
+    def broken(secret: str) -> dict[str, str]:
+        raise ZeroDivisionError(secret)
 
-    monkeypatch.setattr(Secret, "reveal", broken)
+    monkeypatch.setattr(ChatCompletions, "headers", broken)
     provider.script.append(GOOD)
     async with remote(config(provider, api_key_file=str(key))) as runtime:
         out = await run(runtime, item())
@@ -276,7 +276,7 @@ async def test_an_unexpected_exception_reveals_no_credentials(
 
 async def test_without_configured_credentials_none_are_sent(provider: FakeProvider) -> None:
     provider.script.append(GOOD)
-    assert await read_secret(config(provider)) is None
+    assert await read_secret(config(provider)) == ""
 
     async with remote(config(provider)) as runtime:
         await run(runtime, item())
