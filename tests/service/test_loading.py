@@ -20,7 +20,7 @@ from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker
 from service.pool.model_versions import ModelVersion, ServedModel, ServedModelFile
 from service.pool.rolling_restart import RollingRestart
-from service.runtimes import sources
+from service.runtimes import loading as loading_module
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.sources import ModelSources
 from tests.service.test_supervisor import (
@@ -146,7 +146,7 @@ async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch
     bench = Loads(tmp_path, monkeypatch, works)
     (bench.source / "model.safetensors").write_bytes(bytes(1000))
     psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=999))
-    monkeypatch.setattr(sources, "psutil", psutil)
+    monkeypatch.setattr(loading_module, "psutil", psutil)
     async with serving(bench):
         ready = bench.versions.serving.slots[0].ready
         assert ready is not None
