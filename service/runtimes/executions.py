@@ -13,13 +13,14 @@ from quire.v1 import runner_pb2
 
 from service.api import validation
 from service.api.append_codec import PRIORITIES
-from service.api.budget import AnswerBudget, ReplayBudget
+from service.api.budget import AnswerBudget
 from service.api.server_state import ServerState
 from service.caches.tenants import Tenant
 from service.errors import Draining, ExecutionLost, InvalidArgument, TooManyExecutions, reused_request_id
 from service.runtimes.base import Batch
 from service.runtimes.execution import Execution, State
 from service.runtimes.items import check_cost, check_ids, num_samples
+from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router
 
 _POLICIES = frozenset(runner_pb2.RoutingPolicy.values())

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 from quire.v1 import runner_pb2
 
-from service.api.budget import AnswerBudget, ReplayBudget
+from service.api.budget import AnswerBudget
 from service.errors import Draining, ExecutionLost, NoWorker, ResumedElsewhere
 from service.runtimes.execution import Execution, State
+from service.runtimes.replay_buffer import ReplayBudget
 from tests.error_details import status_reason
 
 LARGE = "x" * 100_000
