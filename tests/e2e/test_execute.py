@@ -132,14 +132,6 @@ def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> 
     assert tiny_gateway.status().caches == before
 
 
-def test_a_sample_ends_with_a_stop_token_and_tells_it(tiny_gateway: GatewayProcess) -> None:
-    chosen = tokens(execute(tiny_gateway, item("all", [3, 1, 4], 20))["all", 0])
-    stop = chosen[4]
-    found = execute(tiny_gateway, item("cut", [3, 1, 4], 20, stop_token_ids=[stop]))["cut", 0]
-    assert tokens(found) == chosen[: chosen.index(stop) + 1]
-    assert found[-1].finish_reason == runner_pb2.FINISH_REASON_STOP
-
-
 def test_text_comes_with_its_tokens_and_ends_before_a_stop_text(shipped_gateway: GatewayProcess) -> None:
     hot = types_pb2.SamplingParams(temperature=5, seed=11)
     ask = runner_pb2.ExecuteItem(
@@ -281,14 +273,20 @@ def read_some(call: Iterator[runner_pb2.ExecuteResponse], messages: int) -> Samp
     return found
 
 
-def go_on(
-    gateway: GatewayProcess, request: runner_pb2.ExecuteRequest, seen: Samples
-) -> dict[tuple[str, int], list[int]]:
-    """Asks again for what was not seen; returns all tokens."""
+def resumed(request: runner_pb2.ExecuteRequest, seen: Samples) -> runner_pb2.ExecuteRequest:
+    """Asks for what was not seen."""
     again = runner_pb2.ExecuteRequest()
     again.CopyFrom(request)
     for (item_id, sample), chunks in seen.items():
         again.resume_after.add(item_id=item_id, sample=sample, position=len(tokens(chunks)))
+    return again
+
+
+def go_on(
+    gateway: GatewayProcess, request: runner_pb2.ExecuteRequest, seen: Samples
+) -> dict[tuple[str, int], list[int]]:
+    """Asks again for what was not seen; returns all tokens."""
+    again = resumed(request, seen)
     found = {key: tokens(chunks) for key, chunks in seen.items()}
     started = None
     for response in runner(gateway).Execute(again, timeout=PATIENCE_S):
@@ -351,64 +349,31 @@ def test_what_is_kept_and_was_read_to_its_end_holds_no_cache(tiny_gateway: Gatew
     end(tiny_gateway, request)
 
 
-def test_who_comes_again_takes_over(tiny_gateway: GatewayProcess) -> None:
-    request = kept("taken over", item("a", [1, 2], 400))
-    first = runner(tiny_gateway).Execute(request, timeout=PATIENCE_S)
-    next(first)
-    ended: list[str] = []
-
-    def read() -> None:
-        try:
-            list(first)
-        except grpc.RpcError as error:
-            ended.append(reason_of(error))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    found = go_on(tiny_gateway, request, {})
-    reader.join(PATIENCE_S)
-    assert len(found["a", 0]) == 400 and ended in (["RESUMED_ELSEWHERE"], [])
-    end(tiny_gateway, request)
-
-
-def test_an_execution_goes_on_after_an_orderly_restart(
+def test_an_execution_goes_on_after_kills_and_an_orderly_restart(
     tiny_model: Path, tiny_gateway: GatewayProcess, tmp_path: Path
 ) -> None:
+    """A worker and then the gateway are killed; the next gateway is stopped."""
     whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
     flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
-    flags += ["--data-dir", str(tmp_path), "--drain-grace-s", "0"]
-    request = kept("restarted", *long_items())
-    with GatewayProcess(model=str(tiny_model), workers=1, flags=flags) as gateway:
-        call = runner(gateway).Execute(request, timeout=PATIENCE_S)
-        seen = read_some(call, 10)
-        gateway.process.send_signal(signal.SIGTERM)
-        with pytest.raises(grpc.RpcError) as raised:
-            read_into(seen, call)
-        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        gateway.process.wait(PATIENCE_S)
-    with GatewayProcess(model=str(tiny_model), workers=1, flags=flags) as gateway:
-        assert go_on(gateway, request, seen) == whole
-
-
-def test_an_execution_goes_on_when_workers_and_the_gateway_are_killed(
-    tiny_model: Path, tiny_gateway: GatewayProcess, tmp_path: Path
-) -> None:
-    whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
-    flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
-    flags += ["--data-dir", str(tmp_path), "--orphan-grace-s", "30"]
+    flags += ["--data-dir", str(tmp_path), "--orphan-grace-s", "30", "--drain-grace-s", "0"]
     request = kept("killed", *long_items())
+    seen: Samples = defaultdict(list)
     workers: set[psutil.Process] = set()
     try:
-        with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
-            workers |= gateway.worker_processes()
-            call = runner(gateway).Execute(request, timeout=PATIENCE_S)
-            seen = read_some(call, 10)
-            next(iter(workers)).send_signal(signal.SIGKILL)
-            for key, chunks in read_some(call, 10).items():
-                seen[key] += chunks
-            workers |= gateway.worker_processes()
-            gateway.process.kill()
-            gateway.process.wait()
+        for is_killed in (True, False):
+            with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
+                workers |= gateway.worker_processes()
+                call = runner(gateway).Execute(resumed(request, seen), timeout=PATIENCE_S)
+                read_into(seen, itertools.islice(call, 10))
+                if is_killed:
+                    next(iter(workers)).send_signal(signal.SIGKILL)
+                    read_into(seen, itertools.islice(call, 10))
+                    workers |= gateway.worker_processes()
+                gateway.process.send_signal(signal.SIGKILL if is_killed else signal.SIGTERM)
+                with pytest.raises(grpc.RpcError) as raised:
+                    read_into(seen, call)
+                assert is_killed or raised.value.code() is grpc.StatusCode.UNAVAILABLE
+                gateway.process.wait(PATIENCE_S)
         with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
             workers |= gateway.worker_processes()
             assert go_on(gateway, request, seen) == whole

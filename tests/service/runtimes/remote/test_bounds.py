@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from quire.v1 import runner_pb2
 
@@ -155,6 +155,7 @@ LINES = st.lists(
 )
 
 
+@example(lines=["data: a", ""], ending="\r", cuts=[1] * 99)
 @given(lines=LINES, ending=st.sampled_from(["\n", "\r\n", "\r"]), cuts=st.lists(st.integers(1, 9)))
 def test_events_do_not_depend_on_how_the_bytes_are_split(
     lines: list[str], ending: str, cuts: list[int]
