@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -182,51 +183,33 @@ def test_items_that_are_wrong_fail_alone(shipped_gateway: GatewayProcess) -> Non
     assert len(found) == len(items), "each failure is told once"
 
 
+def progress(sample: int = 0) -> runner_pb2.SampleProgress:
+    return runner_pb2.SampleProgress(item_id="a", sample=sample)
+
+
 @pytest.mark.parametrize(
-    ("reason", "request_"),
+    ("reason", "fields"),
     [
-        ("EMPTY_BATCH", runner_pb2.ExecuteRequest()),
-        ("BAD_ITEM_ID", runner_pb2.ExecuteRequest(items=[runner_pb2.ExecuteItem()])),
-        ("DUPLICATE_ITEM_ID", runner_pb2.ExecuteRequest(items=[item("a", [1], 1), item("a", [1], 1)])),
-        ("RUNTIME_NOT_FOUND", runner_pb2.ExecuteRequest(runtime="none", items=[item("a", [1], 1)])),
-        ("BAD_PRIORITY", runner_pb2.ExecuteRequest(priority=9, items=[item("a", [1], 1)])),  # type: ignore[arg-type]
-        (
-            "BAD_KEEP",
-            runner_pb2.ExecuteRequest(keep=duration_pb2.Duration(seconds=1), items=[item("a", [1], 1)]),
-        ),
-        (
-            "BAD_KEEP",
-            runner_pb2.ExecuteRequest(
-                request_id="a", keep=duration_pb2.Duration(seconds=-1), items=[item("a", [1], 1)]
-            ),
-        ),
-        ("BAD_POLICY", runner_pb2.ExecuteRequest(policy=9, items=[item("a", [1], 1)])),  # type: ignore[arg-type]
-        ("BAD_MAX_COST", runner_pb2.ExecuteRequest(max_cost_usd=math.nan, items=[item("a", [1], 1)])),
-        (
-            "BAD_RESUME_AFTER",
-            runner_pb2.ExecuteRequest(
-                items=[item("a", [1], 1, n=2)],
-                resume_after=[runner_pb2.SampleProgress(item_id="a", sample=2)],
-            ),
-        ),
-        (
-            "BAD_RESUME_AFTER",
-            runner_pb2.ExecuteRequest(
-                items=[item("a", [1], 1)],
-                resume_after=[runner_pb2.SampleProgress(item_id="a") for _ in range(1000)],
-            ),
-        ),
-        (
-            "TOO_MANY_SAMPLES",
-            runner_pb2.ExecuteRequest(items=[item(str(n), [1], 1, n=128) for n in range(9)]),
-        ),
+        ("EMPTY_BATCH", {"items": []}),
+        ("BAD_ITEM_ID", {"items": [runner_pb2.ExecuteItem()]}),
+        ("DUPLICATE_ITEM_ID", {"items": [item("a", [1], 1)] * 2}),
+        ("RUNTIME_NOT_FOUND", {"runtime": "none"}),
+        ("BAD_PRIORITY", {"priority": 9}),
+        ("BAD_KEEP", {"keep": duration_pb2.Duration(seconds=1)}),
+        ("BAD_KEEP", {"keep": duration_pb2.Duration(seconds=-1), "request_id": "a"}),
+        ("BAD_POLICY", {"policy": 9}),
+        ("BAD_MAX_COST", {"max_cost_usd": math.nan}),
+        ("BAD_RESUME_AFTER", {"resume_after": [progress(sample=1)]}),
+        ("BAD_RESUME_AFTER", {"resume_after": [progress()] * 1000}),
+        ("TOO_MANY_SAMPLES", {"items": [item(str(n), [1], 1, n=128) for n in range(9)]}),
     ],
 )
 def test_batches_that_are_wrong_are_refused(
-    shipped_gateway: GatewayProcess, reason: str, request_: runner_pb2.ExecuteRequest
+    shipped_gateway: GatewayProcess, reason: str, fields: dict[str, Any]
 ) -> None:
+    request = runner_pb2.ExecuteRequest(**{"items": [item("a", [1], 1)], **fields})
     with pytest.raises(grpc.RpcError) as raised:
-        list(runner(shipped_gateway).Execute(request_, timeout=PATIENCE_S))
+        list(runner(shipped_gateway).Execute(request, timeout=PATIENCE_S))
     assert reason_of(raised.value) == reason
 
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.service.runtimes.remote.fake_provider import (
     FakeProvider,
     Reply,
     VirtualTime,
+    answered,
     config,
     delta,
     event,
@@ -46,12 +47,6 @@ SECRET = "sk-planted-secret"
 OTHER = "sk-another-secret"
 GOOD = said("good")
 HEAD = EVENT_STREAM.encode()
-
-
-@pytest.fixture
-async def provider() -> AsyncIterator[FakeProvider]:
-    async with fake_provider() as made:
-        yield made
 
 
 @pytest.fixture
@@ -87,9 +82,7 @@ async def test_refused_credentials_are_read_again_once_for_all_calls(
         return await status(401)(writer)
 
     provider.script += [refuse, refuse, GOOD]
-    async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
-        out = await run(runtime, item(), item(item_id="b"))
-
+    out = await answered(provider, item(), item(item_id="b"), time=VirtualTime(), api_key_file=str(key))
     assert (out.text("a"), out.text("b")) == ("good", "good")
     keys = [asked.headers["authorization"].removeprefix("Bearer ") for asked in provider.asked]
     assert keys == [SECRET, SECRET, OTHER, OTHER]
@@ -99,10 +92,7 @@ async def test_refused_credentials_are_read_again_once_for_all_calls(
 async def test_credentials_that_stay_refused_are_tried_twice(provider: FakeProvider, key: Path) -> None:
     provider.script.append(status(401))
     virtual = VirtualTime()
-
-    async with remote(config(provider, api_key_file=str(key)), virtual) as runtime:
-        out = await run(runtime, item())
-
+    out = await answered(provider, item(), time=virtual, api_key_file=str(key))
     assert reason(out.last()) == "UNAUTHORIZED" and len(provider.asked) == 2 and virtual.slept == []
 
 
@@ -266,9 +256,7 @@ async def test_an_unexpected_exception_reveals_no_credentials(
 
     monkeypatch.setattr(ChatCompletions, "headers", broken)
     provider.script.append(GOOD)
-    async with remote(config(provider, api_key_file=str(key))) as runtime:
-        out = await run(runtime, item())
-
+    out = await answered(provider, item(), api_key_file=str(key))
     assert reason(out.last()) == "INTERNAL"
     logged = caplog.text + "".join(capfd.readouterr())
     assert "ZeroDivisionError" in logged and "planted" not in logged
