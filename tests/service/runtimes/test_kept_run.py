@@ -105,6 +105,18 @@ async def test_a_different_prompt_under_the_same_key_is_refused() -> None:
     )
 
 
+async def test_a_batch_may_be_resumed_with_more_samples() -> None:
+    world = KeptBatch(MANY)
+    _, first = world.begin()
+    for _ in range(4):
+        await world.step()
+    await world.end(first)
+    more = prepared("many", [1, 2, 4], 12, 6)
+    reader, second = world.begin(more)
+    await world.finish(second)
+    assert [reader.tokens("many", sample) for sample in range(6)] == [whole_text(more)] * 6
+
+
 async def test_a_batch_is_not_resumed_with_other_weights() -> None:
     world = KeptBatch(ONE, MANY)
     _, first = world.begin()
