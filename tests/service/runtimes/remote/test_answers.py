@@ -124,8 +124,8 @@ async def test_surrogate_pairs_are_joined(provider: FakeProvider, dialect: str) 
             events.append(delta(tool_calls=[{"index": index, "function": {"arguments": text}}]))
         events.append(delta(finish="tool_calls"))
     else:
-        texts = [{"type": "text_delta", "text": text} for text in ("\ud83d", "\ude00", "\ude00")]
-        events = [{"type": "content_block_delta", "index": 2, "delta": text} for text in texts]
+        halves = [{"type": "text_delta", "text": half} for half in ("\ud83d", "\ude00", "\ude00")]
+        events = [{"type": "content_block_delta", "index": 2, "delta": half} for half in halves]
         for index in (0, 1):
             block = {"type": "tool_use", "id": f"\ude00{index}", "name": "\ud83d"}
             events.append({"type": "content_block_start", "index": index, "content_block": block})

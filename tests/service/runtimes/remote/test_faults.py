@@ -218,7 +218,7 @@ async def test_a_stream_that_ends_after_the_finish_reason_is_complete(provider: 
     ids=["time", "deadline", "size"],
 )
 async def test_an_endless_response_is_limited(
-    provider: FakeProvider, settings: dict[str, float], fields: dict[str, Any], expected: str
+    provider: FakeProvider, settings: dict[str, Any], fields: dict[str, Any], expected: str
 ) -> None:
     provider.script.append(raw(HEAD, *([b": still here\n\n"] * 1000), pause_s=0.005))
     out = await answered(provider, item(**fields), max_retries=0, **settings)

@@ -118,7 +118,7 @@ def test_extensions_are_for_providers_that_have_them() -> None:
 
 
 TOKENS = runner_pb2.TokenPrompt(token_ids=[1])
-UNSUPPORTED: list[tuple[str, str, dict[str, Any]]] = [
+UNSUPPORTED: list[tuple[DialectName, str, dict[str, Any]]] = [
     ("openai-chat", "tokens", {"tokens": TOKENS}),
     ("openai-chat", "tokens_only", {"tokens_only": True}),
     ("openai-chat", "top_logprobs", {"top_logprobs": 2}),
@@ -145,7 +145,7 @@ UNSUPPORTED: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("dialect", "field", "fields"), UNSUPPORTED, ids=[f"{d}-{f}" for d, f, _ in UNSUPPORTED]
 )
-def test_unsupported_fields_are_refused(dialect: str, field: str, fields: dict[str, Any]) -> None:
+def test_unsupported_fields_are_refused(dialect: DialectName, field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ProviderFailure) as raised:
         body(dialect, asked(**fields))
     assert (raised.value.reason, raised.value.metadata) == ("UNSUPPORTED", {"field": field})
