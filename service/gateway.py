@@ -36,7 +36,7 @@ from service.caches.tenants import Tenant
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config, ConfigError
 from service.data_directory import data_directory
 from service.dispatcher import Dispatcher
-from service.journal.base import JournalUnusable, MemoryJournal
+from service.journal.base import Journal, JournalUnusable
 from service.journal.sqlite import SqliteJournal, open_journal
 from service.listening import actual_address
 from service.logging import get_logger
@@ -150,10 +150,10 @@ class Gateway:
             raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
         return OpenAiFront(self.executions, self.router, self.state, self.text, self.authenticator)
 
-    def _open_journal(self, directory: Path | None) -> SqliteJournal | MemoryJournal:
+    def _open_journal(self, directory: Path | None) -> Journal:
         """Opens the journal and recovers its caches. Raises JournalUnusable."""
         if self.config.journal == "memory" or (self.config.journal != "sqlite" and directory is None):
-            return MemoryJournal()
+            return Journal()
         if directory is None:
             raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen at each start")
         journal = open_journal(directory, "full" if self.config.journal_sync == "full" else "normal")
