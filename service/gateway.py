@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import shlex
 import sys
 import time
@@ -41,6 +42,7 @@ from service.journal.sqlite import SqliteJournal, open_journal
 from service.listening import actual_address
 from service.logging import get_logger
 from service.memory import MemoryTrimmer
+from service.pool import wire
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import ModelVersions
 from service.pool.rolling_restart import RollingRestart
@@ -93,7 +95,7 @@ class Gateway:
         self.caches.weights.serving = versions.serving.number
         grace_s = config.orphan_grace_s if directory is not None else 0.0
         self.pool = Supervisor(config, versions, LocalLauncher(directory, grace_s))
-        self.dispatcher = Dispatcher(self.caches, self.journal, self.pool.send)
+        self.dispatcher = Dispatcher(self.caches, self.journal, functools.partial(wire.send, self.pool.links))
         self.restarts = RollingRestart(self.pool, self.dispatcher)
         # Set when the server has to stop.
         self.stopping = asyncio.Event()

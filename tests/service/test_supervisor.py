@@ -20,6 +20,7 @@ from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.pool import supervisor as supervisor_module
+from service.pool import wire
 from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import EXIT_CONFIG, Supervisor
@@ -379,8 +380,8 @@ async def test_dead_worker_is_replaced_with_a_new_epoch(
     assert await bench.events(2) == [("lost", 1), ("ready", 2)]
     (slot,) = bench.versions.serving.slots
     assert (slot.epoch, slot.pid, slot.state) == (2, 1002, executor_pb2.WORKER_STATE_READY)
-    supervisor.send("worker-0", 1, ReleaseSequences(7, (1,)))
-    supervisor.send("worker-0", 2, ReleaseSequences(8, (1,)))
+    wire.send(supervisor.links, "worker-0", 1, ReleaseSequences(7, (1,)))
+    wire.send(supervisor.links, "worker-0", 2, ReleaseSequences(8, (1,)))
     assert await bench.events(1) == [("answered", 2, 8)], "commands to earlier incarnations are dropped"
     await stop(running)
     assert bench.launcher.closed
