@@ -30,7 +30,7 @@ from service.caches.requests import (
 from service.caches.tenants import Tenant
 from service.caches.workers import WorkerView
 from service.errors import NOT_FAILURES, InternalError, QuireError, WorkerFault
-from service.journal.base import Journal, OnCommitted
+from service.journal.base import Journal
 from service.journal.compactor import Compactor
 from service.logging import get_logger
 
@@ -153,7 +153,7 @@ class Dispatcher:
                 self.start(releases, lambda *_: None, self.new_caller(), tenant)
 
         # The current commits are complete when this empty one is.
-        self._write((), release)
+        self._compactor.commit((), release)
 
     @property
     def num_caches(self) -> int:
@@ -319,12 +319,9 @@ class Dispatcher:
         for ticket, of_one in writes:
             records += of_one
             tickets.append(ticket)
-        self._write(records, functools.partial(self._on_committed, tickets))
-
-    def _write(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
-        # While caches are restated, this has to happen before their next records.
+        # The compactor adds caches to commits only during a pass.
         journal = self._compactor if self._compactor.is_underway else self._journal
-        journal.commit(records, on_committed)
+        journal.commit(records, functools.partial(self._on_committed, tickets))
 
     def _answer(self, replies: Sequence[Reply]) -> None:
         for ticket, outcome in replies:

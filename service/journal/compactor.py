@@ -25,8 +25,8 @@ _PORTION_CACHES: Final = 256
 class Compactor:
     """Runs passes, one at a time. Reads the ledger, never changes it.
 
-    While `is_underway`, commits have to be given to it instead of to the journal. Their callers must apply
-    the records to the ledger first thing in `on_committed`. The added records do not change the ledger.
+    While `is_underway`, it has to be given all commits instead of the journal. Their callers must apply the
+    records to the ledger first thing in `on_committed`. The added records do not change the ledger.
     """
 
     def __init__(self, ledger: Ledger, journal: Journal, portion_tokens: int = PORTION_TOKENS) -> None:
@@ -115,6 +115,8 @@ class Compactor:
                 self.is_underway = ok
                 if ok:
                     self._end_if_done()
+                else:
+                    self._pending.clear()
             on_committed(ok)
 
         self._journal.commit([*restated, *records], committed)

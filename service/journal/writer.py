@@ -60,8 +60,8 @@ class Writer:
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False
-        # The rows before this one are dropped. 0: the database may contain rows before `first_seq`.
-        self._dropped_seq = 0
+        # The database may contain rows before `first_seq`.
+        self.is_dropping = True
         # Next time to drop rows, after a failure.
         self._drop_at = 0.0
         # Bytes since the last checkpoint.
@@ -73,14 +73,9 @@ class Writer:
         self._put(frames)
 
     def drop(self, first_seq: int) -> None:
-        """Drops the rows before `first_seq`."""
-        self.first_seq = first_seq
+        """Drops the rows before `first_seq`. To be called only when earlier rows are dropped."""
+        self.first_seq, self.is_dropping = first_seq, True
         self._put(self._drop_rows)
-
-    @property
-    def is_dropping(self) -> bool:
-        """Whether rows before `first_seq` may still be in the database."""
-        return self._dropped_seq != self.first_seq
 
     def stop(self, timeout_s: float) -> bool:
         """Writes all queued commits and closes the database. False after the timeout."""
@@ -245,25 +240,23 @@ class Writer:
         """Drops some of the rows before `first_seq`, and stores `first_seq` in the same transaction."""
         if time.monotonic() < self._drop_at:
             return
-        first_seq = self.first_seq
         try:
             if self._db is None:
                 self._reopen()
             assert self._db is not None
             query = "SELECT seq, length(data) FROM log WHERE seq < ? ORDER BY seq LIMIT ?"
             last, size = 0, 0
-            for seq, length in self._db.execute(query, (first_seq, _DROP_ROWS)).fetchall():
+            for seq, length in self._db.execute(query, (self.first_seq, _DROP_ROWS)).fetchall():
                 last = seq
                 size += length
                 if size > _DROP_BYTES:
                     break
             with _transaction(self._db):
                 self._files.require_owner(self._db)
-                write_meta(self._db, "first_seq", first_seq)
+                write_meta(self._db, "first_seq", self.first_seq)
                 self._db.execute("DELETE FROM log WHERE seq <= ?", (last,))
             self._wal_bytes += _WAL_ROW_BYTES
-            if not last:
-                self._dropped_seq = first_seq
+            self.is_dropping = last > 0
         except FAILURES as error:
             self._drop_at = time.monotonic() + _IDLE_S
             self._warn("rows of the journal could not be dropped", error)
