@@ -5,12 +5,11 @@ It gets encoded records, and reports results through a callback on its own threa
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from service.journal.encoding import seal
@@ -154,8 +153,10 @@ class Writer:
             self._files.require_names()
         except FAILURES as error:
             self._warn("a write to the journal failed", error)
-            if not self._is_written(row, wall_ns, error):
-                return False
+            # On a full disk, or while another program has a lock, nothing was written.
+            if getattr(error, "sqlite_errorname", "") not in ("SQLITE_FULL", "SQLITE_BUSY"):
+                self._take_back(lost=isinstance(error, NotOwner))
+            return False
         self._raise_high_water_mark()
         return True
 
@@ -174,30 +175,23 @@ class Writer:
         if self.model is None:
             self._files.insert(self._db, self.next_seq, wall_ns, row)
             return
-        with _transaction(self._db):
+        self._db.execute("BEGIN IMMEDIATE")
+        with self._db:
             write_meta(self._db, "model", self.model)
             self._files.insert(self._db, self.next_seq, wall_ns, row)
         self.model = None
 
-    def _is_written(self, row: bytes, wall_ns: int, error: Exception) -> bool:
-        """Whether the row is stored despite a failure. If that is unknown, the row is removed."""
-        if self._db is None:
-            return False
-        lost = isinstance(error, NotOwner)
+    def _take_back(self, *, lost: bool) -> None:
+        """Removes the row that may have been written despite a failure. `lost`: its file was removed."""
         try:
-            query = "SELECT 1 FROM log WHERE seq = ? AND wall_ns = ? AND data = ?"
-            if not lost and self._db.execute(query, (self.next_seq, wall_ns, row)).fetchone():
-                return True
-            if lost or getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR"):
-                # The row may be complete in the log but not synced, and be found after a crash; or be found
-                # when a moved file is moved back.
+            # Also from a lost file, which may be moved back.
+            if self._db is not None:
                 self._overwrite(self._db)
         except FAILURES:
-            # The next write opens a new connection, which first removes this row.
             lost = True
         if lost:
+            # The next write opens a new connection, which first removes this row.
             self._disconnect()
-        return False
 
     def _reopen(self) -> None:
         """Opens a connection and removes rows that were reported as failed. Raises sqlite3.Error."""
@@ -210,7 +204,8 @@ class Writer:
         self._db = db
 
     def _overwrite(self, db: sqlite3.Connection) -> None:
-        with _transaction(db):
+        db.execute("BEGIN IMMEDIATE")
+        with db:
             self._files.require_owner(db)
             db.execute("DELETE FROM log WHERE seq >= ?", (self.next_seq,))
             write_meta(db, "first_seq", self.first_seq)
@@ -251,7 +246,8 @@ class Writer:
                 size += length
                 if size > _DROP_BYTES:
                     break
-            with _transaction(self._db):
+            self._db.execute("BEGIN IMMEDIATE")
+            with self._db:
                 self._files.require_owner(self._db)
                 write_meta(self._db, "first_seq", self.first_seq)
                 self._db.execute("DELETE FROM log WHERE seq <= ?", (last,))
@@ -282,17 +278,3 @@ class Writer:
         if now - self._warned_at >= _WARN_S:
             self._warned_at = now
             _log.warning(event, file=str(self._files.path), error=None if error is None else str(error))
-
-
-@contextlib.contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Commits if the body succeeds, otherwise rolls back. Errors pass through."""
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        # After some errors SQLite has rolled back already.
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
