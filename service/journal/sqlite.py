@@ -80,22 +80,23 @@ class SqliteJournal(Journal):
         Raises JournalUnusable, maybe after some records.
         """
         replay = Replay(apply, apply_run)
-        expected = self._writer.first_seq
+        seq = expected = self._writer.first_seq
         torn: CorruptRecord | None = None
         with translate_errors(self._files.path):
             query = "SELECT seq, wall_ns, data FROM log WHERE seq >= ? ORDER BY seq"
             with contextlib.closing(self._db.execute(query, (expected,))) as rows:
-                for seq, wall_ns, row in rows:
-                    if seq != expected:
-                        raise self._damaged(expected, "it is missing")
-                    torn = self._replay_row(replay, seq, wall_ns, row)
-                    if torn is not None:
-                        break
-                    expected += 1
-            try:
-                replay.flush()
-            except RecordConflict as error:
-                raise self._conflict(expected - 1, error) from None
+                try:
+                    for seq, wall_ns, row in rows:
+                        if seq != expected:
+                            raise self._damaged(expected, "it is missing")
+                        torn = self._replay_row(replay, seq, wall_ns, row)
+                        if torn is not None:
+                            break
+                        expected += 1
+                    replay.flush()
+                except RecordConflict as error:
+                    what = f"the records up to this row conflict: {error}"
+                    raise self._damaged(seq, what) from None
             if torn is not None:
                 self._drop_last_row(expected, torn)
         if expected != self._writer.next_seq:
@@ -115,13 +116,8 @@ class SqliteJournal(Journal):
             if seq + 1 == self._writer.next_seq:
                 return error
             raise self._damaged(seq, str(error)) from None
-        except RecordConflict as error:
-            raise self._conflict(seq, error) from None
         self._writer.written_bytes += ROW_BYTES + len(row)
         return None
-
-    def _conflict(self, seq: int, error: RecordConflict) -> JournalUnusable:
-        return self._damaged(seq, f"the records up to this row conflict: {error}")
 
     def _drop_last_row(self, seq: int, error: CorruptRecord) -> None:
         """Drops the last row, which was written only in part. Raises sqlite3.Error, OSError."""

@@ -173,7 +173,12 @@ def _move_directory(directory: Path) -> None:
 
 
 def _move_back(directory: Path) -> None:
-    directory.with_name("moved").rename(directory)
+    """The failed commit is not in the moved files either."""
+    moved = directory.with_name("moved")
+    shutil.copytree(moved, directory.with_name("copied"))
+    with reopened(directory.with_name("copied")) as (_, ledger):
+        assert [state.number for state in ledger] == [1]
+    moved.rename(directory)
 
 
 @pytest.mark.parametrize("spoil", [_remove_database, _replace_database, _remove_log, _move_directory])
