@@ -263,7 +263,7 @@ class Writer:
         if self._db is None:
             return
         try:
-            if checkpoint(self._db, "PASSIVE"):
+            if checkpoint(self._db):
                 self._files.high_water_mark.write(self.next_seq - 1, synced=True)
         except FAILURES as error:
             self._warn("a checkpoint of the journal failed", error)

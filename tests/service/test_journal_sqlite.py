@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -99,16 +98,18 @@ async def test_failing_callback_does_not_stop_others(journal: SqliteJournal) -> 
 
 
 @pytest.mark.parametrize("error", [MemoryError(), BaseException("a panic")], ids=["memory", "panic"])
-@pytest.mark.parametrize("step", ["service.journal.writer.seal", "service.journal.writer.Writer._insert"])
+@pytest.mark.parametrize("step", ["writer.seal", "writer.Writer._insert", "files.Files.require_names"])
 async def test_failed_write_is_reported_and_the_next_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
 ) -> None:
+    """Before or after the row is written."""
+
     def fail(*_: object) -> None:
         raise error
 
     with contextlib.closing(open_journal(tmp_path)) as journal:
         with monkeypatch.context() as patched:
-            patched.setattr(step, fail)
+            patched.setattr(f"service.journal.{step}", fail)
             assert not await commit(journal, created(1))
         assert await commit(journal, created(2))
     with contextlib.closing(open_journal(tmp_path)) as journal:
@@ -496,10 +497,10 @@ async def test_checkpoint_frees_a_disk_that_the_log_has_filled(
         room -= 1
         insert(self, row, wall_ns)
 
-    def checkpoint_gives_room(db: sqlite3.Connection, mode: Literal["PASSIVE", "TRUNCATE"]) -> bool:
+    def checkpoint_gives_room(db: sqlite3.Connection) -> bool:
         nonlocal room
         room = 20
-        return files.checkpoint(db, mode)
+        return files.checkpoint(db)
 
     monkeypatch.setattr(writer.Writer, "_insert", insert_if_there_is_room)
     monkeypatch.setattr(writer, "checkpoint", checkpoint_gives_room)
