@@ -11,9 +11,10 @@ from service.caches.records import CacheForked, CacheReleased, CacheRestated, Ch
 from service.journal.base import Journal, OnCommitted
 from service.journal.compactor import Compactor
 from tests.service.journal_traffic import Traffic, appended, caches_of, created, facts
+from tests.sim.harness import Gateway, decode, prefill
 
 SEGMENT_TOKENS = 4
-SCHEDULES = 300
+SCHEDULES = 200
 EVENTS = 80
 
 
@@ -128,3 +129,23 @@ def test_tokens_of_a_cache_that_is_released_are_not_restated() -> None:
     bench.commit(CacheReleased(1))
     bench.end_pass()
     assert [len(record.token_ids) for record in bench.journal.restated()] == [0]
+
+
+def test_the_gateway_restates_caches_before_their_next_records() -> None:
+    journal = StepwiseJournal()
+    gateway = Gateway(journal=journal)
+    for request in (prefill(1, 2, 3), prefill(4, 5)):
+        gateway.submit(request)
+        gateway.work()
+        journal.finish(ok=True)
+    first = next(iter(gateway.machine.ledger))
+    gateway.dispatcher._compact()
+    journal.wants = False
+    journal.finish(ok=True)
+    gateway.submit(decode(first.cache_id, 7))
+    gateway.work()
+    gateway.dispatcher._compact()
+    while journal.waiting:
+        journal.finish(ok=True)
+    assert len(journal.restated()) == 2 and first.length == 4
+    assert facts(journal.recovered()) == facts(gateway.machine.ledger)
