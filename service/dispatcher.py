@@ -319,7 +319,9 @@ class Dispatcher:
         for ticket, of_one in writes:
             records += of_one
             tickets.append(ticket)
-        self._compactor.commit(records, functools.partial(self._on_committed, tickets))
+        # The compactor adds caches to commits only during a pass.
+        journal = self._compactor if self._compactor.is_underway else self._journal
+        journal.commit(records, functools.partial(self._on_committed, tickets))
 
     def _answer(self, replies: Sequence[Reply]) -> None:
         for ticket, outcome in replies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import shlex
 import sys
 import time
@@ -36,11 +37,12 @@ from service.caches.tenants import Tenant
 from service.config import SHIPPED_MODEL, WEIGHTLESS_MODEL, Config, ConfigError
 from service.data_directory import data_directory
 from service.dispatcher import Dispatcher
-from service.journal.base import JournalUnusable, MemoryJournal
+from service.journal.base import Journal, JournalUnusable
 from service.journal.sqlite import SqliteJournal, open_journal
 from service.listening import actual_address
 from service.logging import get_logger
 from service.memory import MemoryTrimmer
+from service.pool import wire
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import ModelVersions
 from service.pool.rolling_restart import RollingRestart
@@ -93,7 +95,7 @@ class Gateway:
         self.caches.weights.serving = versions.serving.number
         grace_s = config.orphan_grace_s if directory is not None else 0.0
         self.pool = Supervisor(config, versions, LocalLauncher(directory, grace_s))
-        self.dispatcher = Dispatcher(self.caches, self.journal, self.pool.send)
+        self.dispatcher = Dispatcher(self.caches, self.journal, functools.partial(wire.send, self.pool.links))
         self.restarts = RollingRestart(self.pool, self.dispatcher)
         # Set when the server has to stop.
         self.stopping = asyncio.Event()
@@ -150,10 +152,10 @@ class Gateway:
             raise ConfigError("openai_listen", "a setting", self.config.openai_listen, allowed) from None
         return OpenAiFront(self.executions, self.router, self.state, self.text, self.authenticator)
 
-    def _open_journal(self, directory: Path | None) -> SqliteJournal | MemoryJournal:
+    def _open_journal(self, directory: Path | None) -> Journal:
         """Opens the journal and recovers its caches. Raises JournalUnusable."""
         if self.config.journal == "memory" or (self.config.journal != "sqlite" and directory is None):
-            return MemoryJournal()
+            return Journal()
         if directory is None:
             raise JournalUnusable("journal = sqlite needs a data_dir if the port is chosen at each start")
         journal = open_journal(directory, "full" if self.config.journal_sync == "full" else "normal")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from service.caches.records import Record
-from service.journal.base import MemoryJournal, OnCommitted
+from service.journal.base import Journal, OnCommitted
 
 
-class FailingJournal(MemoryJournal):
+class FailingJournal(Journal):
     """Writes at once; while `fails`, nothing; while `is_slow`, when it is told to."""
 
     def __init__(self) -> None:

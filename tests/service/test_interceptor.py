@@ -22,7 +22,7 @@ from service.caches.reservations import Limits
 from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher
 from service.errors import CacheNotFound, NoWorker, QuireError
-from service.journal.base import MemoryJournal
+from service.journal.base import Journal
 from service.logging import current_request_id
 from service.pool import wire
 
@@ -140,7 +140,7 @@ async def test_grpcs_own_retries_follow_the_error(
 async def test_nothing_of_a_workers_exception_reaches_the_client(harness: Harness) -> None:
     sent: list[Command] = []
     dispatcher = Dispatcher(
-        CacheMachine(Limits()), MemoryJournal(), lambda _worker, _epoch, command: sent.append(command)
+        CacheMachine(Limits()), Journal(), lambda _worker, _epoch, command: sent.append(command)
     )
     dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 8, 64, 8))
 

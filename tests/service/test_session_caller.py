@@ -16,7 +16,7 @@ from service.caches.reservations import Limits
 from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.journal.base import MemoryJournal
+from service.journal.base import Journal
 from tests.service.served import state_of
 
 
@@ -35,7 +35,7 @@ class Peer:
 
 async def test_calls_of_a_session_are_of_one_caller() -> None:
     sent: list[Command] = []
-    dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), lambda *effect: sent.append(effect[2]))
+    dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), lambda *effect: sent.append(effect[2]))
     dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 100, 100, 100))
     executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=100)
     model = types_pb2.ModelDescription(vocab_size=100)
@@ -77,7 +77,7 @@ async def test_calls_of_a_session_are_of_one_caller() -> None:
 
 
 async def test_others_run_between_calls_that_are_refused() -> None:
-    dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), lambda *_: None)
+    dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), lambda *_: None)
     peer = Peer()
     session = Session(dispatcher, state_of(Config()), cast(SessionContext, peer))
     # Planning them takes no time: only what their errors cost makes a slice end.

@@ -22,7 +22,7 @@ from service.caches.workers import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
-from service.journal.base import MemoryJournal
+from service.journal.base import Journal
 from tests.error_details import status_reason
 from tests.service.served import state_of
 
@@ -48,7 +48,7 @@ class Harness:
 
     def __init__(self, config: Config) -> None:
         self.sent: list[Attempt] = []
-        self.dispatcher = Dispatcher(CacheMachine(Limits()), MemoryJournal(), self._send)
+        self.dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), self._send)
         self.dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 10_000, 10_000, 10_000))
         executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=10_000)
         model = types_pb2.ModelDescription(vocab_size=100)

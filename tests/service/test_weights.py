@@ -17,10 +17,11 @@ from service.pool.model_versions import (
     ModelVersion,
     ModelVersions,
     ServedModel,
-    ServedModelFile,
     choose_served_model,
     from_model_tag,
+    read_served_model,
     to_model_tag,
+    write_served_model,
 )
 from tests.sim.harness import Gateway, answer_of, decode, prefill
 from tests.sim.toy_model import next_token
@@ -177,11 +178,10 @@ def test_a_cache_that_is_restated_is_of_the_same_weights() -> None:
 
 
 def test_what_was_loaded_is_served_until_the_settings_name_something_else(tmp_path: Path) -> None:
-    file = ServedModelFile(tmp_path)
-    assert file.read() is None and ServedModelFile(None).read() is None
+    assert read_served_model(tmp_path) is None and read_served_model(None) is None
     assert choose_served_model(None, "a", 0) == ServedModel("a", "a", 0)
-    file.write(ServedModel("a", "b", 3))
-    written = file.read()
+    write_served_model(tmp_path, ServedModel("a", "b", 3))
+    written = read_served_model(tmp_path)
     assert choose_served_model(written, "a", 3) == written == ServedModel("a", "b", 3)
     assert choose_served_model(written, "a", 2) == written, "the switch was the last that was done"
     assert choose_served_model(written, "b", 3) == ServedModel("b", "b", 3), "its caches go on"
@@ -197,7 +197,7 @@ def test_what_was_loaded_is_served_until_the_settings_name_something_else(tmp_pa
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"configured": "a"}', '{"configured": 1, "model": "b"}'])
 def test_a_damaged_file_is_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "weights.json").write_text(content)
-    assert ServedModelFile(tmp_path).read() is None
+    assert read_served_model(tmp_path) is None
 
 
 def become_ready(versions: ModelVersions, version: ModelVersion, fingerprint: str) -> None:
@@ -217,7 +217,7 @@ def test_a_gateway_goes_on_with_what_was_served_before(tmp_path: Path) -> None:
     first = start("a")
     assert first.serving.expected_fingerprint is None
     become_ready(first, first.serving, "fa")
-    assert marks == ["fa"] and ServedModelFile(tmp_path).read() is None, "nothing else was loaded"
+    assert marks == ["fa"] and read_served_model(tmp_path) is None, "nothing else was loaded"
     first.remove(first.add("nobody waits for it"))
     loaded = first.add("b")
     loaded.fingerprint = "fb"
@@ -231,11 +231,11 @@ def test_a_gateway_goes_on_with_what_was_served_before(tmp_path: Path) -> None:
     assert again.expected_fingerprint is None, "nobody has caches of it"
     other = start("c")
     assert (other.serving.model, other.serving.number) == ("c", 2)
-    assert ServedModelFile(tmp_path).read() == ServedModel("a", "b", 2), "as long as it is not known to work"
+    assert read_served_model(tmp_path) == ServedModel("a", "b", 2), "as long as it is not known to work"
     become_ready(other, other.serving, "fc")
-    assert ServedModelFile(tmp_path).read() == ServedModel("c", "c", 2)
+    assert read_served_model(tmp_path) == ServedModel("c", "c", 2)
     marks.append("fd#1")
-    ServedModelFile(tmp_path).write(ServedModel("d", "d", 1))
+    write_served_model(tmp_path, ServedModel("d", "d", 1))
     assert start("d").serving.expected_fingerprint == "fd", "there are caches"
 
 

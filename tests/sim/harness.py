@@ -19,7 +19,7 @@ from service.caches.reservations import Limits
 from service.caches.workers import WorkerView
 from service.dispatcher import Dispatcher, Outcome
 from service.errors import QuireError
-from service.journal.base import Journal, MemoryJournal
+from service.journal.base import Journal
 from service.pool import wire
 from tests.sim.appends import append
 from tests.sim.model_worker import Faults, ModelWorker, Pool
@@ -41,7 +41,7 @@ class Gateway:
         names = itertools.count(1)
         self.now_s = 0.0
         self.pool = pool or Pool(100)
-        self.journal = journal or MemoryJournal()
+        self.journal = journal or Journal()
         self.machine = CacheMachine(
             limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
         )

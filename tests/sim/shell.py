@@ -27,6 +27,7 @@ from service.caches.requests import Release
 from service.config import Config
 from service.errors import LoadFailed, Loading, NoWorker
 from service.pool import incarnation as incarnation_module
+from service.pool import wire
 from service.pool.model_versions import ModelVersion, ModelVersions
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
@@ -279,7 +280,7 @@ class ShellSimulation:
         processes = self.launcher.running.get(worker_id)
         if processes is not None and processes.worker.epoch == epoch:
             self.dispatcher.expect(processes.worker, command)
-        self.supervisor.send(worker_id, epoch, command)
+        wire.send(self.supervisor.links, worker_id, epoch, command)
 
     # The end.
 

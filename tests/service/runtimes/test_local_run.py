@@ -21,7 +21,7 @@ from service.caches.records import Record
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
 from service.dispatcher import Dispatcher, OnOutcome, Outcome
 from service.errors import QuotaExceeded
-from service.journal.base import MemoryJournal, OnCommitted
+from service.journal.base import Journal, OnCommitted
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
@@ -96,7 +96,7 @@ def whole_text(item: PreparedItem) -> list[int]:
     return found
 
 
-class SlowJournal(MemoryJournal):
+class SlowJournal(Journal):
     """While it is slow, holds back commits until `write`."""
 
     def __init__(self) -> None:
