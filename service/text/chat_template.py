@@ -35,7 +35,7 @@ class TemplateError(Exception):
 
 def new_pool() -> TaskPool:
     """Processes for templates: each renders one template source."""
-    return TaskPool(_new_process, MAX_PROCESSES, MAX_TASKS, IDLE_S)
+    return TaskPool(_new_process, MAX_PROCESSES, MAX_TASKS)
 
 
 async def render(pool: TaskPool, source: str, task: bytes) -> str:
@@ -51,9 +51,8 @@ async def render(pool: TaskPool, source: str, task: bytes) -> str:
 
 def _new_process() -> TaskProcess:
     max_result_bytes = _MAX_JSON_BYTES * MAX_OUTPUT_CHARACTERS + 4096
-    return TaskProcess(
-        "service.text.template_process", ProcessLimits(MAX_CPU_S, _MAX_MEMORY_BYTES, max_result_bytes)
-    )
+    limits = ProcessLimits(MAX_CPU_S, _MAX_MEMORY_BYTES, max_result_bytes, idle_s=IDLE_S)
+    return TaskProcess("service.text.template_process", limits)
 
 
 def make_task(

@@ -28,7 +28,6 @@ from service.text.bounded_json import arguments_field, check_chat, parse
 from service.text.chat_template import DEFAULT, TemplateError, make_task, new_pool, render
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import TokenDecoder
-from service.text.grammar_engine import Vocabulary
 from service.text.task_process import TaskFailed
 from service.text.token_bytes import constrained_tokens
 from service.text.tokenizer_bounds import decodes_in_bounds, encodes_in_bounds
@@ -206,10 +205,9 @@ class TextModel:
 def _constraints(tokenizer: Tokenizer, vocab_size: int) -> Constraints | Unsupported:
     """Takes a second for a large vocabulary."""
     try:
-        vocabulary = Vocabulary(*constrained_tokens(tokenizer))
+        return Constraints(*constrained_tokens(tokenizer), vocab_size)
     except Unsupported as error:
         return error
-    return Constraints(vocabulary, vocab_size)
 
 
 def _load(ready: worker_pb2.WorkerReady) -> _Loaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -31,8 +32,13 @@ async def pool() -> AsyncIterator[TaskPool]:
 
 
 def children() -> list[int]:
-    processes = psutil.Process().children(recursive=True)
-    return [process.pid for process in processes if "template_process" in " ".join(process.cmdline())]
+    """The running processes: one that has ended itself is not reaped before the next task."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.ZombieProcess):
+            if "template_process" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 async def write(pool: TaskPool, source: str, content: str = "hi") -> str:
