@@ -11,42 +11,7 @@ from typing import Any
 from quire.v1 import types_pb2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from service.text.chat_template import DEFAULT, make_task, new_pool, render
-
-# Headers around each message; the date; a system message that is taken out of the list.
-LLAMA = """{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}
-        {%- set date_string = strftime_now("%Y") %}
-    {%- else %}
-        {%- set date_string = "2024" %}
-    {%- endif %}
-{%- endif %}
-{#- The system message may be missing. #}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{%- if tools is not none %}
-    {{- "Environment: ipython\\n" }}
-{%- endif %}
-{{- "Today Date: " + date_string + "\\n\\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
-    {%- else %}
-        {{- raise_exception("no tools here: " + message.role) }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
+from service.text.chat_template import ChatTemplates
 
 # A namespace that a loop over the reversed list changes; thoughts cut out; JSON.
 QWEN = """{%- if tools %}
@@ -126,45 +91,12 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
 {%- endfor %}
 """
 
-# A macro for each turn; another name for the assistant; parts of contents; blocks and their blank lines.
-GEMMA = """{{ bos_token }}
-{%- macro turn(role, content, first_user_prefix) -%}
-{{ '<start_of_turn>' + role + '\\n' + first_user_prefix }}
-    {%- if content is string -%}
-{{ content | trim }}
-    {%- elif content is iterable -%}
-        {%- for item in content -%}
-            {%- if item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}
-        {%- endfor -%}
-    {%- else -%}
-{{ raise_exception("Invalid content type") }}
-    {%- endif -%}
-{{ '<end_of_turn>\\n' }}
-{%- endmacro -%}
-{%- if messages[0]['role'] == 'system' -%}
-    {%- set first_user_prefix = messages[0]['content'] + '\\n\\n' -%}
-    {%- set loop_messages = messages[1:] -%}
-{%- else -%}
-    {%- set first_user_prefix = "" -%}
-    {%- set loop_messages = messages -%}
-{%- endif -%}
-{%- for message in loop_messages -%}
-    {%- if (message['role'] == 'assistant') -%}
-        {%- set role = "model" -%}
-    {%- else -%}
-        {%- set role = message['role'] -%}
-    {%- endif -%}
-    {{ turn(role, message['content'], first_user_prefix if loop.first else "") }}
-{%- endfor -%}
-{% if add_generation_prompt %}
-    {{'<start_of_turn>model
-'}}
-{% endif %}
-"""
-
-# What a trainer adds: generation blocks, loop controls, ranges, JSON with blanks, dict, a joiner and a cycler.
+# What a trainer adds: generation blocks, loop controls, macros, the date, JSON with blanks, a joiner and a cycler.
 TRAINED = """{% set sep = joiner('|') %}
 {% set shade = cycler('odd', 'even') %}
+{% macro turn(role, content) -%}
+    <{{ role }}>{{ content | trim }} {{ strftime_now("%Y") }}
+{% endmacro %}
 {% for i in range(messages | length) %}
     {% if i >= 6 %}{% break %}{% endif %}
     {% set message = messages[i] %}
@@ -176,6 +108,7 @@ TRAINED = """{% set sep = joiner('|') %}
         {{ inner }}{{ eos_token }}
         {% endgeneration %}
     {% else %}
+        {{ turn(message['role'], message.content) }}
         {{ message | tojson(indent=2) }}
         {{ dict(role=message.role, text=message.content) | tojson(ensure_ascii=true, sort_keys=true) }}
         {{ message.content | tojson }} {{ message.get('name', 'nobody') }} {{ missing }}
@@ -186,7 +119,7 @@ TRAINED = """{% set sep = joiner('|') %}
 {{ messages | map(attribute='role') | unique | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
 """
 
-TEMPLATES = {"llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA, "trained": TRAINED}
+TEMPLATES = {"qwen": QWEN, "mistral": MISTRAL, "trained": TRAINED}
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -199,20 +132,16 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def render_chat(
-    template: types_pb2.ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    name: str = DEFAULT,
-    **settings: Any,
+    template: types_pb2.ChatTemplate, messages: Sequence[Mapping[str, Any]], **settings: Any
 ) -> str:
     """The prompt of some messages, by a process of its own. Raises TemplateError."""
-    task = make_task(template, messages, name=name, **settings)
 
     async def written() -> str:
-        pool = new_pool()
+        templates = ChatTemplates()
         try:
-            return await render(pool, template.sources[name], task)
+            return await templates.render(template, messages, **settings)
         finally:
-            pool.close()
+            templates.close()
 
     # In a thread: the caller may run on an event loop.
     with ThreadPoolExecutor(1) as thread:

@@ -33,20 +33,54 @@ class TemplateError(Exception):
     """A template cannot be rendered. The message is one printable line."""
 
 
-def new_pool() -> TaskPool:
-    """Processes for templates: each renders one template source."""
-    return TaskPool(_new_process, MAX_PROCESSES, MAX_TASKS)
+class ChatTemplates:
+    """Owns the processes, each of which renders one template source. Used from one event loop."""
 
+    def __init__(self) -> None:
+        self._pool = TaskPool(_new_process, MAX_PROCESSES, MAX_TASKS)
 
-async def render(pool: TaskPool, source: str, task: bytes) -> str:
-    """The prompt for a task of `make_task` with this template source. Cancelling the call ends the process.
+    async def render(
+        self,
+        template: types_pb2.ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        name: str = DEFAULT,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """The prompt, which ends where the model's answer begins. Cancelling the call ends the process.
 
-    Raises TemplateError if the template fails or exceeds a limit; Draining once the pool is closed.
-    """
-    try:
-        return await pool.run(lambda process: _render(process, task), source)
-    except TaskFailed as error:
-        raise TemplateError(f"{_SUBJECT} {error}") from None
+        Args:
+            template: The model's templates, from a worker.
+            messages: Each with its `role` and `content`.
+            name: Which of the model's templates.
+            tools: Descriptions of tools in the form that the template expects.
+
+        Raises:
+            TemplateError: There is no such template, or it fails or exceeds a limit.
+            Draining: This is closed.
+        """
+        if name not in template.sources:
+            names = ", ".join(sorted(map(escaped, template.sources)))
+            wanted = "for plain chat" if name == DEFAULT else "of that name"
+            raise TemplateError(f"the model has chat templates named {names}, and none {wanted}")
+        source = template.sources[name]
+        variables = {
+            **template.special_tokens,
+            "messages": list(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        task = {"source": source, "variables": variables, "max_characters": MAX_OUTPUT_CHARACTERS}
+        data = json.dumps(task).encode()
+        try:
+            return await self._pool.run(lambda process: _render(process, data), source)
+        except TaskFailed as error:
+            raise TemplateError(f"{_SUBJECT} {error}") from None
+
+    def close(self) -> None:
+        """Ends the processes; running tasks fail. Idempotent."""
+        self._pool.close()
 
 
 def _new_process() -> TaskProcess:
@@ -55,44 +89,8 @@ def _new_process() -> TaskProcess:
     return TaskProcess("service.text.template_process", limits)
 
 
-def make_task(
-    template: types_pb2.ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    name: str = DEFAULT,
-    tools: Sequence[Any] | None = None,
-) -> bytes:
-    """The process's task for a prompt that ends where the model's answer begins.
-
-    Args:
-        template: The model's templates, from a worker.
-        messages: Each with its `role` and `content`.
-        name: Which of the model's templates.
-        tools: Descriptions of tools in the form that the template expects.
-
-    Raises:
-        TemplateError: There is no such template.
-    """
-    if name not in template.sources:
-        names = ", ".join(sorted(map(escaped, template.sources)))
-        wanted = "for plain chat" if name == DEFAULT else "of that name"
-        raise TemplateError(f"the model has chat templates named {names}, and none {wanted}")
-    task = {
-        "source": template.sources[name],
-        "variables": {
-            **template.special_tokens,
-            "messages": list(messages),
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": True,
-        },
-        "max_characters": MAX_OUTPUT_CHARACTERS,
-    }
-    return json.dumps(task).encode()
-
-
 def _render(process: TaskProcess, task: bytes) -> str:
-    """As `render`, in a thread. Blocks. Raises TemplateError or TaskFailed."""
+    """The text that the process writes. Blocks. Raises TemplateError or TaskFailed."""
     try:
         result = json.loads(process.run(task))
     except ValueError:

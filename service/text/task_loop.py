@@ -47,14 +47,17 @@ class Connection:
 
 
 def main(handle: Callable[[bytes], bytes]) -> int:
-    """Runs tasks until the parent closes the connection. The limits are the arguments of the process."""
+    """Runs tasks until the parent closes the connection, or until a task raises an exception.
+
+    The limits are the arguments of the process.
+    """
     max_cpu_s, max_memory_bytes, idle_s = float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     # Both are sent to whole process groups; a gateway that drains still needs this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(_take_socket())
     _set_limits(max_memory_bytes)
-    with contextlib.suppress(EOFError):
+    try:
         while True:
             # SIGALRM and SIGPROF are not handled, so they end the process, also in native code.
             signal.setitimer(signal.ITIMER_REAL, idle_s)
@@ -64,7 +67,11 @@ def main(handle: Callable[[bytes], bytes]) -> int:
             result = handle(task)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send(result)
-    return 0
+    except EOFError:
+        return 0
+    except BaseException:
+        # At once: when the connection closes, the parent kills what has not ended, and would report that.
+        os._exit(1)
 
 
 def _take_socket() -> socket.socket:

@@ -151,7 +151,7 @@ def _spawn(module: str, limits: ProcessLimits) -> tuple[subprocess.Popen[bytes],
             process = subprocess.Popen(  # noqa: S603 - our own program
                 # -P: modules are not imported from the current directory.
                 [sys.executable, "-P", "-m", module, *arguments],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment(),

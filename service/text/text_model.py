@@ -25,7 +25,7 @@ from service.errors import (
 from service.logging import get_logger
 from service.text.bounded_encoder import BoundedEncoder, check_loading
 from service.text.bounded_json import arguments_field, check_chat, parse
-from service.text.chat_template import DEFAULT, TemplateError, make_task, new_pool, render
+from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import TokenDecoder
 from service.text.task_process import TaskFailed
@@ -78,7 +78,7 @@ class TextModel:
         self._loaded: _Loaded | None = None
         self._load_lock = asyncio.Lock()
         self._threads = asyncio.Semaphore(_MAX_THREADS)
-        self._templates = new_pool()
+        self._templates = ChatTemplates()
 
     async def tokenizer(self) -> TokenDecoder | None:
         """The model's tokenizer; None: it has none, or one that cannot be used."""
@@ -128,23 +128,17 @@ class TextModel:
         messages, tools = _messages(chat), _tools(chat)
         name = chat.template or DEFAULT
         try:
-            task = make_task(template, messages, name=name, tools=tools)
-            text = await render(self._templates, template.sources[name], task)
+            text = await self._templates.render(template, messages, name=name, tools=tools)
         except TemplateError as error:
             raise InvalidArgument("BAD_CHAT", "chat", str(error)) from None
         if tools:
-            plain = make_task(template, messages, name=name)
-            await self._check_tools(template.sources[name], plain, text)
+            # A template that fails without tools uses them.
+            with contextlib.suppress(TemplateError):
+                if text == await self._templates.render(template, messages, name=name):
+                    message = "the model's chat template does not support tools"
+                    raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
         # The template has written the special tokens.
         return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field="chat")
-
-    async def _check_tools(self, source: str, plain: bytes, text: str) -> None:
-        """Raises InvalidArgument if `plain`, the task without tools, renders to the same text."""
-        # A template that fails without tools uses them.
-        with contextlib.suppress(TemplateError):
-            if await render(self._templates, source, plain) == text:
-                message = "the model's chat template does not support tools"
-                raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
 
     async def constraint(
         self, constraint: runner_pb2.Constraint, end_ids: frozenset[int], vocab_size: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from quire.v1 import types_pb2
 from transformers import PreTrainedTokenizerFast
 
-from service.text import chat_template, task_process
+from service.text import chat_template
 from service.text.chat_template import TemplateError
 from service.text.template_process import render
 from tests.chat_templates import TEMPLATES, byte_tokenizer, render_chat
@@ -81,12 +80,6 @@ def template(source: str) -> types_pb2.ChatTemplate:
     return types_pb2.ChatTemplate(sources={"default": source}, special_tokens=SPECIAL)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_process_renders_as_transformers(name: str) -> None:
-    messages = [{"role": "system", "content": "Be \u20ac."}, {"role": "user", "content": "<b>\n{{ x }}"}]
-    assert render_chat(template(TEMPLATES[name]), messages) == expected(TEMPLATES[name], messages)
-
-
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -134,13 +127,6 @@ def test_a_template_accesses_only_its_variables(source: str) -> None:
         text = str(error)
     # A forbidden value is undefined, or an error.
     assert text == "" or re.search("unsafe|undefined|no attribute|underscore", text)
-
-
-def test_the_environment_of_the_process_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_TOKEN", "secret")
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    assert "secret" not in task_process.environment().values()
-    assert set(task_process.environment()) - set(os.environ) <= {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
 
 
 def test_the_process_imports_nothing_from_its_current_directory(

@@ -438,9 +438,9 @@ async def test_samples_survive_a_crash_of_the_process(constraints: Constraints) 
     samples = [new() for _ in range(3)]
     for count, sample in enumerate(samples):
         take_text(sample, "1234"[:count])
-    process = constraints.masks._process
-    assert process is not None and process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
+    pid = constraints.masks._process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
     for count, sample in enumerate(samples):
         take_text(sample, "1234x"[count:])
         assert allowed(sample) == ENDS
