@@ -42,8 +42,8 @@ class BodyReader:
         self._parse_lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def receive(self, request: Request) -> AsyncIterator[Body]:
-        """Receives a request's body. Its bytes count until the context ends, after the response.
+    async def read(self, request: Request) -> AsyncIterator[Any]:
+        """Receives and parses a request's body. Its bytes count until the context ends, after the response.
 
         Raises InvalidArgument, MessageTimeout or ArrivingFull.
         """
@@ -61,7 +61,7 @@ class BodyReader:
             refused = await self._receiver.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
             if isinstance(refused, RejectedRequest):
                 raise refused.error
-            yield body
+            yield await self.parse(body.data)
         finally:
             self.held_bytes -= body.size_bytes
             self._tenant_bytes[tenant] -= body.size_bytes
@@ -82,23 +82,20 @@ class BodyReader:
         self.held_bytes, self._tenant_bytes[tenant] = total_bytes, tenant_bytes
         return None
 
-    async def parse(self, body: Body) -> Any:
-        """Parses a body and drops its bytes. Raises InvalidArgument."""
-        if body.size_bytes <= _SMALL_BYTES:
-            return await parse(body.take_data())
-        async with self._parse_lock:
-            return await parse(body.take_data())
-
-
-async def parse(body: bytes) -> Any:
-    """Parses JSON. Raises InvalidArgument."""
-    if await count_values(body, _MAX_VALUES) > _MAX_VALUES:
-        text = f"the request has more than {_MAX_VALUES} values (a string, list or object counts as 8)"
-        raise InvalidArgument("REQUEST_TOO_LARGE", "", text)
-    try:
-        return loads(body.decode())
-    except ValueError:
-        raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not JSON") from None
+    async def parse(self, data: bytearray) -> Any:
+        """Parses JSON, and clears `data`. Raises InvalidArgument."""
+        async with self._parse_lock if len(data) > _SMALL_BYTES else contextlib.nullcontext():
+            if await count_values(data, _MAX_VALUES) > _MAX_VALUES:
+                text = (
+                    f"the request has more than {_MAX_VALUES} values (a string, list or object counts as 8)"
+                )
+                raise InvalidArgument("REQUEST_TOO_LARGE", "", text)
+            try:
+                text = data.decode()
+                data.clear()
+                return loads(text)
+            except ValueError:
+                raise InvalidArgument("MALFORMED_REQUEST", "", "the request is not JSON") from None
 
 
 def _too_large(max_bytes: int) -> InvalidArgument:
@@ -112,7 +109,7 @@ class Body:
         self._receive = receive
         self._reader = reader
         self._tenant = tenant
-        self._data = bytearray()
+        self.data = bytearray()
         self._is_disconnected = False
         # Why it is refused.
         self.refused: QuireError | None = None
@@ -135,17 +132,12 @@ class Body:
             self.refused = self.refused or self._reader.reserve(self, self._tenant, len(part))
             if self.refused is None:
                 self.size_bytes += len(part)
-                self._data += part
+                self.data += part
             else:
-                self._data.clear()
+                self.data.clear()
                 left_bytes -= len(part)
             if left_bytes < 0 or not message.get("more_body", False):
                 return self if self.refused is None else RejectedRequest(self.refused)
-
-    def take_data(self) -> bytes:
-        """Returns the bytes and drops them."""
-        data, self._data = bytes(self._data), bytearray()
-        return data
 
     def cancelled(self) -> bool:
         """Whether the client disconnected."""

@@ -14,11 +14,9 @@ from typing import Any
 
 import uvicorn
 from quire.v1 import executor_pb2
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
 
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator
@@ -59,6 +57,7 @@ class OpenAiFront:
         self._running = RunningRequests()
         self.bodies = BodyReader(state.receiver, config.max_request_bytes, config.max_arriving_bytes)
         self._socket: socket.socket | None = None
+        self._ended = asyncio.Event()
         self._server = _Server(
             self._uvicorn_config(config, Middleware(self._routes(executions, text), authenticator, state))
         )
@@ -76,7 +75,7 @@ class OpenAiFront:
             Route("/v1/completions", handler(requests.completion), methods=["POST"]),
             Route("/v1/chat/completions", handler(requests.chat), methods=["POST"]),
         ]
-        return Router(routes, redirect_slashes=False, default=_not_found)
+        return Router(routes, redirect_slashes=False)
 
     def _uvicorn_config(self, config: Config, app: Middleware) -> uvicorn.Config:
         context = http_context(config)
@@ -103,19 +102,10 @@ class OpenAiFront:
     def bind(self) -> int:
         """Binds the address; clients can connect from now on. Returns the port. Raises OSError."""
         host, _, port = self._listen.rpartition(":")
-        family, kind, _, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen(_BACKLOG)
-        except OSError:
-            bound.close()
-            raise
-        self._socket = bound
-        return int(bound.getsockname()[1])
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+        return int(self._socket.getsockname()[1])
 
     async def run(self) -> None:
         """Serves until `stop`. Call `bind` before."""
@@ -126,6 +116,7 @@ class OpenAiFront:
         finally:
             checking.cancel()
             self._socket.close()
+            self._ended.set()
 
     async def stop(self, grace_s: float) -> None:
         """Accepts no more requests, waits `grace_s` for running ones, then fails the rest with Draining."""
@@ -135,7 +126,7 @@ class OpenAiFront:
         await self._running.stop(grace_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SHUTDOWN_S):
-                await self._server.ended.wait()
+                await self._ended.wait()
 
     @property
     def connections(self) -> list[Connection]:
@@ -166,20 +157,6 @@ class OpenAiFront:
 class _Server(uvicorn.Server):
     """uvicorn's server, without its signal handlers: the gateway has its own."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ended = asyncio.Event()
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().serve(sockets)
-        finally:
-            self.ended.set()
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def _not_found(_scope: Scope, _receive: Receive, _send: Send) -> None:
-    raise HTTPException(404)

@@ -154,7 +154,7 @@ class _Exchange:
             response = JSONResponse(errors.body(error), errors.http_status(error), errors.headers(error))
             await response(self.request.scope, self.receive, self.send)
         elif self._is_stream:
-            await self._send({"type": "http.response.body", "body": event(errors.body(error))})
+            await self._send({"type": "http.response.body", "body": event(errors.body(error)).encode()})
         else:
             connection_of(self.request.scope).abort()
 

@@ -26,7 +26,7 @@ _COMPOUND_VALUES = 8
 _SLICE_BYTES = 1 << 16
 
 
-def count_in_slices(body: bytes, limit: int) -> Iterator[int]:
+def count_in_slices(body: bytes | bytearray, limit: int) -> Iterator[int]:
     """Counts the values of some JSON up to a limit.
 
     Yields the count so far after each slice of work. The last count is the result: exact, or above `limit`.
@@ -50,7 +50,7 @@ def count_in_slices(body: bytes, limit: int) -> Iterator[int]:
             return
 
 
-async def count_values(body: bytes, limit: int) -> int:
+async def count_values(body: bytes | bytearray, limit: int) -> int:
     """The result of `count_in_slices`. Lets other tasks run between slices."""
     counts = count_in_slices(body, limit)
     count = next(counts)
