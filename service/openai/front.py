@@ -25,7 +25,7 @@ from service.config import Config
 from service.openai import requests
 from service.openai.bodies import BodyReader
 from service.openai.connection import CHECK_INTERVAL_S, Connection
-from service.openai.generation import CompletionHandler, RunningRequests
+from service.openai.generation import CompletionHandler
 from service.openai.middleware import HEALTH, Middleware
 from service.openai.models import Models
 from service.runtimes import router as runtimes
@@ -54,19 +54,15 @@ class OpenAiFront:
         self._listen = config.openai_listen
         self._state = state
         self._models = Models(router, state)
-        self._running = RunningRequests()
         self.bodies = BodyReader(state.receiver, config.max_request_bytes, config.max_arriving_bytes)
         self._socket: socket.socket | None = None
         self._ended = asyncio.Event()
-        self._server = _Server(
-            self._uvicorn_config(config, Middleware(self._routes(executions, text), authenticator, state))
-        )
+        self._middleware = Middleware(self._routes(executions, text), authenticator, state)
+        self._server = _Server(self._uvicorn_config(config))
 
     def _routes(self, executions: Executions, text: TextModel) -> Router:
         def handler(parse: Any) -> CompletionHandler:
-            return CompletionHandler(
-                parse, executions, self._models, self._state, text, self._running, self.bodies
-            )
+            return CompletionHandler(parse, executions, self._models, self._state, text, self.bodies)
 
         routes = [
             Route(HEALTH, self._health),
@@ -77,10 +73,10 @@ class OpenAiFront:
         ]
         return Router(routes, redirect_slashes=False)
 
-    def _uvicorn_config(self, config: Config, app: Middleware) -> uvicorn.Config:
+    def _uvicorn_config(self, config: Config) -> uvicorn.Config:
         context = http_context(config)
         return uvicorn.Config(
-            app,
+            self._middleware,
             http=functools.partial(Connection, config),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
@@ -123,7 +119,7 @@ class OpenAiFront:
         # Declared as int, but any number works.
         self._server.config.timeout_graceful_shutdown = grace_s + _SHUTDOWN_S  # type: ignore[assignment]
         self._server.should_exit = True
-        await self._running.stop(grace_s)
+        await self._middleware.stop(grace_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SHUTDOWN_S):
                 await self._ended.wait()

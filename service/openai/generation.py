@@ -6,7 +6,6 @@ The batch ends at once if the client disconnects or does not read for too long.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
-from service.errors import Draining, InvalidArgument, QuireError
+from service.errors import InvalidArgument, QuireError
 from service.openai.bodies import BodyReader
 from service.openai.models import Models
 from service.openai.requests import CompletionRequest, ResolveModel
@@ -48,21 +47,19 @@ class CompletionHandler:
         models: Models,
         state: ServerState,
         text: TextModel,
-        running: RunningRequests,
         body_reader: BodyReader,
     ) -> None:
         self._parse = parse
         self._executions = executions
         self._models = models
         self._state = state
-        self._running = running
         self._body_reader = body_reader
         self._text = text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
         async with self._body_reader.read(Request(scope, receive)) as value:
-            await self._running.run(receive, self._handle(value, send))
+            await _until_disconnected(receive, self._handle(value, send))
 
     async def _handle(self, value: object, send: Send) -> None:
         if not (isinstance(value, dict) and self._models.is_remote(value.get("model"))):
@@ -175,46 +172,19 @@ def event(value: object) -> str:
     return f"data: {to_json(value)}\n\n"
 
 
-class RunningRequests:
-    """Runs requests. Each ends when its client disconnects, and all when the server stops."""
+async def _until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` for a request whose body has been received.
 
-    def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
-        self._has_stopped = False
-
-    async def stop(self, grace_s: float) -> None:
-        """Waits `grace_s` for running requests, then ends them and all later ones."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                while self._running:
-                    await asyncio.wait(self._running)
-        self._has_stopped = True
-        for running in self._running:
-            running.cancel()
-
-    async def run(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` for a request whose body has been received.
-
-        Raises what `work` raises; Draining if the server stops; CancelledError if the client disconnects.
-        """
-        working = asyncio.create_task(work)
-        tasks = working, asyncio.create_task(_disconnected(receive))
-        self._running.add(working)
-        if self._has_stopped:
-            working.cancel()
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            self._running.discard(working)
-        if not working.cancelled():
-            working.result()
-        elif self._has_stopped:
-            raise Draining
-        else:
-            raise asyncio.CancelledError
+    Raises what `work` raises; CancelledError if the client disconnects.
+    """
+    tasks = working, _ = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    working.result()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -7,9 +7,11 @@ unexpected exceptions become errors without their text.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import secrets
 import time
+from typing import cast
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,7 +22,7 @@ from service.api.server_state import ServerState
 from service.api.validation import is_request_id
 from service.auth.authenticator import AUTHORIZATION, Authenticator
 from service.config import is_private
-from service.errors import NOT_FAILURES, InternalError, InvalidArgument, QuireError, SessionLimit
+from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError, SessionLimit
 from service.logging import bind_request_id, get_logger
 from service.openai import errors
 from service.openai.connection import connection_of
@@ -45,7 +47,18 @@ class Middleware:
         self._authenticator = authenticator
         self._state = state
         self._is_local_only = authenticator is None and is_private(state.config.openai_listen)
-        self._running = 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._has_stopped = False
+
+    async def stop(self, grace_s: float) -> None:
+        """Waits `grace_s` for running requests, then fails them and all later ones with Draining."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._running:
+                    await asyncio.wait(self._running)
+        self._has_stopped = True
+        for running in self._running:
+            running.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises only cancellations."""
@@ -55,19 +68,22 @@ class Middleware:
         bind_request_id(request_id)
         exchange = _Exchange(request, receive, send, request_id)
         began_s = time.monotonic()
-        self._running += 1
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._running.add(task)
         try:
             error = await self._handle(exchange, scope)
         except asyncio.CancelledError:
-            self._state.refusals.cancelled(exchange.name, _elapsed_ms(began_s))
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # The client has disconnected: a response would not be read.
-            connection_of(scope).abort()
-            return
+            if not self._has_stopped:
+                self._state.refusals.cancelled(exchange.name, _elapsed_ms(began_s))
+                if task.cancelling():
+                    raise
+                # The client has disconnected: a response would not be read.
+                connection_of(scope).abort()
+                return
+            task.uncancel()
+            error = Draining()
         finally:
-            self._running -= 1
+            self._running.discard(task)
         if error is not None:
             self._state.refusals.refused(exchange.name, error, _elapsed_ms(began_s))
             await exchange.fail(error)
@@ -111,8 +127,10 @@ class Middleware:
                 self._authenticator.authenticate_by_certificate(
                     method, connection_of(request.scope).identities()
                 )
+        if self._has_stopped:
+            raise Draining
         max_requests = self._state.config.max_sessions
-        if self._running > max_requests:
+        if len(self._running) > max_requests:
             raise SessionLimit(max_requests)
 
 
