@@ -58,39 +58,6 @@ QWEN = """{%- if tools %}
 {%- endif %}
 """
 
-# Roles that must take turns, which `raise_exception` insists on; the system's words before the last question.
-MISTRAL = """{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{%- set ns = namespace() %}
-{%- set ns.index = 0 %}
-{%- for message in loop_messages %}
-    {%- if message.role == "user" or (message.role == "assistant" and message.tool_calls is not defined) %}
-        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
-            {{- raise_exception("After the optional system message, conversation roles must alternate") }}
-        {%- endif %}
-        {%- set ns.index = ns.index + 1 %}
-    {%- endif %}
-{%- endfor %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if message["role"] == "user" %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- elif message["role"] == "assistant" %}
-        {{- " " + message["content"]|trim + eos_token}}
-    {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported, with the exception of an initial system message!") }}
-    {%- endif %}
-{%- endfor %}
-"""
-
 # What a trainer adds: generation blocks, loop controls, macros, the date, JSON with blanks, a joiner and a cycler.
 TRAINED = """{% set sep = joiner('|') %}
 {% set shade = cycler('odd', 'even') %}
@@ -101,6 +68,7 @@ TRAINED = """{% set sep = joiner('|') %}
     {% if i >= 6 %}{% break %}{% endif %}
     {% set message = messages[i] %}
     {% if message.role == 'system' %}{% continue %}{% endif %}
+    {% if message.role == 'tool' %}{{- raise_exception("no tools here: " + message.content) }}{% endif %}
     {{ sep() }}{{ shade.next() }} {{ loop.index }}
     {% if message.role == 'assistant' %}
         {% generation %}
@@ -119,7 +87,7 @@ TRAINED = """{% set sep = joiner('|') %}
 {{ messages | map(attribute='role') | unique | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
 """
 
-TEMPLATES = {"qwen": QWEN, "mistral": MISTRAL, "trained": TRAINED}
+TEMPLATES = {"qwen": QWEN, "trained": TRAINED}
 
 
 def byte_tokenizer() -> Tokenizer:

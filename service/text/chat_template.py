@@ -22,9 +22,9 @@ MAX_TASKS = 1000
 IDLE_S = 60.0
 MAX_CPU_S = 5.0
 MAX_OUTPUT_CHARACTERS = 16 << 20
-_MAX_MEMORY_BYTES = 1 << 30
-# JSON needs at most twelve bytes for a character.
-_MAX_JSON_BYTES = 12
+MAX_MEMORY_BYTES = 1 << 30
+# In UTF-8.
+_MAX_CHARACTER_BYTES = 4
 _MAX_REASON_CHARACTERS = 300
 _SUBJECT = "the model's chat template"
 
@@ -34,7 +34,7 @@ class TemplateError(Exception):
 
 
 class ChatTemplates:
-    """Owns the processes, each of which renders one template source. Used from one event loop."""
+    """Owns the processes. Used from one event loop."""
 
     def __init__(self) -> None:
         self._pool = TaskPool(_new_process, MAX_PROCESSES, MAX_TASKS)
@@ -63,7 +63,6 @@ class ChatTemplates:
             names = ", ".join(sorted(map(escaped, template.sources)))
             wanted = "for plain chat" if name == DEFAULT else "of that name"
             raise TemplateError(f"the model has chat templates named {names}, and none {wanted}")
-        source = template.sources[name]
         variables = {
             **template.special_tokens,
             "messages": list(messages),
@@ -71,10 +70,14 @@ class ChatTemplates:
             "documents": None,
             "add_generation_prompt": True,
         }
-        task = {"source": source, "variables": variables, "max_characters": MAX_OUTPUT_CHARACTERS}
+        task = {
+            "source": template.sources[name],
+            "variables": variables,
+            "max_characters": MAX_OUTPUT_CHARACTERS,
+        }
         data = json.dumps(task).encode()
         try:
-            return await self._pool.run(lambda process: _render(process, data), source)
+            return await self._pool.run(lambda process: _render(process, data))
         except TaskFailed as error:
             raise TemplateError(f"{_SUBJECT} {error}") from None
 
@@ -84,27 +87,17 @@ class ChatTemplates:
 
 
 def _new_process() -> TaskProcess:
-    max_result_bytes = _MAX_JSON_BYTES * MAX_OUTPUT_CHARACTERS + 4096
-    limits = ProcessLimits(MAX_CPU_S, _MAX_MEMORY_BYTES, max_result_bytes, idle_s=IDLE_S)
+    max_result_bytes = _MAX_CHARACTER_BYTES * MAX_OUTPUT_CHARACTERS + 4096
+    limits = ProcessLimits(MAX_CPU_S, MAX_MEMORY_BYTES, max_result_bytes, idle_s=IDLE_S)
     return TaskProcess("service.text.template_process", limits)
 
 
 def _render(process: TaskProcess, task: bytes) -> str:
     """The text that the process writes. Blocks. Raises TemplateError or TaskFailed."""
-    try:
-        result = json.loads(process.run(task))
-    except ValueError:
-        result = None
-    if not isinstance(result, dict):
-        result = {"error": "its process gave no valid result", "must_restart": True}
-    if "must_restart" in result:
+    kind, _, data = process.run(task).partition(b"\n")
+    text = data.decode(errors="replace")
+    if kind == b"text":
+        return text
+    if kind == b"last error":
         process.close()
-    if "text" not in result:
-        reason = escaped(str(result.get("error")))[:_MAX_REASON_CHARACTERS]
-        raise TemplateError(f"{_SUBJECT} failed: {reason}")
-    text = str(result["text"])
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise TemplateError(f"{_SUBJECT} failed: it wrote an unpaired surrogate") from None
-    return text
+    raise TemplateError(f"{_SUBJECT} failed: {escaped(text)[:_MAX_REASON_CHARACTERS]}")

@@ -24,16 +24,10 @@ _MASK_THREADS = 4
 
 
 class Constraints:
-    """The constraints of one model. Used from one event loop; its matchers in any thread."""
+    """The constraints of one tokenizer. Used from one event loop; its matchers in any thread."""
 
-    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], vocab_size: int) -> None:
-        """`tokens`, `special_ids`: of the tokenizer, as for GrammarEngine.
-
-        `vocab_size`: of the model's logits; may be more or less than the tokenizer's tokens.
-        """
-        self.vocab_size = vocab_size
-        tokens = tokens[:vocab_size]
-        special_ids = [token_id for token_id in special_ids if token_id < len(tokens)]
+    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int]) -> None:
+        """`tokens`, `special_ids`: as for GrammarEngine."""
         self.num_tokens = len(tokens)
         self._checks, self.masks = GrammarEngine(tokens, special_ids), GrammarEngine(tokens, special_ids)
         # One grammar is checked at a time.
@@ -43,9 +37,12 @@ class Constraints:
         self._results: dict[str, str] = {}
         self._is_closed = False
 
-    async def matcher_factory(self, kind: str, text: str, end_ids: frozenset[int]) -> Callable[[], Matcher]:
+    async def matcher_factory(
+        self, kind: str, text: str, end_ids: frozenset[int], vocab_size: int
+    ) -> Callable[[], Matcher]:
         """A function that makes a matcher for each sample. `kind` is a field of Constraint.
 
+        `vocab_size`: of the model's logits; may be more or less than the tokenizer's tokens.
         Does not wait if the grammar was checked before. Raises InvalidArgument, or Draining once closed.
         """
         size = len(text.encode())
@@ -60,7 +57,7 @@ class Constraints:
             reason = await loop.run_in_executor(self._check_threads, self._check, grammar)
         if reason:
             raise _bad_constraint(kind, reason)
-        return lambda: Matcher(self, grammar, end_ids)
+        return lambda: Matcher(self, grammar, end_ids, vocab_size)
 
     def close(self) -> None:
         """Ends the processes. Running and waiting checks and masks fail with Draining. Idempotent."""
@@ -88,11 +85,15 @@ class Constraints:
 class Matcher:
     """Applies a grammar to one sample, token by token."""
 
-    def __init__(self, constraints: Constraints, grammar: Grammar, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self, constraints: Constraints, grammar: Grammar, end_ids: frozenset[int], vocab_size: int
+    ) -> None:
         self._constraints = constraints
         self._state = SampleState(grammar)
-        # As a mask, of which bit n is token n.
-        self._ends = sum(1 << end_id for end_id in end_ids if end_id < constraints.vocab_size)
+        self._mask_bytes = -(-vocab_size // 8)
+        # As masks: bit n is token n. Without the token that the library appends for the end of a text.
+        self._tokens = (1 << min(constraints.num_tokens, vocab_size)) - 1
+        self._ends = sum(1 << end_id for end_id in end_ids if end_id < vocab_size)
         # The mask after the tokens so far; None: not computed yet.
         self._mask: bytes | None = None
         self._is_complete = False
@@ -133,9 +134,7 @@ class Matcher:
     def _compute_mask(self) -> bytes:
         """Also sets `is_complete`. Raises ConstraintFailed or Draining."""
         may_end, bits = self._constraints.masks.mask(self._state)
-        # Without the token that the library appends for the end of a text.
-        tokens = (1 << self._constraints.num_tokens) - 1
-        allowed = int.from_bytes(bits, "little") & tokens & ~self._ends
+        allowed = int.from_bytes(bits, "little") & self._tokens & ~self._ends
         self._is_complete = not allowed
         if may_end:
             allowed |= self._ends
@@ -143,7 +142,7 @@ class Matcher:
             raise ConstraintFailed("none of the model's tokens can follow")
         if not allowed and not self._state.token_ids:
             raise ConstraintFailed("it allows only the empty text, and there is no token to end that with")
-        return allowed.to_bytes(-(-self._constraints.vocab_size // 8), "little")
+        return allowed.to_bytes(self._mask_bytes, "little")
 
 
 def _bad_constraint(kind: str, reason: str) -> QuireError:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.v1 import runner_pb2, worker_pb2
@@ -59,8 +59,8 @@ class _Loaded:
     tokenizer: Tokenizer | None = None
     # Used for encoding if the tokenizer may need much time or memory.
     encoder: BoundedEncoder | None = None
-    # By vocabulary size of the model; made at the first use. Or why they are not supported.
-    constraints: dict[int, Constraints | Unsupported] = field(default_factory=dict)
+    # Made at the first use; or why they are not supported.
+    constraints: Constraints | Unsupported | None = None
 
 
 class TextModel:
@@ -105,7 +105,7 @@ class TextModel:
             raise NoTokenizer
         if len(text) > max_tokens * _MAX_CHARACTERS_PER_TOKEN:
             raise SequenceTooLong(-(-len(text) // _MAX_CHARACTERS_PER_TOKEN), max_tokens)
-        with _encode_errors(field):
+        try:
             if loaded.encoder is not None:
                 tenant = self._tenant()
                 return await loaded.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
@@ -117,6 +117,14 @@ class TextModel:
                     tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens
                 )
             return encoded.ids
+        except (QuireError, *NOT_FAILURES):
+            raise
+        except TaskFailed as error:
+            message = f"the model's tokenizer cannot encode it: it {error}"
+            raise InvalidArgument("BAD_TEXT", field, message) from None
+        except BaseException:  # panics of the library included: the text causes them
+            _log.exception("a text could not be encoded")
+            raise InvalidArgument("BAD_TEXT", field, "the model's tokenizer cannot encode it") from None
 
     async def encode_chat(self, chat: runner_pb2.Chat, *, max_tokens: int = _MANY_TOKENS) -> Sequence[int]:
         """The tokens of messages, formatted by the model's template. Raises as `encode`."""
@@ -164,13 +172,11 @@ class TextModel:
                 "BAD_CONSTRAINT", "constraint", "a schema, an expression or a grammar is needed"
             )
         async with self._load_lock:
-            if vocab_size not in loaded.constraints:
-                made = await asyncio.to_thread(_constraints, loaded.tokenizer, vocab_size)
-                loaded.constraints[vocab_size] = made
-        constraints = loaded.constraints[vocab_size]
-        if isinstance(constraints, Unsupported):
-            raise constraints.without_traceback()
-        return await constraints.matcher_factory(kind, getattr(constraint, kind), end_ids)
+            if loaded.constraints is None:
+                loaded.constraints = await asyncio.to_thread(_constraints, loaded.tokenizer)
+        if isinstance(loaded.constraints, Unsupported):
+            raise loaded.constraints.without_traceback()
+        return await loaded.constraints.matcher_factory(kind, getattr(constraint, kind), end_ids, vocab_size)
 
     def close(self) -> None:
         """Ends all processes. Idempotent."""
@@ -178,9 +184,8 @@ class TextModel:
         if self._loaded is not None:
             if self._loaded.encoder is not None:
                 self._loaded.encoder.close()
-            for constraints in self._loaded.constraints.values():
-                if isinstance(constraints, Constraints):
-                    constraints.close()
+            if isinstance(self._loaded.constraints, Constraints):
+                self._loaded.constraints.close()
 
     async def _load(self) -> _Loaded:
         ready = self._ready()
@@ -196,10 +201,10 @@ class TextModel:
         return self._loaded
 
 
-def _constraints(tokenizer: Tokenizer, vocab_size: int) -> Constraints | Unsupported:
+def _constraints(tokenizer: Tokenizer) -> Constraints | Unsupported:
     """Takes a second for a large vocabulary."""
     try:
-        return Constraints(*constrained_tokens(tokenizer), vocab_size)
+        return Constraints(*constrained_tokens(tokenizer))
     except Unsupported as error:
         return error
 
@@ -223,21 +228,6 @@ def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
         _log.error("the model's tokenizer.json cannot be used: texts are refused", error=str(error)[:300])
         return _Loaded(ready)
     return _Loaded(ready, tokenizer, encoder)
-
-
-@contextlib.contextmanager
-def _encode_errors(field: str) -> Iterator[None]:
-    """Turns errors of a tokenizer, panics included, into InvalidArgument: the text in `field` causes them."""
-    try:
-        yield
-    except (QuireError, *NOT_FAILURES):
-        raise
-    except TaskFailed as error:
-        text = f"the model's tokenizer cannot encode it: it {error}"
-        raise InvalidArgument("BAD_TEXT", field, text) from None
-    except BaseException:
-        _log.exception("a text could not be encoded")
-        raise InvalidArgument("BAD_TEXT", field, "the model's tokenizer cannot encode it") from None
 
 
 def _messages(chat: runner_pb2.Chat) -> Sequence[Mapping[str, Any]]:

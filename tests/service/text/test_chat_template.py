@@ -170,6 +170,7 @@ def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch, source: s
 def test_a_template_that_exceeds_a_limit_is_refused(
     monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
+    monkeypatch.setattr(chat_template, "MAX_MEMORY_BYTES", 1 << 28)
     monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1_000_000)
     with pytest.raises(TemplateError, match=message) as caught:
         render_chat(template(source), USER)

@@ -49,7 +49,7 @@ def of_kind() -> Iterator[Callable[[str], Constraints]]:
     @functools.cache
     def made(name: str) -> Constraints:
         tokens, special_ids = constrained_tokens(kind(name))
-        return Constraints(tokens, special_ids, len(tokens) + 21)
+        return Constraints(tokens, special_ids)
 
     cached: dict[str, Constraints] = {}
     yield lambda name: cached.setdefault(name, made(name))
@@ -58,8 +58,8 @@ def of_kind() -> Iterator[Callable[[str], Constraints]]:
 
 
 @contextmanager
-def opened(vocab_size: int = 258) -> Iterator[Constraints]:
-    constraints = Constraints(*BYTES, vocab_size)
+def opened() -> Iterator[Constraints]:
+    constraints = Constraints(*BYTES)
     try:
         yield constraints
     finally:
@@ -79,9 +79,15 @@ def shared() -> Iterator[Constraints]:
         yield constraints
 
 
-def matcher(constraints: Constraints, kind: str, text: str, ends: frozenset[int]) -> Matcher:
+def matcher(
+    constraints: Constraints, kind: str, text: str, ends: frozenset[int], vocab_size: int = 400
+) -> Matcher:
     """A matcher for a grammar that is not checked."""
-    return Matcher(constraints, Grammar(f"{kind} {text}", kind, text), ends)
+    return Matcher(constraints, Grammar(f"{kind} {text}", kind, text), ends, vocab_size)
+
+
+async def factory(constraints: Constraints, kind: str, text: str) -> Callable[[], Matcher]:
+    return await constraints.matcher_factory(kind, text, ENDS, 258)
 
 
 def allowed(matcher: Matcher) -> set[int]:
@@ -169,14 +175,13 @@ def is_match(expression: str, text: bytes) -> bool:
         return False
 
 
-def test_masks_are_as_long_as_the_models_vocabulary() -> None:
-    for vocab_size in (258, 1000, 97):
-        with opened(vocab_size) as constraints:
-            constrained = matcher(constraints, "regex", "(.|\n)*", frozenset([256, 99_999]))
-            assert len(constrained.allowed()) == math.ceil(vocab_size / 8)
-            # The first byte of any character may follow, but no id above the tokens.
-            follow = {*range(0x80), *range(0xC2, 0xF5), 256}
-            assert allowed(constrained) == {token_id for token_id in follow if token_id < vocab_size}
+@pytest.mark.parametrize("vocab_size", [258, 1000, 97])
+def test_masks_are_as_long_as_the_models_vocabulary(shared: Constraints, vocab_size: int) -> None:
+    constrained = matcher(shared, "regex", "(.|\n)*", frozenset([256, 99_999]), vocab_size)
+    assert len(constrained.allowed()) == math.ceil(vocab_size / 8)
+    # The first byte of any character may follow, but no id above the tokens.
+    follow = {*range(0x80), *range(0xC2, 0xF5), 256}
+    assert allowed(constrained) == {token_id for token_id in follow if token_id < vocab_size}
 
 
 # JSON.
@@ -238,7 +243,7 @@ DEEP = "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(4000)) + 'r400
 
 async def test_end_tokens_are_allowed_where_the_text_may_end(shared: Constraints) -> None:
     # A token that ends the sample is not part of its text, even if it has a text.
-    new = await shared.matcher_factory("regex", "a+b?", frozenset([256, ord("b"), 5]))
+    new = await shared.matcher_factory("regex", "a+b?", frozenset([256, ord("b"), 5]), 258)
     constrained = new()
     assert allowed(constrained) == {ord("a")}
     take_text(constrained, "a")
@@ -247,30 +252,30 @@ async def test_end_tokens_are_allowed_where_the_text_may_end(shared: Constraints
 
 
 async def test_a_sample_without_an_end_token_completes(shared: Constraints) -> None:
-    constrained = (await shared.matcher_factory("regex", "ab", frozenset()))()
+    constrained = (await shared.matcher_factory("regex", "ab", frozenset(), 258))()
     take_text(constrained, "ab")
     assert allowed(constrained) == set()
     assert constrained.is_complete
-    empty = (await shared.matcher_factory("regex", "", frozenset()))()
+    empty = (await shared.matcher_factory("regex", "", frozenset(), 258))()
     with pytest.raises(InvalidArgument, match="allows only the empty text"):
         empty.allowed()
 
 
 async def test_a_token_that_the_mask_forbids_is_an_error(shared: Constraints) -> None:
-    constrained = (await shared.matcher_factory("regex", "ab", ENDS))()
+    constrained = (await factory(shared, "regex", "ab"))()
     constrained.allowed()
     with pytest.raises(ValueError, match="does not allow token 98"):
         constrained.take(ord("b"))
     take_text(constrained, "ab")
     # Without a mask the token is checked later.
-    constrained = (await shared.matcher_factory("regex", "ab", ENDS))()
+    constrained = (await factory(shared, "regex", "ab"))()
     constrained.take(ord("b"))
     with pytest.raises(InvalidArgument, match="cannot be applied"):
         constrained.allowed()
 
 
 async def test_grammars_may_name_special_tokens(shared: Constraints) -> None:
-    constrained = (await shared.matcher_factory("lark", 'start: "a" <call> "b"', ENDS))()
+    constrained = (await factory(shared, "lark", 'start: "a" <call> "b"'))()
     take_text(constrained, "a")
     assert allowed(constrained) == {257}
     constrained.take(257)
@@ -280,7 +285,7 @@ async def test_grammars_may_name_special_tokens(shared: Constraints) -> None:
 
 @pytest.mark.parametrize("value", ["true", "{}", '{"x-guidance": {"whitespace_pattern": "z"}}'])
 async def test_a_schema_may_allow_anything(shared: Constraints, value: str) -> None:
-    constrained = (await shared.matcher_factory("json_schema", value, ENDS))()
+    constrained = (await factory(shared, "json_schema", value))()
     take_text(constrained, '{"a": [1, null]}')
     assert constrained.is_complete is False and allowed(constrained) == ENDS and constrained.is_complete
 
@@ -314,11 +319,11 @@ async def test_an_error_of_a_grammar_is_one_printable_line(
     shared: Constraints, kind: str, text: str, message: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=message) as caught:
-        await shared.matcher_factory(kind, text, ENDS)
+        await factory(shared, kind, text)
     assert (caught.value.reason, caught.value.field) == ("BAD_CONSTRAINT", f"constraint.{kind}")
     assert caught.value.message.isprintable() and len(caught.value.message) < 350
     # Other grammars are not affected.
-    take_text((await shared.matcher_factory("regex", "ab", ENDS))(), "ab")
+    take_text((await factory(shared, "regex", "ab"))(), "ab")
 
 
 HUGE = "regex", "a?" * 20_000 + "a" * 20_000
@@ -329,8 +334,8 @@ SLOW = "json_schema", json.dumps({"allOf": ALL_OF})
 async def test_a_slow_grammar_is_refused_and_delays_no_other_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_engine, "MAX_CPU_S", 0.3)
     with opened() as constraints:
-        new = await constraints.matcher_factory("regex", "[ab]*", ENDS)
-        hostile = asyncio.create_task(constraints.matcher_factory(*SLOW, ENDS))
+        new = await factory(constraints, "regex", "[ab]*")
+        hostile = asyncio.create_task(factory(constraints, *SLOW))
         constrained = new()
         for _ in range(5):
             assert len(await asyncio.to_thread(allowed, constrained)) == 3
@@ -363,14 +368,14 @@ async def test_a_checked_grammar_does_not_wait_for_a_check(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ask_again() -> None:
-        new = await constraints.matcher_factory("regex", "[ab]*", ENDS)
+        new = await factory(constraints, "regex", "[ab]*")
         assert allowed(new()) == {ord("a"), ord("b"), 256}
         with pytest.raises(InvalidArgument):
-            await constraints.matcher_factory("regex", "(a", ENDS)
+            await factory(constraints, "regex", "(a")
 
     await ask_again()
     checks = Checks(constraints, monkeypatch)
-    slow = asyncio.create_task(constraints.matcher_factory("regex", "slow", ENDS))
+    slow = asyncio.create_task(factory(constraints, "regex", "slow"))
     await checks.until_begun(1)
     async with asyncio.timeout(60):
         await ask_again()
@@ -384,29 +389,26 @@ async def test_a_check_that_has_begun_runs_to_its_end(
 ) -> None:
     """And does not block the default executor."""
     checks = Checks(constraints, monkeypatch)
-    leaving = [asyncio.create_task(constraints.matcher_factory("regex", str(n), ENDS)) for n in range(40)]
+    leaving = [asyncio.create_task(factory(constraints, "regex", str(n))) for n in range(40)]
     await checks.until_begun(1)
     for one in leaving:
         one.cancel()
     async with asyncio.timeout(60):
         await asyncio.to_thread(int)
     # Another caller with the same grammar gets the result of the running check.
-    stays = asyncio.create_task(constraints.matcher_factory("regex", "0", ENDS))
+    stays = asyncio.create_task(factory(constraints, "regex", "0"))
     checks.may_run.set()
     assert allowed((await stays)()) == {ord("0")}
-    await constraints.matcher_factory("regex", "last", ENDS)
+    await factory(constraints, "regex", "last")
     assert checks.begun == ["0", "last"], "checks that had not begun are cancelled"
 
 
 async def test_closing_fails_checks_and_masks_with_draining() -> None:
     with opened() as constraints:
-        constrained = (await constraints.matcher_factory("regex", "a", ENDS))()
-        checks = [
-            asyncio.create_task(constraints.matcher_factory("regex", text, ENDS))
-            for text in (HUGE[1], "waiting")
-        ]
+        constrained = (await factory(constraints, "regex", "a"))()
+        checks = [asyncio.create_task(factory(constraints, "regex", text)) for text in (HUGE[1], "waiting")]
         await asyncio.sleep(0)
-    for check in (*checks, asyncio.create_task(constraints.matcher_factory("regex", "new", ENDS))):
+    for check in (*checks, asyncio.create_task(factory(constraints, "regex", "new"))):
         with pytest.raises(Draining):
             await check
     with pytest.raises(Draining):
@@ -418,13 +420,13 @@ async def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_engine, "MAX_MEMORY_BYTES", 120 << 20)
     with opened() as constraints:
         with pytest.raises(InvalidArgument, match="too much memory"):
-            await constraints.matcher_factory(*HUGE, ENDS)
-        take_text((await constraints.matcher_factory("regex", "ab", ENDS))(), "ab")
+            await factory(constraints, *HUGE)
+        take_text((await factory(constraints, "regex", "ab"))(), "ab")
 
 
 async def test_a_grammar_that_grows_later_fails_only_its_sample(constraints: Constraints) -> None:
-    good = (await constraints.matcher_factory("regex", "[xy]*", ENDS))()
-    hostile = (await constraints.matcher_factory("regex", "x" + "y?" * 1500 + "y" * 1500, ENDS))()
+    good = (await factory(constraints, "regex", "[xy]*"))()
+    hostile = (await factory(constraints, "regex", "x" + "y?" * 1500 + "y" * 1500))()
     take_text(good, "x")
     take_text(hostile, "x")
     with pytest.raises(InvalidArgument, match="too many expressions") as caught:
@@ -434,7 +436,7 @@ async def test_a_grammar_that_grows_later_fails_only_its_sample(constraints: Con
 
 
 async def test_samples_survive_a_crash_of_the_process(constraints: Constraints) -> None:
-    new = await constraints.matcher_factory("regex", "[0-9]{4}x", ENDS)
+    new = await factory(constraints, "regex", "[0-9]{4}x")
     samples = [new() for _ in range(3)]
     for count, sample in enumerate(samples):
         take_text(sample, "1234"[:count])
@@ -453,7 +455,7 @@ async def test_more_samples_and_grammars_than_are_kept(
     # More samples and grammars than the process keeps.
     samples = []
     for number in range(70):
-        new = await constraints.matcher_factory("regex", f"{number:04}x", ENDS)
+        new = await factory(constraints, "regex", f"{number:04}x")
         samples += [(f"{number:04}x", new()) for _ in range(16)]
     for text, sample in samples:
         take_text(sample, text[:2])
@@ -466,17 +468,17 @@ async def test_more_samples_and_grammars_than_are_kept(
 async def test_idle_processes_end_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_engine, "IDLE_S", 0.05)
     with opened() as constraints:
-        constrained = (await constraints.matcher_factory("regex", "ab", ENDS))()
+        constrained = (await factory(constraints, "regex", "ab"))()
         take_text(constrained, "a")
         for engine in (constraints._checks, constraints.masks):
             while psutil.Process(engine._process.pid).status() != psutil.STATUS_ZOMBIE:
                 await asyncio.sleep(0.01)
         take_text(constrained, "b")
-        await constraints.matcher_factory("regex", "cd", ENDS)
+        await factory(constraints, "regex", "cd")
 
 
 async def test_masks_of_many_samples_are_computed_in_threads(shared: Constraints) -> None:
-    new = await shared.matcher_factory("regex", "[0-9]*", ENDS)
+    new = await factory(shared, "regex", "[0-9]*")
 
     def walk(seed: int) -> str:
         rng, sample, text = random.Random(seed), new(), ""
