@@ -61,6 +61,11 @@ class Connection(H11Protocol):
         if self._idle_s > self._settings.message_timeout_s or self._unread_s > self._settings.session_stall_s:
             self.abort()
 
+    @property
+    def is_receiving(self) -> bool:
+        """Whether more of the request's body is to come."""
+        return self.conn.their_state is h11.SEND_BODY
+
     def abort(self) -> None:
         """Closes it at once and drops unsent data."""
         self.transport.abort()

@@ -127,7 +127,7 @@ class TaskProcess:
         if status == -signal.SIGSEGV:
             return TaskFailed("crashed its process: it may be nested too deeply")
         # After other tasks the cause may be what those left in memory, a kill from outside, or idleness.
-        is_task_fault = self.num_tasks == 0 and status != -signal.SIGALRM
+        is_task_fault = self.num_tasks == 0
         if status in (-signal.SIGABRT, -signal.SIGKILL):
             return TaskFailed("needs too much memory", is_task_fault=is_task_fault)
         return TaskFailed(f"ended its process with status {status}", is_task_fault=is_task_fault)

@@ -29,7 +29,7 @@ from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import TokenDecoder
 from service.text.task_process import TaskFailed
-from service.text.token_bytes import constrained_tokens
+from service.text.token_bytes import token_bytes
 from service.text.tokenizer_bounds import decodes_in_bounds, encodes_in_bounds
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class TextModel:
 def _constraints(tokenizer: Tokenizer) -> Constraints | Unsupported:
     """Takes a second for a large vocabulary."""
     try:
-        return Constraints(*constrained_tokens(tokenizer))
+        return Constraints(*token_bytes(tokenizer))
     except Unsupported as error:
         return error
 

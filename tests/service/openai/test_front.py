@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -175,6 +176,7 @@ def test_the_owner_of_a_model_is_the_runtime_that_gets_its_requests() -> None:
     assert list(listed) == ["a", "b", "c", "d", "m", "x"]
     for name, owner in listed.items():
         assert owner == f"owner of {models.resolve(name).runtime}" == models.entry(name)["owned_by"]
+    assert [models.resolve(name).runtime for name in ("m", "d")] == ["a", "d"]
     with pytest.raises(RuntimeNotFound, match=r"no model 'gpt\\x1b-4': /v1/models lists the models"):
         models.resolve("gpt\x1b-4")
 
@@ -342,7 +344,14 @@ class DirectRequest:
         self.may_send = asyncio.Event()
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": headers,
+            "query_string": b"",
+        }
+        scope["state"] = {"connection": SimpleNamespace(is_receiving=False)}
         app: Any = served.front._server.config.app
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 

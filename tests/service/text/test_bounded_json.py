@@ -13,6 +13,7 @@ from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
 from service.runtimes.remote.dialects.base import parsed_json
+from service.text import bounded_json
 from service.text.bounded_json import MAX_BYTES, MAX_VALUES, check_chat, count_in_slices, parse
 
 # Repeated, each costs Python's parser 250 ms or more, and hundreds of MiB.
@@ -20,7 +21,10 @@ HOSTILE = ["[],", "{},", '"",', '{"a":"b"},', "1,"]
 
 
 def counted(text: str, limit: int = 1 << 40) -> int:
-    *_, count = count_in_slices(text.encode(), limit)
+    """In slices of three bytes, so that escapes and strings are cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounded_json, "_SLICE_BYTES", 3)
+        *_, count = count_in_slices(text.encode(), limit)
     return count
 
 

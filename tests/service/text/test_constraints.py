@@ -26,7 +26,7 @@ from service.text import grammar_engine
 from service.text.constraints import Constraints, Matcher
 from service.text.detokenizer import Detokenizer
 from service.text.grammar_engine import Grammar
-from service.text.token_bytes import constrained_tokens
+from service.text.token_bytes import token_bytes
 from tests.service.text.kinds import END, KINDS
 
 BYTES = ([*(bytes([byte]) for byte in range(256)), b"<end>", b"<call>"], [256, 257])
@@ -48,7 +48,7 @@ def of_kind() -> Iterator[Callable[[str], Constraints]]:
 
     @functools.cache
     def made(name: str) -> Constraints:
-        tokens, special_ids = constrained_tokens(kind(name))
+        tokens, special_ids = token_bytes(kind(name))
         return Constraints(tokens, special_ids)
 
     cached: dict[str, Constraints] = {}
@@ -147,7 +147,7 @@ def test_masks_match_the_expression(
     of_kind: Callable[[str], Constraints], name: str, data: st.DataObject, expression: str
 ) -> None:
     constraints, end = of_kind(name), end_of(name)
-    tokens, special_ids = constrained_tokens(kind(name))
+    tokens, special_ids = token_bytes(kind(name))
     usable = {n: token for n, token in enumerate(tokens) if token and n not in special_ids}
     constrained = matcher(constraints, "regex", expression, frozenset([end]))
     text = b""

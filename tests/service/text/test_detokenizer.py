@@ -60,8 +60,9 @@ kind = functools.cache(lambda name: KINDS[name]())
 def test_the_text_is_that_of_one_decode(name: str, text: str, prompt: str, ends: int) -> None:
     tokenizer: Tokenizer = kind(name)
     # Special tokens have no text, and do not change the text of later tokens.
-    context = [*tokenizer.encode("a" + prompt).ids, *([end_of(tokenizer)] * ends)]
-    ids = tokenizer.encode(text).ids
+    special = [end_of(tokenizer)] * ends
+    context = tokenizer.encode("a" + prompt).ids + special
+    ids = special + tokenizer.encode(text).ids
     returned = decoded_pieces(tokenizer, ids, context)
     assert "".join(returned) == tokenizer.decode(context + ids).removeprefix(tokenizer.decode(context))
     assert not any("\ufffd" in piece for piece in returned)
