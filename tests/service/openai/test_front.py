@@ -157,14 +157,13 @@ async def test_errors_have_their_status() -> None:
 
     async with serving(FakeRuntime(generate)) as served, served.client() as client:
         for index, (_, status, code, headers) in enumerate(ERRORS):
-            for is_stream in (False, True):
-                messages = [{"role": "user", "content": str(index)}]
-                with pytest.raises(openai.APIStatusError) as caught:
-                    await client.chat.completions.create(model="m", messages=messages, stream=is_stream)
-                assert (caught.value.status_code, caught.value.code) == (status, code)
-                assert "secret" not in caught.value.response.text
-                assert headers.items() <= caught.value.response.headers.items()
-                assert caught.value.response.headers["x-request-id"]
+            messages = [{"role": "user", "content": str(index)}]
+            with pytest.raises(openai.APIStatusError) as caught:
+                await client.chat.completions.create(model="m", messages=messages, stream=index % 2 > 0)
+            assert (caught.value.status_code, caught.value.code) == (status, code)
+            assert "secret" not in caught.value.response.text
+            assert headers.items() <= caught.value.response.headers.items()
+            assert caught.value.response.headers["x-request-id"]
 
 
 def test_the_owner_of_a_model_is_the_runtime_that_gets_its_requests() -> None:
@@ -555,13 +554,14 @@ async def test_a_refused_body_is_read_to_its_end(size_bytes: int) -> None:
 
 def test_a_tenant_may_use_half_of_the_bytes_for_bodies() -> None:
     bodies = BodyReader(RequestReceiver(Config()), 1000, 2000)
-    sizes = []
-    for tenant, size_bytes in (("a", 600), ("a", 401), ("a", 400), ("b", 1000), ("b", 1)):
-        body = Body(disconnected, bodies, tenant)
-        refused = bodies.reserve(body, tenant, size_bytes)
-        sizes.append(0 if refused else size_bytes)
-    assert sizes == [600, 0, 400, 1000, 0] and bodies.held_bytes == 2000
-    too_large = bodies.reserve(Body(disconnected, bodies, ""), "", 1001)
+
+    def is_refused(tenant: str, size_bytes: int) -> bool:
+        return bodies.reserve(Body(disconnected, bodies, tenant), size_bytes) is not None
+
+    sizes = (("a", 600), ("a", 401), ("a", 400), ("b", 1000), ("b", 1))
+    assert [is_refused(*one) for one in sizes] == [False, True, False, False, True]
+    assert bodies.held_bytes == 2000
+    too_large = bodies.reserve(Body(disconnected, bodies, ""), 1001)
     assert too_large is not None and too_large.reason == "REQUEST_TOO_LARGE"
 
 
