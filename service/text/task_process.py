@@ -33,7 +33,7 @@ class ProcessLimits:
     max_result_bytes: int
     # Elapsed time without any byte from the process: for one that hangs without computing.
     timeout_s: float = 120.0
-    # A process that gets no task for so long ends itself; 0: it does not.
+    # A process that gets no task for so long ends itself, and is reaped with the next task; 0: never.
     idle_s: float = 0.0
 
 

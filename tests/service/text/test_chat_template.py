@@ -112,8 +112,8 @@ REACHING = [
     "{{ strftime_now.__func__.__globals__['sys'].modules }}",
     "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
     "{{ namespace.__init__.__globals__ }}",
-    "{% set ns = namespace(__class__=1) %}",
-    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{% set ns = namespace(__class__=1) %}reached",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}reached",
     "{{ messages.append(1) }}",
     "{{ messages[0].update(role='x') }}",
 ]

@@ -56,7 +56,7 @@ kind = functools.cache(lambda name: KINDS[name]())
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_level_across_words", "byte_fallback"])
-@given(text=CHARACTERS, prompt=CHARACTERS, ends=st.integers(0, 20))
+@given(text=CHARACTERS, prompt=CHARACTERS, ends=st.integers(0, 40))
 def test_the_text_is_that_of_one_decode(name: str, text: str, prompt: str, ends: int) -> None:
     tokenizer: Tokenizer = kind(name)
     # Special tokens have no text, and do not change the text of later tokens.
