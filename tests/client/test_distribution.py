@@ -64,12 +64,16 @@ def pip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Built from a copy, because setuptools writes into the folder that it builds.
+    """Built from a copy, where an earlier build of setuptools has left a module that is deleted since."""
     scratch = tmp_path_factory.mktemp("client")
     source = scratch / "source"
     shutil.copytree(CLIENT, source, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
+    deleted = source / "build" / "lib" / "quire" / "deleted.py"
+    deleted.parent.mkdir(parents=True)
+    deleted.touch()
     options = ("--no-deps", "--no-index", "--no-build-isolation")
     pip("wheel", *options, "--wheel-dir", str(scratch / "wheels"), str(source))
+    assert not (source / "build").exists()
     (built,) = (scratch / "wheels").iterdir()
     return built
 
