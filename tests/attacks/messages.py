@@ -84,6 +84,5 @@ ATTACKS = (
         "14 prompts of 15 MiB that are too long, at once",
         long_prompts,
         tries=3,
-        budget_mib=512,
     ),
 )

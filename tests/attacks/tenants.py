@@ -20,14 +20,14 @@ _NUMBERS = itertools.count()
 class _Guarded(GatewayProcess):
     """A gateway with tenants. Harness and bystanders have tokens; an attacker is mallory, or nobody."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self) -> None:
         made = {name: new_token(name, [Role.CALL]) for name in ("alice", "mallory", "bystander")}
         made["ops"] = new_token("ops", [Role.ADMINISTER])
         self.tokens = {name: token for name, (token, _) in made.items()}
         file = Path(tempfile.mkdtemp()) / "tokens"
         file.write_text("[tokens]\n" + "\n".join(line for _, line in made.values()))
         flags = ["--kv-pages", "2048", "--tokens", str(file)]
-        super().__init__(model="paged-attention", workers=2, flags=flags, root=root)
+        super().__init__(model="paged-attention", workers=2, flags=flags)
 
     @property
     def bystander_token(self) -> str:
@@ -99,7 +99,6 @@ ATTACKS = (
         tries=200,
         prepare=_alice,
         gateway=_Guarded,
-        needs="--tokens",
     ),
     Attack(
         "bad tokens",
@@ -107,7 +106,6 @@ ATTACKS = (
         _bad_tokens,
         tries=400,
         gateway=_Guarded,
-        needs="--tokens",
     ),
     Attack(
         "control characters",
