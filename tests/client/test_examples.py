@@ -47,12 +47,6 @@ def tiny(directory: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adder() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="adder") as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [tiny(tmp_path_factory.mktemp("model"), seed) for seed in range(2)]
 
@@ -161,14 +155,14 @@ def is_(*expected: str) -> Callable[[list[str]], bool]:
     ],
 )
 def test_it_runs_and_says_the_same_again(
-    adder: GatewayProcess,
+    shipped_gateway: GatewayProcess,
     tmp_path: Path,
     name: str,
     arguments: list[str],
     is_right: Callable[[list[str]], bool],
 ) -> None:
     (tmp_path / "FILE").write_text("12+34=46\n" * 131 + "1", encoding="utf-8")
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), adder.address, *arguments]
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), shipped_gateway.address, *arguments]
 
     def lines() -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
@@ -179,7 +173,7 @@ def test_it_runs_and_says_the_same_again(
     assert is_right(first), first
     if name in ("sampled_loop", "best_of_n"):
         assert texts_of(lines()) == texts_of(first), "the seeds are the same"
-    with Client(adder.address) as client:
+    with Client(shipped_gateway.address) as client:
         assert_released(client)
 
 
@@ -415,14 +409,14 @@ def cli_evaluate():
 """
 
 
-def test_the_adapter_registers_with_the_harness(adder: GatewayProcess, tmp_path: Path) -> None:
+def test_the_adapter_registers_with_the_harness(shipped_gateway: GatewayProcess, tmp_path: Path) -> None:
     """With a stand-in for it, which has the names that the adapter imports and its abstract class."""
     (tmp_path / "lm_eval" / "api").mkdir(parents=True)
     for name in ("api/model", "api/registry", "models"):
         (tmp_path / "lm_eval" / f"{name}.py").write_text(_HARNESS)
     (tmp_path / "lm_eval" / "__main__.py").write_text(_COMMAND)
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "lm_eval_adapter.py"), "quire", adder.address],
+        [sys.executable, str(EXAMPLES / "lm_eval_adapter.py"), "quire", shipped_gateway.address],
         capture_output=True,
         text=True,
         timeout=120,

@@ -21,10 +21,9 @@ from tests.model_factory import TinyModel, make_model
 from tests.soak.server import Server
 
 
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="adder") as gateway:
-        yield gateway
+@pytest.fixture
+def gateway(shipped_gateway: GatewayProcess) -> GatewayProcess:
+    return shipped_gateway
 
 
 def text_of(chunks: list[runner_pb2.SampleChunk]) -> str:

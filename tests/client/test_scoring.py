@@ -38,11 +38,10 @@ VOCAB = 16
 _Item = TypeVar("_Item")
 
 
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[GatewayProcess]:
-    with GatewayProcess(model="adder") as running:
-        yield running
-        running.assert_pools_are_whole()
+@pytest.fixture
+def gateway(shipped_gateway: GatewayProcess) -> Iterator[GatewayProcess]:
+    yield shipped_gateway
+    shipped_gateway.assert_pools_are_whole()
 
 
 @pytest.fixture

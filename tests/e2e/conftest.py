@@ -32,10 +32,3 @@ def weightless_gateway() -> Iterator[GatewayProcess]:
     flags = ["--kv-pages", "64", "--max-request-bytes", "262144", "--max-response-bytes", "524288"]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
         yield gateway
-
-
-@pytest.fixture(scope="session")
-def shipped_gateway() -> Iterator[GatewayProcess]:
-    """Serves the shipped model."""
-    with GatewayProcess(model="adder", workers=2) as gateway:
-        yield gateway

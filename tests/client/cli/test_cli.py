@@ -395,7 +395,7 @@ def test_what_only_the_server_can_tell_exits_with_2_too(
     assert "--seed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["status"], ["generate", "x"]])
+@pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["load", "--callers", "1"]])
 def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--target", "127.0.0.1:1"]) == 1
     failure, hint = capsys.readouterr().err.splitlines()
