@@ -25,6 +25,9 @@ from tests.chat_templates import byte_tokenizer
 from tests.gateway_process import ROOT, GatewayProcess
 from tests.model_factory import TinyModel, hf_greedy, hf_logits, hf_model, make_model
 
+# The references run beside servers and other tests, where more threads wait for one another.
+torch.set_num_threads(1)
+
 EXAMPLES = ROOT / "clients" / "python" / "examples"
 SHIPPED = ROOT / "workers" / "models" / "adder"
 PROMPT = [1, 2, 10, 3, 4, 11]
@@ -188,7 +191,7 @@ def test_every_recipe_is_short_and_says_what_it_costs() -> None:
         assert f"({Path('../clients/python/examples') / path.name})" in table, path.name
 
 
-@pytest.mark.parametrize("width", [1, 3, 5])
+@pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("has_end", [False, True])
 def test_beams_are_those_of_transformers(
     client: Client, models: list[Path], width: int, has_end: bool

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
+
+# The references run beside servers and other tests, where more threads wait for one another.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
