@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import setup  # type: ignore[import-untyped]
 
 LEFT_BY_BUILDS = Path(__file__).resolve().parent / "build"
 

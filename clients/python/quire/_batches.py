@@ -81,11 +81,16 @@ Prompts: TypeAlias = Sequence[PrefillItem | Sequence[int]]
 Texts: TypeAlias = Sequence[ScoreItem | Sequence[int]]
 
 
-def prefill_request(item: PrefillItem) -> executor_pb2.PrefillRequest:
-    """A request for a new cache. It always has a request id, so that a retry returns the same cache."""
+def prefill_request(
+    item: PrefillItem, output: types_pb2.OutputOptions | None = None
+) -> executor_pb2.PrefillRequest:
+    """A request for a new cache. It always has a request id, so that a retry returns the same cache.
+
+    `output` applies to an item without its own.
+    """
     return executor_pb2.PrefillRequest(
         token_ids=item.token_ids,
-        output=item.output,
+        output=output if item.output is None else item.output,
         lease=_calls.duration(item.lease_s),
         adapter_id=item.adapter_id,
         request_id=item.request_id or _calls.new_request_id(),
@@ -99,14 +104,8 @@ def batch_prefill_request(
     prompts: Prompts, output: types_pb2.OutputOptions | None
 ) -> executor_pb2.BatchPrefillRequest:
     """A request for several new caches. `output` applies to items without their own."""
-    request = executor_pb2.BatchPrefillRequest()
-    for prompt in prompts:
-        item = prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt)
-        made = request.items.add()
-        made.CopyFrom(prefill_request(item))
-        if item.output is None and output is not None:
-            made.output.CopyFrom(output)
-    return request
+    items = (prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt) for prompt in prompts)
+    return executor_pb2.BatchPrefillRequest(items=[prefill_request(item, output) for item in items])
 
 
 def batch_prefilled(
@@ -117,11 +116,13 @@ def batch_prefilled(
     return [_error(result) or make(result.response) for result in response.results]
 
 
-def forward_request(item: ScoreItem) -> executor_pb2.ForwardRequest:
-    """A request for a scoring."""
+def forward_request(
+    item: ScoreItem, output: types_pb2.OutputOptions | None = None
+) -> executor_pb2.ForwardRequest:
+    """A request for a scoring. `output` applies to an item without its own."""
     return executor_pb2.ForwardRequest(
         token_ids=item.token_ids,
-        output=item.output,
+        output=output if item.output is None else item.output,
         score_from=item.score_from,
         cache_salt=item.cache_salt,
     )
@@ -141,14 +142,8 @@ def batch_forward_request(
     texts: Texts, output: types_pb2.OutputOptions | None
 ) -> executor_pb2.BatchForwardRequest:
     """A request for several scorings. `output` applies to items without their own."""
-    request = executor_pb2.BatchForwardRequest()
-    for text in texts:
-        item = text if isinstance(text, ScoreItem) else ScoreItem(text)
-        made = request.items.add()
-        made.CopyFrom(forward_request(item))
-        if item.output is None and output is not None:
-            made.output.CopyFrom(output)
-    return request
+    items = (text if isinstance(text, ScoreItem) else ScoreItem(text) for text in texts)
+    return executor_pb2.BatchForwardRequest(items=[forward_request(item, output) for item in items])
 
 
 def batch_scored(response: executor_pb2.BatchForwardResponse) -> list[Scored | QuireError]:

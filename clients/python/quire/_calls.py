@@ -119,59 +119,6 @@ class CacheState:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.cache_id} of {self.seq_len} tokens>"
 
-    def _extend_request(
-        self,
-        token_ids: Sequence[int],
-        output: types_pb2.OutputOptions | None,
-        score_from: int | None,
-        sample_seeds: Sequence[int],
-    ) -> executor_pb2.PrefillRequest:
-        return executor_pb2.PrefillRequest(
-            cache_id=self.cache_id,
-            token_ids=token_ids,
-            position=self.seq_len,
-            output=output,
-            score_from=score_from,
-            sample_seeds=sample_seeds,
-        )
-
-    def _verify_request(
-        self,
-        token_ids: Sequence[int],
-        output: types_pb2.OutputOptions | None,
-        accept: types_pb2.VerifyAccept,
-        score: bool,
-        rows: Sequence[types_pb2.VerifyRow],
-        parents: Sequence[int],
-    ) -> executor_pb2.ForwardVerifyRequest:
-        return executor_pb2.ForwardVerifyRequest(
-            cache_id=self.cache_id,
-            token_ids=token_ids,
-            position=self.seq_len,
-            output=output,
-            accept=accept,
-            score=score,
-            rows=rows,
-            parents=parents,
-        )
-
-    def _truncate_request(self, new_len: int) -> executor_pb2.TruncateKVRequest:
-        check_given("new_len", new_len)
-        # No position when truncating to the known length, which undoes an abandoned append that was applied.
-        position = None if new_len == self.seq_len else self.seq_len
-        return executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
-
-    def _fork_request(
-        self, count: int, release: Iterable[CacheState], request_id: str
-    ) -> executor_pb2.ForkCacheRequest:
-        """Always has a request id, so that a retry returns the same copies."""
-        return executor_pb2.ForkCacheRequest(
-            cache_id=self.cache_id,
-            count=count,
-            release=[cache.cache_id for cache in release],
-            request_id=request_id or new_request_id(),
-        )
-
     def _appended(
         self, response: executor_pb2.PrefillResponse | executor_pb2.DecodeResponse
     ) -> types_pb2.StepOutput:

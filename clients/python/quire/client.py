@@ -23,7 +23,6 @@ from quire._connection import (
     Tls,
     connection,
 )
-from quire._executions import Progress
 from quire._items import Prompt, items_of
 from quire._methods import Method
 from quire.errors import QuireError, from_rpc_error
@@ -278,18 +277,18 @@ class Client(_Caller):
             timeout_s: The timeout of the call. None: the client's.
             settings: Fields of ExecuteItem, such as max_tokens, sampling, stop, n. For prompts only.
         """
-        progress = Progress(
-            items_of(items, settings),
+        request = runner_pb2.ExecuteRequest(
+            items=items_of(items, settings),
             runtime=runtime,
             request_id=request_id,
             policy=policy,
-            keep_s=keep_s,
+            keep=_calls.duration(keep_s),
             max_cost_usd=max_cost_usd,
             priority=self._priority,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         start_call = functools.partial(self.runner_stub.Execute, timeout=limit_s, metadata=self.metadata)
-        return Execution(start_call, progress, keep_s or 0.0, self.cancel_execution)
+        return Execution(start_call, request, self.cancel_execution)
 
     def cancel_execution(self, request_id: str) -> bool:
         """Ends a kept execution (`keep_s`), also of another client. Returns whether there was one.
@@ -410,7 +409,14 @@ class Cache(CacheState):
         sample_seeds: Sequence[int] = (),
     ) -> types_pb2.StepOutput:
         """Appends several tokens and predicts the next one. The options are those of `prefill`."""
-        request = self._extend_request(token_ids, output, score_from, sample_seeds)
+        request = executor_pb2.PrefillRequest(
+            cache_id=self.cache_id,
+            token_ids=token_ids,
+            position=self.seq_len,
+            output=output,
+            score_from=score_from,
+            sample_seeds=sample_seeds,
+        )
         response = self._call(_methods.PREFILL, request)
         return self._appended(response)
 
@@ -431,7 +437,16 @@ class Cache(CacheState):
         from. With `parents` the tokens are a tree, of which one path is kept; it has the index of each
         token's parent, except for the first token.
         """
-        request = self._verify_request(token_ids, output, accept, score, rows, parents)
+        request = executor_pb2.ForwardVerifyRequest(
+            cache_id=self.cache_id,
+            token_ids=token_ids,
+            position=self.seq_len,
+            output=output,
+            accept=accept,
+            score=score,
+            rows=rows,
+            parents=parents,
+        )
         return self._verified(self._call(_methods.FORWARD_VERIFY, request))
 
     def truncate(self, new_len: int) -> None:
@@ -440,7 +455,10 @@ class Cache(CacheState):
         With `seq_len` it undoes an abandoned append that may have been applied. With a shorter length it
         raises PositionMismatch if the length of the cache is not `seq_len`.
         """
-        request = self._truncate_request(new_len)
+        _calls.check_given("new_len", new_len)
+        # No position when truncating to the known length, which undoes an abandoned append that was applied.
+        position = None if new_len == self.seq_len else self.seq_len
+        request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
         response = self._call(_methods.TRUNCATE_KV, request)
         self.seq_len = response.kv_cache.seq_len
 
@@ -449,7 +467,13 @@ class Cache(CacheState):
 
         The caches in `release`, which may include this one, are released afterwards in the same call.
         """
-        request = self._fork_request(count, release, request_id)
+        request = executor_pb2.ForkCacheRequest(
+            cache_id=self.cache_id,
+            count=count,
+            release=[cache.cache_id for cache in release],
+            # So that a retry returns the same copies.
+            request_id=request_id or _calls.new_request_id(),
+        )
         response = self._call(_methods.FORK_CACHE, request)
         return [Cache(self._call, copy) for copy in self._forked(response)]
 
