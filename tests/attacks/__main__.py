@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from benchmarks import machine
-from tests.attacks import fairness, memory, messages, overload, tenants
+from tests.attacks import fairness, memory, messages, overload
 from tests.attacks.frame import Attack, Outcome, as_dict, run, table
 
 ALL: tuple[Attack, ...] = (
-    *messages.ATTACKS, *memory.ATTACKS, *fairness.ATTACKS, *tenants.ATTACKS, *overload.ATTACKS,
+    *messages.ATTACKS, *memory.ATTACKS, *fairness.ATTACKS, *overload.ATTACKS,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Two callers that do nothing wrong: `python -m tests.attacks.bystanders ADDRESS WORKER FILE [TOKEN]`.
+"""Two callers that do nothing wrong: `python -m tests.attacks.bystanders ADDRESS WORKER FILE`.
 
 One decodes with unary calls, one on a Session, each on its own cache in that worker, with short pauses. Each
 step is a line of the file: when it began, how long it took, and how it failed, if it did. A caller that fails
@@ -45,7 +45,7 @@ class Waits:
 class Bystanders:
     """The process, within its context. `waits` says what happened to its callers."""
 
-    def __init__(self, address: str, worker_id: str, directory: Path, token: str = "") -> None:
+    def __init__(self, address: str, worker_id: str, directory: Path) -> None:
         self._path = directory / "bystanders"
         self._path.touch()
         command = [
@@ -55,7 +55,6 @@ class Bystanders:
             address,
             worker_id,
             str(self._path),
-            token,
         ]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment(ROOT), stdin=subprocess.PIPE)
 
@@ -127,8 +126,8 @@ async def _bystander(client: AsyncClient, worker_id: str, out: TextIO, *, on_ses
         await asyncio.sleep(0.05)
 
 
-async def _main(address: str, worker_id: str, out: TextIO, token: str) -> None:
-    async with AsyncClient(address, token=token, timeout_s=TIMEOUT_S, retries=False) as client:
+async def _main(address: str, worker_id: str, out: TextIO) -> None:
+    async with AsyncClient(address, timeout_s=TIMEOUT_S, retries=False) as client:
         callers = [
             asyncio.create_task(_bystander(client, worker_id, out, on_session=on_session))
             for on_session in (False, True)
@@ -139,6 +138,6 @@ async def _main(address: str, worker_id: str, out: TextIO, token: str) -> None:
 
 
 if __name__ == "__main__":
-    _address, _worker_id, _path, _token = sys.argv[1:]
+    _address, _worker_id, _path = sys.argv[1:]
     with Path(_path).open("w", buffering=1) as _out:
-        asyncio.run(_main(_address, _worker_id, _out, _token))
+        asyncio.run(_main(_address, _worker_id, _out))

@@ -115,8 +115,7 @@ def run(attack: Attack) -> Outcome:
     """Makes an attack on a gateway of its own."""
     with attack.serve() as gateway:
         first = gateway.status().workers[0].worker_id
-        token = getattr(gateway, "bystander_token", "")
-        with Bystanders(gateway.address, first, gateway.log_path.parent, token) as bystanders:
+        with Bystanders(gateway.address, first, gateway.log_path.parent) as bystanders:
             return measure(attack, Scene(gateway), bystanders)
 
 

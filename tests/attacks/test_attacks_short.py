@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.attacks import fairness, memory, messages, tenants
+from tests.attacks import fairness, memory, messages
 from tests.attacks.bystanders import Bystanders
 from tests.attacks.frame import SHORT_HELD_S, Attack, Scene, measure
 from tests.gateway_process import GatewayProcess
@@ -28,7 +28,7 @@ LIMITS = {
 }
 BY_NAME = {
     attack.name: attack
-    for attack in (*messages.ATTACKS, *memory.ATTACKS, *fairness.ATTACKS, *tenants.ATTACKS)
+    for attack in (*messages.ATTACKS, *memory.ATTACKS, *fairness.ATTACKS)
     if attack.gateway is None
 }
 # Name, tries, and what it must have been answered, if one answer is right.

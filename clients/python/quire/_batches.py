@@ -1,9 +1,9 @@
-"""Requests and responses of prefills and scorings, single or in a batch."""
+"""Requests of prefills and scorings, and what a scoring returns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -11,7 +11,6 @@ from quire import _calls
 from quire.errors import QuireError, from_status
 from quire.v1 import executor_pb2, types_pb2
 
-_Cache = TypeVar("_Cache")
 _Result = TypeVar("_Result")
 
 
@@ -100,22 +99,6 @@ def prefill_request(
     )
 
 
-def batch_prefill_request(
-    prompts: Prompts, output: types_pb2.OutputOptions | None
-) -> executor_pb2.BatchPrefillRequest:
-    """A request for several new caches. `output` applies to items without their own."""
-    items = (prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt) for prompt in prompts)
-    return executor_pb2.BatchPrefillRequest(items=[prefill_request(item, output) for item in items])
-
-
-def batch_prefilled(
-    response: executor_pb2.BatchPrefillResponse,
-    make: Callable[[executor_pb2.PrefillResponse], _Cache],
-) -> list[_Cache | QuireError]:
-    """A cache for each prompt. The exceptions of failed items are returned, not raised."""
-    return [_error(result) or make(result.response) for result in response.results]
-
-
 def forward_request(
     item: ScoreItem, output: types_pb2.OutputOptions | None = None
 ) -> executor_pb2.ForwardRequest:
@@ -138,18 +121,6 @@ def scored(response: executor_pb2.ForwardResponse) -> Scored:
     )
 
 
-def batch_forward_request(
-    texts: Texts, output: types_pb2.OutputOptions | None
-) -> executor_pb2.BatchForwardRequest:
-    """A request for several scorings. `output` applies to items without their own."""
-    items = (text if isinstance(text, ScoreItem) else ScoreItem(text) for text in texts)
-    return executor_pb2.BatchForwardRequest(items=[forward_request(item, output) for item in items])
-
-
-def batch_scored(response: executor_pb2.BatchForwardResponse) -> list[Scored | QuireError]:
-    """The result for each text. The exceptions of failed items are returned, not raised."""
-    return [_error(result) or scored(result.response) for result in response.results]
-
-
-def _error(result: Any) -> QuireError | None:
-    return from_status(result.error) if result.HasField("error") else None
+def result_of(result: Any) -> Any:
+    """The response in a result of a batch, or the exception for its error."""
+    return from_status(result.error) if result.HasField("error") else result.response

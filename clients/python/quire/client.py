@@ -87,9 +87,12 @@ class _Caller(ABC):
         A prompt is its token ids, or a `PrefillItem` with its own settings. Common prefixes are computed
         once. The exceptions of failed items are returned in their places.
         """
-        request = _batches.batch_prefill_request(prompts, output)
+        items = (prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt) for prompt in prompts)
+        requests = [_batches.prefill_request(item, output) for item in items]
+        request = executor_pb2.BatchPrefillRequest(items=requests)
         response = self._call(_methods.BATCH_PREFILL, request)
-        return _batches.batch_prefilled(response, lambda made: Cache(self._call, made))
+        made = map(_batches.result_of, response.results)
+        return [one if isinstance(one, QuireError) else Cache(self._call, one) for one in made]
 
     def cache(self, cache_id: str) -> Cache:
         """An existing cache, which another process may have created, with its current length.
@@ -108,8 +111,17 @@ class _Caller(ABC):
         An item is (cache, token), or (cache, token, output) with its own output options. The exceptions of
         failed items are returned in their places.
         """
-        request = _calls.batch_decode_request(decodes, output)
-        return _calls.batch_decoded(decodes, self._call(_methods.BATCH_DECODE, request))
+        requests = [
+            _calls.decode_request(cache, token_id, own[0] if own and own[0] is not None else output)
+            for cache, token_id, *own in decodes
+        ]
+        request = executor_pb2.BatchDecodeRequest(items=requests)
+        response = self._call(_methods.BATCH_DECODE, request)
+        results = zip(decodes, map(_batches.result_of, response.results), strict=True)
+        return [
+            one if isinstance(one, QuireError) else cache._appended(one)  # noqa: SLF001 - a class of this module
+            for (cache, *_), one in results
+        ]
 
     def fork_caches(
         self, forks: Forks[Cache], *, release: Iterable[Cache] = (), request_id: str = ""
@@ -121,9 +133,20 @@ class _Caller(ABC):
         copied. Returns the copies of each cache, which the caller releases. Raises PositionMismatch if a
         cache has another length than its `seq_len`, and CacheNotFound if a cache does not exist.
         """
-        request = _calls.fork_caches_request(forks, release, request_id)
+        request = executor_pb2.ForkCachesRequest(
+            forks=[
+                executor_pb2.ForkSource(cache_id=cache.cache_id, count=count, position=cache.seq_len)
+                for cache, count in forks
+            ],
+            release=[cache.cache_id for cache in release],
+            # So that a retry returns the same copies.
+            request_id=request_id or _calls.new_request_id(),
+        )
         response = self._call(_methods.FORK_CACHES, request)
-        return _calls.forked_caches(forks, response, lambda copy: Cache(self._call, copy))
+        return [
+            [Cache(self._call, copy) for copy in cache._forked(forked)]  # noqa: SLF001 - of this module
+            for (cache, _), forked in zip(forks, response.results, strict=True)
+        ]
 
     def forward(
         self,
@@ -162,8 +185,12 @@ class _Caller(ABC):
         A text is its token ids, or a `ScoreItem` with its own settings. The exceptions of failed items are
         returned in their places.
         """
-        request = _batches.batch_forward_request(texts, output)
-        return _batches.batch_scored(self._call(_methods.BATCH_FORWARD, request))
+        items = (text if isinstance(text, ScoreItem) else ScoreItem(text) for text in texts)
+        requests = [_batches.forward_request(item, output) for item in items]
+        request = executor_pb2.BatchForwardRequest(items=requests)
+        response = self._call(_methods.BATCH_FORWARD, request)
+        found = map(_batches.result_of, response.results)
+        return [one if isinstance(one, QuireError) else _batches.scored(one) for one in found]
 
     def adopt(self, cache: Cache) -> None:
         """Makes `cache` use this client or session for its calls from now on. Sends nothing."""
