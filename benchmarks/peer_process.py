@@ -25,7 +25,6 @@ PEERS = {
     "gateway": "benchmarks.peers.gateway_peer:GatewayPeer",
     "stall": "benchmarks.peers.stall_peer:StallPeer",
     "journal": "benchmarks.peers.journal_peer:JournalPeer",
-    "recovery": "benchmarks.peers.recovery_peer:RecoveryPeer",
     "service-loops": "benchmarks.peers.service_loops_peer:ServiceLoopsPeer",
     "transformers-loops": "benchmarks.peers.transformers_loops_peer:TransformersLoopsPeer",
     "device": "benchmarks.gpu.device_peer:DevicePeer",

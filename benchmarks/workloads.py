@@ -62,7 +62,6 @@ def all_workloads(shape: Shape) -> list[Workload]:
         _gateway(),
         *(_stall(budget) for budget in _STALL_BUDGETS),
         _journal(),
-        _recovery(),
     ]
 
 
@@ -295,22 +294,5 @@ def _journal() -> Workload:
         share=1.5,
         prepare=("prepare_decode", {"batch": 32, "context_tokens": 128}),
         warm={"steps": 2},
-        optional=True,
-    )
-
-
-def _recovery() -> Workload:
-    """A gateway's start, and its recovery after one of two workers is killed with calls in flight."""
-    return Workload(
-        name="recovery",
-        title="start and recovery (shipped model)",
-        unit="event",
-        entries=[
-            Entry("from start to SERVING", "recovery", "start"),
-            Entry(
-                "from SIGKILL of a worker", "recovery", "kill", parts=("to each answer", "to a new worker")
-            ),
-        ],
-        rounds=(1, 10),
         optional=True,
     )
