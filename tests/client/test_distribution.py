@@ -51,7 +51,8 @@ with quire.Client(target) as client, client.prefill([1, 2, 3]) as cache:
     print(cache.decode(4).token_id)
 
 from quire.cli.main import main
-print([main([*command.split(), "--target", target]) for command in ("caches list", "status", "load")])
+commands = ("caches list", "status", "load", "generate x")
+print([main([*command.split(), "--target", target]) for command in commands])
 """
 
 
@@ -117,10 +118,12 @@ def test_installed_alone_it_completes_calls(
     )
     assert done.returncode == 0, done.stderr
     token, header, statuses = done.stdout.splitlines()
-    assert (token, header.split()[0], statuses) == ("10", "cache", "[0, 1, 1]")
+    assert (token, header.split()[0], statuses) == ("10", "cache", "[0, 1, 1, 1]")
     said = "needs the extra `cli`; in a checkout of Quire: `pip install './clients/python[cli]'`"
-    status, load = done.stderr.splitlines()
+    status, load, generate = done.stderr.splitlines()
     assert status == f"quire: status {said} (refused: rich)" and load.startswith(f"quire: load {said}")
+    assert generate == f"quire: generate {said} (refused: tokenizers)"
+    assert not executor.calls["GetModelInfo"], "no server is asked before it is known what is missing"
     assert executor.caches == {}
 
 
