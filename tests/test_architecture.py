@@ -344,7 +344,7 @@ def test_the_client_needs_only_what_it_declares() -> None:
         # Its extras; tests/client/test_imports.py sees that nothing loads them by itself.
         extra = {"tokenizers"} if module == "quire.text" else set()
         if within(module, "quire.cli"):
-            extra = {"numpy", "psutil", "rich", "uvloop"}
+            extra = {"numpy", "psutil", "rich", "tokenizers", "uvloop"}
         outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
         assert outside <= {"quire", "grpc", "google"} | extra, module
 
